@@ -1,0 +1,18 @@
+"""The one error type that users see: a single line with what, value, expectation and remedy."""
+
+from __future__ import annotations
+
+
+class OutsizeError(ValueError):
+    """Something the user can mend: the message is one line naming what, its value, what was
+    expected and what to do. The command line prints it without a traceback and exits with 2."""
+
+
+def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
+    """The ending "; did you mean 'x'?" for an unknown name, or a list of what there is."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}"

@@ -1,0 +1,93 @@
+"""Matrix multiplication whose weight gradient can be handed to a sink.
+
+Autograd gives a weight's gradient as a fresh tensor and then adds it to `.grad`: one more buffer of
+the weight's size and one more pass over it. A sink receives the computation instead, and may run
+it into a flat gradient buffer at once (BACKWARD) or later (BACKWARD_WEIGHT of zero-bubble
+schedules; Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+
+T tokens, I in, O out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class GradSink(Protocol):
+    """Receives weight gradients as computations."""
+
+    def __call__(self, weight: Tensor, compute: Callable[[Tensor], None]) -> None:
+        """Take the gradient of `weight`: `compute(grad)` adds it to `grad` (shape of `weight`)."""
+
+
+def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    """grad += a @ b, accumulated in the dtype of `grad`."""
+    if grad.dtype == a.dtype:
+        grad.addmm_(a, b)
+    else:
+        grad.add_(a @ b)
+
+
+class _SinkLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.sink = bias, sink
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        bias: Tensor | None = ctx.bias
+        gx = gy @ weight if ctx.needs_input_grad[0] else None
+        gy_TO, x_TI = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
+        if weight.requires_grad:
+            ctx.sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
+        if bias is not None and bias.requires_grad:
+            ctx.sink(bias, lambda grad: grad.add_(gy_TO.sum(0)) and None)
+        return gx, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None) -> Tensor:
+    """x (..., I) times weight (O, I) plus bias (O): (..., O).
+
+    With a sink, gradients of weight and bias go to it and autograd sees none of them.
+    """
+    if sink is None or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    if not x.requires_grad:  # the Function must be entered for its weight's sake
+        x = x.detach().requires_grad_()
+    y: Tensor = _SinkLinear.apply(x, weight, bias, sink)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SinkEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, sink: GradSink
+    ) -> Tensor:
+        ctx.ids, ctx.weight, ctx.sink = ids, weight, sink
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        ids_T, gy_TD = ctx.ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
+        if ctx.weight.requires_grad:
+            ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)) and None)
+        return None, None, None, None
+
+
+def embedding(ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
+    """Rows of weight (V, D) at ids (...): (..., D). With a sink, the gradient goes to it."""
+    if sink is None or not torch.is_grad_enabled():
+        return F.embedding(ids, weight)
+    anchor = torch.empty(0, device=weight.device, requires_grad=True)
+    y: Tensor = _SinkEmbedding.apply(anchor, ids, weight, sink)  # type: ignore[no-untyped-call]
+    return y
