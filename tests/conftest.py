@@ -1,0 +1,91 @@
+"""What every test gets: one thread, fixed seeds, no network, its own cache directory.
+
+The environment is set before anything imports torch or transformers, and is inherited by the
+processes that tests start.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only cost
+
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seeds, thread count and torch's global settings are the same at the start of every test."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of one test are seen neither by another test nor by the person who runs them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to anything but this machine fails at once, naming the address."""
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+
+    def refuse_far(sock: socket.socket, address: Any) -> None:
+        near = sock.family == socket.AF_UNIX or str(address[0]).startswith(LOOPBACK)
+        if not near:
+            raise OSError(f"a test tried to reach {address!r}; tests run without a network")
+
+    def guarded(sock: socket.socket, address: Any) -> None:
+        refuse_far(sock, address)
+        connect(sock, address)
+
+    def guarded_ex(sock: socket.socket, address: Any) -> int:
+        refuse_far(sock, address)
+        return connect_ex(sock, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+    monkeypatch.setattr(socket.socket, "connect_ex", guarded_ex)
+
+
+@pytest.fixture
+def tiny_config() -> dict[str, Any]:
+    """config.json of a Llama of about 30 thousand parameters; a fresh dict for each test."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
