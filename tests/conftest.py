@@ -67,7 +67,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny_config() -> dict[str, Any]:
-    """config.json of a Llama of about 30 thousand parameters; a fresh dict for each test."""
+    """config.json of a Llama of about 35 thousand parameters; a fresh dict for each test."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
