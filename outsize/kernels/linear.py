@@ -51,7 +51,7 @@ class _SinkLinear(torch.autograd.Function):
         if weight.requires_grad:
             ctx.sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
         if bias is not None and bias.requires_grad:
-            ctx.sink(bias, lambda grad: grad.add_(gy_TO.sum(0)) and None)
+            ctx.sink(bias, lambda grad: grad.add_(gy_TO.sum(0)))
         return gx, None, None, None
 
 
@@ -80,7 +80,7 @@ class _SinkEmbedding(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
         ids_T, gy_TD = ctx.ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
         if ctx.weight.requires_grad:
-            ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)) and None)
+            ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))
         return None, None, None, None
 
 

@@ -1,0 +1,148 @@
+"""Cross-entropy over token chunks, the backward pass inside each chunk.
+
+The logits of a language model are its largest tensor by far: T x V against T x D. Here a chunk of
+tokens is multiplied by the head, turned into its loss and at once into its gradient, in place, in
+one buffer that every chunk uses again; full logits never exist, in either direction. (The idea of
+computing the gradient in the forward pass is that of Hsu et al., "Liger Kernel", 2024; a chunked
+loss with one backward at its end would keep every chunk alive.)
+
+T tokens, C tokens of a chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.kernels.linear import GradSink, add_product
+
+IGNORE = -100  # target of a token that has none
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which reductions over `dtype` are done: at least fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> None:
+    if out_CV.dtype == h_CD.dtype:
+        torch.mm(h_CD, weight_VD.t(), out=out_CV)
+    else:
+        out_CV.copy_(h_CD @ weight_VD.t())
+    if bias_V is not None:
+        out_CV.add_(bias_V)
+
+
+def _soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+    """Scale and soft-cap in place; gives the tanh that the backward pass needs, if any."""
+    if scale != 1.0:
+        logits_CV.mul_(scale)
+    if softcap is None:
+        return None
+    tanh_CV = logits_CV.div_(softcap).tanh_().clone()
+    logits_CV.mul_(softcap)
+    return tanh_CV
+
+
+def _chunk(
+    logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool
+) -> Tensor:
+    """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient."""
+    valid_C = (targets_C != IGNORE).to(logits_CV.dtype)  # not bool: bool * float would be fp32
+    index_C1 = targets_C.clamp(min=0).unsqueeze(1)
+    top_C1 = logits_CV.amax(1, keepdim=True)
+    logits_CV.sub_(top_C1)
+    picked_C = logits_CV.gather(1, index_C1).squeeze(1)
+    logits_CV.exp_()
+    total_C1 = logits_CV.sum(1, keepdim=True)
+    losses_C = (total_C1.squeeze(1).log() - picked_C) * valid_C
+    if gradient:
+        logits_CV.mul_((valid_C.unsqueeze(1) * factor) / total_C1)
+        logits_CV.scatter_add_(1, index_C1, valid_C.unsqueeze(1) * -factor)
+    return losses_C.sum() * factor
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        head: Head,
+        gradient: bool,
+    ) -> Tensor:
+        dtype = wide(h_TD.dtype)
+        loss = torch.zeros((), dtype=dtype, device=h_TD.device)
+        gh_TD = torch.empty_like(h_TD) if gradient else None
+        size = min(head.chunk, h_TD.shape[0])
+        buffer_CV = torch.empty(size, weight_VD.shape[0], dtype=dtype, device=h_TD.device)
+        for start in range(0, h_TD.shape[0], size):
+            h_CD, targets_C = h_TD[start : start + size], targets_T[start : start + size]
+            logits_CV = buffer_CV[: h_CD.shape[0]]
+            _logits(h_CD, weight_VD, bias_V, logits_CV)
+            tanh_CV = _soften(logits_CV, head.scale, head.softcap)
+            loss += _chunk(logits_CV, targets_C, head.factor, gradient)
+            if gh_TD is None:
+                continue
+            if tanh_CV is not None:
+                logits_CV.mul_(tanh_CV.square_().neg_().add_(1))
+            if head.scale != 1.0:
+                logits_CV.mul_(head.scale)
+            g_CV = logits_CV.to(h_TD.dtype)
+            torch.mm(g_CV, weight_VD, out=gh_TD[start : start + size])
+            head.accumulate(weight_VD, bias_V, g_CV, h_CD)
+        ctx.gh_TD = gh_TD
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+        # The gradient was made for gy == 1: the one scale of the step is already in it.
+        gh_TD, ctx.gh_TD = ctx.gh_TD, None
+        return gh_TD, None, None, None, None, None
+
+
+class Head:
+    """What the loss needs to know of the head beside its weight.
+
+    factor: what every token's loss is multiplied by, 1 / (valid targets of the whole step): the one
+    place where the loss is divided. chunk: tokens of a chunk. sink: receives the gradients.
+    """
+
+    def __init__(
+        self,
+        factor: float,
+        chunk: int,
+        sink: GradSink | None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        self.factor, self.chunk, self.sink = factor, chunk, sink
+        self.scale, self.softcap = scale, softcap
+
+    def accumulate(self, weight: Tensor, bias: Tensor | None, g_CV: Tensor, h_CD: Tensor) -> None:
+        """Hand the gradients of one chunk to the sink; they run at once, for the buffer is reused."""
+        assert self.sink is not None
+        if weight.requires_grad:
+            self.sink(weight, lambda grad: add_product(grad, g_CV.t(), h_CD))
+        if bias is not None and bias.requires_grad:
+            self.sink(bias, lambda grad: grad.add_(g_CV.sum(0)))
+
+
+def chunked_loss(
+    h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, head: Head
+) -> Tensor:
+    """Sum over valid targets of the cross-entropy times head.factor: a scalar, at least fp32.
+
+    h_TD: hidden after the final norm; targets_T int64, IGNORE where none. Where gradients are on,
+    they are made here: weight and bias go to head.sink, and the backward pass only hands h's on
+    (so the result must be differentiated with gradient 1).
+    """
+    gradient = torch.is_grad_enabled() and head.sink is not None
+    if gradient and not h_TD.requires_grad:
+        h_TD = h_TD.detach().requires_grad_()
+    loss: Tensor = _ChunkedLoss.apply(h_TD, weight_VD, bias_V, targets_T, head, gradient)  # type: ignore[no-untyped-call]
+    return loss

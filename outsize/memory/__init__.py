@@ -1,0 +1,17 @@
+"""Where bytes rest: chunks of flat buffers, and the ledger that counts them."""
+
+from outsize.memory.chunk import Chunk, ChunkTable, Slot, tables
+from outsize.memory.ledger import KINDS, Ledger, OverBudget
+from outsize.memory.sizes import format_bytes, parse_bytes
+
+__all__ = [
+    "KINDS",
+    "Chunk",
+    "ChunkTable",
+    "Ledger",
+    "OverBudget",
+    "Slot",
+    "format_bytes",
+    "parse_bytes",
+    "tables",
+]

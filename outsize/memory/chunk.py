@@ -1,0 +1,150 @@
+"""Chunk: the parameters of one segment that share dtype and trainability, in one flat buffer.
+
+A chunk's table says where each parameter lies; parameters, gradients, the fp32 master copy and the
+optimizer's states each have one buffer in that same layout, allocated once, and what the model
+and autograd see are views. Nothing is padded, so bytes follow from the shapes alone.
+
+Decayed parameters come first, so that the optimizer updates at most two ranges a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its chunk: [offset, offset + numel) elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int  # index of the optimizer's parameter group
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The view of this parameter in a flat buffer."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """The layout of one chunk. segment: index of the model's segment that owns it."""
+
+    segment: int
+    trainable: bool
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+
+def tables(
+    segments: Sequence[Sequence[tuple[str, nn.Parameter]]], group_of: Mapping[str, int]
+) -> tuple[ChunkTable, ...]:
+    """Chunk tables of a model given as named parameters by segment. A parameter that several
+    segments share belongs to the first."""
+    seen: set[int] = set()
+    made: list[ChunkTable] = []
+    for index, named in enumerate(segments):
+        fresh = [(n, p) for n, p in named if not (id(p) in seen or seen.add(id(p)))]  # type: ignore[func-returns-value]
+        for trainable in (True, False):
+            mine = [(n, p) for n, p in fresh if p.requires_grad is trainable]
+            if mine:
+                made.append(ChunkTable(index, trainable, _slots(mine, group_of)))
+    return tuple(made)
+
+
+def _slots(named: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, int]) -> tuple[Slot, ...]:
+    # Large first within a group: sizes of matrices keep what follows aligned without padding.
+    order = sorted(named, key=lambda item: (group_of[item[0]], -item[1].numel()))
+    slots, offset = [], 0
+    for name, parameter in order:
+        slots.append(Slot(name, tuple(parameter.shape), offset, group_of[name]))
+        offset += parameter.numel()
+    return tuple(slots)
+
+
+@dataclass
+class Chunk:
+    """The buffers of one chunk: 1-D, all of table.numel elements."""
+
+    table: ChunkTable
+    parameters: Tensor
+    gradients: Tensor | None = None
+    master: Tensor | None = None
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)  # updates that each parameter has had
+
+    @property
+    def weights(self) -> Tensor:
+        """What the optimizer updates: the master copy where there is one."""
+        return self.parameters if self.master is None else self.master
+
+    def views(self) -> Iterable[tuple[Slot, dict[str, Tensor]]]:
+        """For each parameter its weights and optimizer states, as views."""
+        for slot in self.table.slots:
+            state = {name: slot.of(flat) for name, flat in self.optimizer.items()}
+            yield slot, {"weights": slot.of(self.weights), **state}
+
+    def publish(self) -> None:
+        """Round the master copy into the parameters that the model computes with."""
+        if self.master is not None:
+            self.parameters.copy_(self.master)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What each kind of state is held in; master None: parameters are their own master."""
+
+    parameters: torch.dtype
+    gradients: torch.dtype
+    master: torch.dtype | None
+    optimizer: torch.dtype
+
+
+Account = Callable[[str], AbstractContextManager[None]]
+
+
+def adopt(
+    table: ChunkTable,
+    owners: Mapping[str, nn.Parameter],
+    dtypes: Dtypes,
+    states: Sequence[str],
+    account: Account,
+) -> Chunk:
+    """Move parameters into a chunk's buffers; the parameters become views of them.
+
+    owners: name -> Parameter, whose old storage is let go one by one. account: the ledger's way to
+    say which kind a buffer is.
+    """
+    device = next(iter(owners.values())).device
+    with account("parameters"):
+        chunk = Chunk(table, torch.empty(table.numel, dtype=dtypes.parameters, device=device))
+    if table.trainable:
+        with account("gradients"):
+            chunk.gradients = torch.zeros(table.numel, dtype=dtypes.gradients, device=device)
+        if dtypes.master is not None:
+            with account("master"):
+                chunk.master = torch.empty(table.numel, dtype=dtypes.master, device=device)
+        with account("optimizer"):
+            for name in states:
+                chunk.optimizer[name] = torch.zeros(table.numel, dtype=dtypes.optimizer, device=device)
+    for slot in table.slots:
+        parameter = owners[slot.name]
+        with torch.no_grad():
+            if chunk.master is not None:
+                slot.of(chunk.master).copy_(parameter)
+            slot.of(chunk.parameters).copy_(parameter)
+            parameter.data = slot.of(chunk.parameters)
+    return chunk

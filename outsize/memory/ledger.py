@@ -1,0 +1,142 @@
+"""Ledger: the live bytes of each kind, seen by the dispatcher.
+
+Every tensor that PyTorch makes passes the dispatcher, and every storage says when it dies. Counting
+both gives the bytes that a device's allocator would hold, to the byte and the same in every run,
+on any machine. A budget makes the ledger raise where a real device would run out, so that a small
+device can be rehearsed on a large one; the same ledger counts fake tensors, which have no bytes,
+and so foretells a step without running it.
+
+What it cannot see are buffers that a kernel takes and gives back inside one operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outsize.errors import OutsizeError
+from outsize.memory.sizes import format_bytes
+
+KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "workspace", "data")
+
+
+class OverBudget(OutsizeError):
+    """The device tier would hold more than its budget."""
+
+    def __init__(self, kind: str, asked: int, live: int, budget: int) -> None:
+        self.missing = live + asked - budget
+        super().__init__(
+            f"out of memory on the device tier: {format_bytes(asked)} of {kind} asked for,"
+            f" {format_bytes(live)} of the budget of {format_bytes(budget)} in use;"
+            f" {self.missing} bytes missing"
+        )
+
+
+class _Dispatch(TorchDispatchMode):
+    """Shows the ledger every tensor that an operator gives."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.ledger.see(result)
+        elif isinstance(result, (tuple, list)):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.ledger.see(leaf)
+        return result
+
+
+class Ledger:
+    """Counts live bytes on one device while entered.
+
+    budget: bytes the device tier may hold, or None. device: tensors elsewhere are not counted.
+    """
+
+    def __init__(self, budget: int | None = None, device: str = "cpu") -> None:
+        self.budget, self.device = budget, torch.device(device).type
+        self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.total = 0
+        self.peak = 0  # highest total since reset_peak
+        self.peak_live: dict[str, int] = dict(self.live)  # by kind at that moment
+        self._kind = "workspace"
+        self._held: dict[int, list[Any]] = {}  # storage address -> [weakref, bytes, kind]
+        self._modes: list[_Dispatch] = []
+
+    def __enter__(self) -> Ledger:
+        mode = _Dispatch(self)
+        mode.__enter__()
+        self._modes.append(mode)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._modes.pop().__exit__(kind, value, trace)
+
+    @contextmanager
+    def kind(self, kind: str) -> Iterator[None]:
+        """Storages made inside count as `kind` instead of "workspace"."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor, once."""
+        if tensor.device.type != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        held = self._held.get(key)
+        if held is not None:
+            if held[1] != size:
+                self._count(held[2], size - held[1])
+                held[1] = size
+            return
+        if size == 0:
+            return
+        self._count(self._kind, size)
+        self._held[key] = [weakref.ref(storage, lambda _: self._forget(key)), size, self._kind]
+
+    def _count(self, kind: str, size: int) -> None:
+        if self.budget is not None and size > 0 and self.total + size > self.budget:
+            raise OverBudget(kind, size, self.total, self.budget)
+        self.live[kind] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.peak_live = self.total, dict(self.live)
+
+    def _forget(self, key: int) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._count(held[2], -held[1])
+
+    def settle(self) -> None:
+        """What the action that ends here leaves alive are activations, no longer its workspace."""
+        for held in self._held.values():
+            if held[2] == "workspace":
+                held[2] = "activations"
+        self.live["activations"] += self.live["workspace"]
+        self.live["workspace"] = 0
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the peak from what is live now."""
+        self.peak, self.peak_live = self.total, dict(self.live)

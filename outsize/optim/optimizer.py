@@ -1,0 +1,127 @@
+"""The `Optimizer` seam: updates a flat range of a chunk, with PyTorch's fused kernels.
+
+An element-wise optimizer sees 1-D ranges that may begin and end inside a parameter; `layout` says
+so. A matrix optimizer will say "matrix" and receive whole parameters.
+
+AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, as torch.optim.AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError, nearest
+
+
+class Optimizer(Protocol):
+    """Updates weights from gradients, one flat range at a time."""
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def layout(self) -> Literal["elementwise", "matrix"]: ...
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the buffers it keeps, each as large as the weights."""
+
+    def update(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """Update `weights` in place. step: 1 at the first update of these weights."""
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """lr: step size; betas: decay of the two moments; eps: added to the denominator;
+    weight_decay: decoupled, a fraction of lr."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    layout: Literal["elementwise"] = "elementwise"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        torch._fused_adamw_(
+            [weights],
+            [gradients.to(weights.dtype)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(step), dtype=torch.float32, device=weights.device)],
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with heavy-ball momentum, as torch.optim.SGD."""
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    layout: Literal["elementwise"] = "elementwise"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        direction = gradients.to(weights.dtype)
+        if weight_decay:
+            direction = direction.add(weights, alpha=weight_decay)
+        if self.momentum:
+            # The first step's buffer is the gradient itself; zeros times momentum add nothing.
+            direction = state["momentum"].mul_(self.momentum).add_(direction)
+        weights.add_(direction, alpha=-lr)
+
+
+def parse(name: str, lr: float, weight_decay: float, betas: tuple[float, float]) -> Optimizer:
+    """The optimizer of a configuration. betas[0] is SGD's momentum."""
+    if name == "adamw":
+        return AdamW(lr, betas, weight_decay=weight_decay)
+    if name == "sgd":
+        return SGD(lr, betas[0], weight_decay)
+    raise OutsizeError(f"optimizer {name!r} is not known{nearest(name, ('adamw', 'sgd'))}")

@@ -1,0 +1,151 @@
+"""Plan: how a model is spread over devices, memory and time. Frozen data, valid once made.
+
+A model is cut into segments: its prologue, its blocks, its epilogue. A stage is a run of
+consecutive segments that one action computes. Everything that changes no number is a field here;
+what changes the maths stands under `approximate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outsize.errors import OutsizeError, nearest
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+APPROXIMATE = {
+    "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed and held in which dtype.
+
+    compute: parameters, activations. master: what the optimizer updates; None where it updates
+    the parameters themselves. gradients, optimizer: the accumulated gradients, the moments.
+    """
+
+    compute: Dtype = "float32"
+    master: Dtype | None = None
+    gradients: Dtype = "float32"
+    optimizer: Dtype = "float32"
+
+    @staticmethod
+    def named(name: str) -> Precision:
+        """The usual precision of a name: "float32", "float64", or "bfloat16" with fp32 master."""
+        if name == "bfloat16":
+            return Precision("bfloat16", "float32", "float32", "float32")
+        if name not in DTYPES:
+            raise OutsizeError(f"precision {name!r} is not known{nearest(name, DTYPES)}")
+        return Precision(name, None, name, name)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Segments [first, last) as one unit of the schedule.
+
+    recompute: nothing (), the whole stage ("block",), or the named submodules of its blocks.
+    """
+
+    first: int
+    last: int
+    recompute: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Only the stage's input is kept; everything else is computed again."""
+        return self.recompute == ("block",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step of training on one device.
+
+    segments: their number in the model. stages: in order, covering every segment once.
+    rows: rows of a step; microbatch_rows: rows of a microbatch. sequence: tokens a row (0 for
+    models whose inputs are not tokens). loss_chunk: tokens whose logits exist at once (0: all).
+    mlp_tile: tokens whose feed-forward activations exist at once (0: all). split_backward:
+    BACKWARD_INPUT and BACKWARD_WEIGHT apart. budget: bytes of the device tier, None without limit.
+    """
+
+    segments: int
+    stages: tuple[Stage, ...]
+    rows: int = 1
+    microbatch_rows: int = 1
+    sequence: int = 0
+    precision: Precision = field(default_factory=Precision)
+    loss_chunk: int = 0
+    mlp_tile: int = 0
+    split_backward: bool = False
+    budget: int | None = None
+    approximate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("segments", "rows", "microbatch_rows"):
+            _positive(name, getattr(self, name))
+        for name in ("sequence", "loss_chunk", "mlp_tile"):
+            if getattr(self, name) < 0:
+                raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
+        if self.budget is not None:
+            _positive("budget", self.budget)
+        self._check_stages()
+        self._check_approximate()
+
+    def _check_stages(self) -> None:
+        at = 0
+        for index, stage in enumerate(self.stages):
+            if stage.first != at or stage.last <= stage.first:
+                raise OutsizeError(
+                    f"plan: stage {index} holds segments [{stage.first}, {stage.last});"
+                    f" expected it to begin at {at} and to hold one at least"
+                )
+            ends = stage.first == 0 or stage.last == self.segments
+            if stage.whole and ends and self.segments > 1:
+                raise OutsizeError(
+                    f"plan: stage {index} recomputes the model's prologue or epilogue;"
+                    " only blocks can be recomputed whole: set its recompute to []"
+                )
+            at = stage.last
+        if at != self.segments:
+            raise OutsizeError(
+                f"plan: stages cover {at} segments of {self.segments}; every segment needs a stage"
+            )
+
+    def _check_approximate(self) -> None:
+        for name in self.approximate:
+            if name not in APPROXIMATE:
+                raise OutsizeError(
+                    f"plan: approximate holds {name!r}{nearest(name, tuple(APPROXIMATE))}"
+                )
+        precision = self.precision
+        bare = precision.compute == "bfloat16" and precision.master is None
+        if bare and "bfloat16-weights" not in self.approximate:
+            raise OutsizeError(
+                "plan: bfloat16 without a master copy loses updates under half an ulp;"
+                " set precision.master to float32, or name bfloat16-weights under approximate"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step; the last may have fewer rows."""
+        return -(-self.rows // self.microbatch_rows)
+
+    def rows_of(self, microbatch: int) -> tuple[int, int]:
+        """Rows [start, stop) of a microbatch."""
+        start = microbatch * self.microbatch_rows
+        return start, min(start + self.microbatch_rows, self.rows)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise OutsizeError(f"plan: {name} is {value}; expected 1 or more")
+
+
+def per_segment(segments: int, recompute: tuple[str, ...] = ()) -> tuple[Stage, ...]:
+    """A stage a segment, the blocks (all but the first and last segment) with `recompute`."""
+    return tuple(
+        Stage(i, i + 1, recompute if 0 < i < segments - 1 else ()) for i in range(segments)
+    )

@@ -1,0 +1,147 @@
+"""The validator: proves a Schedule before anything runs.
+
+It plays the actions without computing: every input must have been produced, once, before it is
+used; every gradient must enter the update exactly once; nothing may be left over; and the bytes
+must stay under the budget. The first fault is the error, with worker, position and action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outsize.errors import OutsizeError
+from outsize.schedule.action import WHOLE_STEP, Action, Kind
+from outsize.schedule.schedule import Schedule
+
+_SERVING = (Kind.PREFILL, Kind.DECODE)
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> int:
+    """Refuse a schedule that cannot run exactly; gives its peak bytes on the device tier.
+
+    static: bytes that are live throughout. budget: what the device tier may hold.
+    """
+    if len(schedule.workers) != 1:
+        raise OutsizeError(
+            f"schedule: {len(schedule.workers)} workers; one is what this runtime plays"
+        )
+    state = _Play(schedule, static)
+    for position, action in enumerate(schedule.workers[0]):
+        reason = _range(schedule, action) or state.step(action)
+        if not reason and budget is not None and state.peak > budget:
+            reason = f"would hold {state.peak} bytes of a budget of {budget}: {state.peak - budget} missing"
+        if reason:
+            raise OutsizeError(f"schedule: worker 0, action {position} ({action}): {reason}")
+    reason = state.finish()
+    if reason:
+        raise OutsizeError(f"schedule: at its end: {reason}")
+    return state.peak
+
+
+def _range(schedule: Schedule, action: Action) -> str:
+    per_stage = action.kind is not Kind.NORM
+    per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE)
+    for name, value, limit, wanted in (
+        ("stage", action.stage, schedule.stages, per_stage),
+        ("microbatch", action.microbatch, schedule.microbatches, per_microbatch),
+    ):
+        if wanted and not 0 <= value < limit:
+            return f"{name} is {value}; expected 0 to {limit - 1}"
+        if not wanted and value != WHOLE_STEP:
+            return f"is of the whole step; expected no {name}"
+    return ""
+
+
+@dataclass
+class _Play:
+    """What has been produced so far."""
+
+    schedule: Schedule
+    live: int
+    peak: int = 0
+    done: set[tuple[Kind, int, int]] = field(default_factory=set)
+
+    def step(self, action: Action) -> str:
+        """Play one action; gives the reason why it cannot run, or nothing."""
+        if action.key in self.done:
+            return "runs a second time"
+        reason = self._needs(action)
+        self.done.add(action.key)
+        self.peak = max(self.peak, self.live + action.workspace)
+        self.live += sum(count for where, count in action.allocates if where.startswith("device/"))
+        self.peak = max(self.peak, self.live)
+        return reason
+
+    def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE_STEP) -> bool:
+        return (kind, stage, microbatch) in self.done
+
+    def _back(self, stage: int, microbatch: int) -> bool:
+        return any(self._has(kind, stage, microbatch) for kind in _BACK)
+
+    def _needs(self, action: Action) -> str:
+        kind, s, m = action.kind, action.stage, action.microbatch
+        last = self.schedule.stages - 1
+        if kind in (Kind.FORWARD, *_SERVING):
+            if s > 0 and not self._has(kind, s - 1, m):
+                return f"its input, {kind} of stage {s - 1}, was not produced"
+            if kind is Kind.FORWARD and self._has(Kind.NORM, WHOLE_STEP):
+                return "comes after NORM, which has summed the gradients already"
+        elif kind is Kind.RECOMPUTE:
+            if s not in self.schedule.recompute or not self._has(Kind.FORWARD, s, m):
+                return "has no kept input: its stage did not run FORWARD with recompute"
+        elif kind in _BACK:
+            return self._needs_backward(s, m, last)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            if not self._has(Kind.BACKWARD_INPUT, s, m):
+                return "comes before its BACKWARD_INPUT"
+            if self._has(Kind.NORM, WHOLE_STEP):
+                return "comes after NORM, which has summed the gradients already"
+        elif kind is Kind.NORM:
+            return self._gradients_missing()
+        elif kind is Kind.UPDATE and not self._has(Kind.NORM, WHOLE_STEP):
+            return "comes before NORM"
+        return ""
+
+    def _needs_backward(self, s: int, m: int, last: int) -> str:
+        if self._has(Kind.NORM, WHOLE_STEP):
+            return "comes after NORM, which has summed the gradients already"
+        if self._back(s, m):
+            return "its gradient was produced already"
+        if not self._has(Kind.FORWARD, s, m):
+            return "comes before its FORWARD"
+        if s in self.schedule.recompute and not self._has(Kind.RECOMPUTE, s, m):
+            return "its activations were not computed again"
+        if s < last and not self._back(s + 1, m):
+            return f"its gradient from stage {s + 1} was not produced"
+        return ""
+
+    def _first(self) -> int:
+        """First stage with a backward pass anywhere: the stages before it are frozen."""
+        stages = [a.stage for a in self.schedule.workers[0] if a.kind in _BACK]
+        return min(stages, default=self.schedule.stages)
+
+    def _gradients_missing(self) -> str:
+        for s in range(self._first(), self.schedule.stages):
+            for m in range(self.schedule.microbatches):
+                if not self._back(s, m):
+                    return f"the gradient of stage {s}, microbatch {m} was not produced"
+                split = self._has(Kind.BACKWARD_INPUT, s, m)
+                if split and not self._has(Kind.BACKWARD_WEIGHT, s, m):
+                    return f"the weight gradient of stage {s}, microbatch {m} was not produced"
+        return ""
+
+    def finish(self) -> str:
+        """What a whole step still lacks."""
+        kinds = {kind for kind, _, _ in self.done}
+        if not kinds:
+            return "it holds no action"
+        if kinds <= set(_SERVING):
+            lacking = [k for k in kinds if not self._has(k, self.schedule.stages - 1, 0)]
+            return f"{lacking[0]} did not reach the last stage" if lacking else ""
+        if not self._has(Kind.NORM, WHOLE_STEP):
+            return self._gradients_missing() or "NORM is missing"
+        for s in range(self._first(), self.schedule.stages):
+            if not self._has(Kind.UPDATE, s):
+                return f"UPDATE of stage {s} is missing"
+        return ""
