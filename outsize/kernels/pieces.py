@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = 1 << 20  # 2 to 8 MB in the usual dtypes: far above call costs, far below a layer
@@ -20,9 +21,9 @@ def pieces(x: Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[Tensor]:
     if x.numel() <= elements:
         yield x
     elif x.is_contiguous():
-        yield from x.view(-1).split(elements)
+        yield from torch.split(x.view(-1), elements)
     elif rows := elements // (x.numel() // x.shape[0]):
-        yield from x.split(rows)
+        yield from torch.split(x, rows)
     else:
         for row in x:
             yield from pieces(row, elements)

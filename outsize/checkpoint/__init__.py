@@ -1,0 +1,1 @@
+"""Stores: safetensors files read without trust, Hugging Face directories, training checkpoints."""

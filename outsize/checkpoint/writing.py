@@ -1,0 +1,148 @@
+"""Writing files that are complete or absent: synced before they get their name, and a safetensors
+file tensor by tensor, with the checksum of each tensor, of the header and of the whole made in the
+same pass over the bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.crc import crc32, join_crc32
+from outsize.checkpoint.files import CODES, memory_of
+from outsize.errors import OutsizeError
+from outsize.kernels.pieces import pieces
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: sizes in bytes and CRC-32 of the whole, the header, each tensor."""
+
+    bytes: int
+    crc32: int
+    header_crc32: int
+    tensors: Mapping[str, tuple[int, int]]  # name -> (bytes, CRC-32)
+
+
+def write_tensors(
+    path: Path,
+    specs: Iterable[Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+) -> Written:
+    """Write a safetensors file from `tensors`, which must be those of `specs`, in any order.
+
+    Takes one tensor at a time from the iterator and a few megabytes beside it. The file is synced
+    and appears under its name only when complete. OutsizeError where the system refuses.
+    """
+    # wider dtypes first, so that every tensor is aligned for readers that map the file
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    head, spans = _header_bytes(ordered, metadata)
+    size = len(head) + sum(spec.bytes for spec in ordered)
+    left = {spec.name: spec for spec in ordered}
+    assert len(left) == len(ordered), "a name occurs twice among the specs"
+    sums: dict[str, tuple[int, int]] = {}
+    with _new_file(path, size) as fd:
+        _write_all(fd, memoryview(head), 0)
+        for name, tensor in tensors:
+            spec = left.pop(name)
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), name
+            sums[name] = (spec.bytes, _write_from(tensor.detach(), fd, len(head) + spans[name]))
+        assert not left, f"not given: {sorted(left)}"
+    checksum = crc32(head)
+    body = ((sums[spec.name][1], spec.bytes) for spec in ordered)
+    whole = join_crc32([(checksum, len(head)), *body])
+    return Written(size, whole, checksum, MappingProxyType(sums))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON: synced, and under its name only when complete."""
+    data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    with _new_file(path, len(data)) as fd:
+        _write_all(fd, memoryview(data), 0)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _header_bytes(
+    specs: Iterable[Spec], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, at = {}, 0
+    for spec in specs:
+        span = [at, at + spec.bytes]
+        code, shape = CODES[spec.dtype], list(spec.shape)
+        table[spec.name] = {"dtype": code, "shape": shape, "data_offsets": span}
+        starts[spec.name], at = span
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts
+
+
+@contextmanager
+def _new_file(path: Path, size: int) -> Iterator[int]:
+    """A descriptor to write to; the file gets its name, durably, when the body ends well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = f"; it needs {size} bytes: free some or save elsewhere" if full else ""
+        raise OutsizeError(f"cannot write {path}: {error.strerror}{remedy}") from error
+
+
+def _write_from(x: Tensor, fd: int, at: int) -> int:
+    """Write the elements of x in row-major order and return the CRC-32 of their bytes."""
+    value = 0
+    for piece in pieces(x):
+        view = memory_of(piece.cpu().contiguous())
+        _write_all(fd, view, at)
+        value = crc32(view, value)
+        at += len(view)
+    return value
+
+
+def _write_all(fd: int, view: memoryview, at: int) -> None:
+    while view:
+        count = os.pwrite(fd, view, at)
+        view, at = view[count:], at + count
