@@ -1,0 +1,193 @@
+"""Parts that are computed again in the backward pass: recompute of chosen parts, and tiles.
+
+A part keeps its input alone. In the backward pass it is run again, a tile of tokens at a time if
+it is token-wise, and each tile is differentiated before the next one begins: activations of one
+tile exist at once. (Tiled feed-forward: Bekman et al., "Arctic Long Sequence Training", 2025.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Leaves = list[Tensor]
+
+
+class Call:
+    """A module's call with its tensors taken out: run(tensors) -> output tensors."""
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.forward = forward
+        leaves, self.spec = tree_flatten((args, kwargs))
+        self.tensors: Leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.out_spec: TreeSpec | None = None
+        self.out_rest: list[Any] = []
+
+    def run(self, tensors: Leaves) -> Leaves:
+        """Call with these tensors in the places of the first ones."""
+        leaves = list(self.rest)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        outs, self.out_spec = tree_flatten(self.forward(*args, **kwargs))
+        self.out_rest = [None if isinstance(out, Tensor) else out for out in outs]
+        self._out_tensor = [isinstance(out, Tensor) for out in outs]
+        return [out for out in outs if isinstance(out, Tensor)]
+
+    def result(self, tensors: Leaves) -> Any:
+        """The call's result with these tensors as its outputs."""
+        assert self.out_spec is not None
+        given = iter(tensors)
+        leaves = [
+            next(given) if is_tensor else rest
+            for rest, is_tensor in zip(self.out_rest, self._out_tensor, strict=True)
+        ]
+        return tree_unflatten(leaves, self.out_spec)
+
+
+class Replay:
+    """Makes a second forward the twin of the first: same random numbers, buffers changed once.
+
+    Batch normalisation updates its running statistics in every forward; the second must not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.cuda = [p.device for p in module.parameters() if p.is_cuda][:1]
+        self.states = self._read()
+
+    def _read(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.cuda)]
+
+    def _write(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self.cuda, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        now, buffers = self._read(), [(b, b.clone()) for b in self.module.buffers()]
+        self._write(self.states)
+        try:
+            yield
+        finally:
+            self._write(now)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A fresh leaf over the same memory, differentiable where that has a meaning."""
+    cut = tensor.detach()
+    return cut.requires_grad_() if cut.is_floating_point() else cut
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: Call, replay: Replay | None, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.replay = call, replay
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outs = tuple(call.run(list(tensors)))
+        ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs = [leaf(tensor) for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            if ctx.replay is None:
+                outs = ctx.call.run(inputs)
+            else:
+                with ctx.replay():
+                    outs = ctx.call.run(inputs)
+        backward(outs, list(gouts))
+        return (None, None, None, *(i.grad for i in inputs))
+
+
+def backward(outs: Leaves, gouts: list[Tensor | None]) -> None:
+    """Differentiate the outputs that have a gradient, into the leaves below them."""
+    pairs = [
+        (out, g)
+        for out, g in zip(outs, gouts, strict=True)
+        if g is not None and out.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+
+
+def recomputed(module: nn.Module, replay: bool) -> Callable[..., Any]:
+    """A forward for `module` that keeps only its inputs. replay: guard random numbers, buffers."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        call = Call(plain, args, kwargs)
+        anchor = torch.empty(0, requires_grad=True)
+        outs = _Again.apply(call, Replay(module) if replay else None, anchor, *call.tensors)  # type: ignore[no-untyped-call]
+        return call.result(list(outs))
+
+    return forward
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.tile = run, tile
+        ctx.save_for_backward(x_TD)
+        return _tiles(run, tile, x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, gy_TD: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        (x_TD,) = ctx.saved_tensors
+        gx_TD = torch.empty_like(x_TD)
+        for start in range(0, x_TD.shape[0], ctx.tile):
+            here = slice(start, start + ctx.tile)
+            x_tile = leaf(x_TD[here])
+            with torch.enable_grad():
+                y_tile = ctx.run(x_tile)
+            torch.autograd.backward(y_tile, gy_TD[here])
+            assert x_tile.grad is not None
+            gx_TD[here] = x_tile.grad
+        return None, None, gx_TD
+
+
+def _tiles(run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor) -> Tensor:
+    first = run(x_TD[:tile])
+    y_TD = first.new_empty((x_TD.shape[0], *first.shape[1:]))
+    y_TD[:tile] = first
+    for start in range(tile, x_TD.shape[0], tile):
+        y_TD[start : start + tile] = run(x_TD[start : start + tile])
+    return y_TD
+
+
+def tiled(module: nn.Module, tile: int) -> Callable[..., Tensor]:
+    """A forward for a token-wise `module(x_TD, ...)` that holds `tile` tokens' activations at once."""
+    plain = module.forward
+
+    def forward(x_TD: Tensor, *rest: Any) -> Tensor:
+        if x_TD.shape[0] <= tile:
+            return plain(x_TD, *rest)  # type: ignore[no-any-return]
+
+        def run(x: Tensor) -> Tensor:
+            return plain(x, *rest)  # type: ignore[no-any-return]
+
+        if not torch.is_grad_enabled():
+            return _tiles(run, tile, x_TD)
+        y: Tensor = _Tiled.apply(run, tile, x_TD if x_TD.requires_grad else leaf(x_TD))  # type: ignore[no-untyped-call]
+        return y
+
+    return forward

@@ -1,0 +1,88 @@
+"""Flow and Walk: how a model's segments are run, one microbatch at a time.
+
+A Flow knows a model and cuts a batch into parts; a Walk takes one part through the stages, forward
+and back, as the schedule's actions ask. The runtime sees nothing else of a model, so native
+decoders and adopted modules play the same schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.runtime.again import backward, leaf
+
+
+class Walk(Protocol):
+    """One microbatch on its way. Stages are run in the order that a valid schedule has."""
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The scaled sum of the losses, once the last stage has run forward."""
+
+    def forward(self, stage: int) -> None: ...
+
+    def recompute(self, stage: int) -> None: ...
+
+    def backward(self, stage: int) -> None: ...
+
+
+class Flow(Protocol):
+    """A model as the runtime sees it."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def replay(self) -> bool:
+        """A second forward needs its random numbers and buffers guarded."""
+
+    @property
+    def segments(self) -> Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]:
+        """Names and named parameters of the segments, in order."""
+
+    def attach(self, sink: Any) -> None:
+        """Send weight gradients to a sink (None: back to autograd alone)."""
+
+    def count(self, batch: Any) -> Tensor:
+        """What the sum of losses is divided by, as a scalar tensor."""
+
+    def part(self, batch: Any, start: int, stop: int) -> Any:
+        """Rows [start, stop) of a batch."""
+
+    def begin(self, part: Any, factor: float) -> Walk:
+        """A walk of a part whose losses are multiplied by `factor`."""
+
+
+class Record:
+    """One stage's run of one microbatch: its input leaves and, once it ran with gradients, its
+    outputs with their graph."""
+
+    def __init__(self, run: Any, inputs: list[Tensor]) -> None:
+        self.run, self.inputs = run, inputs
+        self.outputs: list[Tensor] = []
+
+    def forward(self, keep: bool) -> list[Tensor]:
+        """Run; with `keep`, hold the graph. Gives detached outputs."""
+        with torch.set_grad_enabled(keep):
+            outputs = self.run(self.inputs)
+        if keep:
+            self.outputs = outputs
+        return [out.detach() for out in outputs]
+
+    def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Differentiate; gives the inputs' gradients and lets everything go."""
+        outputs, self.outputs = self.outputs, []
+        backward(outputs, gradients)
+        return [i.grad for i in self.inputs]
+
+
+def input_leaf(tensor: Tensor, differentiable: bool) -> Tensor:
+    """A stage's input: a leaf that collects a gradient where some earlier stage can use it."""
+    return leaf(tensor) if differentiable else tensor.detach()

@@ -1,0 +1,77 @@
+"""Where weight gradients go: into the chunks' flat buffers, at once or when their action comes.
+
+Linear and embedding weights of native models arrive through a sink, as computations; everything
+else arrives through autograd's accumulation into `.grad`, which is a view of the same buffer where
+the dtypes agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import Tensor, nn
+
+from outsize.memory import Chunk
+
+Compute = Callable[[Tensor], None]
+
+
+class Gradients:
+    """The sink of one job. A parameter is `touched` once it has received a gradient this step."""
+
+    def __init__(self, chunks: Iterable[Chunk], owners: dict[str, nn.Parameter]) -> None:
+        self._views: dict[int, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._deferred: list[tuple[Tensor, Compute]] | None = None
+        self._hooks = []
+        self.touched: set[str] = set()
+        for chunk in chunks:
+            if chunk.gradients is None:
+                continue
+            for slot in chunk.table.slots:
+                weight, view = owners[slot.name], slot.of(chunk.gradients)
+                self._views[id(weight)], self._names[id(weight)] = view, slot.name
+                if view.dtype == weight.dtype:
+                    weight.grad = view
+                hook = partial(self._arrived, view)
+                self._hooks.append(weight.register_post_accumulate_grad_hook(hook))
+
+    def _arrived(self, view: Tensor, weight: Tensor) -> None:
+        """Autograd has added to weight.grad."""
+        self.touched.add(self._names[id(weight)])
+        if weight.grad is not None and weight.grad is not view:
+            view.add_(weight.grad)
+            weight.grad = None if view.dtype != weight.dtype else view
+
+    def __call__(self, weight: Tensor, compute: Compute) -> None:
+        if self._deferred is None:
+            self.now(weight, compute)
+        else:
+            self._deferred.append((weight, compute))
+
+    def now(self, weight: Tensor, compute: Compute) -> None:
+        """Add a gradient at once."""
+        self.touched.add(self._names[id(weight)])
+        compute(self._views[id(weight)])
+
+    def defer(self) -> None:
+        """From here on, keep weight gradients as computations."""
+        assert self._deferred is None
+        self._deferred = []
+
+    def take(self) -> list[tuple[Tensor, Compute]]:
+        """End deferring; gives what was kept."""
+        taken, self._deferred = self._deferred, None
+        assert taken is not None
+        return taken
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self._deferred = None
+        self.touched.clear()
+
+    def close(self) -> None:
+        """Let the parameters go."""
+        for hook in self._hooks:
+            hook.remove()
