@@ -17,9 +17,14 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+
+# The same examples on every machine, and no verdict by the clock of a busy one.
+hypothesis.settings.register_profile("outsize", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("outsize")
 
 LOOPBACK = ("127.", "::1", "localhost")
 
