@@ -71,6 +71,7 @@ def write_tensors(
             spec = left.pop(name)
             assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), name
             sums[name] = (spec.bytes, _write_from(tensor.detach(), fd, len(head) + spans[name]))
+            del tensor  # before the next is made
         assert not left, f"not given: {sorted(left)}"
     checksum = crc32(head)
     body = ((sums[spec.name][1], spec.bytes) for spec in ordered)
