@@ -1,0 +1,270 @@
+"""Attention: the two layers that project to queries, keys and values, and the local `Attend`.
+
+Latent attention: DeepSeek-V2, 2024. Sliding windows: Longformer, 2020. Exact always: windows and
+caps change which scores are computed, never how well.
+
+T tokens laid flat, D hidden, H query heads, G key-value heads, R = H / G, K head size, W value
+size; inside one call B documents of S tokens, C queries of a chunk, L keys a chunk can see.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outsize.models.config import DecoderConfig, LayerFacts, Rope
+from outsize.models.linear import Linear
+from outsize.models.norm import Norm, upcast
+from outsize.models.rope import rotate
+from outsize.models.seams import AttendSpec, Context
+
+# Queries handled at once where scores or a mask are made: large enough for full speed, small
+# enough that a chunk's scores stay small beside the activations.
+CHUNK_LEAST, CHUNK_MOST = 256, 1024
+
+
+class Attention(nn.Module):
+    """x_TD -> y_TD with H query heads over G key-value heads."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        facts = config.layers[layer]
+        hidden, size, value_size = config.hidden, config.head_size, config.value_size
+        bias = config.qkv_bias
+        self.head_size, self.value_size = size, value_size
+        self.spec = AttendSpec(layer, facts.scale, facts.window, config.softcap)
+        self.q = Linear(hidden, config.heads * size, bias, use="column")
+        self.k = Linear(hidden, config.kv_heads * size, bias, use="column")
+        self.v = Linear(hidden, config.kv_heads * value_size, bias, use="column")
+        self.o = Linear(config.heads * value_size, hidden, config.o_bias, use="row")
+        self.whole_norm = config.qk_norm == "whole"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "none":
+            self.q_norm = Norm(config.heads * size if self.whole_norm else size, config.norm)
+            self.k_norm = Norm(config.kv_heads * size if self.whole_norm else size, config.norm)
+        self.rope_name, self.rope = _rope(config, facts)
+
+    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        q_THK = self._heads(self.q(x_TD), self.q_norm)
+        k_TGK = self._heads(self.k(x_TD), self.k_norm)
+        v_TGW = self.v(x_TD).unflatten(-1, (-1, self.value_size))
+        if self.rope is not None and self.rope_name is not None:
+            table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
+            q_THK, k_TGK = rotate(q_THK, table, pairs), rotate(k_TGK, table, pairs)
+        o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
+        y_TD: Tensor = self.o(o_THW.flatten(-2))
+        return y_TD
+
+    def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is not None and self.whole_norm:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_size))
+        return x if norm is None or self.whole_norm else norm(x)
+
+
+def _rope(config: DecoderConfig, facts: LayerFacts) -> tuple[str | None, Rope | None]:
+    return facts.rope, None if facts.rope is None else config.ropes[facts.rope]
+
+
+class LatentAttention(nn.Module):
+    """x_TD -> y_TD; keys and values come from one low-rank vector a token, and the rotary part of
+    the key is one for all heads."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        facts, latent = config.layers[layer], config.latent
+        assert latent is not None, "latent attention needs config.latent"
+        hidden, heads, bias = config.hidden, config.heads, config.qkv_bias
+        norm = type(config.norm)("rms", latent.eps)
+        self.latent, self.head_size, self.value_size = latent, config.head_size, config.value_size
+        self.spec = AttendSpec(layer, facts.scale, facts.window, config.softcap)
+        self.q_down = self.q_norm = None
+        if latent.query_rank is not None:
+            self.q_down = Linear(hidden, latent.query_rank, bias)
+            self.q_norm = Norm(latent.query_rank, norm)
+        self.q = Linear(latent.query_rank or hidden, heads * config.head_size, use="column")
+        self.kv_down = Linear(hidden, latent.rank + latent.rotary, bias)
+        self.kv_norm = Norm(latent.rank, norm)
+        self.kv = Linear(latent.rank, heads * (latent.plain + config.value_size), use="column")
+        self.o = Linear(heads * config.value_size, hidden, config.o_bias, use="row")
+        self.rope_name, self.rope = _rope(config, facts)
+
+    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
+        table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
+        plain, rotary = self.latent.plain, self.latent.rotary
+        low_TR = x_TD
+        if self.q_down is not None and self.q_norm is not None:
+            low_TR = self.q_norm(self.q_down(x_TD))
+        q_THK = self.q(low_TR).unflatten(-1, (-1, self.head_size))
+        q_plain, q_rotary = q_THK.split((plain, rotary), dim=-1)
+        q_THK = torch.cat((q_plain, rotate(q_rotary, table, pairs)), dim=-1)
+
+        kv_TR, k_rotary = self.kv_down(x_TD).split((self.latent.rank, rotary), dim=-1)
+        kv_THX = self.kv(self.kv_norm(kv_TR)).unflatten(-1, (-1, plain + self.value_size))
+        k_plain, v_THW = kv_THX.split((plain, self.value_size), dim=-1)
+        k_rotary = rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
+        k_THK = torch.cat((k_plain, k_rotary), dim=-1)
+
+        o_THW = ctx.attend(q_THK, k_THK, v_THW, ctx.bounds, self.spec)
+        y_TD: Tensor = self.o(o_THW.flatten(-2))
+        return y_TD
+
+
+def runs(bounds: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(first token, documents, tokens each) for stretches of documents of equal length."""
+    first, documents, length = 0, 0, 0
+    for start, stop in itertools.pairwise(bounds):
+        if stop - start != length and documents:
+            yield first, documents, length
+            first, documents = start, 0
+        length = stop - start
+        documents += 1
+    if documents:
+        yield first, documents, length
+
+
+def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries, first key) of query chunks; a chunk's last key is its last
+    query."""
+    span = length if window is None else min(window, length)
+    size = min(max(span, CHUNK_LEAST), CHUNK_MOST)
+    for start in range(0, length, size):
+        first_key = 0 if window is None else max(0, start - window + 1)
+        yield start, min(start + size, length), first_key
+
+
+def visible(start: int, stop: int, low: int, window: int | None, device: torch.device) -> Tensor:
+    """(C, L) bool: which keys low..stop the queries start..stop see."""
+    query_C1 = torch.arange(start, stop, device=device).unsqueeze(1)
+    key_L = torch.arange(low, stop, device=device)
+    seen_CL = key_L <= query_C1
+    return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)
+
+
+class LocalAttend:
+    """All tokens are here: each stretch of equally long documents is one batched call.
+
+    Uses PyTorch's fused attention wherever it can say what is asked; memory and time are
+    proportional to T * window where a window is shorter than a document.
+    """
+
+    def __call__(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGW: Tensor,
+        bounds: tuple[int, ...],
+        spec: AttendSpec,
+    ) -> Tensor:
+        outputs = []
+        for first, documents, length in runs(bounds):
+            if not length:
+                continue
+            tokens = slice(first, first + documents * length)
+            q, k, v = (
+                x[tokens].unflatten(0, (documents, length)).transpose(1, 2)
+                for x in (q_THK, k_TGK, v_TGW)
+            )
+            outputs.append(_attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSW: Tensor, spec: AttendSpec) -> Tensor:
+    length = q_BHSK.shape[2]
+    window = None if spec.window is None or spec.window >= length else spec.window
+    if spec.softcap is not None:
+        o: Tensor = _Capped.apply(  # type: ignore[no-untyped-call]
+            q_BHSK, k_BGSK, v_BGSW, spec.scale, window, spec.softcap
+        )
+        return o
+    if window is None:
+        return _fused(q_BHSK, k_BGSK, v_BGSW, spec.scale, None)
+    pieces = []
+    for start, stop, low in chunks(length, window):
+        mask_CL = visible(start, stop, low, window, q_BHSK.device)
+        k, v = k_BGSK[:, :, low:stop], v_BGSW[:, :, low:stop]
+        pieces.append(_fused(q_BHSK[:, :, start:stop], k, v, spec.scale, mask_CL))
+    return torch.cat(pieces, dim=2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """Fused kernels want one head size for keys and values: zeros are added and cut off."""
+    size, value_size = q.shape[-1], v.shape[-1]
+    if value_size < size:
+        v = F.pad(v, (0, size - value_size))
+    elif value_size > size:
+        q, k = F.pad(q, (0, value_size - size)), F.pad(k, (0, value_size - size))
+    o = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return o[..., :value_size] if value_size < size else o
+
+
+class _Capped(torch.autograd.Function):
+    """Attention with capped scores, a chunk of queries at a time; the backward makes a chunk's
+    scores again, so that no more than one chunk's scores exist at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSW: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float,
+    ) -> Tensor:
+        ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSW)
+        ctx.facts = (scale, window, cap)
+        q_BGRSK = q_BHSK.unflatten(1, (k_BGSK.shape[1], -1))
+        o_BGRSW = q_BGRSK.new_empty((*q_BGRSK.shape[:-1], v_BGSW.shape[-1]))
+        for start, stop, low in chunks(q_BHSK.shape[2], window):
+            k, v = k_BGSK[:, :, None, low:stop], v_BGSW[:, :, None, low:stop]
+            q = q_BGRSK[:, :, :, start:stop]
+            weight, _ = _capped_weights(q, k, (start, stop, low), ctx.facts)
+            o_BGRSW[:, :, :, start:stop] = weight.to(v.dtype) @ v
+        o_BHSW: Tensor = o_BGRSW.flatten(1, 2)
+        return o_BHSW
+
+    @staticmethod
+    def backward(
+        ctx: Any, go_BHSW: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q_BHSK, k_BGSK, v_BGSW = ctx.saved_tensors
+        scale, window, _ = ctx.facts
+        groups = k_BGSK.shape[1]
+        q_BGRSK, go_BGRSW = q_BHSK.unflatten(1, (groups, -1)), go_BHSW.unflatten(1, (groups, -1))
+        gq = torch.empty_like(q_BGRSK)
+        gk, gv = torch.zeros_like(upcast(k_BGSK)), torch.zeros_like(upcast(v_BGSW))
+        for start, stop, low in chunks(q_BHSK.shape[2], window):
+            k, v = k_BGSK[:, :, None, low:stop], v_BGSW[:, :, None, low:stop]
+            q, go = q_BGRSK[:, :, :, start:stop], go_BGRSW[:, :, :, start:stop]
+            weight, slope = _capped_weights(q, k, (start, stop, low), ctx.facts)
+            gv[:, :, low:stop] += (weight.to(go.dtype).mT @ go).sum(2)
+            gweight = upcast(go @ v.mT)
+            gscore = weight * (gweight - (gweight * weight).sum(-1, keepdim=True))
+            gscore = gscore.mul_(slope).mul_(scale).to(q.dtype)
+            gq[:, :, :, start:stop] = gscore @ k
+            gk[:, :, low:stop] += (gscore.mT @ q).sum(2)
+        gradients = gq.flatten(1, 2), gk.to(k_BGSK.dtype), gv.to(v_BGSW.dtype)
+        return *gradients, None, None, None
+
+
+def _capped_weights(
+    q: Tensor,
+    k: Tensor,
+    chunk: tuple[int, int, int],
+    facts: tuple[float, int | None, float],
+) -> tuple[Tensor, Tensor]:
+    """(softmax weights, slope of the cap) of a chunk, both (B, G, R, C, L), float32 at least."""
+    scale, window, cap = facts
+    bent = (upcast(q @ k.mT) * (scale / cap)).tanh_()
+    seen_CL = visible(*chunk, window, q.device)
+    weight = (bent * cap).masked_fill_(~seen_CL, float("-inf")).softmax(-1)
+    return weight, 1 - bent.square_()

@@ -1,0 +1,158 @@
+"""What a decoder is, as data: the architectural facts that a Hugging Face config.json states.
+
+A family (outsize/models/families) turns a config.json into one of these; the decoder is built
+from nothing else. Dropout and other training noise (layer drop, router jitter) are off in Outsize
+and have no field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+Placement = Literal["before", "after_branch", "around_branch", "after_sum"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary position embedding: how fast each pair of features of a head turns.
+
+    dim: rotated features of a head (the rest passes through); trained: positions the frequencies
+    were trained on; amplitude: factor on cosines and sines.
+    """
+
+    dim: int
+    theta: float
+    kind: RopeKind = "default"
+    interleaved: bool = False  # pairs are (0,1), (2,3)... rather than (0,d/2), (1,d/2+1)...
+    factor: float = 1.0
+    trained: int = 0
+    amplitude: float = 1.0
+    fast: float = 32.0  # yarn: rotations over `trained` above which a feature is left alone
+    slow: float = 1.0  # yarn: rotations below which it is fully interpolated
+    truncate: bool = True  # yarn: round the two bounds outwards
+    low: float = 1.0  # llama3: wavelengths above trained / low are interpolated
+    high: float = 4.0  # llama3: wavelengths below trained / high are left alone
+    short_factors: tuple[float, ...] = ()  # longrope: divisors for documents up to `trained`
+    long_factors: tuple[float, ...] = ()  # longrope: divisors for longer documents
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """unit: the weight that changes nothing, 0 where the norm multiplies by 1 + weight."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    unit: Literal[0, 1] = 1
+    affine: bool = True
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes."""
+
+    scale: float
+    window: int | None = None
+    rope: str | None = None
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class LatentFacts:
+    """Latent attention (DeepSeek-V2, 2024): queries and keys/values through a low rank."""
+
+    query_rank: int | None
+    rank: int
+    plain: int  # features of a head without position
+    rotary: int  # features of a head with position, the key's shared by all heads
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """A mixture of experts in place of the MLP, and how its router chooses."""
+
+    count: int
+    chosen: int
+    hidden: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    correction: bool = False  # a bias on the scores that only the choice sees
+    shared_hidden: int = 0  # size of the MLP that every token goes through beside its experts
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several native modules that rest in one tensor of the files.
+
+    how: "rows" one after another; "heads" taking turns by head.
+    """
+
+    ours: tuple[str, ...]
+    theirs: str
+    how: Literal["rows", "heads"] = "rows"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Module names of a family in Hugging Face files, by native module name.
+
+    `outer` holds those of prologue and epilogue; `block` those inside a block, to be put behind
+    `prefix` with {i} the layer; experts carry {e}. `transposed` modules store weights (in, out).
+    `base` is a prefix that some files leave out; `aliases` are other full names in old files;
+    `ignored` are patterns of stored tensors that are no parameters of the model.
+    """
+
+    prefix: str
+    outer: Mapping[str, str]
+    block: Mapping[str, str]
+    fused: tuple[Fused, ...] = ()
+    transposed: frozenset[str] = frozenset()
+    base: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything the native decoder needs to know. Sizes in elements; see the fields' names."""
+
+    family: str
+    vocab: int
+    hidden: int
+    layers: tuple[LayerFacts, ...]
+    heads: int
+    kv_heads: int
+    head_size: int  # of queries and keys
+    value_size: int
+    mlp_hidden: int
+    activation: str
+    norm: NormFacts
+    positions: int  # longest document the model was made for
+    names: Names = field(compare=False, repr=False)
+    source: Mapping[str, Any] = field(compare=False, repr=False)  # config.json as it was read
+    ropes: Mapping[str, Rope] = field(default_factory=dict)
+    placement: Placement = "before"
+    parallel: bool = False  # attention and MLP both read the block's input
+    gated: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    softcap: float | None = None  # on attention scores
+    latent: LatentFacts | None = None
+    experts: ExpertFacts | None = None
+    embed_size: int = 0  # 0: as hidden; else projected in and out
+    embed_scale: float = 1.0
+    learned_positions: int = 0  # rows of a learned position table; 0: none
+    position_offset: int = 0  # row of position 0
+    final_norm: bool = True
+    tied: bool = False  # the head's weight is the token embedding
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    init_std: float = 0.02

@@ -1,0 +1,212 @@
+"""A mixture of experts: the router, the experts, and their local dispatch.
+
+Shazeer et al., "Outrageously large neural networks", 2017; groups and the correction bias:
+DeepSeek-V3, 2024. An expert without tokens costs nothing and gets a gradient of zeros.
+
+T tokens, D hidden, F feed-forward, E experts, J chosen a token, N = T * J rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from outsize.kernels.linear import GradSink, linear
+from outsize.models.config import DecoderConfig, ExpertFacts
+from outsize.models.linear import Linear
+from outsize.models.mlp import ACTIVATIONS, MLP, Activation, gated
+from outsize.models.norm import upcast
+from outsize.models.seams import Context, ExpertSet
+
+
+def _redirect(
+    sink: GradSink | None, owner: Tensor, part: Callable[[Tensor], Tensor]
+) -> GradSink | None:
+    """A sink for a tensor derived from `owner`, whose gradient is `part` of the owner's."""
+    if sink is None:
+        return None
+    taker = sink
+    return lambda _, compute: taker(owner, lambda grad: compute(part(grad)))
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert's weights, views into the stacked ones: gate, up (F, D), down (D, F)."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    sinks: tuple[GradSink | None, GradSink | None, GradSink | None]
+    activation: Activation
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        gate_NF = linear(x_ND, self.gate, None, self.sinks[0])
+        up_NF = linear(x_ND, self.up, None, self.sinks[1])
+        return linear(gated(gate_NF, up_NF, self.activation), self.down, None, self.sinks[2])
+
+
+class Experts(nn.Module):
+    """Stacked weights gate, up (E, F, D) and down (E, D, F); `sink` as in Linear.
+
+    A sink is called once for each expert that has tokens and each weight, always with the stacked
+    parameter, and adds to that expert's part of its gradient.
+    """
+
+    def __init__(self, hidden: int, facts: ExpertFacts, activation: str) -> None:
+        super().__init__()
+        self.count = facts.count
+        self.activation = ACTIVATIONS[activation]
+        self.gate = nn.Parameter(torch.empty(facts.count, facts.hidden, hidden))
+        self.up = nn.Parameter(torch.empty(facts.count, facts.hidden, hidden))
+        self.down = nn.Parameter(torch.empty(facts.count, hidden, facts.hidden))
+        self.sink: GradSink | None = None
+
+    def each(self) -> tuple[Expert, ...]:
+        """The experts one by one. Call once a forward: the views are taken together, so that
+        autograd stacks their gradients once instead of adding a full-size one an expert."""
+        stacked = (self.gate, self.up, self.down)
+        views = [weight.unbind(0) for weight in stacked]
+
+        def sink_of(weight: Tensor, e: int) -> GradSink | None:
+            return _redirect(self.sink, weight, lambda grad: grad[e])
+
+        return tuple(
+            Expert(
+                views[0][e],
+                views[1][e],
+                views[2][e],
+                (sink_of(self.gate, e), sink_of(self.up, e), sink_of(self.down, e)),
+                self.activation,
+            )
+            for e in range(self.count)
+        )
+
+    def forward(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x_ND sorted by expert, sizes[e] rows for expert e -> y_ND in the same order."""
+        pieces = x_ND.split(list(sizes))
+        outputs = [expert(x) for expert, x in zip(self.each(), pieces, strict=True) if len(x)]
+        return torch.cat(outputs) if outputs else x_ND
+
+
+class Router(nn.Module):
+    """x_TD -> (chosen_TJ int64, weight_TJ float32 or float64)."""
+
+    def __init__(self, hidden: int, facts: ExpertFacts) -> None:
+        super().__init__()
+        self.facts = facts
+        self.score = Linear(hidden, facts.count)
+        # Moved by load balancing, never by a gradient; stays in float32.
+        correction = torch.empty(facts.count, dtype=torch.float32)
+        self.correction = (
+            nn.Parameter(correction, requires_grad=False) if facts.correction else None
+        )
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.score.weight
+        sink = _redirect(self.score.sink, weight, lambda grad: grad)
+        logits_TE = linear(upcast(x_TD), upcast(weight), None, sink)
+        soft = self.facts.scoring == "softmax"
+        score_TE = logits_TE.softmax(-1) if soft else logits_TE.sigmoid()
+        with torch.no_grad():
+            chosen_TJ = self._choose(score_TE)
+        weight_TJ = score_TE.gather(1, chosen_TJ)
+        if self.facts.normalise:
+            # All sigmoids may underflow together; a softmax's largest entries cannot.
+            floor = 0.0 if soft else 1e-20
+            weight_TJ = weight_TJ / (weight_TJ.sum(-1, keepdim=True) + floor)
+        return chosen_TJ, weight_TJ * self.facts.scaling
+
+    def _choose(self, score_TE: Tensor) -> Tensor:
+        facts = self.facts
+        if self.correction is not None:
+            score_TE = score_TE + self.correction
+        if facts.groups > 1:
+            # A group's score is the sum of its two best; experts of lost groups are out.
+            grouped = score_TE.unflatten(1, (facts.groups, -1))
+            best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            won = best_two.topk(facts.chosen_groups, dim=-1).indices
+            lost = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, won, False)
+            score_TE = grouped.masked_fill(lost.unsqueeze(-1), float("-inf")).flatten(1)
+        return score_TE.topk(facts.chosen, dim=-1).indices
+
+
+class _Sort(torch.autograd.Function):
+    """Rows of x_TD by expert. The backward sums each token's J rows in fixed order, where the
+    backward of plain indexing would add them in whatever order a GPU happens to."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, j: int) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        ctx.j = j
+        return x_TD[order_N // j]
+
+    @staticmethod
+    def backward(ctx: Any, gy_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return gy_ND[inverse_N].unflatten(0, (-1, ctx.j)).sum(1), None, None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Rows back in token order; the backward is the sorting again."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return y_ND[inverse_N]
+
+    @staticmethod
+    def backward(ctx: Any, gy_ND: Tensor) -> tuple[Tensor, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return gy_ND[order_N], None, None
+
+
+def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
+    """Rows for each expert: the one place where the host waits for the device.
+
+    Under FakeTensorMode no values exist; the load is then taken as balanced.
+    """
+    if isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta:
+        rows = chosen_TJ.numel()
+        return [rows * (e + 1) // count - rows * e // count for e in range(count)]
+    experts_E = torch.arange(count, device=chosen_TJ.device)
+    sizes: list[int] = (chosen_TJ.unsqueeze(-1) == experts_E).sum((0, 1)).tolist()
+    return sizes
+
+
+class LocalDispatch:
+    """Every expert is here: sort the tokens by expert, run each expert on its own, sum up."""
+
+    def __call__(
+        self, x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet
+    ) -> Tensor:
+        chosen = chosen_TJ.shape[1]
+        order_N = chosen_TJ.flatten().argsort(stable=True)
+        inverse_N = order_N.argsort()
+        x_ND: Tensor = _Sort.apply(x_TD, order_N, inverse_N, chosen)  # type: ignore[no-untyped-call]
+        sorted_ND = experts(x_ND, expert_sizes(chosen_TJ, experts.count))
+        y_ND: Tensor = _Unsort.apply(sorted_ND, order_N, inverse_N)  # type: ignore[no-untyped-call]
+        y_TJD: Tensor = y_ND.unflatten(0, (-1, chosen))
+        return (y_TJD * weight_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+
+
+class ExpertMLP(nn.Module):
+    """x_TD -> y_TD: each token through its experts, and through the shared one if there is one."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        facts = config.experts
+        assert facts is not None, "a layer with experts needs config.experts"
+        self.router = Router(config.hidden, facts)
+        self.experts = Experts(config.hidden, facts, config.activation)
+        inner = facts.shared_hidden
+        self.shared = MLP(config.hidden, inner, config.activation) if inner else None
+
+    def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        chosen_TJ, weight_TJ = self.router(x_TD)
+        y_TD = ctx.dispatch(x_TD, chosen_TJ, weight_TJ, self.experts)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)

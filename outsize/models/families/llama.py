@@ -1,0 +1,180 @@
+"""Llama and its near kin: rotary positions, RMS norms before each part, a gated MLP.
+
+Llama (Touvron et al., 2023), Mistral (2023), Qwen2 and Qwen3 (2024, 2025), Phi-3 (2024),
+OLMo 2 (2024). Each differs from Llama by the few facts its function states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from outsize.errors import OutsizeError
+from outsize.models.config import DecoderConfig, Fused, LayerFacts, Names, NormFacts
+from outsize.models.families import reading as read
+
+ROPE = "main"
+
+NAMES = Names(
+    prefix="model.layers.{i}.",
+    outer={
+        "prologue.tokens": "model.embed_tokens",
+        "epilogue.norm": "model.norm",
+        "epilogue.head": "lm_head",
+    },
+    block={
+        "attention_norm": "input_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.o": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+    base="model.",
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+
+def llama(config: Mapping[str, Any]) -> DecoderConfig:
+    """Llama, and the facts that its kin start from."""
+    heads = read.integer(config, "num_attention_heads")
+    kv_heads = read.integer(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise OutsizeError(
+            f"config.json: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}"
+        )
+    size = config.get("head_dim")
+    size = read.divided(config, "hidden_size", "num_attention_heads") if size is None else size
+    size = read.integer({"head_dim": size}, "head_dim")
+    parameters = read.rope_parameters(config, theta=10_000.0)
+    layers = read.integer(config, "num_hidden_layers")
+    return DecoderConfig(
+        family=config["model_type"],
+        vocab=read.integer(config, "vocab_size"),
+        hidden=read.integer(config, "hidden_size"),
+        layers=(LayerFacts(scale=size**-0.5, rope=ROPE),) * layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        value_size=size,
+        mlp_hidden=read.integer(config, "intermediate_size"),
+        activation=read.activation(config, "hidden_act", "silu"),
+        norm=NormFacts("rms", read.number(config, "rms_norm_eps", 1e-6)),
+        positions=read.integer(config, "max_position_embeddings", 2048),
+        names=NAMES,
+        source=config,
+        ropes={ROPE: read.rope(config, parameters, size, partial=config["model_type"] == "phi3")},
+        qkv_bias=read.flag(config, "attention_bias", False),
+        o_bias=read.flag(config, "attention_bias", False),
+        mlp_bias=read.flag(config, "mlp_bias", False),
+        tied=read.flag(config, "tie_word_embeddings", False),
+        init_std=read.number(config, "initializer_range", 0.02),
+    )
+
+
+def windowed(facts: DecoderConfig, window: int | None) -> DecoderConfig:
+    """The same window in every layer."""
+    return replace(facts, layers=tuple(replace(x, window=window) for x in facts.layers))
+
+
+def layer_types(config: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
+    """"full_attention" or "sliding_attention" for each layer."""
+    found = config.get("layer_types")
+    kinds = default if found is None else tuple(found)
+    wrong = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if wrong:
+        raise read.refuse("layer_types", wrong[0], "full_attention or sliding_attention")
+    if len(kinds) != len(default):
+        raise OutsizeError(
+            f"config.json: layer_types has {len(kinds)} entries; expected num_hidden_layers = "
+            f"{len(default)}"
+        )
+    return kinds
+
+
+def by_type(
+    facts: DecoderConfig, kinds: tuple[str, ...], window: int | None
+) -> DecoderConfig:
+    """The window in the layers that slide."""
+    layers = tuple(
+        replace(layer, window=window if kind == "sliding_attention" else None)
+        for layer, kind in zip(facts.layers, kinds, strict=True)
+    )
+    return replace(facts, layers=layers)
+
+
+def mistral(config: Mapping[str, Any]) -> DecoderConfig:
+    """Mistral: a window in every layer."""
+    facts = replace(llama(config), qkv_bias=False, o_bias=False, mlp_bias=False)
+    return windowed(facts, read.window(config, 4096))
+
+
+def _qwen_window(config: Mapping[str, Any]) -> int | None:
+    return read.window(config, 4096) if read.flag(config, "use_sliding_window", False) else None
+
+
+def _qwen(config: Mapping[str, Any], facts: DecoderConfig) -> DecoderConfig:
+    """A window from layer max_window_layers on, where windows are used at all."""
+    window = _qwen_window(config)
+    first = config.get("max_window_layers", 28)
+    default = tuple(
+        "sliding_attention" if window is not None and i >= first else "full_attention"
+        for i in range(len(facts.layers))
+    )
+    return by_type(facts, layer_types(config, default), window)
+
+
+def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
+    """Qwen2 and 2.5: biases on queries, keys and values only."""
+    return _qwen(config, replace(llama(config), qkv_bias=True, o_bias=False, mlp_bias=False))
+
+
+def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Qwen3: queries and keys normalised head by head."""
+    facts = llama({"head_dim": 128, **config})
+    facts = replace(facts, qk_norm="head", mlp_bias=False, source=config)
+    return _qwen(config, facts)
+
+
+def phi3(config: Mapping[str, Any]) -> DecoderConfig:
+    """Phi-3 and 4: part of a head rotated; fused projections in the files."""
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = parameters.get("rope_type") or parameters.get("type")
+    rewritten = dict(config)
+    if kind in ("su", "yarn"):  # earlier names of longrope in this family
+        scaling = {**parameters, "rope_type": "longrope"}
+        rewritten["rope_scaling"] = scaling
+    rewritten.setdefault("original_max_position_embeddings", 4096)
+    facts = replace(llama(rewritten), qkv_bias=False, o_bias=False, mlp_bias=False, source=config)
+    names = replace(
+        NAMES,
+        fused=(
+            Fused(("attention.q", "attention.k", "attention.v"), "self_attn.qkv_proj"),
+            Fused(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"),
+        ),
+    )
+    norm = replace(facts.norm, eps=read.number(config, "rms_norm_eps", 1e-5))
+    return windowed(replace(facts, names=names, norm=norm), read.window(config, None))
+
+
+def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
+    """OLMo 2: norms behind each part, and over all heads' queries and keys at once."""
+    names = replace(
+        NAMES,
+        block={
+            **NAMES.block,
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        },
+    )
+    facts = replace(
+        llama(config), placement="after_branch", qk_norm="whole", mlp_bias=False, names=names
+    )
+    return replace(facts, norm=replace(facts.norm, eps=read.number(config, "rms_norm_eps", 1e-5)))

@@ -1,0 +1,222 @@
+"""Reading config.json: typed, with defaults, refusing by name and value what is not supported.
+
+`rope` understands both layouts: rope_theta and rope_scaling beside each other, and the newer
+rope_parameters that holds both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from outsize.errors import OutsizeError, nearest
+from outsize.models.config import Rope, RopeKind
+from outsize.models.mlp import ACTIVATIONS
+
+Config = Mapping[str, Any]
+
+_NUMBER_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_KEYS = frozenset(
+    (
+        *_NUMBER_KEYS,
+        *("type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"),
+        *("original_max_position_embeddings", "mscale", "mscale_all_dim", "truncate"),
+        *("short_factor", "long_factor"),
+    )
+)
+_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def refuse(key: str, value: object, expected: str) -> OutsizeError:
+    """The error for a value in config.json that cannot be honoured."""
+    return OutsizeError(f"config.json: {key} = {value!r} is not supported; expected {expected}")
+
+
+def integer(config: Config, key: str, default: int | None = None) -> int:
+    """A positive integer; a missing or null one is `default`, or an error without a default."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise OutsizeError(f"config.json: {key} is missing; expected a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected a positive integer")
+    return value
+
+
+def number(config: Config, key: str, default: float | None = None) -> float:
+    """A finite number; a missing or null one is `default`, or an error without a default."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise OutsizeError(f"config.json: {key} is missing; expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected a finite number")
+    return float(value)
+
+
+def flag(config: Config, key: str, default: bool) -> bool:
+    """true or false; a missing or null one is `default`."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected true or false")
+    return value
+
+
+def optional(config: Config, key: str, default: float | None) -> float | None:
+    """A number above zero or null (none); a missing one is `default`."""
+    value = config.get(key, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected a number above 0, or null")
+    return float(value)
+
+
+def window(config: Config, default: int | None) -> int | None:
+    """sliding_window, tokens that a query sees including itself; null for none."""
+    value = config.get("sliding_window", default)
+    if value is None:
+        return None
+    return integer({"sliding_window": value}, "sliding_window")
+
+
+def activation(config: Config, key: str, default: str) -> str:
+    """The name of an activation function that there is."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise refuse(key, value, f"one of {', '.join(sorted(ACTIVATIONS))}")
+    return value
+
+
+def only(config: Config, key: str, allowed: Any, why: str) -> None:
+    """Refuse any value of `key` but a missing one, null and `allowed`."""
+    value = config.get(key)
+    if value is not None and value != allowed:
+        raise refuse(key, value, f"{allowed!r}: {why}")
+
+
+def divided(config: Config, size_key: str, parts_key: str, default: int | None = None) -> int:
+    """size / parts, where it is whole."""
+    size, parts = integer(config, size_key), integer(config, parts_key, default)
+    if size % parts:
+        raise OutsizeError(
+            f"config.json: {size_key} = {size} is not a multiple of {parts_key} = {parts}"
+        )
+    return size // parts
+
+
+def rope_parameters(config: Config, theta: float, partial: float | None = None) -> dict[str, Any]:
+    """The flat parameters of a model with one rope, from either layout, with their defaults."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise OutsizeError(f"config.json: rope_scaling = {found!r}; expected an object or null")
+    given = {"rope_theta": config.get("rope_theta")}
+    given["partial_rotary_factor"] = config.get("partial_rotary_factor")
+    defaults = {"rope_theta": theta, "partial_rotary_factor": 1.0 if partial is None else partial}
+    merged = dict(found)
+    for key, default in defaults.items():
+        if merged.get(key) is None:
+            merged[key] = default if given[key] is None else given[key]
+    return merged
+
+
+def rope(
+    config: Config, parameters: Mapping[str, Any], head_size: int, partial: bool = False
+) -> Rope:
+    """A Rope from its parameters. `partial`: whether the family may rotate a part of a head.
+
+    Raises OutsizeError for an unknown kind or key, or a missing parameter of the kind.
+    """
+    unknown = sorted(set(parameters) - _ROPE_KEYS)
+    if unknown:
+        key = unknown[0]
+        raise refuse(f"rope key {key}", parameters[key], f"none{nearest(key, sorted(_ROPE_KEYS))}")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise refuse("rope_type", kind, f"one of {', '.join(_ROPE_KINDS)}")
+    part = number(parameters, "partial_rotary_factor", 1.0)
+    if not 0 < part <= 1 or (part != 1 and not partial):
+        raise refuse("partial_rotary_factor", part, "a part in (0, 1]" if partial else "1")
+    dim = int(head_size * part)
+    if dim % 2 or dim == 0:
+        raise refuse("rotated features of a head", dim, "an even number above 0")
+    facts = Rope(dim, number(parameters, "rope_theta"), cast(RopeKind, kind))
+    return _with_scaling(config, parameters, facts)
+
+
+def _with_scaling(config: Config, parameters: Mapping[str, Any], facts: Rope) -> Rope:
+    from dataclasses import replace
+
+    longest = integer(config, "max_position_embeddings", 2048)
+    trained = config.get("original_max_position_embeddings")
+    if trained is None:
+        trained = parameters.get("original_max_position_embeddings") or longest
+    trained = integer({"original_max_position_embeddings": trained}, _TRAINED)
+    match facts.kind:
+        case "linear":
+            return replace(facts, factor=number(parameters, "factor"))
+        case "dynamic":
+            return replace(facts, factor=number(parameters, "factor"), trained=longest)
+        case "yarn":
+            factor = number(parameters, "factor", longest / trained)
+            return replace(
+                facts,
+                factor=factor,
+                trained=trained,
+                amplitude=_yarn_amplitude(parameters, factor),
+                fast=number(parameters, "beta_fast", 32),
+                slow=number(parameters, "beta_slow", 1),
+                truncate=flag(parameters, "truncate", True),
+            )
+        case "longrope":
+            factor = number(parameters, "factor", longest / trained)
+            grown = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+            return replace(
+                facts,
+                factor=factor,
+                trained=trained,
+                amplitude=number(parameters, "attention_factor", grown),
+                short_factors=_factors(parameters, "short_factor", facts.dim // 2),
+                long_factors=_factors(parameters, "long_factor", facts.dim // 2),
+            )
+        case "llama3":
+            return replace(
+                facts,
+                factor=number(parameters, "factor"),
+                trained=trained,
+                low=number(parameters, "low_freq_factor"),
+                high=number(parameters, "high_freq_factor"),
+            )
+        case _:
+            return facts
+
+
+_TRAINED = "original_max_position_embeddings"
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's temperature for a context grown by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_amplitude(parameters: Mapping[str, Any], factor: float) -> float:
+    given = optional(parameters, "attention_factor", None)
+    if given is not None:
+        return given
+    one = number(parameters, "mscale", 0)
+    all_dims = number(parameters, "mscale_all_dim", 0)
+    if one and all_dims:
+        return yarn_mscale(factor, one) / yarn_mscale(factor, all_dims)
+    return yarn_mscale(factor, 1)
+
+
+def _factors(parameters: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    values = parameters.get(key)
+    if not isinstance(values, list | tuple) or len(values) != count:
+        got = f"{len(values)} numbers" if isinstance(values, list | tuple) else repr(values)
+        raise OutsizeError(f"config.json: {key} has {got}; expected a list of {count} numbers")
+    return tuple(number({key: value}, key) for value in values)

@@ -1,0 +1,144 @@
+"""How native parameters rest in Hugging Face files: names, fusions, transposes, stacks.
+
+A family declares the names of its modules (`Names` in config.py); this turns a declaration into
+a list of `Stored`, one for each tensor or group of tensors that must be read together. It is made
+from the decoder itself, so that no parameter can be forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.models.config import DecoderConfig, Fused
+from outsize.models.decoder import Decoder
+
+Convert = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Some native parameters and the stored tensors that hold them.
+
+    split makes native tensors from stored ones, merge the exact inverse; both keep dtype and
+    device, both are linear (they map gradients as they map weights), and split may return views.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    split: Convert
+    merge: Convert
+
+
+def layout(config: DecoderConfig) -> tuple[Stored, ...]:
+    """All stored tensors in model order; a tied head is not listed."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    done: set[str] = set()
+    stored: list[Stored] = []
+    for name in shapes:
+        if name not in done:
+            entry = _stored(config, name, shapes)
+            stored.append(entry)
+            done.update(entry.ours)
+    return tuple(stored)
+
+
+def _stored(config: DecoderConfig, name: str, shapes: dict[str, torch.Size]) -> Stored:
+    scope, module, leaf = _parts(name)
+    names = config.names
+    if scope is None:
+        return Stored((name,), (f"{names.outer[module]}.{leaf}",), _same, _same)
+    prefix = names.prefix.format(i=scope)
+    fused = next((f for f in names.fused if module in f.ours), None)
+    if fused is not None:
+        ours = tuple(f"blocks.{scope}.{part}.{leaf}" for part in fused.ours)
+        transposed = fused.theirs in names.transposed and leaf == "weight"
+        split, merge = _fusion(config, fused, [shapes[o][0] for o in ours], transposed)
+        return Stored(ours, (f"{prefix}{fused.theirs}.{leaf}",), split, merge)
+    if module.startswith("mlp.experts"):
+        pattern = prefix + names.block[f"{module}.{leaf}"]
+        theirs = tuple(pattern.format(e=e) for e in range(shapes[name][0]))
+        return Stored((name,), theirs, _stack, _unstack)
+    full = f"{module}.{leaf}"
+    if full in names.block:  # a parameter whose last name differs too
+        return Stored((name,), (prefix + names.block[full],), _same, _same)
+    their_module = names.block[module]
+    if their_module in names.transposed and leaf == "weight":
+        return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _transpose, _transpose)
+    return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _same, _same)
+
+
+def _parts(name: str) -> tuple[int | None, str, str]:
+    """(layer or None, module path inside its scope, parameter)."""
+    path = name.split(".")
+    if path[0] == "blocks":
+        return int(path[1]), ".".join(path[2:-1]), path[-1]
+    return None, ".".join(path[:-1]), path[-1]
+
+
+def _same(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors
+
+
+def _transpose(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.t().contiguous() for x in tensors)
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.stack(tensors),)
+
+
+def _unstack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors[0].unbind(0)
+
+
+def _fusion(
+    config: DecoderConfig, fused: Fused, rows: Sequence[int], transposed: bool
+) -> tuple[Convert, Convert]:
+    heads, parts = config.heads, len(fused.ours)
+
+    def split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (whole,) = tensors
+        whole = whole.t() if transposed else whole
+        if fused.how == "rows":
+            return tuple(whole.split(list(rows)))
+        by_head = whole.unflatten(0, (heads, parts, -1))
+        return tuple(by_head[:, i].flatten(0, 1) for i in range(parts))
+
+    def merge(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if fused.how == "rows":
+            whole = torch.cat(tensors)
+        else:
+            whole = torch.stack([x.unflatten(0, (heads, -1)) for x in tensors], 1).flatten(0, 2)
+        return (whole.t().contiguous() if transposed else whole,)
+
+    return split, merge
+
+
+def alternatives(config: DecoderConfig, theirs: str) -> tuple[str, ...]:
+    """Other names under which files in the wild hold the stored tensor `theirs`."""
+    names = config.names
+    found = [names.aliases[theirs]] if theirs in names.aliases else []
+    if names.base and theirs.startswith(names.base):
+        found.append(theirs.removeprefix(names.base))
+    return tuple(found)
+
+
+def ignorable(config: DecoderConfig, theirs: str) -> bool:
+    """Whether a stored tensor that `layout` does not list is known to be no parameter: masks and
+    tables of old files, a second copy of a tied head, extra prediction layers."""
+    if config.tied and theirs == f"{config.names.outer['epilogue.head']}.weight":
+        return True
+    return any(re.search(pattern, theirs) for pattern in config.names.ignored)
+
+
+def stays_float32(ours: str) -> bool:
+    """Whether a native parameter keeps float32 whatever dtype the model is built or loaded in:
+    a router's correction bias moves in steps below a half precision's resolution."""
+    return ours.endswith(".router.correction")

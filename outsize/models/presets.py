@@ -1,0 +1,44 @@
+"""Named model shapes, each the dict of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BYTE_VOCABULARY = 264  # 256 bytes, and special ids rounded up to a multiple of 8
+
+
+def _llama(
+    vocabulary: int, hidden: int, layers: int, heads: int, inner: int, positions: int
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+# Parameters: tiny 0.13M, small 4.9M, 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G
+# (Llama 2, 2023).
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {**_llama(BYTE_VOCABULARY, 64, 2, 4, 176, 256), "num_key_value_heads": 2},
+    "small": _llama(BYTE_VOCABULARY, 256, 6, 4, 704, 1024),
+    "25m": _llama(14336, 384, 8, 6, 1024, 512),
+    "llama-1.1b": {**_llama(32000, 2048, 22, 32, 5632, 2048), "num_key_value_heads": 4},
+    "llama-7b": _llama(32000, 4096, 32, 32, 11008, 4096),
+}

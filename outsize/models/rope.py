@@ -1,0 +1,135 @@
+"""Rotary position embedding (Su et al., RoFormer, 2021) and its ways to longer contexts.
+
+linear: Chen et al., "Extending context window via positional interpolation", 2023;
+dynamic: NTK-aware base, growing with the document; yarn: Peng et al., 2023; longrope: Ding et
+al., 2024; llama3: Llama 3.1, 2024. Two of them (dynamic, longrope) depend on the length of the
+document, which here is each document's own: what it is packed with changes nothing.
+
+T tokens, H heads, K head size, P pairs of rotated features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.models.config import Rope
+from outsize.models.norm import upcast
+
+
+def frequencies(rope: Rope, length: int, device: torch.device) -> Tensor:
+    """Radians per position of each pair, float64 (P), for a document of `length` tokens."""
+    exponent_P = torch.arange(0, rope.dim, 2, device=device, dtype=torch.float64) / rope.dim
+    plain_P = torch.pow(rope.theta, -exponent_P)
+    match rope.kind:
+        case "default":
+            return plain_P
+        case "linear":
+            return plain_P / rope.factor
+        case "dynamic":
+            grown = rope.factor * max(length, rope.trained) / rope.trained - (rope.factor - 1)
+            base = rope.theta * grown ** (rope.dim / (rope.dim - 2))
+            return torch.pow(base, -exponent_P)
+        case "yarn":
+            kept_P = _yarn_kept(rope, device)
+            return plain_P * kept_P + plain_P / rope.factor * (1 - kept_P)
+        case "longrope":
+            factors = rope.long_factors if length > rope.trained else rope.short_factors
+            return plain_P / torch.tensor(factors, device=device, dtype=torch.float64)
+        case "llama3":
+            turns_P = rope.trained * plain_P / (2 * math.pi)
+            kept_P = ((turns_P - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+            return plain_P * kept_P + plain_P / rope.factor * (1 - kept_P)
+
+
+def _yarn_kept(rope: Rope, device: torch.device) -> Tensor:
+    """1 for pairs that turn fast enough to be left alone, 0 for interpolated ones, ramp between."""
+
+    def pair_of(turns: float) -> float:
+        per_position = rope.trained / (turns * 2 * math.pi)
+        return rope.dim * math.log(per_position) / (2 * math.log(rope.theta))
+
+    start, stop = pair_of(rope.fast), pair_of(rope.slow)
+    if rope.truncate:
+        start, stop = math.floor(start), math.ceil(stop)
+    start, stop = max(start, 0), min(stop, rope.dim - 1)
+    stop = stop + 0.001 if stop == start else stop  # as the paper's code, against division by zero
+    pairs_P = torch.arange(rope.dim // 2, device=device, dtype=torch.float64)
+    return 1 - ((pairs_P - start) / (stop - start)).clamp(0, 1)
+
+
+def _runs(rope: Rope, bounds: tuple[int, ...], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(tokens, document length) for stretches of tokens that share their frequencies."""
+    if rope.kind not in ("dynamic", "longrope"):
+        return [(bounds[-1], 0)]
+    runs: list[tuple[int, int]] = []
+    for start, stop, length in zip(bounds, bounds[1:], lengths, strict=True):
+        length = max(length, rope.trained)  # all short documents are alike
+        if runs and runs[-1][1] == length:
+            runs[-1] = (runs[-1][0] + stop - start, length)
+        else:
+            runs.append((stop - start, length))
+    return runs
+
+
+def tables(
+    rope: Rope,
+    positions_T: Tensor,
+    bounds: tuple[int, ...],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, P) in `dtype`, float32 for half precisions.
+
+    Angles are taken in float64: float32 loses three digits at position 10,000.
+    """
+    device = positions_T.device
+    parts = [
+        frequencies(rope, length, device).expand(tokens, -1)
+        for tokens, length in _runs(rope, bounds, lengths)
+    ]
+    frequency_TP = parts[0] if len(parts) == 1 else torch.cat(parts)
+    angle_TP = positions_T.to(torch.float64).unsqueeze(1) * frequency_TP
+    wide = dtype if dtype == torch.float64 else torch.float32
+    return (angle_TP.cos() * rope.amplitude).to(wide), (angle_TP.sin() * rope.amplitude).to(wide)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
+    """Each pair of the first 2P features of x (T, H, K) by its angle, times `sign`."""
+    pairs = cos.shape[-1]
+    y, wide = torch.empty_like(x), upcast(x)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    else:
+        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    a, b = wide[..., first], wide[..., second]
+    y[..., first] = (a * cos).addcmul_(b, sin, value=-sign)
+    y[..., second] = (b * cos).addcmul_(a, sin, value=sign)
+    y[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a turn is the turn back, so that nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gy, cos, sin, ctx.interleaved, -1.0), None, None, None
+
+
+def rotate(x_THK: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    """x_THK with its first 2P features turned by their positions; dtype as x."""
+    y: Tensor = _Rotate.apply(x_THK, *table, interleaved)  # type: ignore[no-untyped-call]
+    return y
