@@ -1,0 +1,15 @@
+"""Reports that a person looks at: the timeline page, and the figures it shows."""
+
+from outsize.report.timeline import timeline, write_timeline
+from outsize.report.totals import KindTotal, busy, totals
+from outsize.report.units import binary_bytes, seconds
+
+__all__ = [
+    "KindTotal",
+    "binary_bytes",
+    "busy",
+    "seconds",
+    "timeline",
+    "totals",
+    "write_timeline",
+]
