@@ -18,7 +18,7 @@ from outsize.errors import OutsizeError
 from outsize.report import timeline, write_timeline
 from outsize.trace import Event, Trace
 
-HOSTILE = "</script><img src=x onerror=document.title='owned'>\"'&<!--"
+HOSTILE = "</script ></script><img src=x onerror=document.title='owned'>\"'&<!--"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -160,9 +160,11 @@ def test_a_browser_draws_it(case: str, tmp_path: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     flags += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=1500", "--dump-dom"]
+    flags += ["--enable-logging=stderr"]
     run = subprocess.run(
         [browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=60, check=True
     )
+    assert "Uncaught" not in run.stderr
     assert 'data-drawn="yes"' in run.stdout, "the script ran to the end of its first drawing"
     assert "<title>calm</title>" in run.stdout
     assert "<img" not in re.sub(r"<script.*?</script>", "", run.stdout, flags=re.DOTALL)
