@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from outsize.memory import Chunk
@@ -53,7 +54,8 @@ class Gradients:
     def now(self, weight: Tensor, compute: Compute) -> None:
         """Add a gradient at once."""
         self.touched.add(self._names[id(weight)])
-        compute(self._views[id(weight)])
+        with torch.no_grad():  # deferred work comes when autograd is on
+            compute(self._views[id(weight)])
 
     def defer(self) -> None:
         """From here on, keep weight gradients as computations."""

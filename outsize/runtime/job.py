@@ -86,7 +86,8 @@ class Job:
         self.owners = {name: p for params in named for name, p in params}
         group_of = group_of or {name: int(p.ndim < 2) for name, p in self.owners.items()}
         self.chunks = self._chunks(tables(named, group_of))
-        self.schedule = compile_plan(plan, self._trainable_from())
+        self._first_stage = self._trainable_from()
+        self.schedule = compile_plan(plan, self._first_stage)
         validate(self.schedule)
         self.gradients = Gradients(self.chunks, self.owners)
         flow.attach(self.gradients)
@@ -222,7 +223,7 @@ class Job:
 
     def _leave(self, action: Action) -> None:
         """A microbatch whose first trainable stage is done has no more to say."""
-        if action.stage == min(a.stage for a in self.schedule.workers[0] if a.kind is Kind.UPDATE):
+        if action.stage == self._first_stage:
             del self._walks[action.microbatch]
 
     def _backward_input(self, action: Action) -> None:

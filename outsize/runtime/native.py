@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outsize.data import Batch
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, chunked_loss
-from outsize.models import Decoder
+from outsize.models.decoder import Decoder
 from outsize.models.build import segments
 from outsize.plan import Plan
 from outsize.runtime.flow import Record, input_leaf
