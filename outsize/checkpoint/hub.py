@@ -1,0 +1,287 @@
+"""Hugging Face directories: config.json and safetensors in, and the same out again.
+
+Loading goes segment by segment: every name and shape is checked against the headers first, then
+each parameter is read straight to where it stays, so that the peak is the model plus one block.
+Saving goes tensor by tensor into a directory that gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.files import read_json
+from outsize.checkpoint.shards import INDEX, SINGLE, SUMS, Shards, open_shards, sums_json
+from outsize.checkpoint.writing import Spec, Written, sync_directory, write_json, write_tensors
+from outsize.errors import OutsizeError
+from outsize.models.build import Fill, build, materialise, rest, segments
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.models.families import parse
+from outsize.models.names import Stored, alternatives, ignorable, layout
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 5 << 30
+WEIGHT_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # of weights as they are
+
+
+def read_config(path: str | Path) -> DecoderConfig:
+    """The model described by the config.json in a directory."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise OutsizeError(f"{directory} is not a directory: expected one with a {CONFIG}")
+    source = read_json(directory / CONFIG)
+    try:
+        return parse(source)
+    except OutsizeError as error:
+        raise OutsizeError(f"{directory}: {error}") from error
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Literal["required", "random"] = "required",
+    seed: int = 0,
+) -> Decoder:
+    """The model in a Hugging Face directory, in `dtype` (None: that of the files) on `device`.
+
+    weights="random" takes the config.json only and draws initial values from `seed` (dtype None:
+    the config's). Peak memory is the model and one block. OutsizeError, naming file and tensor,
+    for an unknown family and for weights that are missing, unexpected, misshapen or damaged.
+    """
+    if dtype not in (None, *WEIGHT_DTYPES):
+        raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_spell(WEIGHT_DTYPES)}")
+    config = read_config(path)
+    device = device or "cpu"
+    if weights == "random":
+        return build(config, seed, dtype or _config_dtype(config), device)
+    if weights != "required":
+        raise OutsizeError(f"weights = {weights!r}, expected 'required' or 'random'")
+    shards = open_shards(Path(path))
+    model = build(config)
+    stored = layout(config)
+    names = _match(shards, config, stored)
+    _check(shards, names, model, stored)
+    fill = _reader(shards, names, stored, dtype, device)
+    for segment, _ in segments(model):
+        materialise(model, segment, fill)
+    _check_tied_head(shards, model)
+    return model
+
+
+def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write `model` as a Hugging Face directory, with checksums in outsize.json beside it.
+
+    Peak memory beside the model is a few tensors of one block. The directory appears complete or
+    not at all. OutsizeError for one that exists and is not empty, and where the system refuses.
+    """
+    if max_shard_bytes <= 0:
+        raise OutsizeError(f"max_shard_bytes = {max_shard_bytes}, expected a positive number")
+    absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
+    if absent is not None:
+        raise OutsizeError(f"parameter {absent} has no value yet (it is on the meta device)")
+    final = Path(path).resolve()
+    try:
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise OutsizeError(
+                f"{final} exists already: save to a new directory, or empty it first"
+            )
+        final.parent.mkdir(parents=True, exist_ok=True)
+        scratch = final.with_name(f".{final.name}.{os.getpid()}.part")
+        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process with this number
+        scratch.mkdir()
+        try:
+            _write(model, scratch, max_shard_bytes)
+            sync_directory(scratch)
+            os.rename(scratch, final)  # refuses a directory that is not empty
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        sync_directory(final.parent)
+    except OSError as error:
+        raise OutsizeError(f"cannot save to {final}: {error.strerror}") from error
+
+
+# Loading
+
+
+def _config_dtype(config: DecoderConfig) -> torch.dtype:
+    name = config.source.get("dtype", config.source.get("torch_dtype"))
+    return {str(dtype): dtype for dtype in WEIGHT_DTYPES}.get(f"torch.{name}", torch.float32)
+
+
+def _match(shards: Shards, config: DecoderConfig, stored: Iterable[Stored]) -> dict[str, str]:
+    """The name in the files of every tensor that the model needs, by its usual name."""
+    names, missing = {}, []
+    for wanted in (name for entry in stored for name in entry.theirs):
+        spellings = (wanted, *alternatives(config, wanted))
+        found = next((name for name in spellings if name in shards.where), None)
+        if found is None:
+            missing.append(wanted)
+        else:
+            names[wanted] = found
+    if missing:
+        raise OutsizeError(
+            f"{shards.directory}: {_some(missing)} missing: the weights are not of the model that "
+            f"{CONFIG} describes"
+        )
+    known = set(names.values())
+    extra = [n for n in shards.where if n not in known and not ignorable(config, n)]
+    if extra:
+        file = shards.where[extra[0]].path.name
+        raise OutsizeError(
+            f"{shards.directory}: {_some(extra)} unexpected (in {file}): the weights are not of "
+            f"the model that {CONFIG} describes"
+        )
+    return names
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    return f"tensor {names[0]!r}{more}"
+
+
+def _spell(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def _check(
+    shards: Shards, names: Mapping[str, str], model: Decoder, stored: Iterable[Stored]
+) -> None:
+    for spec in _specs(model, stored):
+        header, entry = shards.where[names[spec.name]], shards.entry(names[spec.name])
+        where = f"{header.path}: tensor {entry.name!r}"
+        if entry.shape != spec.shape:
+            raise OutsizeError(f"{where} has shape {entry.shape}, expected {spec.shape}")
+        if entry.dtype not in WEIGHT_DTYPES:
+            raise OutsizeError(
+                f"{where} has dtype {entry.dtype}, expected one of {_spell(WEIGHT_DTYPES)}: "
+                "load weights that are not quantised"
+            )
+
+
+def _reader(
+    shards: Shards,
+    names: Mapping[str, str],
+    stored: Iterable[Stored],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> Fill:
+    """A fill for `materialise` that reads parameters from the files."""
+    source = {name: entry for entry in stored for name in entry.ours}
+    waiting: dict[str, Tensor] = {}  # of a group that rests in one tensor: those not yet asked for
+
+    def fill(name: str, parameter: Tensor) -> Tensor:
+        if name in waiting:
+            return waiting.pop(name)
+        entry = source[name]
+        found = [shards.entry(names[theirs]) for theirs in entry.theirs]
+        target = rest(name, dtype or found[0].dtype)
+        if _unchanged(entry, parameter):
+            out = torch.empty(parameter.shape, dtype=target, device=device)
+            return shards.read(found[0].name, out)
+        parts = tuple(shards.read(x.name, torch.empty(x.shape, dtype=target)) for x in found)
+        waiting.update(zip(entry.ours, entry.split(parts), strict=True))
+        for ours in entry.ours:
+            waiting[ours] = _own(waiting[ours]).to(device)
+        return waiting.pop(name)
+
+    return fill
+
+
+def _unchanged(entry: Stored, parameter: Tensor) -> bool:
+    """Whether the stored tensor is the native one: its split gives back what it is given."""
+    if len(entry.theirs) != 1 or len(entry.ours) != 1:
+        return False
+    probe = parameter.detach().to("meta")
+    return entry.merge((probe,))[0] is probe
+
+
+def _own(x: Tensor) -> Tensor:
+    """x itself if it is all of its memory, else a copy: a view would keep the whole alive."""
+    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def _check_tied_head(shards: Shards, model: Decoder) -> None:
+    """Files may hold a tied head beside the embedding; another one would be another model."""
+    config = model.config
+    head = f"{config.names.outer['epilogue.head']}.weight"
+    if config.tied and head in shards.where:
+        weight = model.epilogue.head.weight
+        stored = shards.read(head).to(weight)
+        if not torch.equal(stored, weight):
+            raise OutsizeError(
+                f"{shards.where[head].path}: tensor {head!r} is not the token embedding, expected "
+                f"equal ones: set tie_word_embeddings to false in {CONFIG}"
+            )
+
+
+# Saving
+
+
+def _specs(model: Decoder, stored: Iterable[Stored]) -> Iterator[Spec]:
+    """What the stored tensors look like, without their values."""
+    shapes = {name: x.detach().to("meta") for name, x in model.named_parameters()}
+    for entry in stored:
+        theirs = entry.merge(tuple(shapes[name] for name in entry.ours))
+        for name, x in zip(entry.theirs, theirs, strict=True):
+            yield Spec(name, x.dtype, tuple(x.shape))
+
+
+def _tensors(model: Decoder, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors, in the order of `_specs`; those of one group exist at a time."""
+    values = {name: x.detach() for name, x in model.named_parameters()}
+    for entry in stored:
+        ours = tuple(values[name] for name in entry.ours)
+        yield from zip(entry.theirs, entry.merge(ours), strict=True)
+
+
+def _write(model: Decoder, directory: Path, max_shard_bytes: int) -> None:
+    stored = layout(model.config)
+    shards = list(_cut(_specs(model, stored), max_shard_bytes))
+    tensors = _tensors(model, stored)
+    written: dict[str, Written] = {}
+    for i, specs in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        written[file] = write_tensors(directory / file, specs, islice(tensors, len(specs)))
+    if len(shards) > 1:
+        where = {name: file for file, w in written.items() for name in w.tensors}
+        total = sum(spec.bytes for specs in shards for spec in specs)
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(directory / CONFIG, _config_json(model))
+    write_json(directory / SUMS, sums_json(written))
+
+
+def _cut(specs: Iterable[Spec], max_bytes: int) -> Iterator[list[Spec]]:
+    """Runs of at most `max_bytes`, or of one tensor that is larger by itself."""
+    run: list[Spec] = []
+    size = 0
+    for spec in specs:
+        if run and size + spec.bytes > max_bytes:
+            yield run
+            run, size = [], 0
+        run.append(spec)
+        size += spec.bytes
+    yield run
+
+
+def _config_json(model: Decoder) -> dict[str, Any]:
+    """config.json as it was read, with the dtype as it is now."""
+    source = dict(model.config.source)
+    name = str(model.prologue.tokens.weight.dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in source] or ["torch_dtype"]
+    return source | dict.fromkeys(keys, name)

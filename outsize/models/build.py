@@ -1,0 +1,144 @@
+"""A decoder comes into being: as shapes on the meta device, then segment by segment with values.
+
+Initial values are those of Hugging Face's models, drawn so that they depend on (seed, parameter
+name, element index) only (outsize/models/random.py). Every module that owns parameters says by its
+type what they start from; one that is not in the list below is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.models.experts import Experts, Router
+from outsize.models.linear import Embedding, Linear
+from outsize.models.names import stays_float32
+from outsize.models.norm import Norm
+from outsize.models.random import fill_normal
+
+Fill = Callable[[str, Tensor], Tensor]
+Segments = tuple[tuple[str, tuple[str, ...]], ...]
+
+# Radford et al., 2019, section 2.3: projections into the residual stream start 1/sqrt(of how many
+# there are) smaller. The other families' code at Hugging Face does not do this.
+SCALED_BY_DEPTH = frozenset({"gpt2"})
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Normal with deviation `std`, or the number `value` everywhere where std is 0."""
+
+    std: float = 0.0
+    value: float = 0.0
+
+
+def build(
+    config: DecoderConfig,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """A decoder of `config` in `dtype`: with initial values on `device`, or, without a seed, on
+    the meta device (shapes and dtypes, no memory).
+
+    Peak memory is that of the model and a few megabytes. A router's correction is float32 at
+    least.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    _place(model, set(_names(model)), lambda name, x: torch.empty_like(x, dtype=rest(name, dtype)))
+    if seed is not None:
+        fill = initial_fill(model, seed, device)
+        for segment, _ in segments(model):
+            materialise(model, segment, fill)
+    return model
+
+
+def rest(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of parameter `name` in a model of `dtype`."""
+    return torch.promote_types(torch.float32, dtype) if stays_float32(name) else dtype
+
+
+def segments(model: Decoder) -> Segments:
+    """("prologue", parameter names), ("block 0", names), ..., ("epilogue", names), in the order in
+    which the forward needs them. A tied weight is in the prologue only."""
+    table: dict[str, list[str]] = {"prologue": []}
+    table |= {f"block {i}": [] for i in range(len(model.blocks))}
+    table["epilogue"] = []
+    for name in _names(model):
+        head, index, *_ = name.split(".")
+        table[f"block {index}" if head == "blocks" else head].append(name)
+    return tuple((segment, tuple(names)) for segment, names in table.items())
+
+
+def materialise(model: Decoder, segment: str, fill: Fill) -> None:
+    """Give the parameters of one of the model's segments their values.
+
+    `fill(name, parameter)` gets a parameter as it is (on meta: its shape and dtype) and returns the
+    tensor to take its place: its shape; any dtype and device. Tied weights stay one Parameter.
+    """
+    _place(model, set(dict(segments(model))[segment]), fill)
+
+
+def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
+    """A fill for `materialise` that makes initial values on `device`, in each parameter's dtype."""
+    initial = dict(initial_values(model))
+
+    def fill(name: str, parameter: Tensor) -> Tensor:
+        out = torch.empty_like(parameter, device=device, requires_grad=False)
+        start = initial[name]
+        if start.std:
+            return fill_normal(out, seed, name, std=start.std)
+        return out.fill_(start.value)
+
+    return fill
+
+
+def initial_values(model: Decoder) -> Iterator[tuple[str, Initial]]:
+    """What each parameter starts from, by name."""
+    std = model.config.init_std
+    deep = std
+    if model.config.family in SCALED_BY_DEPTH:
+        deep /= math.sqrt(2 * len(model.blocks))
+    for prefix, module in model.named_modules():
+        for leaf, _ in module.named_parameters(recurse=False):
+            yield f"{prefix}.{leaf}", _initial(module, leaf, std, deep)
+
+
+def _initial(module: nn.Module, leaf: str, std: float, deep: float) -> Initial:
+    match module:
+        case Norm():
+            return Initial(value=module.facts.unit if leaf == "weight" else 0.0)
+        case Linear() if leaf == "weight":
+            return Initial(std=deep if module.use == "row" else std)
+        case Embedding() | Experts():
+            return Initial(std=std)
+        case Linear() | Router():
+            return Initial(value=0.0)  # biases and the correction of scores
+    raise AssertionError(f"{type(module).__name__}.{leaf} has no initial value")
+
+
+def _names(model: Decoder) -> Iterator[str]:
+    """Parameter names in order; the first of those that a tied weight has."""
+    return (name for name, _ in model.named_parameters())
+
+
+def _place(model: Decoder, names: set[str], fill: Fill) -> None:
+    """Replace the named parameters, one at a time, everywhere they are used."""
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            slots.setdefault(id(parameter), []).append((module, leaf))
+    for name, old in list(model.named_parameters()):
+        if name in names:
+            value = fill(name, old)
+            assert value.shape == old.shape, f"{name}: {value.shape}, not {old.shape}"
+            new = nn.Parameter(value, requires_grad=old.requires_grad)
+            for module, leaf in slots[id(old)]:
+                module.register_parameter(leaf, new)
