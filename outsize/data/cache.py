@@ -1,0 +1,239 @@
+"""The cache of tokenised data: built once, then mapped, whoever comes first.
+
+An entry is a directory named by a hash of all that decides its content: the files (path, size,
+and their content where that is at most HASHED_BYTES in all, else their time of change), how they
+are read and split, the tokenizer and VERSION. It is written under a temporary name, synced and
+renamed. Several processes may build the same entry at once: the first rename stands, and since
+each would have written the same bytes the others take that one. An entry that is damaged is put
+aside and built anew. Nothing in it is executed or unpickled: flat arrays and a JSON manifest.
+
+Everything is tokenised before training begins. Training on what is there so far would make the
+order depend on how fast tokenising is; here it depends on (seed, sample) only. Bytes take about a
+second for 30 MB; for larger data the work runs in threads and, through `BackgroundData`,
+beside the building of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.data.build import Progress, Recipe, Written, build, token_dtype
+from outsize.data.dataset import Dataset
+from outsize.data.files import SourceFile
+from outsize.data.sources import ReadLog, Skip, SkipReport
+from outsize.errors import OutsizeError
+
+VERSION = 1  # of the files and of what is in them; an entry of another version is never read
+HASHED_BYTES = 64 * 2**20  # up to here files are known by content: reading takes a moment
+CHECKED_BYTES = 2**30  # up to here an entry's checksums are verified when it is opened
+STALE_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that was killed
+
+Opened = tuple[Dataset, Dataset, SkipReport]
+
+
+def open_cached(recipe: Recipe, ignored: int, cache: Path, progress: Progress) -> Opened:
+    """Train and validation data of a recipe, from the cache or built into it.
+
+    `ignored` is the count of files that nothing reads, for the report. Raises OutsizeError when
+    the cache directory cannot be written or is full.
+    """
+    entry = cache / key(recipe)
+    opened = _open(entry, recipe)
+    if opened is None:
+        with _cache_errors(cache):
+            opened = _build(recipe, ignored, entry, progress)
+    return opened
+
+
+def key(recipe: Recipe) -> str:
+    """The name of the entry."""
+    content = sum(file.size for file in recipe.files) <= HASHED_BYTES
+    identity = {
+        "version": VERSION,
+        "files": [_identity(file, content) for file in recipe.files],
+        "field": recipe.field,
+        "fraction": recipe.fraction,
+        "tokenizer": recipe.tokenizer.fingerprint(),
+    }
+    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
+
+
+def _identity(file: SourceFile, content: bool) -> tuple[str, str, bool, int, int | str]:
+    state: int | str = file.mtime
+    if content:
+        try:
+            state = hashlib.blake2b(file.path.read_bytes(), digest_size=16).hexdigest()
+        except OSError:  # reading will skip and report it
+            state = "unreadable"
+    return os.path.abspath(file.path), file.kind, file.named, file.size, state
+
+
+def _build(recipe: Recipe, ignored: int, entry: Path, progress: Progress) -> Opened:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(entry.parent)
+    folder = entry.parent / f".{entry.name}.{uuid.uuid4().hex}"
+    folder.mkdir()
+    try:
+        log = ReadLog()
+        written = build(recipe, folder, log, progress)
+        report = log.report(ignored)
+        _refuse_empty(recipe, written, report)
+        _write_manifest(folder, written, report)
+        _publish(folder, entry, recipe)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    opened = _open(entry, recipe)
+    if opened is None:
+        raise OutsizeError(f"data cache {entry} is damaged just after writing: check the disk")
+    return opened
+
+
+def _publish(folder: Path, entry: Path, recipe: Recipe) -> None:
+    """Give `folder` its final name, unless a sound entry has it: then that one stays."""
+    while True:
+        try:
+            os.rename(folder, entry)
+        except OSError:
+            if not entry.exists():
+                raise
+            if _open(entry, recipe) is not None:
+                return
+            # Damaged: put aside in one step, so that nobody sees half of it. If another process
+            # was faster, the next round meets what it put there.
+            aside = entry.parent / f".{entry.name}.{uuid.uuid4().hex}"
+            try:
+                os.rename(entry, aside)
+            except FileNotFoundError:
+                continue
+            _remove(aside)
+        else:
+            _sync(entry.parent)
+            return
+
+
+def _write_manifest(folder: Path, written: dict[str, Written], report: SkipReport) -> None:
+    splits = {name: asdict(split) for name, split in written.items()}
+    manifest = {"version": VERSION, "splits": splits, "report": asdict(report)}
+    text = json.dumps(manifest)
+    checksum = zlib.crc32(text.encode())
+    with (folder / "manifest.json").open("x") as file:
+        file.write(json.dumps({"checksum": checksum, "manifest": text}))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _open(entry: Path, recipe: Recipe) -> Opened | None:
+    """The entry's data, None when there is no sound entry."""
+    try:
+        outer = json.loads((entry / "manifest.json").read_bytes())
+        if zlib.crc32(outer["manifest"].encode()) != outer["checksum"]:
+            return None
+        manifest = json.loads(outer["manifest"])
+        train, validation = (
+            _map(entry, name, manifest["splits"][name], recipe) for name in ("train", "validation")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    found = manifest["report"]
+    skips = tuple(Skip(**skip) for skip in found.pop("skips"))
+    return train, validation, SkipReport(skips, **found)
+
+
+def _map(entry: Path, name: str, split: dict[str, Any], recipe: Recipe) -> Dataset:
+    """One split, its files mapped. Raises ValueError or OSError when a file is not as it was."""
+    for file, size in split["sizes"].items():
+        path = entry / file
+        if path.stat().st_size != size:
+            raise ValueError(f"{path}: size")
+        if sum(split["sizes"].values()) <= CHECKED_BYTES and _crc(path) != split["checksums"][file]:
+            raise ValueError(f"{path}: checksum")
+    widths = f"{name}.widths" in split["sizes"]
+    return Dataset(
+        tokens_N=_array(entry / f"{name}.tokens", token_dtype(recipe.tokenizer.vocab_size)),
+        ends=_array(entry / f"{name}.ends", np.dtype("<i8")),
+        widths_N=_array(entry / f"{name}.widths", np.dtype("<u4")) if widths else None,
+        start=recipe.tokenizer.start,
+        bytes=split["bytes"],
+        fingerprint=split["fingerprint"],
+    )
+
+
+def _array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r")
+
+
+def _crc(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _refuse_empty(recipe: Recipe, written: dict[str, Written], report: SkipReport) -> None:
+    if written["train"].documents:
+        return
+    first = recipe.files[0].path
+    paths = f"{first}" if len(recipe.files) == 1 else f"{first} and {len(recipe.files) - 1} more"
+    if written["validation"].documents:
+        raise OutsizeError(
+            f"data in {paths}: all {written['validation'].documents} documents fall into "
+            "validation; give more documents, or set data.validation to 0"
+        )
+    raise OutsizeError(
+        f"data in {paths} is empty: expected at least one document of text; {report.summary()}"
+    )
+
+
+@contextmanager
+def _cache_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutsizeError(
+            f"data cache {cache} cannot be written ({error.strerror or error}): "
+            "free some space there or set data.cache to another directory"
+        ) from error
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes have left."""
+    for folder in cache.glob(".*.*"):
+        try:
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                _remove(folder)
+        except FileNotFoundError:
+            continue
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a directory's names to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

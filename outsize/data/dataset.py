@@ -1,0 +1,77 @@
+"""A Dataset: tokenised documents in flat arrays, in memory or mapped from a cache file.
+
+The documents are stored as what a model learns to say: the tokens of each, then its eos. What the
+model reads (each document shifted by one, behind a start token) follows from that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """N tokens in all, of `documents` documents.
+
+    tokens_N: uint16 or uint32; ends: (documents,) int64, where each document ends in tokens_N,
+    its eos included; widths_N: uint32, the UTF-8 bytes that each token stands for (0 for eos),
+    kept for validation data only; bytes: of all the text; fingerprint: a hash of tokens and ends.
+    """
+
+    tokens_N: Tokens
+    ends: NDArray[np.int64]
+    widths_N: NDArray[np.uint32] | None
+    start: int
+    bytes: int
+    fingerprint: str
+
+    @property
+    def documents(self) -> int:
+        return len(self.ends)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens that an epoch has as targets, eos of every document included."""
+        return len(self.tokens_N)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """(documents,) int64: tokens of each document with its eos."""
+        return np.diff(self.ends, prepend=0)
+
+
+def dataset_of(
+    documents: Sequence[Sequence[int]],
+    eos: int,
+    start: int | None = None,
+    widths: Sequence[Sequence[int]] | None = None,
+) -> Dataset:
+    """A Dataset in memory from token ids (without eos, which is added); start is eos if not given.
+
+    `widths` gives the bytes of each token; without it the bytes are unknown (0).
+    """
+    flat = [np.asarray([*document, eos], dtype=np.uint32) for document in documents]
+    tokens_N = np.concatenate(flat) if flat else np.empty(0, np.uint32)
+    ends = np.cumsum([len(document) for document in flat], dtype=np.int64)
+    widths_N = None
+    if widths is not None:
+        widths_N = np.asarray([w for own in widths for w in (*own, 0)], dtype=np.uint32)
+        assert len(widths_N) == len(tokens_N)
+    first = eos if start is None else start
+    content = f"{first}".encode() + tokens_N.tobytes() + ends.tobytes()
+    return Dataset(
+        tokens_N=tokens_N,
+        ends=ends,
+        widths_N=widths_N,
+        start=first,
+        bytes=0 if widths_N is None else int(widths_N.sum()),
+        fingerprint=hashlib.blake2b(content, digest_size=16).hexdigest(),
+    )

@@ -1,0 +1,149 @@
+"""From a description of data to datasets: the one way in."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from outsize.data.build import Progress, Recipe
+from outsize.data.cache import open_cached
+from outsize.data.dataset import Dataset
+from outsize.data.files import STDLIB, Kind, find_files
+from outsize.data.sources import SkipReport
+from outsize.data.tokenizer import BYTES, Tokenizer, check_vocabulary, open_tokenizer
+from outsize.errors import OutsizeError, nearest
+
+AUTO = "auto"
+_MOST_VALIDATION = 0.5
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    path: files, directories, or "stdlib", the text of the Python standard library;
+    kind: "text", "jsonl", "parquet", or "auto" to go by the files' suffixes;
+    field: the field of a JSON line, or the Parquet column, that holds the text;
+    tokenizer: "bytes", or a directory with a tokenizer.json;
+    validation: the part of the documents that is held out, 0 to 0.5;
+    cache: where tokenised data is kept, None for ~/.cache/outsize/data.
+    """
+
+    path: str | tuple[str, ...] = STDLIB
+    kind: str = AUTO
+    field: str = "text"
+    tokenizer: str = BYTES
+    validation: float = 0.03
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in (known := (AUTO, *get_args(Kind))):
+            raise OutsizeError(f"data.kind {self.kind!r} is unknown{nearest(self.kind, known)}")
+        if not 0 <= self.validation <= _MOST_VALIDATION:
+            raise OutsizeError(
+                f"data.validation is {self.validation}: expected a part, 0 to {_MOST_VALIDATION}"
+            )
+
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+    def cache_directory(self) -> Path:
+        if self.cache is None:
+            return Path.home() / ".cache" / "outsize" / "data"
+        return Path(self.cache).expanduser()
+
+
+@dataclass(frozen=True)
+class Data:
+    """Opened data: what to train on, what to validate on (without documents when nothing is held
+    out), what reading left out, and the tokenizer of it all."""
+
+    train: Dataset
+    validation: Dataset
+    skipped: SkipReport
+    tokenizer: Tokenizer
+
+
+def open_data(
+    config: DataConfig,
+    vocab_size: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Data:
+    """Tokenised train and validation data, from the cache or built now.
+
+    `vocab_size` is the model's, checked before any work; `progress` is called now and then with
+    the bytes of the files done and in all, from the calling thread. Raises OutsizeError for
+    missing, binary or empty data, a tokenizer that cannot be used, or a cache that cannot be
+    written.
+    """
+    tokenizer = open_tokenizer(config.tokenizer)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer, vocab_size)
+    found = find_files(config.paths(), None if config.kind == AUTO else _kind(config.kind))
+    recipe = Recipe(found.files, config.field, config.validation, tokenizer)
+    cache = config.cache_directory()
+    train, validation, skipped = open_cached(recipe, found.ignored, cache, progress)
+    return Data(train, validation, skipped, tokenizer)
+
+
+def _kind(name: str) -> Kind:
+    (kind,) = (one for one in get_args(Kind) if one == name)
+    found: Kind = kind
+    return found
+
+
+class _ClosedError(Exception):
+    """Ends the work of a BackgroundData that nobody waits for any more."""
+
+
+class BackgroundData:
+    """`open_data` in a thread, for what else a run has to prepare meanwhile.
+
+    `progress` is called from that thread. Close it, or use it in `with`, so that the thread ends
+    when the result is no longer wanted; it then leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        vocab_size: int | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        self._closed = threading.Event()
+        self._found: Data | BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._work, args=(config, vocab_size, progress), name="outsize-data", daemon=True
+        )
+        self._thread.start()
+
+    def result(self) -> Data:
+        """Wait for the data. Raises what `open_data` raised."""
+        self._thread.join()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        assert self._found is not None
+        return self._found
+
+    def close(self) -> None:
+        """Give up, if it is not done yet, and wait for the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> BackgroundData:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def _work(self, config: DataConfig, vocab_size: int | None, progress: Progress) -> None:
+        def watched(done: int, total: int) -> None:
+            if self._closed.is_set():
+                raise _ClosedError
+            progress(done, total)
+
+        try:
+            self._found = open_data(config, vocab_size, watched)
+        except BaseException as error:  # handed to whoever waits for the data
+            self._found = error

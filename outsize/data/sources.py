@@ -1,0 +1,207 @@
+"""Documents from files: text, JSON lines, Parquet. What cannot be read is skipped and reported.
+
+A run over much data meets broken records. None of them stops it: each is counted and remembered
+with its file and line, and the caller shows the report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outsize.data.files import SourceFile, looks_binary
+from outsize.errors import OutsizeError
+
+# A text file beyond this is read as several documents, cut at the ends of lines: one string of a
+# whole dump, and its encoding, would not fit in memory. Far longer than any context.
+PIECE_BYTES = 4 * 2**20
+SKIPS_KEPT = 100  # places remembered in a report; the count goes on
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One thing that was left out: `where` is "file:line" (for Parquet, "file:row")."""
+
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class SkipReport:
+    """What reading left out. `skips` holds the first SKIPS_KEPT of `bad` broken records."""
+
+    skips: tuple[Skip, ...] = ()
+    bad: int = 0
+    duplicates: int = 0
+    empty: int = 0
+    ignored: int = 0  # files of a directory whose suffix no reader takes
+
+    def summary(self) -> str:
+        """One line for people; "nothing skipped" when that is so."""
+        first = f" (first: {self.skips[0].where}: {self.skips[0].why})" if self.skips else ""
+        counts = (
+            (self.bad, f"unreadable{first}"),
+            (self.duplicates, "duplicates"),
+            (self.empty, "empty"),
+            (self.ignored, "files of other kinds"),
+        )
+        said = [f"{count} {what}" for count, what in counts if count]
+        return f"skipped {', '.join(said)}" if said else "nothing skipped"
+
+
+@dataclass
+class ReadLog:
+    """Collects, while files are read by one thread, what a SkipReport will say and how far
+    reading is (`done`, bytes of the files)."""
+
+    skips: list[Skip] = field(default_factory=list)
+    bad: int = 0
+    duplicates: int = 0
+    empty: int = 0
+    done: int = 0
+
+    def skip(self, where: str, why: str) -> None:
+        self.bad += 1
+        if len(self.skips) < SKIPS_KEPT:
+            self.skips.append(Skip(where, why))
+
+    def report(self, ignored: int) -> SkipReport:
+        return SkipReport(tuple(self.skips), self.bad, self.duplicates, self.empty, ignored)
+
+
+def read_documents(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    """The documents of a file, in order; never empty ones. `column` names the field that holds
+    the text of a JSON line or a Parquet row.
+
+    Raises OutsizeError for a named file that is no Parquet, or when pyarrow is missing.
+    """
+    readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}
+    end = log.done + file.size
+    try:
+        for text in readers[file.kind](file, column, log):
+            if text:
+                yield text
+            else:
+                log.empty += 1
+    except OSError as error:
+        log.skip(str(file.path), f"cannot be read: {error.strerror or error}")
+    log.done = end
+
+
+def _text(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    if looks_binary(file.path):
+        log.skip(str(file.path), "binary (NUL bytes at its start), expected UTF-8 text")
+        return
+    if not file.size:
+        yield ""
+    line, rest = 1, b""
+    with file.path.open("rb") as stream:
+        while chunk := stream.read(PIECE_BYTES):
+            raw = rest + chunk
+            cut = _cut(raw) if len(chunk) == PIECE_BYTES else len(raw)
+            piece, rest = raw[:cut], raw[cut:]
+            text = _decode(piece, file.path, line, log)
+            log.done += len(chunk)
+            line += piece.count(b"\n")
+            if text is not None:
+                yield text
+    if rest and (text := _decode(rest, file.path, line, log)) is not None:
+        yield text
+
+
+def _cut(raw: bytes) -> int:
+    """Where to end a piece: after a line, else before a character of UTF-8."""
+    cut = raw.rfind(b"\n") + 1 or len(raw) - 1
+    while cut > 1 and cut < len(raw) and raw[cut] & 0xC0 == 0x80:  # inside a character
+        cut -= 1
+    return cut
+
+
+def _decode(raw: bytes, path: Path, line: int, log: ReadLog) -> str | None:
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        at = line + raw[: error.start].count(b"\n")
+        log.skip(f"{path}:{at}", f"not UTF-8 (byte 0x{raw[error.start]:02x})")
+        return None
+
+
+class _BadRecordError(Exception):
+    """Why a record has no text."""
+
+
+def _jsonl(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    with file.path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            log.done += len(line)
+            if not line.strip():
+                continue
+            try:
+                text = _record(line, column)
+            except _BadRecordError as error:
+                log.skip(f"{file.path}:{number}", str(error))
+            else:
+                yield text
+
+
+def _record(line: bytes, column: str) -> str:
+    try:
+        record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+    except UnicodeDecodeError:
+        raise _BadRecordError("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadRecordError(f"not JSON ({str(error)[:80]})") from None
+    if not isinstance(record, dict):
+        raise _BadRecordError(f"expected a JSON object, found {type(record).__name__}")
+    if column not in record:
+        fields = ", ".join(map(repr, record))
+        raise _BadRecordError(f"no field {column!r} (fields: {fields[:120]})")
+    return _checked(record[column], column)
+
+
+def _checked(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise _BadRecordError(f"{column!r} is {type(value).__name__}, expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _BadRecordError(f"{column!r} holds half a surrogate pair") from None
+    return value
+
+
+def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+        broken = importlib.import_module("pyarrow").lib.ArrowException
+    except ImportError:
+        raise OutsizeError(
+            f"data file {file.path} is Parquet, which needs pyarrow: pip install 'outsize[data]'"
+        ) from None
+    row = 0
+    try:
+        with parquet.ParquetFile(file.path) as table:
+            for value in _column(table, column):
+                row += 1
+                try:
+                    text = _checked(value, column)
+                except _BadRecordError as error:
+                    log.skip(f"{file.path}:{row}", str(error))
+                else:
+                    yield text
+    except (broken, _BadRecordError) as error:
+        why = " ".join(f"not readable as Parquet: {error}".split())[:200]
+        if file.named and not row:
+            raise OutsizeError(f"data file {file.path} {why}") from None
+        log.skip(f"{file.path}:{row + 1}", why)
+
+
+def _column(table: Any, column: str) -> Iterator[Any]:
+    names = table.schema_arrow.names
+    if column not in names:
+        raise _BadRecordError(f"no column {column!r} (columns: {', '.join(names)[:120]})")
+    for batch in table.iter_batches(batch_size=1024, columns=[column]):
+        yield from batch.column(0).to_pylist()

@@ -1,0 +1,232 @@
+"""Batches in order: training batches as a function of (seed, step), read ahead by a thread, with a
+cursor that goes on exactly; validation batches in one fixed order.
+
+Samples are rows, numbered over the whole run: sample k is row k mod R of epoch k // R, where R is
+the rows of an epoch. Step t has the samples t * rows .. (t + 1) * rows - 1, so sample k is the
+same row for any batch size and any number of data-parallel readers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from outsize.data.batch import Batch
+from outsize.data.dataset import Dataset
+from outsize.data.packing import Layout, Row, layout, read_row
+from outsize.errors import OutsizeError
+
+_LAYOUTS_KEPT = 2  # a step may lie across two epochs
+_POLL = 0.1  # seconds between looks of a waiting reader whether it should stop
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a run is in its data: `sample` rows have been read. As JSON in a checkpoint."""
+
+    sample: int
+    epoch: int  # of the next sample; follows from the rest, for people
+    seed: int
+    sequence: int
+    data: str  # fingerprint of the dataset
+
+    def to_json(self) -> dict[str, int | str]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Any) -> Cursor:
+        """Raises OutsizeError when `found` is not what `to_json` gave."""
+        kinds = {one.name: int if one.type == "int" else str for one in fields(cls)}
+        if not isinstance(found, dict) or set(found) != set(kinds):
+            raise OutsizeError(f"data cursor {found!r}: expected the keys {', '.join(kinds)}")
+        for name, kind in kinds.items():
+            if type(found[name]) is not kind:
+                raise OutsizeError(
+                    f"data cursor: {name} is {found[name]!r}, expected {kind.__name__}"
+                )
+        return cls(**found)
+
+
+class TrainStream:
+    """The training batches of a run: `rows` rows of `sequence` tokens a step."""
+
+    def __init__(self, data: Dataset, seed: int, rows: int, sequence: int) -> None:
+        """Raises OutsizeError when the data does not fill one row."""
+        if rows < 1 or sequence < 1:
+            raise OutsizeError(f"rows {rows} of {sequence} tokens: expected at least 1 of 1")
+        self.data, self.seed, self.rows, self.sequence = data, seed, rows, sequence
+        self.rows_per_epoch = data.tokens // sequence
+        if not self.rows_per_epoch:
+            raise OutsizeError(
+                f"training data has {data.tokens} tokens, less than one row of {sequence}: "
+                f"give more data or set the sequence length to at most {data.tokens}"
+            )
+        self._layouts: dict[int, Layout] = {}
+        self._lock = threading.Lock()
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step (0, 1, ...)."""
+        first = step * self.rows
+        return _collate([self.row(sample) for sample in range(first, first + self.rows)])
+
+    def row(self, sample: int) -> Row:
+        """Row number `sample` of the run."""
+        epoch, index = divmod(sample, self.rows_per_epoch)
+        order = self._layout(epoch)
+        return read_row(self.data, order, int(order.rows[index]), self.sequence)
+
+    def cursor(self, step: int) -> Cursor:
+        """The cursor after `step` steps (before batch number `step`)."""
+        sample = step * self.rows
+        return Cursor(
+            sample, sample // self.rows_per_epoch, self.seed, self.sequence, self.data.fingerprint
+        )
+
+    def resume(self, cursor: Cursor) -> int:
+        """The step to go on with. Raises OutsizeError when going on would not read the same rows,
+        or when the cursor lies inside one of this stream's steps."""
+        self._same("training data", cursor.data, self.data.fingerprint, "bring back the data")
+        self._same("seed", cursor.seed, self.seed, "set it back")
+        self._same("sequence length", cursor.sequence, self.sequence, "set it back")
+        step, inside = divmod(cursor.sample, self.rows)
+        if inside:
+            raise OutsizeError(
+                f"data cursor at row {cursor.sample} is not between steps of {self.rows} rows: "
+                "set the batch size back or to a divisor of it"
+            )
+        return step
+
+    def prefetch(self, step: int = 0, stop: int | None = None, depth: int = 2) -> Prefetch:
+        """Batches `step` .. stop - 1 (endless for None), at most `depth` made ahead by a thread."""
+        return Prefetch(self, step, stop, depth)
+
+    def _layout(self, epoch: int) -> Layout:
+        with self._lock:
+            if epoch not in self._layouts:
+                while len(self._layouts) >= _LAYOUTS_KEPT:
+                    self._layouts.pop(next(iter(self._layouts)))
+                self._layouts[epoch] = layout(self.data, self.seed, epoch, self.sequence)
+            return self._layouts[epoch]
+
+    @staticmethod
+    def _same(what: str, then: object, now: object, remedy: str) -> None:
+        if then != now:
+            raise OutsizeError(
+                f"{what} is {now}, the checkpoint was trained with {then}: {remedy}, "
+                "or start a new run"
+            )
+
+
+class Prefetch:
+    """An iterator over batches that a thread makes ahead. Use it in `with`, or call `close`: the
+    thread ends then, wherever it is. An error in the thread is raised where the batch is taken."""
+
+    def __init__(self, stream: TrainStream, step: int, stop: int | None, depth: int) -> None:
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(max(depth, 1))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, args=(stream, step, stop), name="outsize-data", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed.is_set():
+            raise StopIteration
+        found = self._ready.get()
+        if isinstance(found, Batch):
+            return found
+        self.close()
+        if found is None:
+            raise StopIteration
+        raise found
+
+    def close(self) -> None:
+        """End the thread and wait for it; more than once does no harm."""
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _work(self, stream: TrainStream, step: int, stop: int | None) -> None:
+        try:
+            while not self._closed.is_set() and (stop is None or step < stop):
+                self._put(stream.batch(step))
+                step += 1
+            self._put(None)
+        except BaseException as error:  # handed to whoever waits for the batch
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException | None) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._ready.put(item, timeout=_POLL)
+            except queue.Full:
+                continue
+
+
+class ValidationStream:
+    """Validation batches of at most `rows` rows, the same ones for every run over the same data,
+    whatever its seed. The whole set, or its first `max_tokens` tokens rounded up to whole rows;
+    the documents are shuffled once, so that a part is a fair sample.
+
+    `tokens` is the count of targets in all batches, `bytes` the UTF-8 bytes they stand for.
+    """
+
+    def __init__(
+        self, data: Dataset, rows: int, sequence: int, max_tokens: int | None = None
+    ) -> None:
+        self.data, self.rows, self.sequence = data, rows, sequence
+        wanted = data.tokens if max_tokens is None else min(max_tokens, data.tokens)
+        self._count = -(-wanted // sequence)
+        self._layout = layout(data, 0, 0, sequence)
+        self.tokens = min(self._count * sequence, data.tokens)
+        if self.tokens == data.tokens:
+            self.bytes = data.bytes
+        else:
+            self.bytes = sum(self._row(row).bytes for row in range(self._count))
+
+    def __len__(self) -> int:
+        return -(-self._count // self.rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.batch(index) for index in range(len(self)))
+
+    def batch(self, index: int) -> Batch:
+        """Batch number `index`; the last one may have fewer rows."""
+        first = index * self.rows
+        last = min(first + self.rows, self._count)
+        return _collate([self._row(row) for row in range(first, last)])
+
+    def bits_per_byte(self, nats: float) -> float:
+        """Bits per byte of text, from the loss summed over all targets, in nats."""
+        return nats / (np.log(2.0) * self.bytes) if self.bytes else float("nan")
+
+    def _row(self, row: int) -> Row:
+        return read_row(self.data, self._layout, row, self.sequence)
+
+
+def _collate(rows: list[Row]) -> Batch:
+    return Batch(
+        ids_BS=torch.from_numpy(np.stack([row.ids_S for row in rows])),
+        targets_BS=torch.from_numpy(np.stack([row.targets_S for row in rows])),
+        bounds=tuple(row.bounds for row in rows),
+    )

@@ -1,0 +1,251 @@
+"""Text to token ids and back: plain bytes, or the tokenizer.json of a Hugging Face directory.
+
+Every document is trained on as `start, tokens..., eos`. `start` is what the tokenizer itself puts
+before a text (Llama, Gemma), else eos, as GPT-2 was trained; prompts begin with it too.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.errors import OutsizeError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Ids = NDArray[np.uint32]
+BYTES = "bytes"
+
+
+class TextStream(Protocol):
+    """Decodes ids that arrive one by one; the parts joined are the text of all of them."""
+
+    def push(self, token: int) -> str:
+        """The text that has become certain; "" while a character is incomplete."""
+
+    def finish(self) -> str:
+        """The rest, incomplete characters replaced."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the system needs of a tokenizer. Ids are 0 .. vocab_size - 1."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without start and eos."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; start, eos and other special tokens say nothing."""
+
+    def stream(self) -> TextStream: ...
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """`encode` of every text, (tokens,) uint32 each; many at once, off the interpreter lock."""
+
+    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
+        """Ids and the UTF-8 bytes that each stands for, (tokens,) uint32 each; bytes that no token
+        covers (stripped by the tokenizer) count to the next token, else to the last."""
+
+    def fingerprint(self) -> str:
+        """A hash of all that decides the ids, so that stored ids can be told stale."""
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", or a directory with a tokenizer.json. Raises OutsizeError."""
+    return ByteTokenizer() if name == BYTES else FileTokenizer.load(name)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model (of `vocab_size` ids) has no embedding for."""
+    if tokenizer.vocab_size > vocab_size:
+        raise OutsizeError(
+            f"tokenizer has {tokenizer.vocab_size} ids, more than the model's vocabulary of "
+            f"{vocab_size}: take the model's own tokenizer or set vocab_size to at least "
+            f"{tokenizer.vocab_size}"
+        )
+
+
+class ByteTokenizer:
+    """Ids 0 .. 255 are the bytes of UTF-8; 256 ends a document, and starts it."""
+
+    vocab_size = 257
+    eos = 256
+    start = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+    def stream(self) -> TextStream:
+        return _ByteStream()
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
+        (ids,) = self.encode_many([text])
+        return ids, np.ones_like(ids)
+
+    def fingerprint(self) -> str:
+        return BYTES
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes((token,))) if token < 256 else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class FileTokenizer:
+    """The `tokenizers` tokenizer of a directory. Special tokens written out in a text are taken as
+    such, as transformers does; none are added by `encode`."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, eos: int, start: int, digest: str) -> None:
+        self._inner = inner
+        self._digest = digest
+        self.eos = eos
+        self.start = start
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def load(cls, directory: str | Path) -> FileTokenizer:
+        """Read DIRECTORY/tokenizer.json. Raises OutsizeError: no such file, or one that cannot be
+        read, or no end-of-document token to be found beside it."""
+        from tokenizers import Tokenizer as Inner
+
+        path = Path(directory).expanduser() / "tokenizer.json"
+        if not path.is_file():
+            raise OutsizeError(
+                f"tokenizer {directory}: no tokenizer.json there; give a directory that has one "
+                f"(or a Hugging Face model directory), or {BYTES!r}"
+            )
+        content = path.read_bytes()
+        try:
+            inner = Inner.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception
+            why = " ".join(str(error).split())[:160]
+            raise OutsizeError(f"{path} is no tokenizer that can be read: {why}") from None
+        inner.no_truncation()  # files often carry the model's context length as a limit
+        inner.no_padding()
+        eos = _find_eos(path.parent, inner)
+        start = _added_in_front(inner)
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return cls(inner, eos, eos if start is None else start, digest)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        return _FileStream(self)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
+        encoded = self._inner.encode(text, add_special_tokens=False)
+        ids = np.array(encoded.ids, dtype=np.uint32)
+        if not ids.size:
+            return ids, ids
+        # Tokens that share a character (byte-level pieces of it) have the same span: the first of
+        # them gets its bytes, and the running maximum gives the others none.
+        ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets]))
+        ends[-1] = len(text)
+        reached = _byte_offsets(text)[ends]
+        return ids, np.diff(reached, prepend=0).astype(np.uint32)
+
+    def fingerprint(self) -> str:
+        return f"{self._digest}/{self.start}/{self.eos}"
+
+
+class _FileStream:
+    """Holds ids back while their text ends in a replacement character, which is what decoding
+    gives for the beginning of a character; decodes with the ids of the part before, on which
+    spaces depend."""
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        self._held.append(token)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._before, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        return self._new_text() if self._held else ""
+
+    def _new_text(self) -> str:
+        shown = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + self._held)[len(shown) :]
+
+
+def _byte_offsets(text: str) -> NDArray[np.int64]:
+    """(characters + 1,) the UTF-8 bytes before each character, and in all."""
+    code = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    widths = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
+    return np.concatenate(([0], np.cumsum(widths)))
+
+
+def _added_in_front(inner: tokenizers.Tokenizer) -> int | None:
+    """The one special token that the tokenizer puts before a text, if it does."""
+    plain = inner.encode("a", add_special_tokens=False).ids
+    full = inner.encode("a", add_special_tokens=True).ids
+    if len(full) > len(plain) and full[1 : 1 + len(plain)] == plain and full[:1] != plain[:1]:
+        return int(full[0])
+    return None
+
+
+def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:
+    """The end-of-document id: as a token in the tokenizer's own settings, else as an id in the
+    model's (of several, the first)."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _settings(directory / name).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and (found := inner.token_to_id(text)) is not None:
+            return int(found)
+    for name in ("config.json", "generation_config.json"):
+        value = _settings(directory / name).get("eos_token_id")
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, int) and inner.id_to_token(first) is not None:
+            return first
+    raise OutsizeError(
+        f"tokenizer {directory}: no end-of-document token found; set eos_token in its "
+        "tokenizer_config.json, or eos_token_id in config.json"
+    )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise OutsizeError(f"{path} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}

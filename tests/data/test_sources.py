@@ -1,0 +1,208 @@
+"""Files found and read: kinds, order, and what is skipped, where and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outsize.data import sources
+from outsize.data.files import find_files
+from outsize.data.sources import ReadLog, SkipReport, read_documents
+from outsize.errors import OutsizeError
+
+
+def read(*paths: Path | str, kind: str | None = None, field: str = "text") -> tuple:
+    log = ReadLog()
+    found = find_files(tuple(map(str, paths)), kind)  # type: ignore[arg-type]
+    texts = [text for file in found.files for text in read_documents(file, field, log)]
+    assert log.done == sum(file.size for file in found.files)
+    return texts, log.report(found.ignored)
+
+
+def places(report: SkipReport) -> list[str]:
+    return [f"{Path(skip.where).name}: {skip.why}" for skip in report.skips]
+
+
+def test_a_directory_is_read_in_sorted_order_by_suffix(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/y.txt", "c.jpg", ".git/x.txt", "a.txt", "d.JSONL"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name if path.suffix != ".JSONL" else json.dumps({"text": "line"}))
+    texts, report = read(tmp_path)
+    assert texts == ["a/y.txt", "a/z.md", "a.txt", "b.txt", "line"]
+    assert report.ignored == 1 and report.bad == 0
+    assert read(tmp_path, kind="text")[0] == ["a/y.txt", "a/z.md", "a.txt", "b.txt"]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    assert read(tmp_path / "a.txt", tmp_path, f"{tmp_path}/./a.txt")[0] == ["one"]
+
+
+def test_a_named_file_of_unknown_suffix_is_text(tmp_path: Path) -> None:
+    (tmp_path / "README").write_bytes("\ufeffé\r\n".encode())
+    assert read(tmp_path / "README")[0] == ["é\r\n"]  # the mark goes, nothing else changes
+
+
+def test_corrupt_json_lines_are_skipped_with_their_line(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": "cut',
+        b"",
+        b"[1, 2]",
+        b'{"body": "other"}',
+        b'{"text": 5}',
+        b'{"text": "\xff"}',
+        b'{"text": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"text": ""}',
+        b'{"text": "\\u00e9nd", "more": 1}',
+    ]
+    (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
+    texts, report = read(tmp_path / "d.jsonl")
+    assert texts == ["good", "énd"]
+    assert report.bad == 7 and report.empty == 1
+    said = places(report)
+    assert [one.split(":")[1] for one in said] == ["2", "4", "5", "6", "7", "8", "9"]
+    reasons = ["JSON", "list", "'body'", "int", "UTF-8", "surrogate", "JSON"]
+    assert all(reason in one for reason, one in zip(reasons, said, strict=True))
+    assert "7 unreadable (first: " in report.summary() and "d.jsonl:2: not JSON" in report.summary()
+
+
+def test_the_field_can_be_named_and_the_kind_forced(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('{"body": "one"}\n{"body": "two"}\n')
+    assert read(tmp_path / "d.json", kind="jsonl", field="body")[0] == ["one", "two"]
+    assert read(tmp_path, kind="jsonl", field="body")[0] == ["one", "two"]
+
+
+def test_remembered_skips_are_bounded_and_the_count_is_not(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("x\n" * 1000)
+    _, report = read(tmp_path / "d.jsonl")
+    assert report.bad == 1000 and len(report.skips) == sources.SKIPS_KEPT
+
+
+def test_text_that_is_not_utf8_is_skipped_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\nfine\nr\xe9sum\xe9\n")
+    (tmp_path / "b.txt").write_text("fine")
+    texts, report = read(tmp_path)
+    assert texts == ["fine"]
+    assert places(report) == ["a.txt:3: not UTF-8 (byte 0xe9)"]
+
+
+def test_a_binary_file_is_refused_when_named_and_skipped_in_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"MZ\0\0binary")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(OutsizeError, match=r"a\.txt is binary .*UTF-8 text"):
+        read(tmp_path / "a.txt")
+    texts, report = read(tmp_path)
+    assert texts == ["text"] and report.bad == 1 and "binary" in places(report)[0]
+
+
+@pytest.mark.parametrize("where", ["nowhere", "nowhere/at/all.txt"])
+def test_a_missing_path_is_named(tmp_path: Path, where: str) -> None:
+    with pytest.raises(OutsizeError, match=f"{where} does not exist"):
+        read(tmp_path / where)
+
+
+def test_a_path_that_holds_nothing_to_read_says_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(OutsizeError, match="found no files"):
+        read(tmp_path)
+    (tmp_path / "a.jpg").touch()
+    with pytest.raises(OutsizeError, match=r"found 1 \.jpg"):
+        read(tmp_path)
+    for empty in ((), ("",)):
+        with pytest.raises(OutsizeError, match=r"data\.path is empty"):
+            find_files(empty)
+    with pytest.raises(OutsizeError, match="a file or a directory"):
+        read("/dev/null")
+
+
+@pytest.mark.parametrize("text", ["é" * 50, "ab\n" * 30, "€\n" * 7 + "x" * 40, "\n", "ab" * 6])
+def test_a_large_file_is_cut_into_documents_that_make_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 12)
+    (tmp_path / "a.txt").write_text(text)
+    texts, report = read(tmp_path / "a.txt")
+    assert "".join(texts) == text and report.bad == 0 and "" not in texts
+    assert max(len(piece.encode()) for piece in texts) <= 24
+    if "\n" in text[:12]:
+        assert texts[0].endswith("\n")
+
+
+def test_a_bad_byte_far_into_a_large_file_costs_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 12)
+    lines = [b"line %03d\n" % number for number in range(20)]
+    lines[10] = b"line \xff\xff\xff\n"
+    (tmp_path / "a.txt").write_bytes(b"".join(lines))
+    texts, report = read(tmp_path / "a.txt")
+    assert report.bad == 1 and places(report)[0].startswith("a.txt:11: ")
+    kept = "".join(texts).splitlines(keepends=True)
+    assert set(kept) < {line.decode() for number, line in enumerate(lines) if number != 10}
+    assert len(kept) >= 17
+
+
+def test_parquet(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "d.parquet"
+    table = arrow.table({"text": ["one", None, "", "four"], "n": [1, 2, 3, 4]})
+    parquet.write_table(table, path)
+    texts, report = read(path)
+    assert texts == ["one", "four"] and report.empty == 1
+    assert places(report) == ["d.parquet:2: 'text' is NoneType, expected a string"]
+    with pytest.raises(OutsizeError, match=r"no column 'body' \(columns: text, n\)"):
+        read(path, field="body")
+    assert "'n' is int" in places(read(path, field="n")[1])[0]
+
+
+def test_a_broken_parquet_file_is_refused_when_named_and_skipped_else(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 this is not")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(OutsizeError, match=r"a\.parquet not readable as Parquet"):
+        read(tmp_path / "a.parquet")
+    texts, report = read(tmp_path)
+    assert texts == ["text"] and report.bad == 1
+
+
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(sources.importlib, "import_module", missing)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(OutsizeError, match=r"pip install 'outsize\[data\]'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_file_that_goes_away_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    found = find_files((str(tmp_path),))
+    (tmp_path / "a.txt").unlink()
+    log = ReadLog()
+    texts = [text for file in found.files for text in read_documents(file, "text", log)]
+    assert texts == ["two"] and log.bad == 1 and "cannot be read" in log.skips[0].why
+
+
+def test_stdlib_is_megabytes_of_real_text() -> None:
+    found = find_files(("stdlib",))
+    names = {file.path.name for file in found.files}
+    assert {"argparse.py", "topics.py", "typing.py"} <= names
+    assert sum(file.size for file in found.files) > 8e6
+    assert not any("site-packages" in file.path.parts for file in found.files)
+    assert found == find_files(("stdlib",))
+
+
+def test_nothing_skipped_is_said_so() -> None:
+    assert SkipReport().summary() == "nothing skipped"
+    assert SkipReport(duplicates=2, ignored=1).summary() == (
+        "skipped 2 duplicates, 1 files of other kinds"
+    )

@@ -1,0 +1,176 @@
+"""Streams: batches as a function of the step, cursors, reading ahead, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+
+import pytest
+import torch
+
+from outsize.data import (
+    Batch,
+    ByteTokenizer,
+    Cursor,
+    Dataset,
+    TrainStream,
+    ValidationStream,
+    dataset_of,
+)
+from outsize.errors import OutsizeError
+
+S = 16
+
+
+def text_data(count: int = 25, seed: int = 3) -> tuple[Dataset, list[str]]:
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices("abcdé€\n", k=draw.randint(1, 50))) for _ in range(count)]
+    tokenizer = ByteTokenizer()
+    measured = [tokenizer.encode_measured(text) for text in texts]
+    ids = [one.tolist() for one, _ in measured]
+    widths = [one.tolist() for _, one in measured]
+    return dataset_of(ids, tokenizer.eos, widths=widths), texts
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return (
+        torch.equal(left.ids_BS, right.ids_BS)
+        and torch.equal(left.targets_BS, right.targets_BS)
+        and left.bounds == right.bounds
+    )
+
+
+def stream(rows: int = 4, seed: int = 0) -> TrainStream:
+    return TrainStream(text_data()[0], seed, rows, S)
+
+
+def test_a_sample_is_the_same_row_for_any_batch_size() -> None:
+    wanted = 120  # nearly two epochs
+    assert wanted > stream().rows_per_epoch * 1.5
+    by_size = {}
+    for rows in (1, 3, 4, 20):
+        batches = [stream(rows).batch(step) for step in range(wanted // rows)]
+        by_size[rows] = [
+            (batch.ids_BS[r].tolist(), batch.targets_BS[r].tolist(), batch.bounds[r])
+            for batch in batches
+            for r in range(rows)
+        ]
+    assert by_size[3] == by_size[1] and by_size[4] == by_size[1] and by_size[20] == by_size[1]
+    assert len({str(row) for row in by_size[1]}) > 40
+
+
+def test_batches_have_the_contract_s_types() -> None:
+    batch = stream().batch(0)
+    assert batch.ids_BS.shape == batch.targets_BS.shape == (4, S)
+    assert batch.ids_BS.dtype == batch.targets_BS.dtype == torch.int64
+    assert batch.count() == 4 * S  # no padding, and every place has a target
+
+
+def test_the_order_is_the_seed_s() -> None:
+    assert same(stream(seed=1).batch(2), stream(seed=1).batch(2))
+    assert not same(stream(seed=1).batch(2), stream(seed=2).batch(2))
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 30])
+def test_going_on_from_a_cursor_gives_the_same_batches(step: int) -> None:
+    whole = [stream().batch(number) for number in range(step + 5)]
+    text = json.dumps(stream().cursor(step).to_json())
+    other = stream()
+    begin = other.resume(Cursor.from_json(json.loads(text)))
+    with other.prefetch(begin, step + 5) as ahead:
+        rest = list(ahead)
+    assert len(rest) == 5
+    assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True))
+
+
+def test_a_cursor_goes_on_with_another_batch_size_where_steps_meet() -> None:
+    cursor = stream(rows=6).cursor(2)
+    assert stream(rows=4).resume(cursor) == 3
+    with pytest.raises(OutsizeError, match="row 12 is not between steps of 5 rows"):
+        stream(rows=5).resume(cursor)
+
+
+def test_a_cursor_of_other_data_seed_or_sequence_is_refused() -> None:
+    cursor = stream().cursor(3)
+    other, _ = text_data(seed=4)
+    with pytest.raises(OutsizeError, match="training data"):
+        TrainStream(other, 0, 4, S).resume(cursor)
+    with pytest.raises(OutsizeError, match=r"seed is 1, .* with 0"):
+        stream(seed=1).resume(cursor)
+    with pytest.raises(OutsizeError, match=r"sequence length is 8, .* with 16"):
+        TrainStream(text_data()[0], 0, 4, 8).resume(cursor)
+
+
+@pytest.mark.parametrize(
+    "broken", [None, {}, {"sample": 1}, {**stream().cursor(1).to_json(), "sample": "1"}]
+)
+def test_a_broken_cursor_is_refused(broken: object) -> None:
+    with pytest.raises(OutsizeError, match="data cursor"):
+        Cursor.from_json(broken)
+
+
+def test_too_little_data_for_a_row_says_what_would_do() -> None:
+    with pytest.raises(OutsizeError, match=r"5 tokens, less than one row of 16.* at most 5"):
+        TrainStream(dataset_of([[1, 2, 3, 4]], eos=0), 0, 1, S)
+    assert TrainStream(dataset_of([[1, 2, 3, 4]], eos=0), 0, 1, 5).batch(9).count() == 5
+
+
+def test_prefetch_ends_in_the_middle_without_a_thread_left() -> None:
+    with stream().prefetch(0, depth=2) as ahead:
+        first = next(ahead)
+    assert same(first, stream().batch(0))
+    assert not [t for t in threading.enumerate() if t.name == "outsize-data"]
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_prefetch_hands_an_error_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = stream()
+    true_row = broken.row
+
+    def row(sample: int) -> object:
+        if sample == 9:
+            raise OSError("disk gone")
+        return true_row(sample)
+
+    monkeypatch.setattr(broken, "row", row)
+    with broken.prefetch() as ahead:
+        assert same(next(ahead), stream().batch(0))
+        next(ahead)
+        with pytest.raises(OSError, match="disk gone"):
+            next(ahead)
+    assert not [t for t in threading.enumerate() if t.name == "outsize-data"]
+
+
+def test_validation_has_every_byte_once() -> None:
+    data, texts = text_data()
+    found = ValidationStream(data, rows=3, sequence=S)
+    targets = [t for batch in found for t in batch.targets_BS.flatten().tolist() if t >= 0]
+    assert len(targets) == found.tokens == data.tokens
+    assert sorted(t for t in targets if t < 256) == sorted(b"".join(t.encode() for t in texts))
+    assert found.bytes == sum(len(text.encode()) for text in texts)
+    assert targets.count(256) == len(texts)
+    assert sum(batch.count() for batch in found) == found.tokens
+
+
+def test_part_of_the_validation_counts_its_own_bytes() -> None:
+    data, _ = text_data()
+    part = ValidationStream(data, rows=3, sequence=S, max_tokens=100)
+    targets = torch.cat([batch.targets_BS.flatten() for batch in part])
+    assert part.tokens == len(targets) == 112  # whole rows
+    assert part.bytes == int((targets < 256).sum())
+    whole = [b.targets_BS for b in ValidationStream(data, 1, S)]
+    assert torch.equal(torch.cat(whole[:7]).flatten(), targets)
+    assert len(part) == 3 and [len(b.bounds) for b in part] == [3, 3, 1]
+
+
+def test_bits_per_byte_of_a_uniform_model() -> None:
+    found = ValidationStream(dataset_of([[65] * 31], 256, widths=[[1] * 31]), 1, S)
+    assert found.bits_per_byte(31 * math.log(256)) == pytest.approx(8.0, abs=1e-12)
+
+
+def test_no_validation_data_is_no_batches() -> None:
+    empty = ValidationStream(dataset_of([], eos=0), rows=2, sequence=S)
+    assert len(empty) == 0 and list(empty) == [] and math.isnan(empty.bits_per_byte(0.0))
