@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from typing import Any
 
 import yaml
 
-from outsize.errors import OutsizeError, nearest
 from outsize.plan.plan import BYTES, Plan
+from outsize.plan.typed import load_yaml, read
 
 
 def to_yaml(plan: Plan) -> str:
@@ -20,11 +18,7 @@ def to_yaml(plan: Plan) -> str:
 
 def from_yaml(text: str) -> Plan:
     """Read a plan, refusing unknown keys, wrong types and what a Plan refuses."""
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise OutsizeError(f"plan: not YAML: {' '.join(str(error).split())}") from None
-    plan: Plan = _read(Plan, data, "plan")
+    plan: Plan = read(Plan, load_yaml(text, "plan"), "plan")
     return plan
 
 
@@ -35,45 +29,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return value
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type `kind`; errors name the place."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return _read(next(a for a in args if a is not type(None)), value, where)
-    if origin is typing.Literal:
-        if value not in args:
-            raise OutsizeError(f"{where}: {value!r}; expected one of {', '.join(map(str, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise OutsizeError(f"{where}: {value!r}; expected a list")
-        return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise OutsizeError(f"{where}: {value!r}; expected {kind.__name__}")
-    return value
-
-
-def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise OutsizeError(f"{where}: {value!r}; expected a mapping of {kind.__name__}'s keys")
-    hints = typing.get_type_hints(kind)
-    for key in value:
-        if key not in hints:
-            raise OutsizeError(f"{where}: unknown key {key!r}{nearest(str(key), tuple(hints))}")
-    required = {
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    for key in sorted(required - set(value)):
-        raise OutsizeError(f"{where}: key {key!r} is missing; expected {hints[key]}")
-    return kind(**{key: _read(hints[key], item, f"{where}.{key}") for key, item in value.items()})
 
 
 def explain(plan: Plan) -> list[tuple[str, str, str]]:

@@ -1,0 +1,158 @@
+"""Plain values, as YAML gives them, read into the types that dataclasses declare.
+
+What is not known or has the wrong type is refused with its place: "run.yaml: train.stpes: unknown
+key; did you mean 'steps'?". YAML reads 3e-4 as a string; here it is the number that was meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from outsize.errors import OutsizeError, nearest
+
+
+def load_yaml(text: str, source: str) -> Any:
+    """YAML as plain values. OutsizeError, naming `source`, for what is not YAML or names a key
+    twice."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise OutsizeError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """A mapping that says a key twice would otherwise keep the second in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} occurs twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read(kind: Any, value: Any, source: str, path: str = "") -> Any:
+    """`value` as the annotated type `kind`: a dataclass, tuple, Literal, union or plain type.
+
+    OutsizeError names `source` and `path`, the place of the value in it.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, source, path)
+    if origin in (typing.Union, types.UnionType):
+        return _union(args, value, source, path)
+    if origin is typing.Literal:
+        if value not in args:
+            known = ", ".join(map(str, args))
+            raise OutsizeError(f"{place(source, path)}: {value!r}; expected one of {known}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(kind, value, source, path)
+        if args[-1] is not Ellipsis and len(value) != len(args):
+            raise _wrong(kind, value, source, path)
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        return tuple(
+            read(one, item, source, f"{path}[{i}]")
+            for i, (one, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    found = _number(kind, value) if kind in (int, float) else value
+    if not isinstance(found, kind) or (kind is not bool and isinstance(found, bool)):
+        raise _wrong(kind, value, source, path)
+    return found
+
+
+def place(source: str, path: str) -> str:
+    """ "run.yaml: train.steps"."""
+    return f"{source}: {path}" if path else source
+
+
+def describe(kind: Any) -> str:
+    """A type as a person reads it."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("nothing" if a is type(None) else describe(a) for a in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)}, each {describe(args[0])}"
+    if origin is tuple:
+        return f"a list, each {describe(args[0])}"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _wrong(kind: Any, value: Any, source: str, path: str) -> OutsizeError:
+    return OutsizeError(f"{place(source, path)}: {value!r}; expected {describe(kind)}")
+
+
+def _number(kind: type, value: Any) -> Any:
+    """The number that `value` stands for, or `value` itself where it stands for none."""
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return value if isinstance(value, int) else str(value)
+    if kind is int:
+        return int(value) if value == int(value) else value
+    return float(value)
+
+
+def _union(args: tuple[Any, ...], value: Any, source: str, path: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    first: OutsizeError | None = None
+    for one in args:
+        if one is not type(None):
+            try:
+                return read(one, value, source, path)
+            except OutsizeError as error:
+                first = first or error
+    assert first is not None
+    if len([one for one in args if one is not type(None)]) > 1:
+        raise _wrong(typing.Union[args], value, source, path)  # noqa: UP007
+    raise first
+
+
+def _dataclass(kind: Any, value: Any, source: str, path: str) -> Any:
+    if not isinstance(value, dict):
+        keys = ", ".join(typing.get_type_hints(kind))
+        raise OutsizeError(f"{place(source, path)}: {value!r}; expected a mapping of {keys}")
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in hints:
+            raise unknown(key, tuple(hints), source, path)
+    required = {
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    for key in sorted(required - set(value)):
+        raise OutsizeError(
+            f"{place(source, _join(path, key))}: missing; expected {describe(hints[key])}"
+        )
+    read_values = {k: read(hints[k], v, source, _join(path, k)) for k, v in value.items()}
+    return kind(**read_values)
+
+
+def unknown(key: Any, known: tuple[str, ...], source: str, path: str) -> OutsizeError:
+    """The error of a key that is not among the known ones of the mapping at `path`."""
+    where = place(source, _join(path, str(key)))
+    return OutsizeError(f"{where}: unknown key{nearest(str(key), known)}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

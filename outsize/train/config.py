@@ -1,0 +1,231 @@
+"""What a run is, as data: every key that a run's file or `--set` can say, typed, with its meaning.
+
+A key that is None was left open: outsize/train/derive.py fills it from the model, the data and the
+machine, and says from what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, cast
+
+from outsize.errors import OutsizeError
+
+T = TypeVar("T")
+
+
+def _key(default: T, meaning: str) -> T:
+    """A field with its meaning."""
+    return cast(T, dataclasses.field(default=default, metadata={"meaning": meaning}))
+
+
+@dataclass(frozen=True)
+class ModelKeys:
+    name: str = _key("small", "a preset, or a Hugging Face directory")
+    weights: Literal["stored", "random"] | None = _key(
+        None, "a directory's weights: those stored in it, or random ones drawn from train.seed"
+    )
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    path: str | tuple[str, ...] = _key("stdlib", "files and directories, or stdlib")
+    kind: Literal["auto", "text", "jsonl", "parquet"] = _key("auto", "auto goes by the suffix")
+    field: str = _key("text", "the JSON field or Parquet column that holds the text")
+    tokenizer: str | None = _key(None, "a directory with a tokenizer.json, or bytes")
+    validation: float = _key(0.03, "part of the documents that is held out")
+    cache: str | None = _key(None, "where tokenised data is kept")
+
+
+@dataclass(frozen=True)
+class TrainKeys:
+    steps: int | None = _key(None, "optimizer steps")
+    tokens: int | None = _key(None, "tokens to train on, instead of steps")
+    minutes: float | None = _key(None, "foretold minutes of training, instead of steps")
+    batch_tokens: int | None = _key(None, "tokens of a step")
+    sequence: int | None = _key(None, "tokens of a row; documents are packed into rows")
+    seed: int = _key(0, "of initial values, data order and the sample")
+    clip: float | None = _key(1.0, "largest norm of the whole gradient; null: any")
+    evaluate_every: int | None = _key(None, "steps between validations; 0: only at the end")
+    evaluate_tokens: int | None = _key(None, "validation tokens that are looked at each time")
+    save_every: int | None = _key(None, "steps between checkpoints; 0: only at the end")
+    keep: int | None = _key(2, "checkpoints kept; null: all")
+
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    name: Literal["adamw", "sgd"] = _key("adamw", "adamw, or sgd")
+    lr: float | None = _key(None, "learning rate at its highest")
+    betas: tuple[float, float] = _key((0.9, 0.95), "decay of the moments; sgd: [momentum, unused]")
+    weight_decay: float = _key(0.1, "decoupled, of matrices only")
+
+
+@dataclass(frozen=True)
+class ScheduleKeys:
+    shape: Literal["constant", "linear", "cosine", "wsd"] = _key("cosine", "after the warm-up")
+    warmup: int | None = _key(None, "steps in which the learning rate rises")
+    final: float = _key(0.1, "the learning rate's last factor")
+    decay: float = _key(0.2, "wsd: part of the steps in which it falls")
+
+
+@dataclass(frozen=True)
+class PlanKeys:
+    microbatch_rows: int | None = _key(None, "rows that run at a time")
+    recompute: tuple[str, ...] | None = _key(
+        None, "[], [block], or parts of blocks to compute again instead of keeping"
+    )
+    loss_chunk: int | None = _key(None, "tokens whose logits exist at once; 0: all")
+    mlp_tile: int | None = _key(None, "tokens whose feed-forward activations exist at once; 0: all")
+    split_backward: bool = _key(False, "weight gradients apart from input gradients")
+    approximate: tuple[str, ...] = _key((), "what may change the maths: bfloat16-weights")
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    prompt: str = _key("import ", "what the sample at the end begins with")
+    tokens: int = _key(300, "tokens of the sample; 0: none")
+    temperature: float = _key(0.7, "0: the most probable token each time")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. `memory` and `output` are as people write them."""
+
+    model: ModelKeys = dataclasses.field(default_factory=ModelKeys)
+    data: DataKeys = dataclasses.field(default_factory=DataKeys)
+    train: TrainKeys = dataclasses.field(default_factory=TrainKeys)
+    optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
+    schedule: ScheduleKeys = dataclasses.field(default_factory=ScheduleKeys)
+    plan: PlanKeys = dataclasses.field(default_factory=PlanKeys)
+    sample: SampleKeys = dataclasses.field(default_factory=SampleKeys)
+    precision: Literal["float32", "bfloat16", "float64"] | None = _key(
+        None, "of the computation; bfloat16 has a float32 master copy"
+    )
+    memory: str | int | None = _key(None, "most bytes on the device, as 2GiB; more is refused")
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "where it runs")
+    threads: int | None = _key(None, "of the processor")
+    output: str | None = _key(None, "directory of the run: metrics, checkpoints, timeline")
+
+
+# What `model: tiny` and `data: text` stand for.
+SHORT: Mapping[str, str] = MappingProxyType({"model": "model.name", "data": "data.path"})
+
+# What a resumed run may change: nothing here has a say in any number that the run computes,
+# other than how long it goes on.
+MAY_CHANGE = frozenset(
+    {
+        "data.cache",
+        "device",
+        "memory",
+        "output",
+        "sample.prompt",
+        "sample.temperature",
+        "sample.tokens",
+        "threads",
+        "train.evaluate_every",
+        "train.evaluate_tokens",
+        "train.keep",
+        "train.save_every",
+        "train.steps",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key: its type, default and meaning."""
+
+    kind: Any
+    default: Any
+    meaning: str
+
+
+def leaves() -> dict[str, Leaf]:
+    """Every key of a RunConfig by its full name, in order."""
+    found: dict[str, Leaf] = {}
+    hints = typing.get_type_hints(RunConfig)
+    for outer in dataclasses.fields(RunConfig):
+        kind = hints[outer.name]
+        if not dataclasses.is_dataclass(kind):
+            found[outer.name] = Leaf(kind, outer.default, outer.metadata["meaning"])
+            continue
+        inner_hints = typing.get_type_hints(kind)
+        for inner in dataclasses.fields(kind):
+            name = f"{outer.name}.{inner.name}"
+            found[name] = Leaf(inner_hints[inner.name], inner.default, inner.metadata["meaning"])
+    return found
+
+
+def config_of(values: Mapping[str, Any]) -> RunConfig:
+    """The RunConfig of values by full name; what is not named has its default."""
+    hints = typing.get_type_hints(RunConfig)
+    sections: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[key] = value
+        else:
+            plain[name] = value
+    made = {section: hints[section](**inner) for section, inner in sections.items()}
+    return RunConfig(**made, **plain)
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a key by its full name."""
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers a key may have."""
+
+    least: float
+    most: float = float("inf")
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "data.validation": Range(0, 0.5),
+        "train.steps": Range(1),
+        "train.tokens": Range(1),
+        "train.minutes": Range(0),
+        "train.batch_tokens": Range(1),
+        "train.sequence": Range(1),
+        "train.seed": Range(0),
+        "train.clip": Range(0),
+        "train.evaluate_every": Range(0),
+        "train.evaluate_tokens": Range(1),
+        "train.save_every": Range(0),
+        "train.keep": Range(1),
+        "optimizer.lr": Range(0),
+        "optimizer.weight_decay": Range(0),
+        "schedule.warmup": Range(0),
+        "schedule.final": Range(0, 1),
+        "schedule.decay": Range(0, 1),
+        "plan.microbatch_rows": Range(1),
+        "plan.loss_chunk": Range(0),
+        "plan.mlp_tile": Range(0),
+        "sample.tokens": Range(0),
+        "sample.temperature": Range(0),
+        "threads": Range(1),
+    }
+)
+
+
+def check(name: str, value: Any, source: str) -> None:
+    """Refuse a number out of its key's range."""
+    allowed = RANGES.get(name)
+    if allowed is None or value is None or allowed.least <= value <= allowed.most:
+        return
+    upper = "" if allowed.most == float("inf") else f" and at most {allowed.most:g}"
+    raise OutsizeError(
+        f"{source}: {name}: {value}; expected at least {allowed.least:g}{upper}"
+    )
