@@ -233,9 +233,7 @@ class _Capped(torch.autograd.Function):
         return o_BHSW
 
     @staticmethod
-    def backward(
-        ctx: Any, go_BHSW: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, go_BHSW: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_BHSK, k_BGSK, v_BGSW = ctx.saved_tensors
         scale, window, _ = ctx.facts
         groups = k_BGSK.shape[1]

@@ -33,7 +33,7 @@ def _llama(
     }
 
 
-# Parameters: tiny 0.13M, small 4.9M, 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G
+# Parameters: tiny 0.13M, small 5.0M, 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G
 # (Llama 2, 2023).
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {**_llama(BYTE_VOCABULARY, 64, 2, 4, 176, 256), "num_key_value_heads": 2},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _runs(rope: Rope, bounds: tuple[int, ...], lengths: Sequence[int]) -> list[t
     if rope.kind not in ("dynamic", "longrope"):
         return [(bounds[-1], 0)]
     runs: list[tuple[int, int]] = []
-    for start, stop, length in zip(bounds, bounds[1:], lengths, strict=True):
+    for (start, stop), length in zip(pairwise(bounds), lengths, strict=True):
         length = max(length, rope.trained)  # all short documents are alike
         if runs and runs[-1][1] == length:
             runs[-1] = (runs[-1][0] + stop - start, length)

@@ -16,6 +16,40 @@ from outsize.models.families import reading as read
 
 ROPE = "main"
 
+# What transformers takes for a key that a config.json leaves out. Sizes have no default here.
+LLAMA_DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_theta": 10_000.0,
+}
+MISTRAL_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+QWEN2_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+QWEN3_DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
+PHI3_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+OLMO2_DEFAULTS = {**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5}
+
 NAMES = Names(
     prefix="model.layers.{i}.",
     outer={
@@ -53,7 +87,8 @@ def llama(config: Mapping[str, Any]) -> DecoderConfig:
     size = config.get("head_dim")
     size = read.divided(config, "hidden_size", "num_attention_heads") if size is None else size
     size = read.integer({"head_dim": size}, "head_dim")
-    parameters = read.rope_parameters(config, theta=10_000.0)
+    parameters = read.rope_parameters(config)
+    partial = config["model_type"] == "phi3"
     layers = read.integer(config, "num_hidden_layers")
     return DecoderConfig(
         family=config["model_type"],
@@ -65,17 +100,17 @@ def llama(config: Mapping[str, Any]) -> DecoderConfig:
         head_size=size,
         value_size=size,
         mlp_hidden=read.integer(config, "intermediate_size"),
-        activation=read.activation(config, "hidden_act", "silu"),
-        norm=NormFacts("rms", read.number(config, "rms_norm_eps", 1e-6)),
-        positions=read.integer(config, "max_position_embeddings", 2048),
+        activation=read.activation(config, "hidden_act"),
+        norm=NormFacts("rms", read.number(config, "rms_norm_eps")),
+        positions=read.integer(config, "max_position_embeddings"),
         names=NAMES,
         source=config,
-        ropes={ROPE: read.rope(config, parameters, size, partial=config["model_type"] == "phi3")},
+        ropes={ROPE: read.rope(config, parameters, size, partial)},
         qkv_bias=read.flag(config, "attention_bias", False),
         o_bias=read.flag(config, "attention_bias", False),
         mlp_bias=read.flag(config, "mlp_bias", False),
         tied=read.flag(config, "tie_word_embeddings", False),
-        init_std=read.number(config, "initializer_range", 0.02),
+        init_std=read.number(config, "initializer_range"),
     )
 
 
@@ -85,7 +120,7 @@ def windowed(facts: DecoderConfig, window: int | None) -> DecoderConfig:
 
 
 def layer_types(config: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
-    """"full_attention" or "sliding_attention" for each layer."""
+    """ "full_attention" or "sliding_attention" for each layer."""
     found = config.get("layer_types")
     kinds = default if found is None else tuple(found)
     wrong = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
@@ -99,9 +134,7 @@ def layer_types(config: Mapping[str, Any], default: tuple[str, ...]) -> tuple[st
     return kinds
 
 
-def by_type(
-    facts: DecoderConfig, kinds: tuple[str, ...], window: int | None
-) -> DecoderConfig:
+def by_type(facts: DecoderConfig, kinds: tuple[str, ...], window: int | None) -> DecoderConfig:
     """The window in the layers that slide."""
     layers = tuple(
         replace(layer, window=window if kind == "sliding_attention" else None)
@@ -113,17 +146,17 @@ def by_type(
 def mistral(config: Mapping[str, Any]) -> DecoderConfig:
     """Mistral: a window in every layer."""
     facts = replace(llama(config), qkv_bias=False, o_bias=False, mlp_bias=False)
-    return windowed(facts, read.window(config, 4096))
+    return windowed(facts, read.window(config))
 
 
 def _qwen_window(config: Mapping[str, Any]) -> int | None:
-    return read.window(config, 4096) if read.flag(config, "use_sliding_window", False) else None
+    return read.window(config) if read.flag(config, "use_sliding_window", False) else None
 
 
 def _qwen(config: Mapping[str, Any], facts: DecoderConfig) -> DecoderConfig:
     """A window from layer max_window_layers on, where windows are used at all."""
     window = _qwen_window(config)
-    first = config.get("max_window_layers", 28)
+    first = read.count(config, "max_window_layers")
     default = tuple(
         "sliding_attention" if window is not None and i >= first else "full_attention"
         for i in range(len(facts.layers))
@@ -138,21 +171,15 @@ def qwen2(config: Mapping[str, Any]) -> DecoderConfig:
 
 def qwen3(config: Mapping[str, Any]) -> DecoderConfig:
     """Qwen3: queries and keys normalised head by head."""
-    facts = llama({"head_dim": 128, **config})
-    facts = replace(facts, qk_norm="head", mlp_bias=False, source=config)
-    return _qwen(config, facts)
+    return _qwen(config, replace(llama(config), qk_norm="head", mlp_bias=False))
 
 
 def phi3(config: Mapping[str, Any]) -> DecoderConfig:
     """Phi-3 and 4: part of a head rotated; fused projections in the files."""
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = parameters.get("rope_type") or parameters.get("type")
-    rewritten = dict(config)
-    if kind in ("su", "yarn"):  # earlier names of longrope in this family
-        scaling = {**parameters, "rope_type": "longrope"}
-        rewritten["rope_scaling"] = scaling
-    rewritten.setdefault("original_max_position_embeddings", 4096)
-    facts = replace(llama(rewritten), qkv_bias=False, o_bias=False, mlp_bias=False, source=config)
+    parameters = read.rope_parameters(config)
+    if read.rope_kind(parameters) in ("su", "yarn"):  # earlier names of longrope in this family
+        config = {**config, "rope_scaling": {**parameters, "rope_type": "longrope"}}
+    facts = replace(llama(config), qkv_bias=False, o_bias=False, mlp_bias=False)
     names = replace(
         NAMES,
         fused=(
@@ -160,8 +187,7 @@ def phi3(config: Mapping[str, Any]) -> DecoderConfig:
             Fused(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"),
         ),
     )
-    norm = replace(facts.norm, eps=read.number(config, "rms_norm_eps", 1e-5))
-    return windowed(replace(facts, names=names, norm=norm), read.window(config, None))
+    return windowed(replace(facts, names=names), read.window(config))
 
 
 def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
@@ -174,7 +200,6 @@ def olmo2(config: Mapping[str, Any]) -> DecoderConfig:
             "mlp_out_norm": "post_feedforward_layernorm",
         },
     )
-    facts = replace(
+    return replace(
         llama(config), placement="after_branch", qk_norm="whole", mlp_bias=False, names=names
     )
-    return replace(facts, norm=replace(facts.norm, eps=read.number(config, "rms_norm_eps", 1e-5)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from outsize.errors import OutsizeError, nearest
@@ -16,12 +17,12 @@ from outsize.models.mlp import ACTIVATIONS
 
 Config = Mapping[str, Any]
 
-_NUMBER_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_TRAINED = "original_max_position_embeddings"
 _ROPE_KEYS = frozenset(
     (
-        *_NUMBER_KEYS,
+        *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
         *("type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor"),
-        *("original_max_position_embeddings", "mscale", "mscale_all_dim", "truncate"),
+        *(_TRAINED, "mscale", "mscale_all_dim", "truncate"),
         *("short_factor", "long_factor"),
     )
 )
@@ -65,9 +66,9 @@ def flag(config: Config, key: str, default: bool) -> bool:
     return value
 
 
-def optional(config: Config, key: str, default: float | None) -> float | None:
-    """A number above zero or null (none); a missing one is `default`."""
-    value = config.get(key, default)
+def optional(config: Config, key: str) -> float | None:
+    """A number above zero; None where it is null or missing."""
+    value = config.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -75,18 +76,22 @@ def optional(config: Config, key: str, default: float | None) -> float | None:
     return float(value)
 
 
-def window(config: Config, default: int | None) -> int | None:
+def count(config: Config, key: str) -> int:
+    """An integer from 0 on."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected an integer from 0 on")
+    return value
+
+
+def window(config: Config) -> int | None:
     """sliding_window, tokens that a query sees including itself; null for none."""
-    value = config.get("sliding_window", default)
-    if value is None:
-        return None
-    return integer({"sliding_window": value}, "sliding_window")
+    return None if config.get("sliding_window") is None else integer(config, "sliding_window")
 
 
-def activation(config: Config, key: str, default: str) -> str:
+def activation(config: Config, key: str) -> str:
     """The name of an activation function that there is."""
     value = config.get(key)
-    value = default if value is None else value
     if not isinstance(value, str) or value not in ACTIVATIONS:
         raise refuse(key, value, f"one of {', '.join(sorted(ACTIVATIONS))}")
     return value
@@ -109,24 +114,28 @@ def divided(config: Config, size_key: str, parts_key: str, default: int | None =
     return size // parts
 
 
-def rope_parameters(config: Config, theta: float, partial: float | None = None) -> dict[str, Any]:
-    """The flat parameters of a model with one rope, from either layout, with their defaults."""
+def rope_parameters(
+    config: Config, theta: str = "rope_theta", partial: str = "partial_rotary_factor"
+) -> dict[str, Any]:
+    """The flat parameters of a model with one rope, from either layout; `theta` and `partial` are
+    the keys that hold these in the older one."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise OutsizeError(f"config.json: rope_scaling = {found!r}; expected an object or null")
-    given = {"rope_theta": config.get("rope_theta")}
-    given["partial_rotary_factor"] = config.get("partial_rotary_factor")
-    defaults = {"rope_theta": theta, "partial_rotary_factor": 1.0 if partial is None else partial}
     merged = dict(found)
-    for key, default in defaults.items():
-        if merged.get(key) is None:
-            merged[key] = default if given[key] is None else given[key]
+    if merged.get("rope_theta") is None:
+        merged["rope_theta"] = config.get(theta)
+    if merged.get("partial_rotary_factor") is None:
+        merged["partial_rotary_factor"] = config.get(partial)
     return merged
 
 
-def rope(
-    config: Config, parameters: Mapping[str, Any], head_size: int, partial: bool = False
-) -> Rope:
+def rope_kind(parameters: Config) -> str:
+    """The kind of scaling, under its new or old key."""
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def rope(config: Config, parameters: Config, head_size: int, partial: bool = False) -> Rope:
     """A Rope from its parameters. `partial`: whether the family may rotate a part of a head.
 
     Raises OutsizeError for an unknown kind or key, or a missing parameter of the kind.
@@ -135,7 +144,7 @@ def rope(
     if unknown:
         key = unknown[0]
         raise refuse(f"rope key {key}", parameters[key], f"none{nearest(key, sorted(_ROPE_KEYS))}")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = rope_kind(parameters)
     if kind not in _ROPE_KINDS:
         raise refuse("rope_type", kind, f"one of {', '.join(_ROPE_KINDS)}")
     part = number(parameters, "partial_rotary_factor", 1.0)
@@ -148,14 +157,10 @@ def rope(
     return _with_scaling(config, parameters, facts)
 
 
-def _with_scaling(config: Config, parameters: Mapping[str, Any], facts: Rope) -> Rope:
-    from dataclasses import replace
-
-    longest = integer(config, "max_position_embeddings", 2048)
-    trained = config.get("original_max_position_embeddings")
-    if trained is None:
-        trained = parameters.get("original_max_position_embeddings") or longest
-    trained = integer({"original_max_position_embeddings": trained}, _TRAINED)
+def _with_scaling(config: Config, parameters: Config, facts: Rope) -> Rope:
+    longest = integer(config, "max_position_embeddings")
+    # Beside the rope's own parameters it wins over one among them, as in transformers.
+    trained = integer(config, _TRAINED, integer(parameters, _TRAINED, longest))
     match facts.kind:
         case "linear":
             return replace(facts, factor=number(parameters, "factor"))
@@ -195,16 +200,13 @@ def _with_scaling(config: Config, parameters: Mapping[str, Any], facts: Rope) ->
             return facts
 
 
-_TRAINED = "original_max_position_embeddings"
-
-
 def yarn_mscale(factor: float, weight: float) -> float:
     """YaRN's temperature for a context grown by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn_amplitude(parameters: Mapping[str, Any], factor: float) -> float:
-    given = optional(parameters, "attention_factor", None)
+def _yarn_amplitude(parameters: Config, factor: float) -> float:
+    given = optional(parameters, "attention_factor")
     if given is not None:
         return given
     one = number(parameters, "mscale", 0)
@@ -214,7 +216,7 @@ def _yarn_amplitude(parameters: Mapping[str, Any], factor: float) -> float:
     return yarn_mscale(factor, 1)
 
 
-def _factors(parameters: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+def _factors(parameters: Config, key: str, count: int) -> tuple[float, ...]:
     values = parameters.get(key)
     if not isinstance(values, list | tuple) or len(values) != count:
         got = f"{len(values)} numbers" if isinstance(values, list | tuple) else repr(values)
