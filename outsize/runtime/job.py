@@ -157,9 +157,7 @@ class Job:
         count = self.collective.sum(self.flow.count(batch)).item()
         if not count:
             raise OutsizeError("batch: no valid target in the whole step; expected one at least")
-        self._batch, self._factor = batch, 1.0 / count
-        self._lr = self.optimizer.lr if lr is None else lr
-        self._loss, self._norm_value, self._scale = None, 0.0, 1.0
+        self.ready(batch, count, lr)
         trace = self._play(self.schedule, begin)
         assert self._loss is not None
         loss: Tensor = self.collective.sum(self._loss)
@@ -168,18 +166,26 @@ class Job:
         )
         return loss
 
+    def ready(self, batch: Any, count: float, lr: float | None = None) -> None:
+        """Set out on a step: its batch, the one number that losses are divided by, its rate."""
+        self._batch, self._factor = batch, 1.0 / count
+        self._lr = self.optimizer.lr if lr is None else lr
+        self._loss: Tensor | None = None
+        self._norm_value, self._scale = 0.0, 1.0
+
     def _play(self, schedule: Schedule, begin: float) -> Trace:
         events: list[Event] = []
         try:
             with self._watch():
                 for action in schedule.workers[0]:
-                    events.append(self._act(action, begin))
+                    events.append(self.act(action, begin))
         except BaseException:
             self._abandon()
             raise
         return Trace("measured", tuple(events))
 
-    def _act(self, action: Action, begin: float) -> Event:
+    def act(self, action: Action, begin: float) -> Event:
+        """Run one action of a step that is under way; times count from `begin`."""
         ledger = self.ledger
         if ledger is not None:
             ledger.reset_peak()

@@ -1,0 +1,186 @@
+"""Choosing the plan of one device: the quickest candidate that fits the budget.
+
+Candidates differ in how many rows a microbatch has, how many logits and feed-forward activations
+exist at once, and what is computed again: nothing, parts, or some or all of the blocks. All are
+exact; each is forecast, and the first in order of foretold time that fits is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.hardware import Hardware
+from outsize.memory import Ledger, format_bytes
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.plan import Plan, Precision, Stage
+from outsize.plan.plan import per_segment
+from outsize.runtime import Job, NativeFlow
+from outsize.simulate import Forecast
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import Costs, rehearse
+
+TOKENS_AT_ONCE = 1024  # a microbatch of this size keeps matrix products at their full rate
+LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user has fixed; None where the planner chooses."""
+
+    rows: int
+    sequence: int
+    precision: Precision
+    optimizer: Optimizer
+    clip: float | None = None
+    budget: int | None = None
+    microbatch_rows: int | None = None
+    recompute: tuple[str, ...] | None = None
+    loss_chunk: int | None = None
+    mlp_tile: int | None = None
+    split_backward: bool = False
+    approximate: tuple[str, ...] = ()
+
+
+Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
+
+
+def native_makers(config: DecoderConfig, wish: Wish) -> Makers:
+    """How a rehearsal makes a native decoder's job, and a batch of whole rows."""
+
+    def job_of(plan: Plan, ledger: Ledger) -> Job:
+        flow = NativeFlow(Decoder(config), plan)
+        return Job(flow, plan, wish.optimizer, clip=wish.clip, ledger=ledger)
+
+    def batch_of(rows: int) -> Batch:
+        ids = torch.zeros(rows, wish.sequence, dtype=torch.int64)
+        return Batch(ids, ids, ((0, wish.sequence),) * rows)
+
+    return job_of, batch_of
+
+
+def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
+    """The quickest plan for a native decoder that fits wish.budget.
+
+    Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
+    """
+    makers = native_makers(config, wish)
+    known: dict[Plan, Costs] = {}
+
+    def foretell(plan: Plan) -> Forecast:
+        key = replace(plan, stages=_uniform(plan), rows=plan.microbatch_rows, budget=None)
+        if key not in known:
+            known[key] = rehearse(key, *makers)
+        return compose(plan, _of_stages(plan, known, key, makers), hardware)
+
+    segments = len(config.layers) + 2
+    return pick(_candidates(wish, segments), foretell, wish.budget)
+
+
+def _uniform(plan: Plan) -> tuple[Stage, ...]:
+    """The plan's stages without whole-block recompute: graded plans share one rehearsal."""
+    return tuple(replace(s, recompute=() if s.whole else s.recompute) for s in plan.stages)
+
+
+def _of_stages(plan: Plan, known: dict[Plan, Costs], key: Plan, makers: Makers) -> Costs:
+    """Costs of a graded plan: recomputed stages from the rehearsal in which all blocks are."""
+    if not any(stage.whole for stage in plan.stages):
+        return known[key]
+    whole = replace(key, stages=per_segment(plan.segments, ("block",)))
+    if whole not in known:
+        known[whole] = rehearse(whole, *makers)
+    plain, again = known[key], known[whole]
+    actions = {
+        (kind, s): cost
+        for source, wanted in ((plain, False), (again, True))
+        for (kind, s), cost in source.actions.items()
+        if plan.stages[s].whole is wanted
+    }
+    return replace(plain, actions=actions)
+
+
+def pick(
+    candidates: Iterator[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
+) -> Forecast:
+    """The first forecast that fits; candidates come in order of rising cost."""
+    smallest: Forecast | None = None
+    for plan in candidates:
+        made = foretell(plan)
+        if budget is None or made.peak <= budget:
+            return made
+        if smallest is None or made.peak < smallest.peak:
+            smallest = made
+    assert smallest is not None and budget is not None
+    raise OutsizeError(
+        f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
+        f" {smallest.peak - budget} bytes missing; the smallest plan needs"
+        f" {format_bytes(smallest.peak)} ({smallest.peak} bytes,"
+        f" {format_bytes(sum(smallest.static.values()))} of them parameters, gradients and"
+        f" optimizer): set memory to {-(-smallest.peak // 2**20)}MiB, or use a smaller model"
+    )
+
+
+def _candidates(wish: Wish, segments: int) -> Iterator[Plan]:
+    """Plans in order of rising time: fewer rows first, then recompute of ever more, then tiles."""
+    sizes = _row_choices(wish)
+    base = Plan(
+        segments,
+        per_segment(segments),
+        wish.rows,
+        sizes[0],
+        wish.sequence,
+        wish.precision,
+        _loss_chunk(wish, LOGIT_TOKENS),
+        wish.mlp_tile or 0,
+        wish.split_backward,
+        wish.budget,
+        wish.approximate,
+    )
+    for rows in sizes:
+        yield replace(base, microbatch_rows=rows, stages=_stages(wish, segments, 0))
+    smallest = replace(base, microbatch_rows=sizes[-1])
+    if wish.recompute is None:
+        yield from _graded(smallest, wish, segments)
+    tight = replace(smallest, stages=_stages(wish, segments, segments - 2))
+    for tokens in (128, 32):
+        tile = tokens if wish.mlp_tile is None else wish.mlp_tile
+        yield replace(tight, loss_chunk=_loss_chunk(wish, tokens), mlp_tile=tile)
+
+
+def _graded(plan: Plan, wish: Wish, segments: int) -> Iterator[Plan]:
+    blocks = segments - 2
+    yield replace(plan, stages=per_segment(segments, ("mlp",)))
+    steps = sorted({-(-blocks * eighth // 8) for eighth in range(1, 9)})
+    for count in steps:
+        yield replace(plan, stages=_stages(wish, segments, count))
+
+
+def _stages(wish: Wish, segments: int, recomputed: int) -> tuple[Stage, ...]:
+    """A stage a segment; as the user says, or the first `recomputed` blocks again as a whole."""
+    if wish.recompute is not None:
+        return per_segment(segments, wish.recompute)
+    return tuple(
+        Stage(i, i + 1, ("block",) if 0 < i <= recomputed else ()) for i in range(segments)
+    )
+
+
+def _row_choices(wish: Wish) -> list[int]:
+    """Rows of a microbatch: about TOKENS_AT_ONCE tokens, then ever fewer, unless fixed."""
+    if wish.microbatch_rows is not None:
+        return [min(wish.microbatch_rows, wish.rows)]
+    rows = min(wish.rows, max(1, TOKENS_AT_ONCE // max(1, wish.sequence)))
+    choices = [rows]
+    while rows > 1:
+        rows //= 2
+        choices.append(rows)
+    return choices
+
+
+def _loss_chunk(wish: Wish, tokens: int) -> int:
+    return tokens if wish.loss_chunk is None else wish.loss_chunk

@@ -1,0 +1,7 @@
+"""Foretelling: what a schedule's actions cost, and what a whole step holds and takes."""
+
+from outsize.simulate.forecast import Forecast, forecast
+from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.replay import replay
+
+__all__ = ["Costs", "Forecast", "forecast", "rehearse", "replay"]

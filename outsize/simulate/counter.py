@@ -1,0 +1,105 @@
+"""Counting what operators do: floating-point operations, bytes moved, calls.
+
+Works on fake tensors, so a step of any size is counted without running it. Times follow from the
+counts and a machine's measured rates: a matrix product takes its operations over the rate of
+matrix products, everything else the bytes it reads and writes over the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Direction = Literal["forward", "backward"]
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.mm.out, _aten.bmm.out}
+_ADDED_PRODUCTS = {
+    _aten.addmm.default, _aten.baddbmm.default, _aten.addmm_.default, _aten.addmm.out
+}  # fmt: skip
+_FREE = ("view", "reshape", "detach", "transpose", "expand", "slice", "select", "alias", "empty")
+
+
+@dataclass
+class Work:
+    """products: calls of matrix products by (rows, inner, columns, dtype); attention: operations of
+    fused attention by (direction, dtype); moved: bytes read and written by all else; calls:
+    operators called."""
+
+    products: dict[tuple[int, int, int, str], int] = field(default_factory=dict)
+    attention: dict[tuple[Direction, str], float] = field(default_factory=dict)
+    moved: float = 0.0
+    calls: int = 0
+
+    def flops(self) -> float:
+        """Floating-point operations of products and attention."""
+        products = sum(2.0 * m * k * n * calls for (m, k, n, _), calls in self.products.items())
+        return products + sum(self.attention.values())
+
+
+class Counter(TorchDispatchMode):
+    """Adds the work of every operator to `work` while entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count(func, args, result)
+        return result
+
+    def count(self, func: Any, args: Any, result: Any) -> None:
+        """Book one operator."""
+        name = func._schema.name.removeprefix("aten::")
+        work = self.work
+        if name.startswith(_FREE) or name in ("t", "unsqueeze", "squeeze", "split", "_unsafe_view"):
+            return
+        work.calls += 1
+        if func in _PRODUCTS:
+            self._product(args[0], args[1])
+        elif func in _ADDED_PRODUCTS:
+            self._product(args[1], args[2])
+        elif "flash_attention" in name or "efficient_attention" in name:
+            self._attention("backward" in name, args)
+        elif "convolution" in name:
+            self._convolution(args, result)
+        else:
+            work.moved += _bytes(args) + _bytes(result)
+
+    def _product(self, a: Tensor, b: Tensor) -> None:
+        key = (prod(a.shape[:-1]), a.shape[-1], b.shape[-1], _dtype(a))
+        self.work.products[key] = self.work.products.get(key, 0) + 1
+
+    def _attention(self, back: bool, args: Any) -> None:
+        """Forward: q, k, v; backward: gradient, q, k, v. Causal, so half of the square."""
+        q, k, v = args[1:4] if back else args[0:3]
+        square = prod(q.shape[:3]) * k.shape[2]
+        operations = square * (q.shape[3] + v.shape[3]) * (2.5 if back else 1.0)
+        key: tuple[Direction, str] = ("backward" if back else "forward", _dtype(q))
+        self.work.attention[key] = self.work.attention.get(key, 0.0) + operations
+
+    def _convolution(self, args: Any, result: Any) -> None:
+        """As a product of output positions, weights of one output, output channels; a backward
+        pass makes two."""
+        back = isinstance(result, tuple)
+        out, weight = (args[0], args[2]) if back else (result, args[1])
+        channels = weight.shape[0]
+        key = (out.numel() // channels, weight.numel() // channels, channels, _dtype(weight))
+        self.work.products[key] = self.work.products.get(key, 0) + (2 if back else 1)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(values: Any) -> float:
+    if isinstance(values, Tensor):
+        return float(values.numel() * values.element_size())
+    if isinstance(values, (tuple, list)):
+        return sum(_bytes(value) for value in values)
+    return 0.0
