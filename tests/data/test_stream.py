@@ -6,6 +6,7 @@ import json
 import math
 import random
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -59,6 +60,21 @@ def test_a_sample_is_the_same_row_for_any_batch_size() -> None:
         ]
     assert by_size[3] == by_size[1] and by_size[4] == by_size[1] and by_size[20] == by_size[1]
     assert len({str(row) for row in by_size[1]}) > 40
+
+
+def test_the_second_epoch_has_the_same_tokens_in_another_order() -> None:
+    made = stream()
+    first, second = (
+        [made.row(epoch * made.rows_per_epoch + index) for index in range(made.rows_per_epoch)]
+        for epoch in (0, 1)
+    )
+    cuts = [{row.targets_S.tobytes() for row in rows} for rows in (first, second)]
+    assert len(cuts[0] & cuts[1]) < made.rows_per_epoch / 2  # documents elsewhere, cut elsewhere
+    counts = [
+        Counter(t for row in rows for t in row.targets_S.tolist()) for rows in (first, second)
+    ]
+    assert (counts[0] - counts[1]).total() < S  # the tails differ, no more
+    assert made.cursor(made.rows_per_epoch // made.rows + 1).epoch == 1
 
 
 def test_batches_have_the_contract_s_types() -> None:

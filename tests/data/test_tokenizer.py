@@ -106,6 +106,21 @@ def test_widths_are_the_bytes_of_each_token(tmp_path: Path) -> None:
     assert tokenizer.encode_measured("  ")[0].size == 0
 
 
+def test_a_token_that_stands_for_no_text_has_no_width(tmp_path: Path) -> None:
+    class Encoding:
+        ids = (5, 6, 7)
+        offsets = ((0, 2), (0, 0), (2, 3))  # the middle one was put in by the tokenizer
+
+    class Stub(FileTokenizer):
+        def __init__(self) -> None:
+            self._inner = self  # type: ignore[assignment]
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:  # type: ignore
+            return Encoding()
+
+    assert Stub().encode_measured("a€b")[1].tolist() == [4, 0, 1]
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_streaming_says_the_same_as_decoding_all(tokenizer: Tokenizer, text: str) -> None:
     stream = tokenizer.stream()
