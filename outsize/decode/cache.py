@@ -1,0 +1,167 @@
+"""Keys and values of earlier tokens, kept at the `Attend` seam: model code knows nothing of it.
+
+A step feeds new tokens of any of the sequences, prompts and single tokens alike, laid flat. Each
+layer's call stores the keys and values it is given behind those of earlier steps and attends the
+new queries to all of them.
+
+N sequences (slots), T new tokens laid flat, C new tokens handled at once, L tokens they can see,
+H query heads, G key-value heads, R = H / G, K head size, W value size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outsize.models.attention import LocalAttend
+from outsize.models.norm import upcast
+from outsize.models.seams import AttendSpec
+
+_CHUNK = 256  # queries whose scores or mask exist at once
+
+
+class KeyValueCache:
+    """Room for `slots` sequences of `capacity` tokens, allocated when a layer first uses it.
+
+    The buffers have the dtype and device of the keys and values they are first given.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * slots  # tokens of each sequence
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # (N, G, capacity, K), (..., W)
+
+    @property
+    def bytes(self) -> int:
+        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+
+    def extend(
+        self, slots: Sequence[int], counts: Sequence[int], ahead: Sequence[int] | None = None
+    ) -> CachedAttend:
+        """Make room for `counts` new tokens of the sequences in `slots`: that step's Attend.
+
+        `ahead`: tokens of each that are known to follow in later steps, 0 by default.
+        """
+        assert len(set(slots)) == len(slots) == len(counts), "a sequence comes once in a step"
+        starts = tuple(self.lengths[slot] for slot in slots)
+        for slot, count in zip(slots, counts, strict=True):
+            assert count > 0, "a step feeds at least one token of each of its sequences"
+            self.lengths[slot] += count
+            assert self.lengths[slot] <= self.capacity, f"slot {slot} is full: {self.capacity}"
+        bounds = (0, *itertools.accumulate(counts))
+        return CachedAttend(self, tuple(slots), starts, bounds, tuple(ahead or [0] * len(slots)))
+
+    def clear(self, slot: int) -> None:
+        """Forget a sequence: its slot may take another."""
+        self.lengths[slot] = 0
+
+    def layer(self, index: int, k_TGK: Tensor, v_TGW: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers of a layer."""
+        if index not in self._layers:
+            self._layers[index] = (self._allocate(k_TGK), self._allocate(v_TGW))
+        return self._layers[index]
+
+    def _allocate(self, x_TGK: Tensor) -> Tensor:
+        _, heads, size = x_TGK.shape
+        return x_TGK.new_empty((len(self.lengths), heads, self.capacity, size))
+
+
+@dataclass(frozen=True)
+class CachedAttend:
+    """One step's Attend: sequence j of the flat batch is the cache's `slots[j]`, and `starts[j]` of
+    its tokens came in earlier steps. An implementation of `Attend` for inference only."""
+
+    cache: KeyValueCache
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    bounds: tuple[int, ...]
+    ahead: tuple[int, ...]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens of each sequence up to and with this step."""
+        counts = (last - first for first, last in itertools.pairwise(self.bounds))
+        return tuple(start + count for start, count in zip(self.starts, counts, strict=True))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence as far as they are known: what a rotary embedding that depends
+        on the length goes by."""
+        return tuple(stop + more for stop, more in zip(self.stops, self.ahead, strict=True))
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """(T,) int64: the position of each new token in its sequence."""
+        spans = zip(self.starts, self.stops, strict=True)
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+
+    def __call__(
+        self,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGW: Tensor,
+        bounds: tuple[int, ...],
+        spec: AttendSpec,
+    ) -> Tensor:
+        assert bounds == self.bounds, "a step's Attend serves the batch it was made for"
+        k_NGLK, v_NGLW = self.cache.layer(spec.layer, k_TGK, v_TGW)
+        spans = zip(self.slots, self.starts, self.stops, itertools.pairwise(bounds), strict=True)
+        outputs = []
+        for slot, start, stop, (first, last) in spans:
+            k_NGLK[slot, :, start:stop] = k_TGK[first:last].transpose(0, 1)
+            v_NGLW[slot, :, start:stop] = v_TGW[first:last].transpose(0, 1)
+            if any(self.starts):
+                k_GLK, v_GLW = k_NGLK[slot, :, :stop], v_NGLW[slot, :, :stop]
+                outputs.append(attend_tail(q_THK[first:last], k_GLK, v_GLW, spec))
+        if not outputs:  # nothing came before: the very computation of training
+            return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)
+        return torch.cat(outputs)
+
+
+def attend_tail(q_CHK: Tensor, k_GLK: Tensor, v_GLW: Tensor, spec: AttendSpec) -> Tensor:
+    """o_CHW of queries that belong to the last C of the L tokens of one sequence."""
+    count, total = q_CHK.shape[0], k_GLK.shape[1]
+    outputs = []
+    for first in range(0, count, _CHUNK):
+        stop = min(first + _CHUNK, count)
+        start, end = total - count + first, total - count + stop  # positions of the chunk's queries
+        low = 0 if spec.window is None else max(0, start - spec.window + 1)
+        k, v = k_GLK[:, low:end], v_GLW[:, low:end]
+        outputs.append(_attend_chunk(q_CHK[first:stop], k, v, spec))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_chunk(q_CHK: Tensor, k_GLK: Tensor, v_GLW: Tensor, spec: AttendSpec) -> Tensor:
+    """The queries that share a key-value head are laid one after another as if of one head, so that
+    keys and values need not be repeated: (G, R C, K) against (G, L, K)."""
+    count, groups = q_CHK.shape[0], k_GLK.shape[0]
+    q_GXK = q_CHK.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    seen_XL = None
+    if count > 1:  # a single query sees every key it was given
+        seen_XL = _seen(count, k_GLK.shape[1], spec.window, q_CHK.device)
+        seen_XL = seen_XL.repeat(q_GXK.shape[1] // count, 1)
+    if spec.softcap is None:
+        o_GXW = F.scaled_dot_product_attention(
+            q_GXK[None], k_GLK[None], v_GLW[None], seen_XL, scale=spec.scale
+        )[0]
+    else:
+        scores_GXL: Tensor = upcast(q_GXK @ k_GLK.mT) * (spec.scale / spec.softcap)
+        scores_GXL = scores_GXL.tanh_() * spec.softcap
+        if seen_XL is not None:
+            scores_GXL.masked_fill_(~seen_XL, -math.inf)
+        o_GXW = scores_GXL.softmax(-1).to(v_GLW.dtype) @ v_GLW
+    o_CHW: Tensor = o_GXW.unflatten(1, (-1, count)).permute(2, 0, 1, 3).flatten(1, 2)
+    return o_CHW
+
+
+def _seen(count: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(C, L) bool: what the last `count` of `keys` tokens see of them."""
+    query_C1 = torch.arange(keys - count, keys, device=device).unsqueeze(1)
+    key_L = torch.arange(keys, device=device)
+    seen_CL = key_L <= query_C1
+    return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)

@@ -1,0 +1,194 @@
+"""Generation: prompts in, tokens out, as many requests at once as there are.
+
+Every request has tokens that wait to be fed: its prompt at first, then the one just drawn. A step
+feeds what waits, long prompts in slices, and draws a token for each request that has nothing left
+waiting. How a step goes through the model is the `forward` it is given.
+
+N requests of a step, T their tokens laid flat, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.decode.cache import CachedAttend, KeyValueCache
+from outsize.decode.samplers import Sampler, Sampling
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+
+PREFILL_TOKENS = 2048  # prompt tokens fed in one step: bounds the activations, not the prompt
+
+GREEDY = Sampling()
+
+
+class Forward(Protocol):
+    """One step through the model."""
+
+    def __call__(
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+    ) -> Tensor:
+        """logits_NV of the last token of each of the N sequences that `bounds` cut ids_T into."""
+
+
+def direct(model: Decoder) -> Forward:
+    """The plain way: the model's parts in order; only last tokens go through the head."""
+
+    def forward(
+        ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+    ) -> Tensor:
+        ctx = model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
+        x_TD = model.prologue(ids_T, ctx)
+        for block in model.blocks:
+            x_TD = block(x_TD, ctx)
+        last_N = torch.tensor(bounds[1:], device=x_TD.device) - 1
+        logits_NV: Tensor = model.epilogue.logits(model.epilogue(x_TD[last_N], ctx))
+        return logits_NV
+
+    return forward
+
+
+def generate(
+    model: Decoder,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampler = GREEDY,
+    stop: Collection[int] = (),
+    on_token: Callable[[int], None] | None = None,
+    forward: Forward | None = None,
+) -> list[int]:
+    """The tokens that follow the prompt `ids`: at most `max_new_tokens`, the last one a token of
+    `stop` if one was drawn. `on_token` sees each as it is drawn.
+
+    OutsizeError for an empty prompt, ids outside the vocabulary, more tokens than the model has
+    positions for.
+    """
+    new = []
+    for token in stream_tokens(model, ids, max_new_tokens, sampling, stop, forward):
+        new.append(token)
+        if on_token is not None:
+            on_token(token)
+    return new
+
+
+def stream_tokens(
+    model: Decoder,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampler = GREEDY,
+    stop: Collection[int] = (),
+    forward: Forward | None = None,
+) -> Iterator[int]:
+    """As `generate`, one token at a time; what is not asked for is not computed."""
+    check_request(model, ids, max_new_tokens)
+    request = Request(tuple(ids), max_new_tokens, sampling, frozenset(stop))
+    steps = run([request], forward or direct(model), model.prologue.tokens.weight.device)
+    return (token for _, token in steps)
+
+
+def generate_many(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    samplings: Sequence[Sampler],
+    stop: Collection[int] = (),
+    forward: Forward | None = None,
+) -> list[list[int]]:
+    """`generate` for several prompts at once, each with its sampler; the same tokens as one by one
+    (up to the rounding that a batch's shape may change)."""
+    requests = []
+    for ids, sampling in zip(prompts, samplings, strict=True):
+        check_request(model, ids, max_new_tokens)
+        requests.append(Request(tuple(ids), max_new_tokens, sampling, frozenset(stop)))
+    new: list[list[int]] = [[] for _ in requests]
+    device = model.prologue.tokens.weight.device
+    for index, token in run(requests, forward or direct(model), device):
+        new[index].append(token)
+    return new
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how it is gone on with."""
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    sampler: Sampler
+    stop: frozenset[int]
+
+
+def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> None:
+    """OutsizeError for a request that the model cannot serve."""
+    config = model.config
+    if max_new_tokens < 0:
+        raise OutsizeError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+    if not ids:
+        raise OutsizeError("the prompt has no tokens; expected at least one, such as the start id")
+    wrong = [token for token in ids if not 0 <= token < config.vocab]
+    if wrong:
+        raise OutsizeError(
+            f"the prompt has token {wrong[0]}; expected 0 to {config.vocab - 1}, the model's "
+            "vocabulary: use the model's own tokenizer"
+        )
+    room = config.learned_positions - config.position_offset
+    fed = len(ids) + max(max_new_tokens - 1, 0)  # the last token drawn is not fed again
+    if config.learned_positions and fed > room:
+        raise OutsizeError(
+            f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones need {fed} positions; "
+            f"this {config.family} model has learned {room}: ask for at most "
+            f"{max(room - len(ids) + 1, 0)} new tokens or shorten the prompt"
+        )
+
+
+def run(
+    requests: Sequence[Request],
+    forward: Forward,
+    device: torch.device,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> Iterator[tuple[int, int]]:
+    """(index of the request, token) in the order in which tokens are drawn."""
+    capacity = max((len(r.ids) + max(r.max_new_tokens - 1, 0) for r in requests), default=0)
+    cache = KeyValueCache(len(requests), capacity)
+    waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
+    drawn = dict.fromkeys(waiting, 0)
+    while waiting:
+        fed = _slices(waiting, prefill_tokens)
+        logits_NV = _step(cache, waiting, fed, forward, device)
+        for index, logits_V in zip(fed, logits_NV, strict=True):
+            del waiting[index][: len(fed[index])]
+            if waiting[index]:
+                continue
+            request = requests[index]
+            token = request.sampler(logits_V, drawn[index])
+            drawn[index] += 1
+            waiting[index] = [token]
+            if token in request.stop or drawn[index] == request.max_new_tokens:
+                del waiting[index]
+            yield index, token
+
+
+def _slices(waiting: dict[int, list[int]], most: int) -> dict[int, list[int]]:
+    """What the next step feeds: one token of each request at least, `most` more together."""
+    fed = {}
+    for index, ids in waiting.items():
+        fed[index] = ids[: 1 + most]
+        most -= len(fed[index]) - 1
+    return fed
+
+
+def _step(
+    cache: KeyValueCache,
+    waiting: dict[int, list[int]],
+    fed: dict[int, list[int]],
+    forward: Forward,
+    device: torch.device,
+) -> Tensor:
+    ahead = [len(waiting[index]) - len(ids) for index, ids in fed.items()]
+    attend = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
+    ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=device)
+    with torch.no_grad():
+        return forward(ids_T, attend.positions(device), attend.bounds, attend)

@@ -1,0 +1,93 @@
+"""Samplers: from the logits of the next token to its id.
+
+Randomness is counter-based: the i-th token of a request depends on the logits and on (seed, i), so
+neither the batch it runs in nor a resumed stream changes what is drawn. Top-k: Fan et al.,
+"Hierarchical neural story generation", 2018; top-p: Holtzman et al., "The curious case of neural
+text degeneration", 2020.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.models.random import uniform
+
+_STREAM = "sample"  # the name of the random stream that tokens are drawn with
+
+
+class Sampler(Protocol):
+    """Chooses the next token of one request."""
+
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        """The id of the request's new token number `index` (from 0)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draws from softmax(logits / temperature), cut to the `top_k` likeliest tokens and then to the
+    fewest of the likeliest that have `top_p` of the rest; renormalised. Temperature 0 is greedy.
+
+    OutsizeError for a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _expect(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature is {self.temperature}; expected a finite number, 0 (greedy) or more",
+        )
+        _expect(
+            self.top_k is None or self.top_k >= 1,
+            f"top_k is {self.top_k}; expected at least 1, or none for all tokens",
+        )
+        _expect(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected more than 0 and at most 1")
+
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        _expect(
+            not bool((torch.isnan(logits_V) | (logits_V == math.inf)).any()),
+            f"the model gave logits for new token {index} that are not finite; expected numbers: "
+            "check its weights, or use a wider dtype",
+        )
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        total_V = probabilities(logits_V, self).cumsum(0)
+        drawn = float(uniform(self.seed, _STREAM, index, index + 1)[0]) * float(total_V[-1])
+        # the first token whose cumulated probability is above the drawn one: never one of zero
+        token = int(torch.searchsorted(total_V, drawn, right=True))
+        return min(token, int(torch.searchsorted(total_V, total_V[-1])))  # rounded up to the total
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """What `sampling` draws from, with a temperature above 0: (V,) float64 on the CPU.
+
+    Tokens as likely as the k-th are kept with it; of the tokens of top_p the likeliest is always.
+    """
+    scores_V = logits_V.detach().to("cpu", torch.float64)
+    scores_V = (scores_V - scores_V.max()) / sampling.temperature  # shifted: no overflow
+    if sampling.top_k is not None and sampling.top_k < len(scores_V):
+        least = scores_V.topk(sampling.top_k).values[-1]
+        scores_V = scores_V.masked_fill(scores_V < least, -math.inf)
+    p_V = scores_V.softmax(0)
+    if sampling.top_p < 1:
+        ascending_V, order_V = p_V.sort()
+        dropped_V = ascending_V.cumsum(0) <= 1 - sampling.top_p
+        dropped_V[-1] = False
+        p_V[order_V[dropped_V]] = 0
+    return p_V / p_V.sum()
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise OutsizeError(message)

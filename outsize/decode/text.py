@@ -1,0 +1,105 @@
+"""Text as it is generated: whole characters only, and never any of a string that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from outsize.decode.generate import GREEDY, Forward, stream_tokens
+from outsize.decode.samplers import Sampler
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+
+
+class TextStream(Protocol):
+    """Text of tokens that come one by one."""
+
+    def push(self, token: int) -> str:
+        """The text that has become certain; "" inside a character."""
+
+    def finish(self) -> str:
+        """The rest."""
+
+
+class Tokenizer(Protocol):
+    """What generation needs of a tokenizer: `start` begins a prompt, `eos` ends a text."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def eos(self) -> int: ...
+    def encode(self, text: str) -> list[int]: ...
+    def stream(self) -> TextStream: ...
+
+
+class StopStrings:
+    """Lets text through up to the first of the strings that comes; holds back what may be the
+    beginning of one. The first to be complete counts, of several the longest."""
+
+    def __init__(self, strings: Collection[str]) -> None:
+        if isinstance(strings, str) or not all(strings):
+            raise OutsizeError(
+                f"stop strings are {strings!r}; expected a list of strings, none of them empty"
+            )
+        self._strings = tuple(strings)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """What of the text so far can be shown; nothing more once `stopped`."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
+        self.stopped = bool(found)
+        shown = min(found)[1] if found else len(text) - self._beginning(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def finish(self) -> str:
+        """What was held back, if nothing came of it."""
+        held, self._held = self._held, ""
+        return "" if self.stopped else held
+
+    def _beginning(self, text: str) -> int:
+        """Characters at the end of `text` that begin a stop string."""
+        longest = max((len(string) - 1 for string in self._strings), default=0)
+        for count in range(min(longest, len(text)), 0, -1):
+            if any(string.startswith(text[-count:]) for string in self._strings):
+                return count
+        return 0
+
+
+def stream_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampler = GREEDY,
+    stop_strings: Collection[str] = (),
+    stop: Collection[int] | None = None,
+    forward: Forward | None = None,
+) -> Iterator[str]:
+    """The text that follows `prompt`, in pieces that are never empty, as it comes.
+
+    Ends before the first of `stop_strings`, at a token of `stop` (by default the tokenizer's eos)
+    or after `max_new_tokens`. OutsizeError, before anything is computed, as of `generate`.
+    """
+    ids = [tokenizer.start, *tokenizer.encode(prompt)]
+    ends = frozenset((tokenizer.eos,) if stop is None else stop)
+    tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward)
+    return _pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)
+
+
+def _pieces(
+    tokens: Iterator[int], text: TextStream, stops: StopStrings, ends: Collection[int]
+) -> Iterator[str]:
+    for token in tokens:
+        if token in ends:
+            break
+        if piece := stops.push(text.push(token)):
+            yield piece
+        if stops.stopped:
+            return
+    if piece := stops.push(text.finish()) + stops.finish():
+        yield piece

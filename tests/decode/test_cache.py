@@ -1,0 +1,210 @@
+"""The cache at the Attend seam: what it gives step by step is what one full pass gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outsize.decode.cache import KeyValueCache
+from outsize.decode.generate import direct
+from outsize.models.build import build
+from outsize.models.decoder import Decoder
+from outsize.models.families import parse
+from outsize.models.seams import AttendSpec
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "model_type": "llama"},
+    "window": {**SMALL, "model_type": "mistral", "sliding_window": 5},
+    "softcap": {
+        **SMALL,
+        "model_type": "gemma2",
+        "sliding_window": 4,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "learned": {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "activation_function": "gelu_new",
+    },
+    "latent": {
+        **SMALL,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 10,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    },
+    "experts": {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+
+
+def _model(name: str) -> Decoder:
+    model = build(parse(CONFIGS[name]), seed=3, dtype=torch.float64)
+    with torch.no_grad():  # far from the initial values, at which attention is nearly even
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def _step(model: Decoder, cache: KeyValueCache, rows: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Feed `rows` (slot -> ids): the logits of the last token of each slot."""
+    attend = cache.extend(list(rows), [len(ids) for ids in rows.values()])
+    with torch.no_grad():
+        logits = direct(model)(
+            torch.cat(list(rows.values())), attend.positions(), attend.bounds, attend
+        )
+    return dict(zip(rows, logits, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_and_decode_give_the_logits_of_one_full_pass(name: str) -> None:
+    """Prompts of different lengths in one batch, one of them fed in slices; then one token each;
+    a sequence that pauses; a slot that is used again."""
+    model = _model(name)
+    seeded = torch.Generator().manual_seed(1)
+    text = {slot: torch.randint(61, (24,), generator=seeded) for slot in range(3)}
+    with torch.no_grad():
+        full = {slot: model(ids) for slot, ids in text.items()}
+    cache = KeyValueCache(slots=3, capacity=24)
+    steps = [{0: 7, 1: 1, 2: 9}, {0: 1, 1: 6, 2: 1}, {2: 1, 0: 1}]
+    steps += [{0: 1, 1: 1, 2: 1}] * 10
+    largest = 0.0
+
+    def feed(counts: dict[int, int]) -> float:
+        rows, wrong = {}, 0.0
+        for slot, count in counts.items():
+            start = cache.lengths[slot]
+            rows[slot] = text[slot][start : start + count]
+        for slot, logits in _step(model, cache, rows).items():
+            expected = full[slot][cache.lengths[slot] - 1]
+            assert bool(expected.isfinite().all())
+            wrong = max(wrong, float((logits - expected).abs().max() / expected.abs().max()))
+        return wrong
+
+    for counts in steps:
+        largest = max(largest, feed(counts))
+    cache.clear(1)
+    largest = max(largest, feed({1: 3, 0: 2}), feed({1: 2}), feed({1: 1}))
+    assert largest < 1e-10
+    assert cache.lengths == [21, 6, 21]
+
+
+def test_the_cache_matters() -> None:
+    """The check above would see a lost token: feeding the last one alone gives other logits."""
+    model = _model("llama")
+    ids = torch.arange(12)
+    with torch.no_grad():
+        expected = model(ids)[-1]
+    alone = _step(model, KeyValueCache(1, 12), {0: ids[-1:]})[0]
+    assert float((alone - expected).abs().max()) > 1e-3
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+    """Plain masked softmax over one sequence, with keys and values repeated for their queries."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhk,lhk->hql", q, k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    far = torch.arange(len(q))[:, None] - torch.arange(len(k))[None]
+    hidden = far < 0
+    if spec.window is not None:
+        hidden |= far >= spec.window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hql,lhw->qhw", weights, v)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 3, 300])
+def test_against_plain_attention(softcap: float | None, window: int | None) -> None:
+    """Long enough that queries are handled in several chunks; value heads of another size."""
+    seeded = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(700, heads, size, generator=seeded, dtype=torch.float64)
+        for heads, size in ((6, 8), (3, 8), (3, 5))
+    )
+    spec = AttendSpec(layer=4, scale=0.5, window=window, softcap=softcap)
+    expected = _dense(q, k, v, spec)
+    cache, outputs, at = KeyValueCache(2, 700), [], 0
+    for count in (1, 9, 600, 1, 1, 88):
+        attend = cache.extend([1], [count])
+        rows = slice(at, at + count)
+        outputs.append(attend(q[rows], k[rows], v[rows], attend.bounds, spec))
+        at += count
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=1e-12)
+
+
+def test_memory_is_allocated_once() -> None:
+    model = _model("llama")
+    cache = KeyValueCache(2, 16)
+    _step(model, cache, {0: torch.arange(4), 1: torch.arange(6)})
+    held = cache.bytes
+    assert held == 3 * 2 * (2 * 2 * 16 * 8) * 8  # layers, k and v, (slots, heads, capacity, size)
+    pointers = [(k.data_ptr(), v.data_ptr()) for k, v in cache._layers.values()]
+    for _ in range(5):
+        _step(model, cache, {0: torch.tensor([1]), 1: torch.tensor([2])})
+    assert cache.bytes == held
+    assert [(k.data_ptr(), v.data_ptr()) for k, v in cache._layers.values()] == pointers
+
+
+def test_a_full_slot_is_a_bug_that_shows() -> None:
+    cache = KeyValueCache(1, 4)
+    cache.extend([0], [4])
+    with pytest.raises(AssertionError, match="slot 0 is full"):
+        cache.extend([0], [1])
+
+
+def test_positions_and_lengths() -> None:
+    cache = KeyValueCache(3, 10)
+    cache.extend([0, 2], [4, 1])
+    attend = cache.extend([2, 1, 0], [2, 3, 1], ahead=[5, 0, 0])
+    assert attend.positions().tolist() == [1, 2, 0, 1, 2, 4]
+    assert attend.bounds == (0, 2, 5, 6)
+    assert attend.stops == (3, 3, 5)
+    assert attend.lengths == (8, 3, 5)

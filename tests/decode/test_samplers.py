@@ -1,0 +1,111 @@
+"""Samplers against the logits processors of transformers, and against the law of large numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from outsize.decode.samplers import Sampling, probabilities
+from outsize.errors import OutsizeError
+
+
+def _logits(seed: int, count: int = 200, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3
+
+
+def _reference(logits_V: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    scores = logits_V[None].double()
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    scores = TemperatureLogitsWarper(temperature)(ids, scores)
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(ids, scores)
+    return scores[0].softmax(0)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 199, 500])
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
+def test_the_same_tokens_with_the_same_probabilities_as_transformers(
+    temperature: float, top_k: int | None, top_p: float
+) -> None:
+    for seed in range(4):
+        logits_V = _logits(seed)
+        found = probabilities(logits_V, Sampling(temperature, top_k, top_p))
+        expected = _reference(logits_V, temperature, top_k, top_p)
+        assert torch.equal(found > 0, expected > 0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_ties_and_masked_tokens_are_treated_as_transformers_does() -> None:
+    logits_V = torch.tensor([1.0, 2.0, 2.0, -math.inf, 2.0, 0.0], dtype=torch.float64)
+    for top_k in (1, 2, 3, 4, 6):
+        found = probabilities(logits_V, Sampling(1.0, top_k))
+        expected = _reference(logits_V, 1.0, top_k, 1.0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+
+
+def test_greedy_takes_the_likeliest_whatever_else_is_asked() -> None:
+    for seed in range(5):
+        logits_V = _logits(seed)
+        for sampling in (Sampling(), Sampling(0, 5, 0.3, seed)):
+            assert sampling(logits_V, seed) == int(logits_V.argmax())
+
+
+def test_tokens_come_as_often_as_their_probability() -> None:
+    """Chi-squared over 8000 draws, 19 degrees of freedom: above 51 once in ten thousand."""
+    sampling = Sampling(1.3, top_k=24, top_p=0.95, seed=5)
+    logits_V, draws = _logits(0, 30), 8000
+    expected_V = probabilities(logits_V, sampling) * draws
+    counts_V = torch.zeros(30, dtype=torch.float64)
+    for index in range(draws):
+        counts_V[sampling(logits_V, index)] += 1
+    kept_V = expected_V > 0
+    assert float(counts_V[~kept_V].sum()) == 0
+    distance = ((counts_V - expected_V)[kept_V] ** 2 / expected_V[kept_V]).sum()
+    assert 8 <= int(kept_V.sum()) <= 20
+    assert float(distance) < 51
+
+
+def test_a_draw_depends_on_seed_and_index_only() -> None:
+    logits_V = _logits(1)
+    first = [Sampling(1.0, seed=3)(logits_V, index) for index in range(50)]
+    again = [Sampling(1.0, seed=3)(logits_V, index) for index in reversed(range(50))]
+    assert first == again[::-1]
+    assert first != [Sampling(1.0, seed=4)(logits_V, index) for index in range(50)]
+    assert len(set(first)) > 10
+
+
+def test_tiny_temperatures_and_huge_logits_do_not_overflow() -> None:
+    logits_V = torch.tensor([-3e38, 3e38, 2.9e38])
+    assert probabilities(logits_V, Sampling(1e-300)).tolist() == [0.0, 1.0, 0.0]
+    assert Sampling(1e-300)(logits_V, 0) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
+    with pytest.raises(OutsizeError, match="logits for new token 7 that are not finite"):
+        Sampling(temperature)(torch.tensor([0.0, bad]), 7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+    ],
+)
+def test_values_out_of_range_are_refused(field: str, value: float) -> None:
+    with pytest.raises(OutsizeError, match=f"^{field} is {value}; expected"):
+        Sampling(**{field: value})  # type: ignore[arg-type]
