@@ -1,0 +1,35 @@
+"""Hardware: devices, memory tiers and links with their rates; a catalogue; a probe.
+
+`outsize.hardware.probe` imports PyTorch and is imported by its users themselves.
+"""
+
+from outsize.hardware.catalogue import FACTORS, Factor, catalogue, names
+from outsize.hardware.form import dumps, loads, read
+from outsize.hardware.hardware import (
+    Attention,
+    Device,
+    Hardware,
+    Link,
+    Matmul,
+    Measured,
+    Rate,
+    Tier,
+)
+
+__all__ = [
+    "FACTORS",
+    "Attention",
+    "Device",
+    "Factor",
+    "Hardware",
+    "Link",
+    "Matmul",
+    "Measured",
+    "Rate",
+    "Tier",
+    "catalogue",
+    "dumps",
+    "loads",
+    "names",
+    "read",
+]

@@ -1,0 +1,202 @@
+"""Hardware: devices, memory tiers and links with their rates, as data.
+
+Every rate says what it counts, whether of dense or sparse maths, in one direction or both, and
+where and when it comes from, because catalogues mix these and a plan must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outsize.errors import OutsizeError, nearest
+
+UNITS = ("FLOP/s", "B/s", "B", "s")
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One figure. upto is the upper end where the source gives a range; value is the lower."""
+
+    value: float
+    unit: Literal["FLOP/s", "B/s", "B", "s"]
+    source: str
+    date: str  # year-month-day; of the measurement, or of the table
+    sparsity: Literal["dense", "sparse"] = "dense"
+    direction: Literal["one", "both"] = "one"
+    upto: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.value, self.unit)
+        if self.unit not in UNITS:
+            raise OutsizeError(f"rate unit {self.unit!r}{nearest(self.unit, UNITS)}")
+        if self.upto is not None and not self.value <= self.upto < math.inf:
+            raise OutsizeError(f"rate upto {self.upto}, expected at least its value {self.value}")
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """How fast (T, I) x (I, O) runs in one dtype: one entry of a table by shape."""
+
+    tokens: int
+    d_in: int
+    d_out: int
+    dtype: str
+    rate: Rate  # FLOP/s, of 2 T I O operations
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "d_in", "d_out"):
+            _positive(f"matmul {name}", getattr(self, name), "count")
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call: a multiply and an add for each of T I O."""
+        return 2 * self.tokens * self.d_in * self.d_out
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How fast causal attention runs; operations count the causal half only.
+
+    Forward is 2 T^2 K H operations (two products, half of each), backward 5 T^2 K H (five).
+    """
+
+    tokens: int
+    heads: int
+    head_size: int
+    dtype: str
+    direction: Literal["forward", "backward"]
+    rate: Rate  # FLOP/s
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "heads", "head_size"):
+            _positive(f"attention {name}", getattr(self, name), "count")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a probe found beyond the peaks of a device: rates by shape, and what a call costs."""
+
+    matmul: tuple[Matmul, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    overhead: Rate | None = None  # seconds of an operator on a tiny tensor
+    fill: Rate | None = None  # B/s of writing memory that has just been allocated
+
+    def matmul_rate(self, tokens: int, d_in: int, d_out: int, dtype: str) -> float:
+        """FLOP/s of a shape, between the measured ones in the logarithms of T, I and O.
+
+        Weights fall with the square of the distance; a measured shape gives its own rate.
+        Raises OutsizeError for a dtype that was not measured.
+        """
+        table = [entry for entry in self.matmul if entry.dtype == dtype]
+        if not table:
+            known = tuple(sorted({entry.dtype for entry in self.matmul}))
+            raise OutsizeError(f"no matmul rate for dtype {dtype!r}{nearest(dtype, known)}")
+        weight, total = 0.0, 0.0
+        for entry in table:
+            far = (
+                math.log(tokens / entry.tokens) ** 2
+                + math.log(d_in / entry.d_in) ** 2
+                + math.log(d_out / entry.d_out) ** 2
+            )
+            if far == 0:
+                return entry.rate.value
+            weight += 1 / far
+            total += math.log(entry.rate.value) / far
+        return math.exp(total / weight)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...)."""
+
+    name: str
+    kind: Literal["cpu", "cuda", "rocm"]
+    memory: Rate  # bytes of one device, as sold or as found
+    peak: Mapping[str, Rate]
+    bandwidth: Rate  # B/s of its own memory
+    count: int = 1
+    visible: Rate | None = None  # bytes that a process sees, where known: what may be planned with
+    measured: Measured = field(default_factory=Measured)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _positive(f"device {self.name}: count", self.count, "count")
+        _unit(f"device {self.name}: memory", self.memory, "B")
+        _unit(f"device {self.name}: bandwidth", self.bandwidth, "B/s")
+        for dtype, rate in self.peak.items():
+            _unit(f"device {self.name}: peak {dtype}", rate, "FLOP/s")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of one device that a plan may count on: the visible ones, else the lower end."""
+        return int((self.visible or self.memory).value)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place where bytes rest: capacity in bytes, and rates towards the device where known."""
+
+    name: Literal["device", "host", "disk"]
+    bytes: int
+    read: Rate | None = None
+    write: Rate | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in TIERS:
+            raise OutsizeError(f"tier {self.name!r}{nearest(self.name, TIERS)}")
+        if self.bytes < 0:
+            raise OutsizeError(f"tier {self.name}: {self.bytes} bytes, expected 0 or more")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins devices, or a device and the host; bandwidth is per device."""
+
+    name: str  # "nvlink", "pcie", "network", ...
+    between: Literal["devices", "device and host", "nodes"]
+    bandwidth: Rate
+    latency: Rate | None = None
+
+    def __post_init__(self) -> None:
+        _unit(f"link {self.name}: bandwidth", self.bandwidth, "B/s")
+        if self.latency is not None:
+            _unit(f"link {self.name}: latency", self.latency, "s")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine or a cluster of like machines. source: "probe", "catalogue", or a file's own."""
+
+    devices: tuple[Device, ...]
+    tiers: tuple[Tier, ...]
+    links: tuple[Link, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise OutsizeError("hardware without devices; expected at least one")
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) != len(names):
+            raise OutsizeError(f"hardware tiers {', '.join(names)}; expected each once")
+
+    def tier(self, name: str) -> Tier:
+        """The tier of this name. Raises OutsizeError when the hardware has none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise OutsizeError(f"tier {name!r}{nearest(name, tuple(t.name for t in self.tiers))}")
+
+
+def _positive(what: str, value: float, unit: str) -> None:
+    if not 0 < value < math.inf:
+        raise OutsizeError(f"{what} {value} {unit}, expected a positive number")
+
+
+def _unit(what: str, rate: Rate, unit: str) -> None:
+    if rate.unit != unit:
+        raise OutsizeError(f"{what} is in {rate.unit!r}, expected {unit!r}")

@@ -1,0 +1,134 @@
+"""What the operating system says of this machine: processor, memory that may be used, disk.
+
+Memory is what a cgroup (version 1 or 2, every level up to the root) and the process's own limits
+leave, not what the whole machine has.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from outsize.errors import OutsizeError
+
+UNLIMITED = 2**60  # version 1 writes its "no limit" as a number near 2^63
+PROC = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: total is the most this process may ever hold, available what it may take now."""
+
+    total: int
+    available: int
+
+
+def processor() -> str:
+    """The processor's model name, or its architecture where the system does not say."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def busy() -> bool:
+    """Whether others kept more than half of the cores at work during the last minute."""
+    return os.getloadavg()[0] > 0.5 * cores()
+
+
+def memory(proc: Path = PROC, mount: Path = MOUNT) -> Memory:
+    """What is left of the machine's memory under every limit on this process."""
+    machine = psutil.virtual_memory()
+    found = [Memory(machine.total, machine.available), *cgroup_limits(proc, mount)]
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            found.append(Memory(most, max(0, most - _own_bytes(limit))))
+    return Memory(min(m.total for m in found), min(m.available for m in found))
+
+
+def disk_free(directory: str | Path) -> int:
+    """Free bytes of the disk that holds a directory. Raises OutsizeError when there is none."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError as error:
+        raise OutsizeError(
+            f"{directory}: cannot ask for its free space ({error.strerror}); name a folder"
+        ) from None
+
+
+def cgroup_limits(proc: Path = PROC, mount: Path = MOUNT) -> Iterator[Memory]:
+    """The limit of each level of the process's memory cgroup that has one.
+
+    Pages of files that nothing uses count as available, since the kernel drops them first.
+    """
+    try:
+        lines = proc.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2, alone or beside version 1
+            for root in (mount, mount / "unified"):
+                yield from _levels(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _levels(mount / controllers, path, *files)
+
+
+def _levels(root: Path, path: str, limit: str, usage: str, dropped: str) -> Iterator[Memory]:
+    """From the process's own group up to the root. Inside a container the path may be that of
+    the machine outside, which is not there: then the root is the group."""
+    folder = root / path.lstrip("/")
+    folder = folder if folder.is_dir() else root
+    for level in (folder, *folder.parents):
+        most = _number(level / limit)
+        if most is not None and most < UNLIMITED:
+            used = (_number(level / usage) or 0) - _stat(level / "memory.stat", dropped)
+            yield Memory(most, max(0, most - max(0, used)))
+        if level == root:
+            return
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or it says "max"."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass  # without the file nothing is known to be droppable
+    return 0
+
+
+def _own_bytes(limit: int) -> int:
+    """What this process holds already of a limit on its address space or its data."""
+    held = psutil.Process().memory_info()
+    return int(held.vms if limit == resource.RLIMIT_AS else getattr(held, "data", held.rss))

@@ -1,0 +1,188 @@
+"""Short measurements on one torch device: matmul by shape, attention, bandwidth, overheads.
+
+Everything is timed by a Timer that the caller may replace, so that tests are deterministic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outsize.hardware.hardware import Attention, Matmul, Rate
+
+Shape = tuple[int, int, int]  # T, I, O of (T, I) x (I, O)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# In order of work, so that a slow dtype is found out before its long shapes are tried. They are
+# what a block of hidden size 384 or 1,024 does at 1 to 2,048 tokens: forward, input gradient,
+# weight gradient (tokens in the middle), head.
+CPU_SHAPES: tuple[Shape, ...] = (
+    (1, 1024, 1024),
+    (64, 384, 384),
+    (512, 384, 384),
+    (384, 512, 1024),
+    (512, 384, 1024),
+    (512, 1024, 384),
+    (2048, 384, 1024),
+    (1024, 1024, 1024),
+    (512, 384, 14336),
+)
+CUDA_SHAPES: tuple[Shape, ...] = (
+    (1, 4096, 4096),
+    (128, 4096, 4096),
+    (1024, 1024, 1024),
+    (1024, 4096, 4096),
+    (4096, 2048, 4096),
+    (4096, 4096, 4096),
+    (2048, 4096, 14336),
+    (8192, 8192, 8192),
+)
+LARGE: Shape = (4096, 4096, 4096)  # what a CPU's peak is quoted at; a second or more on few cores
+LONGEST = 0.1  # seconds that one call may be expected to take in a quick probe
+ENOUGH = 0.015  # seconds of repeats after which the best one stands
+LEAST_REPEATS, MOST_REPEATS = 5, 30  # at least some: a neighbour's time slice spoils one or two
+TINY_CALLS = 200
+HEADS, HEAD_SIZE = 6, 64
+
+
+class Timer(Protocol):
+    """Seconds that one call of work takes on a device."""
+
+    def __call__(self, work: Callable[[], object], device: torch.device) -> float: ...
+
+
+def best_of(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some calls after one that warms up; of two where one takes long.
+
+    The shortest, because whatever else runs on the machine can only add to it.
+    """
+    once = _cuda_seconds if device.type == "cuda" else _host_seconds
+    warm = once(work, device)
+    if warm > LONGEST:  # one more all the same: the first call also builds kernels and threads
+        return min(warm, once(work, device))
+    taken: list[float] = []
+    while len(taken) < LEAST_REPEATS or (sum(taken) < ENOUGH and len(taken) < MOST_REPEATS):
+        taken.append(once(work, device))
+    return min(taken)
+
+
+def matmuls(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Matmul]:
+    """The table of rates by shape and dtype. A shape that would take too long is left out."""
+    on_cuda = device.type == "cuda"
+    shapes = CUDA_SHAPES if on_cuda else CPU_SHAPES if quick else (*CPU_SHAPES, LARGE)
+    for dtype in ("fp32", "bf16", "fp16") if on_cuda else ("fp32", "bf16"):
+        rate = float("inf")
+        for T, I, O in shapes:  # noqa: E741
+            if quick and 2 * T * I * O / rate > LONGEST:
+                continue
+            x_TI = _numbers((T, I), dtype, device)
+            w_OI = _numbers((O, I), dtype, device)
+            rate = 2 * T * I * O / timer(partial(F.linear, x_TI, w_OI), device)
+            yield Matmul(T, I, O, dtype, Rate(rate, "FLOP/s", "probe", date))
+
+
+def attentions(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Attention]:
+    """Causal attention, forward and backward apart, in both dtypes that training uses."""
+    for T in (512,) if quick else (512, 2048):
+        for dtype in ("fp32", "bf16"):
+            yield from _attention(T, dtype, device, timer, date)
+
+
+def _attention(
+    T: int, dtype: str, device: torch.device, timer: Timer, date: str
+) -> Iterator[Attention]:
+    def entry(direction: Literal["forward", "backward"], products: int, spent: float) -> Attention:
+        rate = Rate(products * T * T * HEAD_SIZE * HEADS / spent, "FLOP/s", "probe", date)
+        return Attention(T, HEADS, HEAD_SIZE, dtype, direction, rate)
+
+    shape = (1, HEADS, T, HEAD_SIZE)
+    q, k, v = (_numbers(shape, dtype, device).requires_grad_() for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch.no_grad():
+        yield entry("forward", 2, timer(forward, device))
+    with torch.enable_grad():
+        out = forward()
+    gradient = torch.ones_like(out)
+    backward = timer(
+        lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), device
+    )
+    yield entry("backward", 5, backward)
+
+
+def bandwidth(device: torch.device, timer: Timer, date: str) -> Rate:
+    """B/s of a = b + s c over arrays larger than caches: two reads and a write."""
+    count = 2**27 if device.type == "cuda" else 2**24  # 512 or 64 MiB an array
+    a, b, c = (torch.ones(count, device=device) for _ in range(3))
+    spent = timer(lambda: torch.add(b, c, alpha=3.0, out=a), device)
+    return Rate(3 * a.nbytes / spent, "B/s", "probe", date, note="triad")
+
+
+def fill(timer: Timer, date: str) -> Rate:
+    """B/s of writing host memory that has just been allocated: each page faults once.
+
+    64 MiB is above the size from which the C library asks the kernel for new pages each time.
+    """
+    count = 2**26
+    spent = timer(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), torch.device("cpu"))
+    return Rate(count / spent, "B/s", "probe", date, note="freshly allocated, page faults")
+
+
+def overhead(device: torch.device, timer: Timer, date: str) -> Rate:
+    """Seconds of one operator on one element: what a call costs beside its work."""
+    x = torch.ones(1, device=device)
+
+    def tiny() -> None:
+        for _ in range(TINY_CALLS):
+            x.add_(1.0)
+
+    with torch.no_grad():
+        return Rate(timer(tiny, device) / TINY_CALLS, "s", "probe", date)
+
+
+def host_copies(device: torch.device, timer: Timer, date: str) -> tuple[Rate, Rate]:
+    """B/s from pinned host memory to a CUDA device, and back."""
+    count = 2**28
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    to = timer(lambda: there.copy_(here, non_blocking=True), device)
+    back = timer(lambda: here.copy_(there, non_blocking=True), device)
+    note = "pinned"
+    return (
+        Rate(count / to, "B/s", "probe", date, note=note),
+        Rate(count / back, "B/s", "probe", date, note=note),
+    )
+
+
+def _numbers(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
+    """Varied numbers, since a GPU multiplies constants faster than real data (it draws less
+    power); from a generator of their own, so that the caller's random state stays as it was."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.empty(shape, dtype=DTYPES[dtype], device=device).uniform_(generator=generator)
+
+
+def _host_seconds(work: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Between two events of the device's current stream; what queued before does not count."""
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,189 @@
+"""Probe: this machine as Hardware, in about a second, and from a file the next time.
+
+Rates are kept in the user's cache directory under what they depend on (processor, cores, threads,
+PyTorch, device), unless the machine was busy with something else while they were measured.
+Memory and disk that are free are asked for afresh every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.hardware import host, measure
+from outsize.hardware.disk import disk_rates
+from outsize.hardware.form import from_plain, to_plain
+from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Tier
+
+FORMAT = 1  # raised when what is measured, or how, changes
+
+
+def probe(
+    device: str | None = None,
+    quick: bool = True,
+    *,
+    directory: str | Path = ".",
+    cache: str | Path | None = None,
+    timer: measure.Timer = measure.best_of,
+) -> Hardware:
+    """This machine: its devices of one kind ("cpu" or "cuda", None for the best), tiers, links.
+
+    quick=False also takes large shapes and the bandwidth of the disk under directory (256 MiB are
+    written there for a moment). cache: the folder of kept rates, else the user's. On a CPU the
+    device tier is the memory of the host, so there is no host tier.
+    Raises OutsizeError for a device that is not there.
+    """
+    target = _target(device)
+    key = _key(target, quick, directory)
+    path = _cache_file(key, Path(cache) if cache is not None else user_cache())
+    hardware = _kept(path, key)
+    if hardware is None:
+        loaded = host.busy()  # before the probe adds its own load
+        hardware = _measure(target, quick, directory, timer)
+        if not loaded:
+            _keep(path, key, hardware)
+    return _refreshed(hardware, target, directory)
+
+
+def user_cache() -> Path:
+    """The user's cache directory for Outsize (the XDG convention)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "outsize"
+
+
+def _target(device: str | None) -> torch.device:
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise OutsizeError(f"device {kind!r} cannot be probed; expected 'cpu' or 'cuda'")
+    if not torch.cuda.is_available():
+        raise OutsizeError("device 'cuda' is not there: PyTorch finds no GPU; use 'cpu'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _name(target: torch.device) -> str:
+    if target.type == "cuda":
+        return torch.cuda.get_device_name(target)
+    return host.processor()
+
+
+def _key(target: torch.device, quick: bool, directory: str | Path) -> dict[str, Any]:
+    """Everything that the rates depend on, as JSON."""
+    return {
+        "format": FORMAT,
+        "device": _name(target),
+        "devices": torch.cuda.device_count() if target.type == "cuda" else 1,
+        "processor": host.processor(),
+        "cores": host.cores(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "disk": None if quick else str(Path(directory).resolve()),
+    }
+
+
+def _cache_file(key: dict[str, Any], folder: Path) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"hardware-{digest[:16]}.json"
+
+
+def _kept(path: Path, key: dict[str, Any]) -> Hardware | None:
+    """What was kept for this key; None where nothing was, or the file is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("key") != key:
+            return None
+        return from_plain(Hardware, data.get("hardware"), str(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _keep(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
+    """Under its final name in one step. A folder that cannot be written costs the next probe a
+    second, which is no reason to fail this one."""
+    text = json.dumps({"key": key, "hardware": to_plain(hardware)}, indent=1)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _measure(
+    target: torch.device, quick: bool, directory: str | Path, timer: measure.Timer
+) -> Hardware:
+    date = datetime.date.today().isoformat()
+    on_cuda = target.type == "cuda"
+    matmul = tuple(measure.matmuls(target, quick, timer, date))
+    peak: dict[str, Rate] = {}
+    for entry in matmul:
+        if entry.dtype not in peak or entry.rate.value > peak[entry.dtype].value:
+            peak[entry.dtype] = entry.rate
+    bandwidth = measure.bandwidth(target, timer, date)
+    found = Measured(
+        matmul=matmul,
+        attention=tuple(measure.attentions(target, quick, timer, date)),
+        overhead=measure.overhead(target, timer, date),
+        fill=None if on_cuda else measure.fill(timer, date),
+    )
+    memory = Rate(_memory(target)[0], "B", "operating system", date)
+    device = Device(
+        name=_name(target),
+        kind=_kind(target),
+        memory=memory,
+        peak=peak,
+        bandwidth=bandwidth,
+        count=torch.cuda.device_count() if on_cuda else 1,
+        visible=memory,
+        measured=found,
+        note="" if on_cuda else f"{host.cores()} cores, {torch.get_num_threads()} threads",
+    )
+    tiers, links = [Tier("device", 0, bandwidth, bandwidth)], []
+    if on_cuda:
+        to, back = measure.host_copies(target, timer, date)
+        tiers.append(Tier("host", 0, read=to, write=back))
+        links.append(Link("host", "device and host", min(to, back, key=lambda rate: rate.value)))
+    read, write = (None, None) if quick else disk_rates(directory, date)
+    tiers.append(Tier("disk", 0, read, write))
+    return Hardware((device,), tuple(tiers), tuple(links), "probe")
+
+
+def _kind(target: torch.device) -> Literal["cpu", "cuda", "rocm"]:
+    if target.type == "cpu":
+        return "cpu"
+    return "cuda" if torch.version.hip is None else "rocm"
+
+
+def _memory(target: torch.device) -> tuple[int, int]:
+    """(total, free) bytes of a device as this process sees them."""
+    if target.type == "cuda":
+        free, total = torch.cuda.mem_get_info(target)
+        return total, free
+    memory = host.memory()
+    return memory.total, memory.available
+
+
+def _refreshed(hardware: Hardware, target: torch.device, directory: str | Path) -> Hardware:
+    """The same rates with the memory and the disk that are free now."""
+    total, free = _memory(target)
+    sizes = {"device": free, "host": host.memory().available, "disk": host.disk_free(directory)}
+    (device,) = hardware.devices
+    seen = replace(device.memory, value=float(total))
+    return replace(
+        hardware,
+        devices=(replace(device, memory=seen, visible=seen),),
+        tiers=tuple(replace(tier, bytes=sizes[tier.name]) for tier in hardware.tiers),
+    )

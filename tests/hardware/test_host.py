@@ -1,0 +1,95 @@
+"""Memory limits from cgroup trees made by hand, both versions."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from outsize.errors import OutsizeError
+from outsize.hardware import host
+from outsize.hardware.host import Memory
+
+GIB = 2**30
+
+
+def tree(root: Path, files: dict[str, object]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def limits(tmp_path: Path, proc: str, files: dict[str, object]) -> list[Memory]:
+    (tmp_path / "proc").write_text(proc)
+    return list(host.cgroup_limits(tmp_path / "proc", tree(tmp_path / "fs", files)))
+
+
+def test_version_2_takes_every_level(tmp_path: Path) -> None:
+    files: dict[str, object] = {
+        "a/memory.max": 6 * GIB,
+        "a/memory.current": 5 * GIB,
+        "a/memory.stat": f"anon 7\ninactive_file {GIB}",
+        "a/b/memory.max": "max",
+        "a/b/memory.current": GIB,
+    }
+    assert limits(tmp_path, "0::/a/b\n", files) == [Memory(6 * GIB, 2 * GIB)]
+
+
+def test_version_1_ignores_its_word_for_no_limit(tmp_path: Path) -> None:
+    files: dict[str, object] = {
+        "memory/memory.limit_in_bytes": 9223372036854771712,
+        "memory/x/memory.limit_in_bytes": 4 * GIB,
+        "memory/x/memory.usage_in_bytes": 3 * GIB,
+        "memory/x/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB // 2}",
+    }
+    proc = "9:name=systemd:/\n4:memory:/x\n3:cpuset:/\n0::/\n"
+    assert limits(tmp_path, proc, files) == [Memory(4 * GIB, 3 * GIB // 2)]
+
+
+def test_inside_a_container_the_root_is_the_group(tmp_path: Path) -> None:
+    files: dict[str, object] = {"memory.max": 2 * GIB, "memory.current": 3 * GIB}
+    assert limits(tmp_path, "0::/outer/path\n", files) == [Memory(2 * GIB, 0)]
+
+
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    assert list(host.cgroup_limits(tmp_path / "none", tmp_path)) == []
+
+
+def test_memory_is_the_least_of_machine_group_and_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(total=64 * GIB, available=40 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: unlimited)
+    none = tmp_path / "none"
+    assert host.memory(none, tmp_path) == Memory(64 * GIB, 40 * GIB)
+    (tmp_path / "proc").write_text("0::/\n")
+    tree(tmp_path / "fs", {"memory.max": 48 * GIB, "memory.current": GIB})
+    assert host.memory(tmp_path / "proc", tmp_path / "fs") == Memory(48 * GIB, 40 * GIB)
+
+    def address_space(which: int) -> tuple[int, int]:
+        return (8 * GIB, 8 * GIB) if which == resource.RLIMIT_AS else unlimited
+
+    class Process:
+        def memory_info(self) -> Any:
+            return SimpleNamespace(vms=3 * GIB, rss=GIB, data=2 * GIB)
+
+    monkeypatch.setattr(resource, "getrlimit", address_space)
+    monkeypatch.setattr(psutil, "Process", Process)
+    assert host.memory(none, tmp_path) == Memory(8 * GIB, 5 * GIB)
+
+
+def test_this_machine() -> None:
+    found = host.memory()
+    assert 0 < found.available <= found.total
+    assert host.cores() >= 1
+    assert host.processor()
+    assert host.disk_free(".") > 0
+    with pytest.raises(OutsizeError, match="free space"):
+        host.disk_free("/nowhere/at/all")

@@ -1,0 +1,227 @@
+"""The probe with a timer that gives the times, so that every rate is known beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.hardware import Hardware, host, measure
+from outsize.hardware import probe as package_probe
+from outsize.hardware.disk import BLOCK, disk_rates
+from outsize.hardware.form import dumps, loads
+from outsize.hardware.probe import probe
+
+CPU = torch.device("cpu")
+
+
+class Clockwork:
+    """Every call takes the same time; counts calls, and runs the work when asked."""
+
+    def __init__(self, seconds: float = 1e-3, run: bool = False) -> None:
+        self.seconds, self.run, self.calls = seconds, run, 0
+
+    def __call__(self, work: Callable[[], object], device: torch.device) -> float:
+        self.calls += 1
+        if self.run:
+            work()
+        return self.seconds
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "busy", lambda: False)
+
+
+def take(tmp_path: Path, **more: Any) -> Hardware:
+    return probe("cpu", cache=tmp_path / "cache", directory=tmp_path, **more)
+
+
+def test_rates_follow_from_the_times(tmp_path: Path) -> None:
+    hardware = take(tmp_path, timer=Clockwork(1e-3, run=True))
+    (device,) = hardware.devices
+    shapes = {(m.tokens, m.d_in, m.d_out) for m in device.measured.matmul if m.dtype == "bf16"}
+    assert shapes == set(measure.CPU_SHAPES)
+    for entry in device.measured.matmul:
+        assert entry.rate.value == pytest.approx(entry.flops / 1e-3)
+    assert device.peak["fp32"].value == pytest.approx(2 * 512 * 384 * 14336 / 1e-3)
+    assert device.bandwidth.value == pytest.approx(3 * 4 * 2**24 / 1e-3)
+    assert device.measured.fill is not None
+    assert device.measured.fill.value == pytest.approx(2**26 / 1e-3)
+    assert device.measured.overhead is not None
+    assert device.measured.overhead.value == pytest.approx(1e-3 / measure.TINY_CALLS)
+    both = {(a.dtype, a.direction): a.rate.value for a in device.measured.attention}
+    assert both["fp32", "forward"] == pytest.approx(2 * 512**2 * 64 * 6 / 1e-3)
+    assert both["bf16", "backward"] == pytest.approx(5 * 512**2 * 64 * 6 / 1e-3)
+    assert [tier.name for tier in hardware.tiers] == ["device", "disk"]
+    assert loads(dumps(hardware)) == hardware
+
+
+def test_work_is_done_in_the_shape_and_dtype_it_names() -> None:
+    done: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def timer(work: Callable[[], object], device: torch.device) -> float:
+        result = work()
+        assert isinstance(result, torch.Tensor)
+        done.append((tuple(result.shape), result.dtype))
+        return 1e-3
+
+    found = list(measure.matmuls(CPU, True, timer, "d"))
+    assert done == [((m.tokens, m.d_out), measure.DTYPES[m.dtype]) for m in found]
+
+
+def test_a_slow_dtype_leaves_out_its_long_shapes() -> None:
+    found = list(measure.matmuls(CPU, True, Clockwork(0.05), "d"))
+    assert [m.tokens for m in found if m.dtype == "fp32"] == [1]  # 0.042 GFLOP/s: the rest is long
+    assert len(list(measure.matmuls(CPU, False, Clockwork(0.05), "d"))) == 2 * (
+        len(measure.CPU_SHAPES) + 1
+    ), "a thorough probe takes them all"
+
+
+def test_rates_are_kept_and_memory_is_asked_for_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = Clockwork()
+    first = take(tmp_path, timer=timer)
+    calls = timer.calls
+    monkeypatch.setattr(host, "memory", lambda: host.Memory(12345, 678))
+    second = take(tmp_path, timer=timer)
+    assert timer.calls == calls
+    assert second.devices[0].measured == first.devices[0].measured
+    assert second.devices[0].memory_bytes == 12345
+    assert second.tier("device").bytes == 678
+
+
+def test_another_thread_count_is_another_machine(tmp_path: Path) -> None:
+    timer = Clockwork()
+    take(tmp_path, timer=timer)
+    calls = timer.calls
+    torch.set_num_threads(2)
+    take(tmp_path, timer=timer)
+    assert timer.calls == 2 * calls
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}}', "cut", "field", "\xff"])
+def test_a_damaged_cache_is_ignored_and_mended(damage: str, tmp_path: Path) -> None:
+    timer = Clockwork()
+    first = take(tmp_path, timer=timer)
+    calls = timer.calls
+    (file,) = (tmp_path / "cache").iterdir()
+    text = file.read_text()
+    damaged = {"cut": text[: len(text) // 2], "field": text.replace('"FLOP/s"', '"furlongs"', 1)}
+    file.write_text(damaged.get(damage, damage), encoding="latin-1")
+    assert take(tmp_path, timer=timer).devices[0].peak == first.devices[0].peak
+    assert timer.calls == 2 * calls
+    assert json.loads(file.read_text()) == json.loads(text)
+
+
+def test_a_busy_machine_is_measured_but_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "busy", lambda: True)
+    take(tmp_path, timer=Clockwork())
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    assert take(tmp_path, timer=Clockwork()).source == "probe"
+
+
+def test_a_thorough_probe_measures_the_disk(tmp_path: Path) -> None:
+    ticks = iter(float(n) for n in range(8))
+    read, write = disk_rates(tmp_path, "d", 2 * BLOCK, lambda: next(ticks))
+    assert (read.value, write.value) == (2 * BLOCK, 2 * BLOCK)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OutsizeError, match="cannot measure the disk"):
+        disk_rates(tmp_path / "none", "d")
+
+
+def test_the_global_random_state_stays(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    take(tmp_path, timer=Clockwork(run=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_real_times_of_tiny_work() -> None:
+    calls: list[int] = []
+    assert 0 < measure.best_of(lambda: calls.append(1), CPU) < 1e-2
+    assert len(calls) == 1 + measure.MOST_REPEATS
+
+
+def test_slow_work_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([5.0, 4.0])
+    monkeypatch.setattr(measure, "_host_seconds", lambda work, device: next(times))
+    assert measure.best_of(lambda: None, CPU) == 4.0
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutsizeError, match="'abacus' cannot be probed"):
+        probe("abacus")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OutsizeError, match="finds no GPU"):
+        probe("cuda")
+
+
+def test_cuda_times_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls that CUDA timing needs, on a stand-in that writes them down."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = "start" if not hasattr(Event, "made") else "end"
+            Event.made = True  # type: ignore[attr-defined]
+
+        def record(self) -> None:
+            log.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            log.append(f"wait {self.name}")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert (self.name, end.name) == ("start", "end")
+            return 250.0  # milliseconds
+
+    class Chosen:
+        def __init__(self, device: torch.device) -> None:
+            log.append(f"on {device}")
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
+    spent = measure._cuda_seconds(lambda: log.append("work"), torch.device("cuda", 1))
+    assert spent == 0.25
+    assert log == ["on cuda:1", "synchronize", "record start", "work", "record end", "wait end"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_real_gpu(tmp_path: Path) -> None:
+    hardware = probe("cuda", cache=tmp_path)
+    (device,) = hardware.devices
+    assert device.kind in ("cuda", "rocm")
+    assert device.peak["bf16"].value > device.peak["fp32"].value / 2 > 0
+    assert [tier.name for tier in hardware.tiers] == ["device", "host", "disk"]
+    assert hardware.tier("device").bytes <= device.memory_bytes
+    assert device.measured.fill is None
+    assert probe("cuda", cache=tmp_path).devices[0].measured == device.measured
+
+
+def test_the_package_does_not_import_torch_by_itself() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, outsize.hardware; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert package_probe.__name__ == "outsize.hardware.probe"
