@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,20 +184,31 @@ def _reader(
     """A fill for `materialise` that reads parameters from the files."""
     source = {name: entry for entry in stored for name in entry.ours}
     waiting: dict[str, Tensor] = {}  # of a group that rests in one tensor: those not yet asked for
+    # one for all groups: freed ones between what stays would leave the heap full of holes
+    staging = torch.empty(0, dtype=torch.uint8)
+
+    def stage(entry: Stored, target: torch.dtype) -> tuple[Tensor, ...]:
+        nonlocal staging
+        found = [shards.entry(names[theirs]) for theirs in entry.theirs]
+        sizes = [prod(x.shape) * target.itemsize for x in found]
+        if staging.nbytes < sum(sizes):
+            staging = torch.empty(sum(sizes), dtype=torch.uint8)
+        parts = staging[: sum(sizes)].view(target).split([n // target.itemsize for n in sizes])
+        return tuple(
+            shards.read(x.name, y.view(x.shape)) for x, y in zip(found, parts, strict=True)
+        )
 
     def fill(name: str, parameter: Tensor) -> Tensor:
         if name in waiting:
             return waiting.pop(name)
         entry = source[name]
-        found = [shards.entry(names[theirs]) for theirs in entry.theirs]
-        target = rest(name, dtype or found[0].dtype)
+        first = shards.entry(names[entry.theirs[0]])
+        target = rest(name, dtype or first.dtype)
         if _unchanged(entry, parameter):
             out = torch.empty(parameter.shape, dtype=target, device=device)
-            return shards.read(found[0].name, out)
-        parts = tuple(shards.read(x.name, torch.empty(x.shape, dtype=target)) for x in found)
-        waiting.update(zip(entry.ours, entry.split(parts), strict=True))
-        for ours in entry.ours:
-            waiting[ours] = _own(waiting[ours]).to(device)
+            return shards.read(first.name, out)
+        for ours, x in zip(entry.ours, entry.split(stage(entry, target)), strict=True):
+            waiting[ours] = _own(x.to(device), staging)
         return waiting.pop(name)
 
     return fill
@@ -210,10 +222,13 @@ def _unchanged(entry: Stored, parameter: Tensor) -> bool:
     return entry.merge((probe,))[0] is probe
 
 
-def _own(x: Tensor) -> Tensor:
-    """x itself if it is all of its memory, else a copy: a view would keep the whole alive."""
-    whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+def _own(x: Tensor, staging: Tensor) -> Tensor:
+    """x itself if it is all of its memory and that is not the staging buffer, else a copy."""
+    memory = x.untyped_storage()
+    borrowed = memory.data_ptr() == staging.untyped_storage().data_ptr()
+    if x.is_contiguous() and memory.nbytes() == x.nbytes and not borrowed:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_tied_head(shards: Shards, model: Decoder) -> None:

@@ -24,7 +24,7 @@ from outsize.checkpoint.crc import file_crc32, join_crc32
 from outsize.checkpoint.files import DTYPES, read_header, read_json, read_tensor
 from outsize.checkpoint.writing import Spec, Written, write_json, write_tensors
 from outsize.errors import OutsizeError
-from outsize.kernels.pieces import pieces
+from outsize.kernels.pieces import PIECE_ELEMENTS, pieces
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -129,7 +129,7 @@ def test_reading_needs_a_few_megabytes_beside_the_tensor(
     monkeypatch.setattr(files.torch, "empty", counting)
     read_tensor(read_header(tmp_path / "a"), "x", out)
     assert out.sum(dtype=torch.float64) == 6_000_000
-    assert 0 < max(x.numel() for x in largest) <= 1 << 20
+    assert 0 < max(x.numel() for x in largest) <= PIECE_ELEMENTS
 
 
 def raw(table: Any, body: int, text: bytes | None = None) -> bytes:
