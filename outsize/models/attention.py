@@ -179,9 +179,7 @@ def _attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSW: Tensor, spec: AttendSpec) ->
     length = q_BHSK.shape[2]
     window = None if spec.window is None or spec.window >= length else spec.window
     if spec.softcap is not None:
-        o: Tensor = _Capped.apply(  # type: ignore[no-untyped-call]
-            q_BHSK, k_BGSK, v_BGSW, spec.scale, window, spec.softcap
-        )
+        o: Tensor = _Capped.apply(q_BHSK, k_BGSK, v_BGSW, spec.scale, window, spec.softcap)  # type: ignore[no-untyped-call]
         return o
     if window is None:
         return _fused(q_BHSK, k_BGSK, v_BGSW, spec.scale, None)

@@ -62,7 +62,5 @@ class Norm(nn.Module):
         if self.facts.kind == "layer":
             return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.facts.eps)
         assert self.weight is not None, "an RMS norm has a weight"
-        y: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.facts.eps, 1.0 - self.facts.unit
-        )
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.facts.eps, 1.0 - self.facts.unit)  # type: ignore[no-untyped-call]
         return y
