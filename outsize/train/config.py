@@ -29,6 +29,7 @@ class ModelKeys:
     weights: Literal["stored", "random"] | None = _key(
         None, "a directory's weights: those stored in it, or random ones drawn from train.seed"
     )
+    vocabulary: int | None = _key(None, "ids that a preset has")
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class Range:
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "data.validation": Range(0, 0.5),
+        "model.vocabulary": Range(1),
         "train.steps": Range(1),
         "train.tokens": Range(1),
         "train.minutes": Range(0),

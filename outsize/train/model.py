@@ -1,0 +1,95 @@
+"""Which model a run trains, and which tokenizer: from a preset or a Hugging Face directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outsize.errors import OutsizeError, nearest
+from outsize.models.config import DecoderConfig
+from outsize.models.presets import BYTE_VOCABULARY, PRESETS
+from outsize.train.resolve import Resolved
+
+if TYPE_CHECKING:
+    from outsize.data import Tokenizer
+
+BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained. directory: of the Hugging Face model; None for a preset."""
+
+    config: DecoderConfig
+    directory: Path | None
+    tokenizer: Tokenizer
+
+
+def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
+    """The model and tokenizer that the keys name; open keys among theirs are filled in.
+
+    OutsizeError for neither a preset nor a directory, an unknown family, missing weights, a
+    tokenizer with more ids than the model.
+    """
+    name = resolved.config.model.name
+    if name in PRESETS:
+        return _preset(resolved, name)
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        raise OutsizeError(
+            f"model {name!r} is neither a preset nor a directory{nearest(name, tuple(PRESETS))}"
+        )
+    return _directory(resolved, directory)
+
+
+def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:
+    from outsize.data import check_vocabulary, open_tokenizer
+    from outsize.models.families import parse
+
+    if resolved.get("model.weights") == "stored":
+        raise OutsizeError(
+            f"model.weights is 'stored', but the preset {name!r} has none; expected 'random'"
+        )
+    resolved = resolved.derive("model.weights", "random", "a preset has no weights")
+    resolved = resolved.derive("data.tokenizer", BYTES, "a preset has no tokenizer")
+    tokenizer = open_tokenizer(resolved.get("data.tokenizer"))
+    own = int(PRESETS[name]["vocab_size"])
+    if own == BYTE_VOCABULARY and tokenizer.vocab_size > own:
+        rounded = -(-tokenizer.vocab_size // 64) * 64
+        resolved = resolved.derive("model.vocabulary", rounded, "the tokenizer's, rounded up to 64s")
+    resolved = resolved.derive("model.vocabulary", own, f"the preset {name}")
+    vocabulary = resolved.get("model.vocabulary")
+    check_vocabulary(tokenizer, vocabulary)
+    ids = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eos}
+    return resolved, Subject(
+        parse({**PRESETS[name], "vocab_size": vocabulary, **ids}), None, tokenizer
+    )
+
+
+def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
+    from outsize.checkpoint.hub import read_config
+    from outsize.checkpoint.shards import open_shards
+    from outsize.data import check_vocabulary, open_tokenizer
+
+    config = read_config(directory)
+    if resolved.given("model.vocabulary") and resolved.get("model.vocabulary") != config.vocab:
+        raise OutsizeError(
+            f"model.vocabulary is {resolved.get('model.vocabulary')}, but {directory} has"
+            f" {config.vocab} ids; expected it to be left out"
+        )
+    resolved = resolved.derive("model.vocabulary", config.vocab, "config.json")
+    if (directory / "tokenizer.json").is_file():
+        resolved = resolved.derive("data.tokenizer", str(directory), "the model's directory")
+    resolved = resolved.derive("data.tokenizer", BYTES, "the model's directory has no tokenizer")
+    tokenizer = open_tokenizer(resolved.get("data.tokenizer"))
+    check_vocabulary(tokenizer, config.vocab)
+    if resolved.get("model.weights") != "random":
+        try:
+            open_shards(directory)
+        except OutsizeError as error:
+            raise OutsizeError(
+                f"{error}; set model.weights=random to begin with random ones"
+            ) from None
+    resolved = resolved.derive("model.weights", "stored", "the model's directory has weights")
+    return resolved, Subject(config, directory, tokenizer)

@@ -1,0 +1,126 @@
+"""How a run shows where it is: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+from outsize.memory import format_bytes
+
+LINE_SECONDS = 5.0  # between lines where there is no terminal
+SMOOTH = 0.1  # weight of the newest step in what is shown of speed
+
+
+@dataclass(frozen=True)
+class Status:
+    """After a step. now and peak: bytes of memory; left: seconds."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    now: int
+    peak: int
+    left: float
+
+    def text(self) -> str:
+        """As a person reads it."""
+        return (
+            f"loss {self.loss:.3f}  {self.tokens_per_second:,.0f} tokens/s"
+            f"  memory {format_bytes(self.now)}, peak {format_bytes(self.peak)}"
+            f"  {duration(self.left)} left"
+        )
+
+
+class Progress(Protocol):
+    """Shows a run's progress."""
+
+    def update(self, status: Status) -> None: ...
+    def say(self, text: str) -> None:
+        """A line of its own."""
+
+
+@contextmanager
+def progress(console: Console, steps: int, done: int) -> Iterator[Progress]:
+    """The way to show `steps` steps of which `done` are done."""
+    if not console.is_terminal:
+        yield _Lines(console, steps)
+        return
+    columns = (
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}"),
+    )  # fmt: skip
+    with RichProgress(*columns, console=console, expand=True) as bar:
+        yield _Bar(bar, steps, done)
+
+
+class _Bar:
+    def __init__(self, bar: RichProgress, steps: int, done: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("train", total=steps, completed=done, text="")
+
+    def update(self, status: Status) -> None:
+        self._bar.update(self._task, completed=status.step, text=status.text())
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, markup=False)
+
+
+class _Lines:
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps, self._next = console, steps, 0.0
+
+    def update(self, status: Status) -> None:
+        now = time.monotonic()
+        if now >= self._next or status.step == self._steps:
+            self._next = now + LINE_SECONDS
+            self.say(f"step {status.step}/{self._steps}  {status.text()}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Speed:
+    """Tokens a second and seconds left, smoothed over the steps that nothing slowed."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None  # of a step
+        self._tokens = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self._tokens = tokens
+        if self._seconds is None:
+            self._seconds = seconds
+        self._seconds += SMOOTH * (seconds - self._seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def left(self, steps: int) -> float:
+        return steps * (self._seconds or 0.0)
+
+
+def resident() -> tuple[int, int]:
+    """(bytes of this process in memory now, and at its peak so far)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return psutil.Process().memory_info().rss, peak * unit
+
+
+def duration(seconds: float) -> str:
+    """ "45 s", "2 min 05 s", "3 h 20 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

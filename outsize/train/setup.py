@@ -1,0 +1,116 @@
+"""Everything that is known before a run starts: its values, model, machine and forecast.
+
+Nothing of the model or the data is allocated or read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from outsize.hardware import Hardware
+from outsize.hardware.probe import probe
+from outsize.memory import parse_bytes
+from outsize.optim import LearningRate, Optimizer
+from outsize.optim import parse as parse_optimizer
+from outsize.plan import Plan, Precision
+from outsize.search import Wish, choose, native_makers
+from outsize.simulate import Forecast, forecast
+from outsize.train import derive
+from outsize.train.config import RunConfig
+from outsize.train.model import Subject, subject
+from outsize.train.resolve import Resolved
+
+FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that could start."""
+
+    resolved: Resolved
+    subject: Subject
+    hardware: Hardware
+    forecast: Forecast
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.forecast.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run's tensors are."""
+        return torch.device("cpu" if self.hardware.devices[0].kind == "cpu" else "cuda")
+
+
+def set_up(resolved: Resolved, plan: Plan | None = None, fit: bool = True) -> Setup:
+    """Fill in what is open, choose the plan (unless given) and foretell it.
+
+    Sets PyTorch's number of threads. fit: refuse what does not fit in the memory that is free.
+    OutsizeError for whatever makes the run impossible.
+    """
+    resolved = resolved.derive("threads", torch.get_num_threads(), "PyTorch's own choice here")
+    torch.set_num_threads(resolved.get("threads"))
+    resolved, model = subject(resolved)
+    hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
+    resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
+    wish = wish_of(resolved)
+    if plan is None:
+        foretold = _chosen(model, wish, hardware, fit)
+    else:
+        kept = replace(plan, budget=wish.budget)
+        foretold = forecast(kept, *native_makers(model.config, wish), hardware)
+    resolved = derive.after_plan(resolved, foretold.seconds)
+    return Setup(derive.output(resolved), model, hardware, foretold)
+
+
+def wish_of(resolved: Resolved) -> Wish:
+    """What the user has fixed of the plan."""
+    config = resolved.config
+    assert config.train.sequence is not None and config.train.batch_tokens is not None
+    assert config.precision is not None
+    precision = Precision.named(config.precision)
+    if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
+        precision = replace(precision, master=None)
+    return Wish(
+        rows=config.train.batch_tokens // config.train.sequence,
+        sequence=config.train.sequence,
+        precision=precision,
+        optimizer=optimizer_of(config),
+        clip=config.train.clip,
+        budget=None if config.memory is None else parse_bytes(config.memory),
+        microbatch_rows=config.plan.microbatch_rows,
+        recompute=config.plan.recompute,
+        loss_chunk=config.plan.loss_chunk,
+        mlp_tile=config.plan.mlp_tile,
+        split_backward=config.plan.split_backward,
+        approximate=config.plan.approximate,
+    )
+
+
+def optimizer_of(config: RunConfig) -> Optimizer:
+    """The optimizer of a run whose learning rate is known."""
+    own = config.optimizer
+    assert own.lr is not None
+    return parse_optimizer(own.name, own.lr, own.weight_decay, own.betas)
+
+
+def rates_of(config: RunConfig) -> LearningRate:
+    """The learning rate's factor by step."""
+    own = config.schedule
+    assert config.train.steps is not None and own.warmup is not None
+    return LearningRate(own.shape, config.train.steps, own.warmup, own.final, own.decay)
+
+
+def _chosen(model: Subject, wish: Wish, hardware: Hardware, fit: bool) -> Forecast:
+    made = choose(model.config, wish, hardware)
+    free = int(FREE * hardware.tier("device").bytes)
+    if wish.budget is not None or not fit or made.peak <= free:
+        return made
+    made = choose(model.config, replace(wish, budget=free), hardware)
+    return replace(made, plan=replace(made.plan, budget=None))

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop after its step, the second stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+ASKED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """While entered, remembers the first signal in `signal` (None: none came)."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    @property
+    def code(self) -> int:
+        """The exit code that shells know a stopped process by."""
+        assert self.signal is not None
+        return 128 + self.signal
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {number: signal.signal(number, self._handle) for number in ASKED}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = number
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
