@@ -73,15 +73,18 @@ class Replay:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        now, buffers = self._read(), [(b, b.clone()) for b in self.module.buffers()]
+        # Copies stand in for the buffers, since autograd may have saved the buffers themselves.
+        homes = [(m, name, b) for m in self.module.modules() for name, b in m._buffers.items()]
+        now = self._read()
         self._write(self.states)
+        for module, name, buffer in homes:
+            module._buffers[name] = None if buffer is None else buffer.clone()
         try:
             yield
         finally:
             self._write(now)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            for module, name, buffer in homes:
+                module._buffers[name] = buffer
 
 
 def leaf(tensor: Tensor) -> Tensor:
