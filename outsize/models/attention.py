@@ -172,6 +172,8 @@ class LocalAttend:
                 for x in (q_THK, k_TGK, v_TGW)
             )
             outputs.append(_attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
+        if not outputs:
+            return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

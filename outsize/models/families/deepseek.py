@@ -11,7 +11,6 @@ from outsize.models.families import reading as read
 from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, ROPE, llama
 from outsize.models.families.mixture import expert_names
 
-_EXTRA = "num_nextn_predict_layers"
 DEFAULTS: Mapping[str, Any] = {
     **LLAMA_DEFAULTS,
     "max_position_embeddings": 4096,
@@ -30,14 +29,14 @@ DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
     "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
 }
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertFacts:
     inner = read.integer(config, "moe_intermediate_size")
-    count = config.get("num_local_experts") or config.get("n_routed_experts")
     return ExpertFacts(
-        count=read.integer({"n_routed_experts": count}, "n_routed_experts"),
+        count=read.integer(config, read.either(config, "num_local_experts", "n_routed_experts")),
         chosen=read.integer(config, "num_experts_per_tok"),
         hidden=inner,
         scoring="sigmoid",
@@ -108,5 +107,4 @@ def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _extra_layers(config: Mapping[str, Any]) -> int:
-    written = config.get(_EXTRA, config.get("num_mtp_layers"))
-    return 1 if written is None else read.count({_EXTRA: written}, _EXTRA)
+    return read.count(config, read.either(config, "num_mtp_layers", "num_nextn_predict_layers"))

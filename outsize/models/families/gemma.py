@@ -92,14 +92,14 @@ def gemma3(config: Mapping[str, Any]) -> DecoderConfig:
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Parameters of the two ropes, from either layout."""
-    nested = config.get("rope_parameters") or {}
+    nested = read.table(config, "rope_parameters")
     if set(nested) - {"full_attention", "sliding_attention"}:
         raise OutsizeError(
             f"config.json: rope_parameters has {', '.join(sorted(nested))}; expected "
             "full_attention and sliding_attention"
         )
-    full = {**(nested.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
-    sliding = dict(nested.get("sliding_attention") or {})
+    full = {**read.table(nested, "full_attention"), **read.table(config, "rope_scaling")}
+    sliding = dict(read.table(nested, "sliding_attention"))
     if full.get("rope_theta") is None:
         full["rope_theta"] = config["rope_theta"]
     if sliding.get("rope_theta") is None:

@@ -122,6 +122,8 @@ def windowed(facts: DecoderConfig, window: int | None) -> DecoderConfig:
 def layer_types(config: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
     """ "full_attention" or "sliding_attention" for each layer."""
     found = config.get("layer_types")
+    if found is not None and not isinstance(found, list | tuple):
+        raise read.refuse("layer_types", found, "a list of layer types, or null")
     kinds = default if found is None else tuple(found)
     wrong = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if wrong:

@@ -67,15 +67,15 @@ def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     """Qwen3-MoE: experts in every decoder_sparse_step-th layer that is not listed as dense."""
     facts = llama(config)
-    # transformers takes either key; the second is how it may write the first.
-    count = config.get("num_local_experts") or config.get("num_experts")
     moe = ExpertFacts(
-        count=read.integer({"num_experts": count}, "num_experts"),
+        count=read.integer(config, read.either(config, "num_local_experts", "num_experts")),
         chosen=read.integer(config, "num_experts_per_tok"),
         hidden=read.integer(config, "moe_intermediate_size"),
         normalise=read.flag(config, "norm_topk_prob", False),
     )
-    dense, step = config.get("mlp_only_layers") or (), read.integer(config, "decoder_sparse_step")
+    dense, step = config.get("mlp_only_layers") or [], read.integer(config, "decoder_sparse_step")
+    if not isinstance(dense, list | tuple) or not all(isinstance(i, int) for i in dense):
+        raise read.refuse("mlp_only_layers", dense, "a list of layer numbers")
     layers = tuple(
         replace(layer, experts=i not in dense and (i + 1) % step == 0)
         for i, layer in enumerate(facts.layers)

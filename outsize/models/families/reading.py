@@ -114,15 +114,25 @@ def divided(config: Config, size_key: str, parts_key: str, default: int | None =
     return size // parts
 
 
+def table(config: Config, key: str) -> Config:
+    """An object; empty where it is null or missing."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected an object or null")
+    return value or {}
+
+
+def either(config: Config, *keys: str) -> str:
+    """Which of several names for one fact the config uses; the last where it uses none."""
+    return next((key for key in keys if config.get(key) is not None), keys[-1])
+
+
 def rope_parameters(
     config: Config, theta: str = "rope_theta", partial: str = "partial_rotary_factor"
 ) -> dict[str, Any]:
     """The flat parameters of a model with one rope, from either layout; `theta` and `partial` are
     the keys that hold these in the older one."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise OutsizeError(f"config.json: rope_scaling = {found!r}; expected an object or null")
-    merged = dict(found)
+    merged = dict(table(config, "rope_scaling") or table(config, "rope_parameters"))
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = config.get(theta)
     if merged.get("partial_rotary_factor") is None:
