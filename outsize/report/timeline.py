@@ -27,6 +27,7 @@ KINDS = (  # the order of the legend; others follow by name
     *("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),
     *("DECODE", "UPDATE", "SEND", "RECV", "GATHER", "RELEASE", "REDUCE", "FETCH", "EVICT"),
 )
+SCRIPTS = ("model", "lanes", "memory", "hand")  # one scope, in this order
 LANES = ("compute", "network", "copy", "host", "disk")  # from the top; others follow by name
 
 
@@ -44,7 +45,8 @@ def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline")
         )
     ordered = sorted(traces, key=lambda trace: trace.source)  # foretold first
     page = files("outsize.report") / "page"
-    script = (page / "timeline.js").read_text(encoding="utf-8")
+    parts = [(page / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    script = "\n".join(('"use strict";', "(() => {", *parts, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template((page / "timeline.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,19 @@ def test_another_thread_count_is_another_machine(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}}', "cut", "field", "\xff"])
+@pytest.mark.parametrize("damage", ["", "{", "[]", "other", "cut", "field", "\xff"])
 def test_a_damaged_cache_is_ignored_and_mended(damage: str, tmp_path: Path) -> None:
     timer = Clockwork()
     first = take(tmp_path, timer=timer)
     calls = timer.calls
     (file,) = (tmp_path / "cache").iterdir()
     text = file.read_text()
-    damaged = {"cut": text[: len(text) // 2], "field": text.replace('"FLOP/s"', '"furlongs"', 1)}
+    other = json.dumps({**json.loads(text), "key": {"processor": "another"}})
+    damaged = {
+        "cut": text[: len(text) // 2],
+        "other": other,
+        "field": text.replace('"FLOP/s"', '"furlongs"', 1),
+    }
     file.write_text(damaged.get(damage, damage), encoding="latin-1")
     assert take(tmp_path, timer=timer).devices[0].peak == first.devices[0].peak
     assert timer.calls == 2 * calls
@@ -141,6 +147,25 @@ def test_a_thorough_probe_measures_the_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OutsizeError, match="cannot measure the disk"):
         disk_rates(tmp_path / "none", "d")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_disk_is_read_past_the_page_cache(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    real = os.open
+
+    def watched(name: str, flags: int, *rest: Any, **more: Any) -> int:
+        opened.append(flags)
+        if flags & os.O_DIRECT and not direct:
+            raise OSError(22, "Invalid argument")
+        return real(name, flags & ~os.O_DIRECT, *rest, **more)
+
+    monkeypatch.setattr(os, "open", watched)
+    read, write = disk_rates(tmp_path, "d", BLOCK)
+    assert [bool(flags & os.O_DIRECT) for flags in opened[-2:]] == [direct, direct]
+    assert ("no direct I/O" in read.note) == ("no direct I/O" in write.note) == (not direct)
 
 
 def test_the_global_random_state_stays(tmp_path: Path) -> None:
