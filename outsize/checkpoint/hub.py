@@ -80,6 +80,7 @@ def load(
     for segment, _ in segments(model):
         materialise(model, segment, fill)
     _check_tied_head(shards, model)
+    model.origin = Path(path)
     return model
 
 
@@ -216,19 +217,14 @@ def _reader(
 
 def _unchanged(entry: Stored, parameter: Tensor) -> bool:
     """Whether the stored tensor is the native one: its split gives back what it is given."""
-    if len(entry.theirs) != 1 or len(entry.ours) != 1:
-        return False
     probe = parameter.detach().to("meta")
-    return entry.merge((probe,))[0] is probe
+    return len(entry.ours) == 1 and entry.merge((probe,))[0] is probe
 
 
 def _own(x: Tensor, staging: Tensor) -> Tensor:
-    """x itself if it is all of its memory and that is not the staging buffer, else a copy."""
-    memory = x.untyped_storage()
-    borrowed = memory.data_ptr() == staging.untyped_storage().data_ptr()
-    if x.is_contiguous() and memory.nbytes() == x.nbytes and not borrowed:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """x in memory of its own: the staging buffer is about to be used again."""
+    borrowed = x.untyped_storage().data_ptr() == staging.untyped_storage().data_ptr()
+    return x.clone(memory_format=torch.contiguous_format) if borrowed else x.contiguous()
 
 
 def _check_tied_head(shards: Shards, model: Decoder) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.origin: Path | None = None  # the directory that it was loaded from
         self.prologue = Prologue(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
         self.epilogue = Epilogue(config)
