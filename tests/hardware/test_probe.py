@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.hardware import Hardware, host, measure
+from outsize.hardware import Hardware, Rate, host, measure
 from outsize.hardware import probe as package_probe
 from outsize.hardware.disk import BLOCK, disk_rates
 from outsize.hardware.form import dumps, loads
@@ -37,6 +37,14 @@ class Clockwork:
 @pytest.fixture(autouse=True)
 def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "busy", lambda: False)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small shape and no large arrays, for tests that are not about what is measured."""
+    rate = Rate(1e9, "B/s", "probe", "d")
+    monkeypatch.setattr(measure, "CPU_SHAPES", ((8, 8, 8),))
+    monkeypatch.setattr(measure, "bandwidth", lambda *_: rate)
 
 
 def take(tmp_path: Path, **more: Any) -> Hardware:
@@ -84,6 +92,7 @@ def test_a_slow_dtype_leaves_out_its_long_shapes() -> None:
     ), "a thorough probe takes them all"
 
 
+@pytest.mark.usefixtures("light")
 def test_rates_are_kept_and_memory_is_asked_for_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +107,7 @@ def test_rates_are_kept_and_memory_is_asked_for_afresh(
     assert second.tier("device").bytes == 678
 
 
+@pytest.mark.usefixtures("light")
 def test_another_thread_count_is_another_machine(tmp_path: Path) -> None:
     timer = Clockwork()
     take(tmp_path, timer=timer)
@@ -108,6 +118,7 @@ def test_another_thread_count_is_another_machine(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("damage", ["", "{", "[]", "other", "cut", "field", "\xff"])
 def test_a_damaged_cache_is_ignored_and_mended(damage: str, tmp_path: Path) -> None:
     timer = Clockwork()
@@ -127,6 +138,7 @@ def test_a_damaged_cache_is_ignored_and_mended(damage: str, tmp_path: Path) -> N
     assert json.loads(file.read_text()) == json.loads(text)
 
 
+@pytest.mark.usefixtures("light")
 def test_a_busy_machine_is_measured_but_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +147,7 @@ def test_a_busy_machine_is_measured_but_not_remembered(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.usefixtures("light")
 def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert take(tmp_path, timer=Clockwork()).source == "probe"
