@@ -122,3 +122,4 @@ new ResizeObserver(size).observe($("view"));
 retheme();
 size();
 keys();
+paint();

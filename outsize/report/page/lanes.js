@@ -139,15 +139,18 @@ function cross(g, top, height) {
   g.fillRect(Math.round(pointer) - 0.5, top, 1, height);
   g.globalAlpha = 1;
 }
-function draw() {
+function paint() {
+  drawAxis();
+  drawLanes();
+  drawMemory();
+  document.body.dataset.drawn = "yes";
+}
+function draw() {  // many changes, one painting a frame
   if (pending) return;
   pending = true;
   requestAnimationFrame(() => {
     pending = false;
-    drawAxis();
-    drawLanes();
-    drawMemory();
-    document.body.dataset.drawn = "yes";
+    paint();
   });
 }
 
