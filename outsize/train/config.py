@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from outsize.errors import OutsizeError
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def _key(default: T, meaning: str) -> T:
     """A field with its meaning."""
-    return cast(T, dataclasses.field(default=default, metadata={"meaning": meaning}))
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,4 @@ def check(name: str, value: Any, source: str) -> None:
     if allowed is None or value is None or allowed.least <= value <= allowed.most:
         return
     upper = "" if allowed.most == float("inf") else f" and at most {allowed.most:g}"
-    raise OutsizeError(
-        f"{source}: {name}: {value}; expected at least {allowed.least:g}{upper}"
-    )
+    raise OutsizeError(f"{source}: {name}: {value}; expected at least {allowed.least:g}{upper}")

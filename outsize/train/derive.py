@@ -43,7 +43,9 @@ def before_plan(resolved: Resolved, config: DecoderConfig, device: Device) -> Re
             f"train.sequence is {sequence}, longer than the {positions} positions that the model"
             f" has; expected at most {positions}"
         )
-    resolved = resolved.derive("train.batch_tokens", ROWS * sequence, f"{ROWS} rows of the sequence")
+    resolved = resolved.derive(
+        "train.batch_tokens", ROWS * sequence, f"{ROWS} rows of the sequence"
+    )
     batch = resolved.get("train.batch_tokens")
     if batch % sequence:
         near = max(1, round(batch / sequence)) * sequence
@@ -71,7 +73,9 @@ def _learning_rate(resolved: Resolved, config: DecoderConfig) -> Resolved:
     if resolved.get("model.weights") == "stored":
         return resolved.derive("optimizer.lr", STORED_LR, "adamw from trained weights")
     lr = float(f"{FRESH_LR * FRESH_WIDTH / config.hidden:.3g}")
-    reason = f"adamw from random weights, {FRESH_LR:g} x {FRESH_WIDTH} / hidden size {config.hidden}"
+    reason = (
+        f"adamw from random weights, {FRESH_LR:g} x {FRESH_WIDTH} / hidden size {config.hidden}"
+    )
     return resolved.derive("optimizer.lr", lr, reason)
 
 

@@ -19,7 +19,18 @@ from typing import Any, Self
 from outsize.errors import OutsizeError
 
 FILE = "metrics.jsonl"
-TIMED = ("seconds", "tokens_per_second", "resident_bytes", "resident_peak_bytes")
+TIMED = frozenset(
+    {
+        "seconds",
+        "tokens_per_second",
+        "resident_bytes",
+        "resident_peak_bytes",
+        "foretold_peak_bytes",
+        "foretold_step_seconds",
+        "measured_peak_bytes",
+        "measured_step_seconds",
+    }
+)
 """Keys whose values differ from run to run; all others are the same, bit for bit."""
 
 Record = Mapping[str, float | int | str]
@@ -87,9 +98,10 @@ class Metrics:
         return OutsizeError(f"cannot write metrics to {self.path}: {error.strerror or error}")
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The records of a run."""
-    return [json.loads(line) for line in _lines(directory / FILE, None)]
+def read_metrics(directory: Path, timed: bool = True) -> list[dict[str, Any]]:
+    """The records of a run; timed=False leaves out what differs from run to run."""
+    records = (json.loads(line) for line in _lines(directory / FILE, None))
+    return [{k: v for k, v in record.items() if timed or k not in TIMED} for record in records]
 
 
 def _lines(path: Path, last: int | None) -> Iterator[str]:

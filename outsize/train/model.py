@@ -19,11 +19,13 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained. directory: of the Hugging Face model; None for a preset."""
+    """What is trained. directory: of the Hugging Face model; None for a preset. text: how data
+    names the tokenizer."""
 
     config: DecoderConfig
     directory: Path | None
     tokenizer: Tokenizer
+    text: str
 
 
 def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
@@ -57,13 +59,18 @@ def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:
     own = int(PRESETS[name]["vocab_size"])
     if own == BYTE_VOCABULARY and tokenizer.vocab_size > own:
         rounded = -(-tokenizer.vocab_size // 64) * 64
-        resolved = resolved.derive("model.vocabulary", rounded, "the tokenizer's, rounded up to 64s")
+        resolved = resolved.derive(
+            "model.vocabulary", rounded, "the tokenizer's, rounded up to 64s"
+        )
     resolved = resolved.derive("model.vocabulary", own, f"the preset {name}")
     vocabulary = resolved.get("model.vocabulary")
     check_vocabulary(tokenizer, vocabulary)
     ids = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eos}
     return resolved, Subject(
-        parse({**PRESETS[name], "vocab_size": vocabulary, **ids}), None, tokenizer
+        parse({**PRESETS[name], "vocab_size": vocabulary, **ids}),
+        None,
+        tokenizer,
+        resolved.get("data.tokenizer"),
     )
 
 
@@ -92,4 +99,13 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
                 f"{error}; set model.weights=random to begin with random ones"
             ) from None
     resolved = resolved.derive("model.weights", "stored", "the model's directory has weights")
-    return resolved, Subject(config, directory, tokenizer)
+    return resolved, Subject(config, directory, tokenizer, resolved.get("data.tokenizer"))
+
+
+def subject_of(checkpoint: Path, tokenizer: str) -> Subject:
+    """What the run of a checkpoint trains: all of it lies in the checkpoint."""
+    from outsize.checkpoint.hub import read_config
+    from outsize.data import open_tokenizer
+
+    text = BYTES if tokenizer == BYTES else str(checkpoint)
+    return Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)

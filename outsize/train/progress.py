@@ -92,21 +92,25 @@ class Speed:
     """Tokens a second and seconds left, smoothed over the steps that nothing slowed."""
 
     def __init__(self) -> None:
-        self._seconds: float | None = None  # of a step
+        self._seconds = 0.0  # of a step
         self._tokens = 0
+        self._rough = True
 
-    def add(self, seconds: float, tokens: int) -> None:
+    def add(self, seconds: float, tokens: int, slowed: bool) -> None:
+        """Book a step; one that was slowed counts only until there is another."""
         self._tokens = tokens
-        if self._seconds is None:
-            self._seconds = seconds
-        self._seconds += SMOOTH * (seconds - self._seconds)
+        if slowed and not self._rough:
+            return
+        weight = 1.0 if self._rough else SMOOTH
+        self._seconds += weight * (seconds - self._seconds)
+        self._rough = slowed
 
     @property
     def tokens_per_second(self) -> float:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def left(self, steps: int) -> float:
-        return steps * (self._seconds or 0.0)
+        return steps * self._seconds
 
 
 def resident() -> tuple[int, int]:

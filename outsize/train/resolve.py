@@ -132,7 +132,9 @@ def _flatten(found: Any, source: str) -> Iterable[tuple[str, Any]]:
     """(full key, plain value) of a nested mapping."""
     sections = {f.name for f in dataclasses.fields(RunConfig)}
     if not isinstance(found, dict):
-        raise OutsizeError(f"{source}: {found!r}; expected a mapping of {', '.join(sorted(sections))}")
+        raise OutsizeError(
+            f"{source}: {found!r}; expected a mapping of {', '.join(sorted(sections))}"
+        )
     for outer, value in found.items():
         if outer in leaves():
             yield outer, value

@@ -48,15 +48,21 @@ class Setup:
         return torch.device("cpu" if self.hardware.devices[0].kind == "cpu" else "cuda")
 
 
-def set_up(resolved: Resolved, plan: Plan | None = None, fit: bool = True) -> Setup:
+def set_up(
+    resolved: Resolved,
+    plan: Plan | None = None,
+    model: Subject | None = None,
+    fit: bool = True,
+) -> Setup:
     """Fill in what is open, choose the plan (unless given) and foretell it.
 
-    Sets PyTorch's number of threads. fit: refuse what does not fit in the memory that is free.
-    OutsizeError for whatever makes the run impossible.
+    model: where it is known already. fit: refuse what does not fit in the memory that is free.
+    Sets PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
     """
     resolved = resolved.derive("threads", torch.get_num_threads(), "PyTorch's own choice here")
     torch.set_num_threads(resolved.get("threads"))
-    resolved, model = subject(resolved)
+    if model is None:
+        resolved, model = subject(resolved)
     hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     wish = wish_of(resolved)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outsize.memory import KINDS, format_bytes
 from outsize.plan import explain
+from outsize.plan.plan import BYTES
 from outsize.simulate import Forecast
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
@@ -45,14 +46,15 @@ def bytes_table(forecast: Forecast) -> Table:
 
 
 def foretold(forecast: Forecast) -> str:
-    """One line: peak and time."""
+    """One line: size, peak and time."""
     plan = forecast.plan
+    count = forecast.static["parameters"] // BYTES[plan.precision.compute]
     speed = ""
     if plan.sequence:
         speed = f" ({plan.rows * plan.sequence / forecast.seconds:,.0f} tokens/s)"
     budget = "" if plan.budget is None else f", of a budget of {format_bytes(plan.budget)}"
     return (
-        f"foretold: peak memory {format_bytes(forecast.peak)}{budget};"
+        f"foretold: {count:,} parameters; peak memory {format_bytes(forecast.peak)}{budget};"
         f" a step {time_of(forecast.seconds)}{speed}"
     )
 

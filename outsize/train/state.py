@@ -46,9 +46,7 @@ class Place:
         return self.step >= self.steps
 
 
-def save(
-    store: Store, job: Job, config: DecoderConfig, resolved: Resolved, place: Place
-) -> Path:
+def save(store: Store, job: Job, config: DecoderConfig, resolved: Resolved, place: Place) -> Path:
     """Save the checkpoint of `place`; returns where. OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:

@@ -18,6 +18,10 @@ class Stop:
         self.signal: int | None = None
         self._before: dict[int, object] = {}
 
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
     @property
     def code(self) -> int:
         """The exit code that shells know a stopped process by."""

@@ -28,7 +28,11 @@ def write_tokenizer(name: str, directory: Path) -> None:
     """
     if name == "bytes":
         (directory / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END,
+            "eos_token": END,
+        }
         (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
         return
     source = Path(name).expanduser()

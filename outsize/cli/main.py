@@ -1,0 +1,39 @@
+"""`outsize`: the group of commands, and how errors look: one line, exit code 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from outsize.cli.generate import generate
+from outsize.cli.plan import plan
+from outsize.cli.train import train
+from outsize.errors import OutsizeError
+
+INTERRUPTED = 130  # what shells report for Ctrl-C
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutsizeError as error:
+            message = str(error)
+        except click.UsageError as error:
+            message = error.format_message()
+        except KeyboardInterrupt:
+            click.echo("interrupted; nothing had begun that could be saved", err=True)
+            ctx.exit(INTERRUPTED)
+        click.echo(f"error: {' '.join(message.split())}", err=True)
+        ctx.exit(2)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="outsize")
+def main() -> None:
+    """Train and serve models that are larger than the hardware."""
+
+
+for command in (train, generate, plan):
+    main.add_command(command)

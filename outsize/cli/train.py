@@ -1,0 +1,73 @@
+"""`outsize train`: start a run, or go on with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from outsize.train.resolve import Resolved
+
+
+@click.command()
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a run.")
+@click.option(
+    "--on-damage",
+    type=click.Choice(["refuse", "previous"]),
+    default="refuse",
+    show_default=True,
+    help="With --resume: what to do when the last checkpoint is damaged.",
+)
+@click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB.")
+@click.option("--explain", is_flag=True, help="Print every value and its origin; start nothing.")
+@click.pass_context
+def train(
+    ctx: click.Context,
+    run: Path | None,
+    sets: tuple[str, ...],
+    resume: Path | None,
+    on_damage: Literal["refuse", "previous"],
+    memory: str | None,
+    explain: bool,
+) -> None:
+    """Train a model as the file RUN (YAML) says.
+
+    Without a file and without --set, a small model learns from the text of Python's standard
+    library, in at most three minutes on two cores.
+    """
+    from outsize.cli.show import console
+    from outsize.train.resolve import resolve
+
+    said = resolve(run, (*sets, *(() if memory is None else (f"memory={memory}",))))
+    from outsize.train import run as runs
+
+    if resume is not None:
+        directory = _run_directory(resume)
+        if explain:
+            runs.explain(_laid_over(runs.recorded_values(directory), said), console())
+            return
+        ctx.exit(runs.resume(directory, _changes(said), on_damage, console()))
+    if explain:
+        runs.explain(said, console())
+        return
+    ctx.exit(runs.start(said, console()))
+
+
+def _run_directory(path: Path) -> Path:
+    """The run's own directory, if one of its checkpoints was given."""
+    return path.parent if (path / "manifest.json").is_file() else path
+
+
+def _changes(said: Resolved) -> Iterator[tuple[str, object, str]]:
+    return ((name, value, said.origins[name]) for name, value in said.values.items())
+
+
+def _laid_over(recorded: Resolved, said: Resolved) -> Resolved:
+    for name, value, origin in _changes(said):
+        recorded = recorded.with_value(name, value, origin)
+    return recorded

@@ -1,0 +1,280 @@
+"""A whole run: set up, foretell, train, report. New, or gone on with from its directory.
+
+runs/mine/run.yaml        every value of the run; plan.yaml: its plan
+runs/mine/step-00000100/  checkpoints, each a Hugging Face directory
+runs/mine/metrics.jsonl   and events.*: TensorBoard
+runs/mine/timeline.html   one step, foretold and measured; trace.json: for Perfetto
+runs/mine/sample.txt      what the trained model wrote
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from outsize.checkpoint import hub
+from outsize.checkpoint.opened import Checkpoint
+from outsize.checkpoint.store import OnDamage, Store
+from outsize.data import Data, DataConfig, TrainStream, open_data
+from outsize.decode.samplers import Sampling
+from outsize.decode.text import stream_text
+from outsize.errors import OutsizeError
+from outsize.memory import Ledger
+from outsize.models.build import build, materialise, segments
+from outsize.models.decoder import Decoder
+from outsize.plan import from_yaml, to_yaml
+from outsize.runtime import Job, NativeFlow
+from outsize.train.config import MAY_CHANGE
+from outsize.train.loop import Loop, closing, resume_command
+from outsize.train.measure import Measure
+from outsize.train.metrics import Metrics
+from outsize.train.model import subject_of
+from outsize.train.resolve import Resolved, apply_text
+from outsize.train.setup import Setup, optimizer_of, set_up
+from outsize.train.show import bytes_table, foretold, plan_table, values_table
+from outsize.train.state import Place, place_of, restore, same_run
+from outsize.train.stop import Stop
+
+RUN, PLAN, SAMPLE = "run.yaml", "plan.yaml", "sample.txt"
+
+
+def explain(resolved: Resolved, console: Console) -> None:
+    """Print every value and where it came from, and the plan; start nothing."""
+    setup = set_up(resolved)
+    console.print(values_table(setup.resolved), markup=False)
+    console.print()
+    _show_plan(setup, console)
+
+
+def start(resolved: Resolved, console: Console) -> int:
+    """Start a new run; gives the exit code: 0, or 128 + the signal that stopped it."""
+    setup = set_up(resolved)
+    _show_plan(setup, console)
+    store = _store(setup)
+    with store:
+        if store.steps():
+            raise OutsizeError(
+                f"output {store.directory} holds a run already (step {store.latest()}): go on with"
+                f" {resume_command(store.directory)}, or choose another directory"
+            )
+        _write(store.directory / RUN, setup.resolved.to_yaml())
+        _write(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
+        return _train(setup, store, None, console)
+
+
+def resume(
+    directory: Path,
+    changes: Iterable[tuple[str, object, str]],
+    on_damage: OnDamage,
+    console: Console,
+) -> int:
+    """Go on with the run in `directory`; gives the exit code.
+
+    changes: (key, value, origin) that differ from the run's own values. OutsizeError for a change
+    that would give other numbers, and for a run that is not there.
+    """
+    recorded = recorded_values(directory)
+    resolved = _changed(recorded, changes, directory)
+    store = Store(directory, resolved.get("train.keep"))
+    with store:
+        found = None if store.latest() is None else store.load(on_damage=on_damage)
+        for passed in () if found is None else found.passed_over:
+            console.print(f"passed over: {passed}", markup=False, soft_wrap=True)
+        if found is not None:
+            same_run(found, resolved)
+            if place_of(found).step >= resolved.get("train.steps"):
+                console.print(_finished(found, directory), markup=False, soft_wrap=True)
+                return 0
+        _tell_threads(recorded, resolved, console)
+        model = None
+        if found is not None:
+            model = subject_of(found.path, resolved.get("data.tokenizer"))
+        plan = from_yaml(_read(directory / PLAN))
+        setup = set_up(resolved, plan, model)
+        _show_plan(setup, console)
+        _write(directory / RUN, setup.resolved.to_yaml())
+        return _train(setup, store, found, console)
+
+
+def recorded_values(directory: Path) -> Resolved:
+    """What the run in `directory` was started with. OutsizeError if there is none."""
+    path = directory / RUN
+    if not path.is_file():
+        raise OutsizeError(
+            f"no run in {directory}: {RUN} is missing; expected the output directory of a run"
+        )
+    return apply_text(Resolved(), _read(path), str(path)).with_value(
+        "output", str(directory), "--resume"
+    )
+
+
+def _changed(
+    recorded: Resolved, changes: Iterable[tuple[str, object, str]], directory: Path
+) -> Resolved:
+    resolved = recorded
+    for name, value, origin in changes:
+        if name == "output" or value == recorded.get(name):
+            continue
+        if name not in MAY_CHANGE:
+            raise OutsizeError(
+                f"{name} is {value!r} ({origin}), but the run in {directory} was started with"
+                f" {recorded.get(name)!r}: set it back, or start a new run in another directory"
+            )
+        resolved = resolved.with_value(name, value, origin)
+    return resolved
+
+
+def _finished(found: Checkpoint, directory: Path) -> str:
+    return (
+        f"the run in {directory} is finished: step {found.step} of {place_of(found).steps}; nothing"
+        " to do (--set train.steps=... goes on for longer)"
+    )
+
+
+def _tell_threads(recorded: Resolved, resolved: Resolved, console: Console) -> None:
+    then, now = recorded.get("threads"), resolved.get("threads")
+    if then != now:
+        console.print(
+            f"threads: {now}, where the run had {then}: sums are taken in another order, so the"
+            " numbers may differ in their last bits",
+            markup=False,
+        )
+
+
+def _store(setup: Setup) -> Store:
+    assert setup.config.output is not None
+    return Store(setup.config.output, setup.config.train.keep)
+
+
+def _show_plan(setup: Setup, console: Console) -> None:
+    console.print(plan_table(setup.forecast), markup=False)
+    console.print()
+    console.print(bytes_table(setup.forecast), markup=False)
+    console.print()
+    line = f"{foretold(setup.forecast)}; {setup.config.train.steps} steps"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"output: {setup.config.output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _train(setup: Setup, store: Store, found: Checkpoint | None, console: Console) -> int:
+    data = _data(setup, console)
+    keys = setup.config.train
+    assert keys.sequence is not None and keys.steps is not None
+    stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
+    place = Place(0, keys.steps, 0, stream.cursor(0))
+    ledger = Ledger(setup.plan.budget, setup.device.type)
+    model = _model(setup, found)
+    flow = NativeFlow(model, setup.plan)
+    job = Job(flow, setup.plan, optimizer_of(setup.config), clip=keys.clip, ledger=ledger)
+    if found is not None:
+        place = replace(restore(found, job, setup.subject.config), steps=keys.steps)
+        assert stream.resume(place.cursor) == place.step
+        console.print(f"going on from step {place.step} of {place.steps}", markup=False)
+    saved = None if found is None else found.step
+    measure = Measure(ledger, place.step, place.steps)
+    with Stop() as stop, Metrics(store.directory, place.step) as metrics:
+        loop = Loop(setup, data, job, store, metrics, measure, place, stream, saved)
+        with closing(job):
+            loop.run(console, stop)
+        if not loop.place.finished:
+            _say_stopped(loop, console)
+            return stop.code
+        _finish(loop, model, console)
+    return 0
+
+
+def _say_stopped(loop: Loop, console: Console) -> None:
+    command = resume_command(loop.store.directory)
+    text = f"stopped after step {loop.place.step} and saved; to go on:\n{command}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _finish(loop: Loop, model: Decoder, console: Console) -> None:
+    """The sample, and foretold against measured."""
+    setup, directory = loop.setup, loop.store.directory
+    _sample(setup, model, directory, console)
+    if not (loop.measure.times or loop.measure.slow):
+        return
+    loop.measure.write(directory, setup.forecast, setup.config.model.name)
+    loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
+    console.print()
+    console.print(loop.measure.table(setup.forecast), markup=False)
+    if loop.bits_per_byte is not None:
+        console.print(f"validation: {loop.bits_per_byte:.3f} bits per byte", markup=False)
+    console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
+
+
+def _sample(setup: Setup, model: Decoder, directory: Path, console: Console) -> None:
+    own = setup.config.sample
+    if not own.tokens:
+        return
+    sampling = Sampling(own.temperature, seed=setup.config.train.seed)
+    pieces = stream_text(model, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
+    text = own.prompt + "".join(pieces)
+    _write(directory / SAMPLE, text)
+    console.rule("sample")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.rule()
+
+
+def _data(setup: Setup, console: Console) -> Data:
+    own = setup.config.data
+    config = DataConfig(
+        path=own.path,
+        kind=own.kind,
+        field=own.field,
+        tokenizer=setup.subject.text,
+        validation=own.validation,
+        cache=own.cache,
+    )
+    with console.status("reading data") as status:
+        data = open_data(
+            config,
+            setup.subject.config.vocab,
+            lambda done, total: status.update(f"reading data: {done / max(total, 1):.0%}"),
+        )
+    console.print(
+        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens; validation"
+        f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
+        f" {data.skipped.summary()}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return data
+
+
+def _model(setup: Setup, found: Checkpoint | None) -> Decoder:
+    """The model in the precision that the optimizer updates; its values come later if `found`."""
+    precision = setup.plan.precision
+    dtype = getattr(torch, precision.master or precision.compute)
+    config, device = setup.subject.config, setup.device
+    if found is not None:
+        model = build(config, dtype=dtype)
+        for segment, _ in segments(model):
+            materialise(model, segment, lambda _, x: torch.empty_like(x, device=device))
+        return model
+    if setup.config.model.weights == "random":
+        return build(config, setup.config.train.seed, dtype, device)
+    assert setup.subject.directory is not None
+    return hub.load(setup.subject.directory, dtype, device)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutsizeError(f"{path} cannot be read: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, under its name in one step."""
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+    except OSError as error:
+        raise OutsizeError(f"cannot write {path}: {error.strerror}") from error
