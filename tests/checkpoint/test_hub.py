@@ -34,6 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "mixtral": SIZES | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": SIZES | HEADS,
+    "deepseek_v3": SIZES
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
+    | {"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
 }
 INDEX, SINGLE, SUMS = "model.safetensors.index.json", "model.safetensors", "outsize.json"
 IDS = torch.arange(20).view(2, 10) * 7 % 256
@@ -123,6 +128,17 @@ def test_dtype_is_that_of_the_files_or_the_wish(foreign: Path, dtype: torch.dtyp
     assert {p.dtype for p in model.parameters()} == {dtype or torch.bfloat16}
     embedding = tensors["model.embed_tokens.weight"]
     assert torch.equal(model.prologue.tokens.weight, embedding.to(dtype or torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
+def test_a_routers_correction_is_float32_at_least(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    config = parse({"model_type": "deepseek_v3"} | FAMILIES["deepseek_v3"])
+    save(build(config, seed=0, dtype=torch.bfloat16), tmp_path / "a")
+    correction = load(tmp_path / "a", dtype).get_parameter("blocks.1.mlp.router.correction")
+    assert correction.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert not correction.requires_grad
 
 
 def test_tied_weights_are_one_parameter_and_written_once(tmp_path: Path) -> None:
