@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from outsize.decode import samplers
 from outsize.decode.samplers import Sampling, probabilities
 from outsize.errors import OutsizeError
 
@@ -48,6 +50,25 @@ def test_ties_and_masked_tokens_are_treated_as_transformers_does() -> None:
         found = probabilities(logits_V, Sampling(1.0, top_k))
         expected = _reference(logits_V, 1.0, top_k, 1.0)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+
+
+def test_the_edges_of_top_p() -> None:
+    """At exactly 1 - p a token goes; the likeliest stays, however small p is."""
+    even_V = torch.zeros(4, dtype=torch.float64)
+    for logits_V, top_p in ((even_V, 0.5), (even_V, 0.75), (_logits(0), 1e-20)):
+        found = probabilities(logits_V, Sampling(1.0, top_p=top_p))
+        expected = _reference(logits_V, 1.0, None, top_p)
+        assert int((found > 0).sum()) == int((expected > 0).sum()) > 0
+
+
+@pytest.mark.parametrize("drawn", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_draw_have_a_token_too(
+    drawn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never one without probability, though such stand at both ends."""
+    monkeypatch.setattr(samplers, "uniform", lambda *_: np.array([drawn]))
+    logits_V = torch.tensor([-math.inf, 0.3, -math.inf, 0.2, 0.1, -math.inf])
+    assert Sampling(1.0)(logits_V, 0) == (1 if drawn == 0 else 4)
 
 
 def test_greedy_takes_the_likeliest_whatever_else_is_asked() -> None:
