@@ -200,10 +200,21 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -
         v = F.pad(v, (0, size - value_size))
     elif value_size > size:
         q, k = F.pad(q, (0, value_size - size)), F.pad(k, (0, value_size - size))
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not _shares_heads(q, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     o = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     return o[..., :value_size] if value_size < size else o
+
+
+def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel reads one key head for several query heads. On a GPU only flash
+    attention does, in half precision and without a mask; asked otherwise, PyTorch makes all S x S
+    scores."""
+    return q.device.type == "cpu" or (mask is None and q.dtype in (torch.float16, torch.bfloat16))
 
 
 class _Capped(torch.autograd.Function):

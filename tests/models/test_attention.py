@@ -140,3 +140,33 @@ def test_shapes_without_values(window: int | None, softcap: float | None) -> Non
 
 def inputs_like(shapes: tuple[tuple[int, ...], ...]) -> Iterator[Tensor]:
     return (torch.empty(shape, requires_grad=True) for shape in shapes)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_key_heads_are_repeated_where_no_kernel_shares_them(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outsize.models.attention._shares_heads", lambda q, mask: False)
+    compare(inputs(torch.float64, (6, 6)), AttendSpec(0, 0.4, window))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 40])
+def test_on_a_gpu_without_waiting_for_it(
+    window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    spec = AttendSpec(0, 0.4, window, softcap)
+    host = inputs(dtype, (8, 8))
+    there = [x.detach().cuda().requires_grad_() for x in host]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = LocalAttend()(*there, BOUNDS, spec)
+        got.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = dense(*(x.detach().double() for x in host), BOUNDS, spec)
+    limit = 1e-4 if dtype == torch.float32 else 0.03
+    assert (got.double().cpu() - expected).abs().max() < limit
