@@ -56,8 +56,11 @@ def progress(console: Console, steps: int, done: int) -> Iterator[Progress]:
         yield _Lines(console, steps)
         return
     columns = (
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[text]}"),
-    )  # fmt: skip
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}"),
+    )
     with RichProgress(*columns, console=console, expand=True) as bar:
         yield _Bar(bar, steps, done)
 

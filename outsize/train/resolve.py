@@ -173,7 +173,7 @@ def _one_length(resolved: Resolved) -> None:
     said = [name for name in said if resolved.get(name) is not None]
     if len(said) > 1:
         raise OutsizeError(
-            f"{' and '.join(said)} are given together; expected one of them, for it decides the length"
+            f"{' and '.join(said)} are given together; expected one of them to say how long"
         )
 
 

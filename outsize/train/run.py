@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from outsize.checkpoint import hub
-from outsize.checkpoint.opened import Checkpoint
+from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage, Store
 from outsize.data import Data, DataConfig, TrainStream, open_data
 from outsize.decode.samplers import Sampling
@@ -82,23 +82,36 @@ def resume(
     resolved = _changed(recorded, changes, directory)
     store = Store(directory, resolved.get("train.keep"))
     with store:
-        found = None if store.latest() is None else store.load(on_damage=on_damage)
-        for passed in () if found is None else found.passed_over:
+        try:
+            found = None if store.latest() is None else store.load(on_damage=on_damage)
+            return _go_on(store, found, recorded, resolved, console)
+        except DamageError as error:
+            earlier = [step for step in store.steps() if step < (store.latest() or 0)]
+            way = f"; --on-damage previous goes on from step {earlier[-1]}" if earlier else ""
+            raise OutsizeError(f"{error}{way}") from error
+
+
+def _go_on(
+    store: Store,
+    found: Checkpoint | None,
+    recorded: Resolved,
+    resolved: Resolved,
+    console: Console,
+) -> int:
+    directory, model = store.directory, None
+    if found is not None:
+        for passed in found.passed_over:
             console.print(f"passed over: {passed}", markup=False, soft_wrap=True)
-        if found is not None:
-            same_run(found, resolved)
-            if place_of(found).step >= resolved.get("train.steps"):
-                console.print(_finished(found, directory), markup=False, soft_wrap=True)
-                return 0
-        _tell_threads(recorded, resolved, console)
-        model = None
-        if found is not None:
-            model = subject_of(found.path, resolved.get("data.tokenizer"))
-        plan = from_yaml(_read(directory / PLAN))
-        setup = set_up(resolved, plan, model)
-        _show_plan(setup, console)
-        _write(directory / RUN, setup.resolved.to_yaml())
-        return _train(setup, store, found, console)
+        same_run(found, resolved)
+        if place_of(found).step >= resolved.get("train.steps"):
+            console.print(_finished(found, directory), markup=False, soft_wrap=True)
+            return 0
+        model = subject_of(found.path, resolved.get("data.tokenizer"))
+    _tell_threads(recorded, resolved, console)
+    setup = set_up(resolved, from_yaml(_read(directory / PLAN)), model)
+    _show_plan(setup, console)
+    _write(directory / RUN, setup.resolved.to_yaml())
+    return _train(setup, store, found, console)
 
 
 def recorded_values(directory: Path) -> Resolved:

@@ -1,0 +1,104 @@
+"""A tiny run: two text files, a model of a hundred thousand parameters, a few steps."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
+WORDS = "import os\n\n\ndef walk(path):\n    for name in sorted(os.listdir(path)):\n        yield name\n"
+
+
+class Runs:
+    """Runs in one directory."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "text").mkdir()
+        for i in range(8):
+            (home / "text" / f"{i}.txt").write_text(
+                "".join(f"{WORDS}    return {i}, {j * i % 17}\n\n" for j in range(20 + i))
+            )
+
+    def sets(self, **changes: Any) -> list[str]:
+        """What a tiny run sets; `a__b=value` changes the key a.b."""
+        values = {
+            "model.name": "tiny",
+            "data.path": str(self.home / "text"),
+            "data.validation": "0.1",
+            "train.steps": "8",
+            "train.batch_tokens": "256",
+            "train.sequence": "64",
+            "train.save_every": "3",
+            "train.evaluate_every": "4",
+            "precision": "float32",
+            "device": "cpu",
+            "sample.tokens": "8",
+            "output": str(self.home / "run"),
+        }
+        values |= {key.replace("__", "."): str(value) for key, value in changes.items()}
+        return [f"{key}={value}" for key, value in values.items()]
+
+    def train(self, **changes: Any) -> str:
+        """Train in this process; gives what it printed."""
+        from outsize.train.resolve import resolve
+        from outsize.train.run import start
+
+        out = io.StringIO()
+        assert start(resolve(None, self.sets(**changes)), Console(file=out, width=160)) == 0
+        return out.getvalue()
+
+    def resume(self, directory: Path, *changes: str, on_damage: Any = "refuse") -> str:
+        """Go on in this process; gives what it printed."""
+        from outsize.train.resolve import resolve
+        from outsize.train.run import resume
+
+        said = resolve(None, changes)
+        out = io.StringIO()
+        moved = [(name, value, said.origins[name]) for name, value in said.values.items()]
+        assert resume(directory, moved, on_damage, Console(file=out, width=160)) == 0
+        return out.getvalue()
+
+    def command(self, *words: str) -> subprocess.Popen[str]:
+        """The command in a process of its own, in the runs' home."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "outsize", *words],
+            cwd=self.home,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates from the catalogue: to measure this machine anew in each test takes seconds."""
+    from outsize.hardware import Hardware, Measured, Rate, Tier
+    from outsize.hardware.hardware import Device
+
+    def rate(value: float, unit: Any) -> Rate:
+        return Rate(value, unit, "test", "2026-11-20")
+
+    device = Device(
+        "test",
+        "cpu",
+        rate(8e9, "B"),
+        {"fp32": rate(1e11, "FLOP/s"), "bf16": rate(1.1e11, "FLOP/s")},
+        rate(2e10, "B/s"),
+        measured=Measured(overhead=rate(1e-6, "s")),
+    )
+    hardware = Hardware((device,), (Tier("device", 8 * 10**9),), (), "test")
+    monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)

@@ -1,0 +1,101 @@
+"""Run configuration: what is refused and how, where values come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outsize.errors import OutsizeError
+from outsize.train.config import MAY_CHANGE, RANGES, SHORT, leaves
+from outsize.train.resolve import Resolved, apply_text, resolve
+
+IN_FILE = [
+    ("train: {stpes: 3}", "run.yaml: train.stpes: unknown key; did you mean 'steps'?"),
+    ("trian: {steps: 3}", "run.yaml: trian: unknown key; did you mean 'train'?"),
+    ("steps: 3", "run.yaml: steps: unknown key; did you mean 'train.steps'?"),
+    ("train: {steps: many}", "run.yaml: train.steps: 'many'; expected a whole number"),
+    ("train: {steps: 2.5}", "run.yaml: train.steps: 2.5; expected a whole number"),
+    ("train: {steps: true}", "run.yaml: train.steps: True; expected a whole number"),
+    ("train: {steps: 0}", "run.yaml: train.steps: 0; expected at least 1"),
+    ("data: {validation: 0.7}", "run.yaml: data.validation: 0.7; expected at least 0 and at most"),
+    ("train: {clip: .nan}", "run.yaml: train.clip: nan; expected a number"),
+    ("precision: fp8", "run.yaml: precision: 'fp8'; expected one of float32, bfloat16, float64"),
+    ("optimizer: {betas: [0.9]}", "optimizer.betas: [0.9]; expected a list of 2, each a number"),
+    ("optimizer: {name: adam}", "optimizer.name: 'adam'; expected one of adamw, sgd"),
+    ("train: 5", "run.yaml: train: 5; expected a mapping of steps, tokens"),
+    ("[1]", "run.yaml: [1]; expected a mapping"),
+    ("train: {steps: 1, steps: 2}", "run.yaml: not YAML: key 'steps' occurs twice"),
+    ("train: {", "run.yaml: not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), IN_FILE)
+def test_a_wrong_file_is_refused_with_its_place(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(OutsizeError) as error:
+        resolve(path)
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("train.stpes=3", "--set: train.stpes: unknown key; did you mean 'steps'?"),
+        ("train.steps", "--set 'train.steps': expected key=value"),
+        ("train.steps=x", "--set: train.steps: 'x'; expected a whole number"),
+        ("train.minutes=2", "train.steps and train.minutes are given together"),
+    ],
+)
+def test_a_wrong_set_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(OutsizeError, match="(?s).*") as error:
+        resolve(None, ["train.steps=2", text])
+    assert complaint in str(error.value)
+
+
+def test_a_missing_and_a_binary_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutsizeError, match="cannot be read: No such file"):
+        resolve(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OutsizeError, match="not text"):
+        resolve(tmp_path / "binary.yaml")
+
+
+def test_values_are_read_as_they_were_meant(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: tiny\noptimizer: {lr: 3e-4}\ntrain: {tokens: 1e6, keep: null}\n")
+    sets = ["output=2024", "data.path=[a, b]", "optimizer.betas=[0, 0.5]", "memory=2GiB"]
+    config = resolve(path, sets).config
+    assert config.model.name == "tiny"
+    assert config.optimizer.lr == 3e-4 and config.optimizer.betas == (0.0, 0.5)
+    assert config.train.tokens == 1_000_000 and isinstance(config.train.tokens, int)
+    assert config.train.keep is None
+    assert config.output == "2024" and config.memory == "2GiB"
+    assert config.data.path == ("a", "b")
+
+
+def test_origins_are_kept_and_the_last_word_counts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("train: {steps: 5, seed: 3}")
+    resolved = resolve(path, ["train.steps=7"]).derive("train.sequence", 64, "a test")
+    rows = {name: (value, origin) for name, value, origin, _ in resolved.rows()}
+    assert rows["train.steps"] == ("7", "--set")
+    assert rows["train.seed"] == ("3", "mine.yaml")
+    assert rows["train.clip"] == ("1", "default")
+    assert rows["train.sequence"] == ("64", "derived: a test")
+    assert resolved.derive("train.sequence", 9, "late").get("train.sequence") == 64
+
+
+def test_written_values_read_back_equal() -> None:
+    resolved = resolve(None, ["model=tiny", "data.path=[a, b]", "plan.recompute=[mlp]", "memory=5"])
+    again = apply_text(Resolved(), resolved.to_yaml(), "again.yaml")
+    assert again.config == resolved.config
+
+
+def test_there_are_at_most_sixty_keys_and_each_says_what_it_means() -> None:
+    table = leaves()
+    assert len(table) <= 60
+    assert all(leaf.meaning for leaf in table.values())
+    assert set(RANGES) | MAY_CHANGE | set(SHORT.values()) <= set(table)

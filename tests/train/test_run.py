@@ -1,0 +1,282 @@
+"""A whole tiny run: what it leaves behind, and that going on gives the numbers of never stopping."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outsize.errors import OutsizeError
+from outsize.memory import OverBudget
+from outsize.train.metrics import read_metrics
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """The tensor files of a run's last checkpoint."""
+    last = directory / (directory / "latest").read_text().strip()
+    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert files_of(one) == files_of(other)
+    assert read_metrics(one, timed=False) == read_metrics(other, timed=False)
+
+
+def test_a_run_from_start_to_end(runs) -> None:
+    printed = runs.train()
+    run = runs.home / "run"
+    assert printed.index("foretold: ") < printed.index("data: ") < printed.index("step 1/8")
+    for expected in ("bits per byte", "sample", "foretold  ", "peak memory", "resident memory"):
+        assert expected in printed
+    records = read_metrics(run)
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 9))
+    assert [r["step"] for r in records if "validation_bits_per_byte" in r] == [4, 8]
+    assert all(r["loss"] > 0 and r["gradient_norm"] > 0 for r in records if "loss" in r)
+    assert records[-1]["measured_peak_bytes"] > 0
+    assert (run / "sample.txt").read_text().startswith("import ")
+    assert "<html" in (run / "timeline.html").read_text()
+    assert json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert [p.name for p in sorted(run.glob("step-*"))] == ["step-00000006", "step-00000008"]
+
+
+def test_learning_rates_warm_up_and_fall(runs) -> None:
+    runs.train(optimizer__lr=0.01, schedule__warmup=2, schedule__final=0.5)
+    rates = [r["lr"] for r in read_metrics(runs.home / "run") if "lr" in r]
+    assert rates[:2] == pytest.approx([0.005, 0.01])
+    assert rates[-1] < rates[3] < 0.01 and rates[-1] > 0.005
+
+
+def test_the_checkpoint_is_a_hugging_face_directory(runs) -> None:
+    transformers = pytest.importorskip("transformers")
+    runs.train(train__steps=3)
+    last = runs.home / "run" / "step-00000003"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(last)
+    from outsize.checkpoint import hub
+
+    ids = tokenizer("def walk(é):\n").input_ids
+    assert ids == list("def walk(é):\n".encode())
+    with torch.no_grad():
+        ours = hub.load(last)(torch.tensor([ids]))
+        assert torch.allclose(ours, theirs(torch.tensor([ids])).logits, atol=1e-5)
+
+
+def test_events_are_written_for_tensorboard(runs) -> None:
+    from tensorboardX.proto import event_pb2
+
+    runs.train(train__steps=3)
+    (path,) = (runs.home / "run").glob("events.out.tfevents.*")
+    data, tags = path.read_bytes(), set()
+    while data:  # length (8), its checksum (4), event, its checksum (4)
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        tags |= {(event.step, value.tag) for value in event.summary.value}
+        data = data[16 + size :]
+    assert {(1, "loss"), (3, "loss"), (3, "validation_bits_per_byte")} <= tags
+
+
+def test_a_second_start_in_the_same_directory_is_refused(runs) -> None:
+    runs.train(train__steps=2)
+    with pytest.raises(OutsizeError, match=r"holds a run already \(step 2\).*--resume"):
+        runs.train(train__steps=2)
+
+
+def test_a_finished_run_says_so_and_can_go_on_for_longer(runs) -> None:
+    runs.train(schedule__shape="constant", schedule__warmup=0)
+    runs.train(
+        schedule__shape="constant", schedule__warmup=0, train__steps=4, output=runs.home / "short"
+    )
+    assert "is finished: step 4 of 4" in runs.resume(runs.home / "short")
+    assert "going on from step 4 of 8" in runs.resume(runs.home / "short", "train.steps=8")
+    assert files_of(runs.home / "short") == files_of(runs.home / "run")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_going_on_from_a_checkpoint_is_bitwise(runs, precision: str, monkeypatch) -> None:
+    runs.train(precision=precision, train__keep="null")
+    whole = runs.home / "run"
+    cut = runs.home / "cut"
+    from outsize.runtime import Job
+
+    step, count = Job.step, 0
+
+    def dying(job, batch, lr=None):
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise KeyboardInterrupt
+        return step(job, batch, lr)
+
+    monkeypatch.setattr(Job, "step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(precision=precision, train__keep="null", output=cut)
+    assert [r["step"] for r in read_metrics(cut) if "loss" in r] == [1, 2, 3, 4, 5]
+    assert "going on from step 3 of 8" in runs.resume(cut)
+    assert_same_run(whole, cut)
+    for name in ("model", "optimizer"):
+        one, other = (load_file(d / f"step-00000008/{name}.safetensors") for d in (whole, cut))
+        assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(runs, monkeypatch) -> None:
+    runs.train()
+    cut = runs.home / "cut"
+    from outsize.runtime import Job
+
+    monkeypatch.setattr(Job, "step", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(output=cut)
+    monkeypatch.undo()
+    runs.resume(cut)
+    assert_same_run(runs.home / "run", cut)
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    for _ in range(600):
+        if (run / "metrics.jsonl").exists() and any(
+            record["step"] >= step for record in read_metrics(run)
+        ):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached in 30 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_a_stopped_process_goes_on_bitwise(runs, number: int, code: int) -> None:
+    steps = {"train__steps": 60, "train__save_every": 7, "train__evaluate_every": 0}
+    whole = runs.home / "whole"
+    words = [w for s in runs.sets(**steps, output=whole) for w in ("--set", s)]
+    assert runs.command("train", *words).wait() == 0
+    cut = runs.home / "cut it"
+    words = [w for s in runs.sets(**steps, output=cut) for w in ("--set", s)]
+    process = runs.command("train", *words)
+    wait_for_step(cut, 9)
+    process.send_signal(number)
+    printed, _ = process.communicate()
+    assert process.returncode == code
+    if number != signal.SIGKILL:
+        assert f"outsize train --resume '{cut}'" in printed
+        assert "and saved" in printed
+    going_on = runs.command("train", "--resume", str(cut))
+    printed, complaints = going_on.communicate()
+    assert going_on.returncode == 0, complaints
+    assert "going on from step" in printed
+    assert_same_run(whole, cut)
+
+
+def test_another_run_of_the_same_directory_is_refused_meanwhile(runs) -> None:
+    from outsize.checkpoint.store import Store
+
+    with Store(runs.home / "run"), pytest.raises(OutsizeError, match="in use by process"):
+        runs.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("model.name=small", "model.name is 'small'"),
+        ("optimizer.lr=0.5", "optimizer.lr is 0.5"),
+        ("train.seed=5", "train.seed is 5"),
+        ("precision=bfloat16", "precision is 'bfloat16'"),
+    ],
+)
+def test_going_on_with_other_numbers_is_refused(runs, change: str, complaint: str) -> None:
+    runs.train(train__steps=2)
+    with pytest.raises(OutsizeError, match=complaint):
+        runs.resume(runs.home / "run", "train.steps=4", change)
+
+
+def test_an_edited_run_file_is_refused(runs) -> None:
+    runs.train(train__steps=2)
+    path = runs.home / "run" / "run.yaml"
+    path.write_text(path.read_text().replace("seed: 0", "seed: 1").replace("steps: 2", "steps: 4"))
+    with pytest.raises(OutsizeError, match=r"train.seed is 1, but the checkpoint .* with 0"):
+        runs.resume(runs.home / "run")
+
+
+def test_other_data_is_refused(runs) -> None:
+    runs.train(train__steps=2)
+    (runs.home / "text" / "0.txt").write_text("other\n" * 500)
+    with pytest.raises(OutsizeError, match="bring back the data"):
+        runs.resume(runs.home / "run", "train.steps=4")
+
+
+def test_a_checkpoint_of_another_model_is_refused(runs) -> None:
+    runs.train(train__steps=2)
+    runs.train(train__steps=2, output=runs.home / "other", model__vocabulary=272)
+    last = runs.home / "run" / "step-00000002"
+    last.rename(runs.home / "gone")
+    (runs.home / "other" / "step-00000002").rename(last)
+    with pytest.raises(OutsizeError, match=r"model.vocabulary is 264, .* trained with 272"):
+        runs.resume(runs.home / "run", "train.steps=4")
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(runs) -> None:
+    runs.train(train__steps=6)
+    run = runs.home / "run"
+    path = run / "step-00000006" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(OutsizeError, match=r"tensor '.*' is damaged.*--on-damage previous goes on from step 3"):
+        runs.resume(run, "train.steps=8")
+    printed = runs.resume(run, "train.steps=8", on_damage="previous")
+    assert "passed over:" in printed and "going on from step 3 of 8" in printed
+
+
+def test_other_threads_are_said(runs) -> None:
+    runs.train(train__steps=2)
+    assert "threads: 2, where the run had 1" in runs.resume(
+        runs.home / "run", "train.steps=3", "threads=2"
+    )
+
+
+def test_a_budget_that_is_exceeded_leaves_the_checkpoint(runs, monkeypatch) -> None:
+    from outsize.runtime import Job
+
+    step, count = Job.step, 0
+
+    def greedy(job, batch, lr=None):
+        nonlocal count
+        count += 1
+        if count == 5:
+            job.ledger.budget = job.ledger.total + 100
+        return step(job, batch, lr)
+
+    monkeypatch.setattr(Job, "step", greedy)
+    with pytest.raises(OutsizeError, match=r"bytes missing; step 3 is saved: outsize") as error:
+        runs.train(memory="1GiB")
+    assert isinstance(error.value.__cause__, OverBudget)
+    monkeypatch.undo()
+    runs.train(memory="1GiB", output=runs.home / "whole")
+    runs.resume(runs.home / "run")
+    assert_same_run(runs.home / "whole", runs.home / "run")
+
+
+def test_too_small_a_budget_is_refused_before_anything_is_made(runs) -> None:
+    with pytest.raises(OutsizeError, match=r"\d+ bytes missing; the smallest plan needs"):
+        runs.train(memory="1MiB")
+    assert not (runs.home / "run").exists()
+
+
+def test_stored_weights_are_trained_on(runs) -> None:
+    runs.train(train__steps=4)
+    before = runs.home / "run" / "step-00000004"
+    printed = runs.train(model__name=before, output=runs.home / "tuned", train__steps=2)
+    assert "step 2/2" in printed
+    first = read_metrics(runs.home / "run")[0]["loss"]
+    assert read_metrics(runs.home / "tuned")[0]["loss"] < first - 0.5
+    (before / "model.safetensors").unlink()
+    with pytest.raises(OutsizeError, match=r"set model.weights=random"):
+        runs.train(model__name=before, output=runs.home / "again", train__steps=2)
+    runs.train(
+        model__name=before, output=runs.home / "again", train__steps=2, model__weights="random"
+    )
