@@ -12,7 +12,7 @@ from outsize.runtime import Job
 from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
 from outsize.simulate.counter import Work
 from outsize.simulate.rehearse import Costs, rehearse
-from outsize.simulate.replay import annotate, kinds_at_peak, replay
+from outsize.simulate.replay import annotate, kinds_at_peak, play
 from outsize.trace.trace import Trace
 
 
@@ -62,7 +62,7 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     def seconds(action: Action) -> float:
         return times.get((action.kind, action.stage), 0.0)
 
-    trace = replay(schedule, costs, seconds)
+    trace = play(schedule, costs.static, seconds)
     flops = sum(
         costs.actions[a.kind, a.stage].work.flops()
         for a in schedule.workers[0]

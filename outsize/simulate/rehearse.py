@@ -31,7 +31,8 @@ class ActionCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """static: bytes by kind that are always there. actions: by (kind, stage) of one microbatch.
+    """static: bytes by kind that are always there, the step's whole batch ("data") among them where
+    it lies on the device. actions: by (kind, stage) of one microbatch.
     segments: name and static bytes by kind of each segment of the model."""
 
     static: Mapping[str, int]
@@ -42,22 +43,23 @@ class Costs:
 def rehearse(plan: Plan, job_of: Callable[[Plan, Ledger], Job], batch_of: Callable[[int], object]) -> Costs:
     """Costs of a plan's actions.
 
-    job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows.
+    job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,
+    called for the whole step's: it is there throughout, though one microbatch of it is played.
     """
     rows = min(plan.microbatch_rows, plan.rows)
     small = replace(plan, rows=rows, microbatch_rows=rows, budget=None)
     ledger = Ledger()
     with FakeTensorMode():
         job = job_of(small, ledger)
+        job.ready(batch_of(plan.rows), count=1.0)
         static = {kind: count for kind, count in ledger.live.items() if count}
-        actions = _play(job, ledger, batch_of(rows))
+        actions = _play(job, ledger)
         segments = _segments(job)
         job.close()
     return Costs(static, actions, segments)
 
 
-def _play(job: Job, ledger: Ledger, batch: object) -> dict[tuple[Kind, int], ActionCost]:
-    job.ready(batch, count=1.0)
+def _play(job: Job, ledger: Ledger) -> dict[tuple[Kind, int], ActionCost]:
     costs: dict[tuple[Kind, int], ActionCost] = {}
     with ledger:
         for action in job.schedule.workers[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from outsize.schedule import Action, Schedule
@@ -26,9 +26,11 @@ def _filled(action: Action, costs: Costs) -> Action:
     return replace(action, allocates=allocates, workspace=cost.workspace)
 
 
-def replay(schedule: Schedule, costs: Costs, seconds: Callable[[Action], float]) -> Trace:
+def play(
+    schedule: Schedule, static: Mapping[str, int], seconds: Callable[[Action], float]
+) -> Trace:
     """The foretold trace of an annotated schedule: one worker, one lane, one after another."""
-    live = {f"device/{kind}": count for kind, count in costs.static.items()}
+    live = {f"device/{kind}": count for kind, count in static.items()}
     clock, events = 0.0, []
     for action in schedule.workers[0]:
         before = sum(live.values())
