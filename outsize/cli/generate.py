@@ -32,19 +32,29 @@ def generate(
 ) -> None:
     """Go on from a prompt with the model in DIRECTORY: a run, a checkpoint of one, or any Hugging
     Face decoder. The text appears as it is made."""
+    from outsize.api import generate as go_on
     from outsize.checkpoint import hub
     from outsize.data import check_vocabulary, open_tokenizer
     from outsize.decode.samplers import Sampling
-    from outsize.decode.text import stream_text
     from outsize.train.directory import model_directory
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
     found = model_directory(directory)
     text = open_tokenizer(tokenizer or str(found))
     check_vocabulary(text, hub.read_config(found).vocab)
-    pieces = stream_text(hub.load(found), text, prompt, max_tokens, sampling, stop)
+    model = hub.load(found)
     if not no_echo:
         click.echo(prompt, nl=False)
-    for piece in pieces:
-        click.echo(piece, nl=False)
+    go_on(
+        model,
+        prompt,
+        max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        tokenizer=text,
+        on_text=lambda piece: click.echo(piece, nl=False),
+    )
     click.echo()

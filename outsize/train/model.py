@@ -95,6 +95,8 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
         try:
             open_shards(directory)
         except OutsizeError as error:
+            if any(directory.glob("*.safetensors")):
+                raise
             raise OutsizeError(
                 f"{error}; set model.weights=random to begin with random ones"
             ) from None

@@ -1,4 +1,4 @@
-"""A whole tiny run: what it leaves behind, and that going on gives the numbers of never stopping."""
+"""A tiny run: what it leaves behind, and that going on gives the numbers of never stopping."""
 
 from __future__ import annotations
 
@@ -226,7 +226,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken_when_asked(run
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(OutsizeError, match=r"tensor '.*' is damaged.*--on-damage previous goes on from step 3"):
+    with pytest.raises(
+        OutsizeError, match=r"tensor '.*' is damaged.*--on-damage previous goes on from step 3"
+    ):
         runs.resume(run, "train.steps=8")
     printed = runs.resume(run, "train.steps=8", on_damage="previous")
     assert "passed over:" in printed and "going on from step 3 of 8" in printed
