@@ -20,9 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from outsize.checkpoint import hub
 from outsize.checkpoint.manifest import MANIFEST_NAME, decode, safe_path
 from outsize.checkpoint.opened import DamageError
 from outsize.checkpoint.store import Store
@@ -137,6 +139,31 @@ def test_large_groups_are_cut_into_shards_with_an_index(tmp_path: Path) -> None:
     shards = [name for name in os.listdir(path) if name.startswith("optimizer")]
     assert len(shards) == 3
     assert all(re.fullmatch(r"optimizer-0000[123]-of-00003\.safetensors", name) for name in shards)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 4000])
+def test_a_checkpoint_is_a_hugging_face_directory(tmp_path: Path, shard_bytes: int) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+    theirs = transformers.LlamaForCausalLM(config).double().eval()
+    tensors = [("weights", name, tensor) for name, tensor in theirs.state_dict().items()]
+    tensors += [("optimizer", name, tensor * 2) for _, name, tensor in tensors]
+    path = Store(tmp_path, shard_bytes=shard_bytes).save(7, tensors, {}, config.save_pretrained)
+    assert (path / "model.safetensors").exists() == (shard_bytes > 4000)
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        again = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float64)
+        assert torch.equal(again(ids).logits, expected)
+        theirs.save_pretrained(tmp_path / "plain")
+        ours, plain = (hub.load(p, dtype=torch.float64) for p in (path, tmp_path / "plain"))
+        assert torch.equal(ours(ids), plain(ids))
 
 
 def test_tensors_are_let_go_shard_by_shard(tmp_path: Path) -> None:
@@ -293,6 +320,13 @@ def test_every_bit_of_a_tensor_and_of_a_manifest_counts(saved: Path) -> None:
         data[at] ^= 1 << (at % 8)
         (directory / MANIFEST_NAME).write_bytes(data)
         assert Store(saved).steps() == [1], f"byte {at} of the manifest"
+
+
+def test_a_header_that_reads_well_but_is_another_is_refused(saved: Path) -> None:
+    path = saved / "step-00000002" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"pt"', b'"qt"'))
+    with pytest.raises(DamageError, match=r"model\.safetensors is damaged: its header is not"):
+        Store(saved).load()
 
 
 def test_a_damaged_tensor_is_refused_while_it_is_read(saved: Path) -> None:
