@@ -7,6 +7,7 @@ The text has one line an action, in order: worker, kind, stage, microbatch, lane
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError, nearest
@@ -17,18 +18,23 @@ from outsize.schedule.action import WHOLE_STEP, Action, Kind, Lane
 class Schedule:
     """workers: each worker's actions in order. stages, microbatches: their numbers.
 
-    recompute: the stages whose FORWARD keeps only its input.
+    recompute: the stages whose FORWARD keeps only its input. first: the first stage that is
+    trained; those before it have no backward pass.
     """
 
     stages: int
     microbatches: int
     workers: tuple[tuple[Action, ...], ...]
     recompute: frozenset[int] = frozenset()
+    first: int = 0
 
     def to_text(self) -> str:
         """The stable text form; `from_text` gives back an equal schedule."""
         again = ",".join(map(str, sorted(self.recompute))) or "-"
-        lines = [f"schedule stages={self.stages} microbatches={self.microbatches} recompute={again}"]
+        lines = [
+            f"schedule stages={self.stages} microbatches={self.microbatches} recompute={again}"
+            f" first={self.first} workers={len(self.workers)}"
+        ]
         for worker, actions in enumerate(self.workers):
             lines += [f"{worker} {action}" for action in actions]
         return "\n".join(lines) + "\n"
@@ -37,27 +43,34 @@ class Schedule:
     def from_text(text: str) -> Schedule:
         """Read the text form; errors name the line."""
         lines = text.splitlines()
-        head = _head(lines[0] if lines else "")
-        workers: dict[int, list[Action]] = {}
+        stages, microbatches, again, first, count = _head(lines[0] if lines else "")
+        workers: list[list[Action]] = [[] for _ in range(count)]
         for number, line in enumerate(lines[1:], start=2):
             if line.strip():
                 worker, action = _action(line, number)
-                workers.setdefault(worker, []).append(action)
-        if sorted(workers) != list(range(len(workers))):
-            raise OutsizeError(f"schedule: workers are {sorted(workers)}; expected 0, 1, ... without a gap")
-        listed = tuple(tuple(workers[w]) for w in sorted(workers))
-        again = frozenset(int(s) for s in head["recompute"].split(",") if s != "-")
-        return Schedule(int(head["stages"]), int(head["microbatches"]), listed, again)
+                if not 0 <= worker < count:
+                    raise OutsizeError(
+                        f"schedule line {number}: worker is {worker}; expected 0 to {count - 1}"
+                    )
+                workers[worker].append(action)
+        return Schedule(stages, microbatches, tuple(map(tuple, workers)), again, first)
 
 
-def _head(line: str) -> dict[str, str]:
-    words = line.split()
-    fields = dict(word.split("=", 1) for word in words[1:] if "=" in word)
-    if not words or words[0] != "schedule" or set(fields) != {"stages", "microbatches", "recompute"}:
+_HEAD = re.compile(
+    r"schedule stages=(\d+) microbatches=(\d+) recompute=(-|\d+(?:,\d+)*) first=(\d+) workers=(\d+)"
+)
+
+
+def _head(line: str) -> tuple[int, int, frozenset[int], int, int]:
+    match = _HEAD.fullmatch(line.strip())
+    if match is None:
         raise OutsizeError(
-            f"schedule line 1: {line!r}; expected 'schedule stages=S microbatches=M recompute=...'"
+            f"schedule line 1: {line!r}; expected"
+            " 'schedule stages=S microbatches=M recompute=-|s,s... first=F workers=W'"
         )
-    return fields
+    stages, microbatches, again, first, workers = match.groups()
+    recompute = frozenset(int(s) for s in again.split(",") if s != "-")
+    return int(stages), int(microbatches), recompute, int(first), int(workers)
 
 
 def _action(line: str, number: int) -> tuple[int, Action]:
@@ -70,6 +83,8 @@ def _action(line: str, number: int) -> tuple[int, Action]:
                 workspace = int(word.partition("=")[2])
             else:
                 cut = max(word.rfind("+"), word.rfind("-"))
+                if cut < 1:
+                    raise ValueError(f"{word!r} has no signed number of bytes")
                 allocates.append((word[:cut], int(word[cut:])))
         if kind not in Kind.__members__:
             raise OutsizeError(f"schedule line {number}: kind {kind!r}{nearest(kind, tuple(Kind))}")

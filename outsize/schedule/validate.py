@@ -15,6 +15,7 @@ from outsize.schedule.schedule import Schedule
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_TRAINED = (*_BACK, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE)
 
 
 def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> int:
@@ -50,6 +51,8 @@ def _range(schedule: Schedule, action: Action) -> str:
             return f"{name} is {value}; expected 0 to {limit - 1}"
         if not wanted and value != WHOLE_STEP:
             return f"is of the whole step; expected no {name}"
+    if action.kind in _TRAINED and action.stage < schedule.first:
+        return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
     return ""
 
 
@@ -116,13 +119,8 @@ class _Play:
             return f"its gradient from stage {s + 1} was not produced"
         return ""
 
-    def _first(self) -> int:
-        """First stage with a backward pass anywhere: the stages before it are frozen."""
-        stages = [a.stage for a in self.schedule.workers[0] if a.kind in _BACK]
-        return min(stages, default=self.schedule.stages)
-
     def _gradients_missing(self) -> str:
-        for s in range(self._first(), self.schedule.stages):
+        for s in range(self.schedule.first, self.schedule.stages):
             for m in range(self.schedule.microbatches):
                 if not self._back(s, m):
                     return f"the gradient of stage {s}, microbatch {m} was not produced"
@@ -136,12 +134,20 @@ class _Play:
         kinds = {kind for kind, _, _ in self.done}
         if not kinds:
             return "it holds no action"
-        if kinds <= set(_SERVING):
-            lacking = [k for k in kinds if not self._has(k, self.schedule.stages - 1, 0)]
-            return f"{lacking[0]} did not reach the last stage" if lacking else ""
+        if kinds & set(_SERVING):
+            return self._tokens_missing(kinds)
         if not self._has(Kind.NORM, WHOLE_STEP):
             return self._gradients_missing() or "NORM is missing"
-        for s in range(self._first(), self.schedule.stages):
+        for s in range(self.schedule.first, self.schedule.stages):
             if not self._has(Kind.UPDATE, s):
                 return f"UPDATE of stage {s} is missing"
+        return ""
+
+    def _tokens_missing(self, kinds: set[Kind]) -> str:
+        if len(kinds) > 1:
+            return f"{' and '.join(sorted(kinds))} are in one schedule; expected one of them alone"
+        (kind,) = kinds
+        for m in range(self.schedule.microbatches):
+            if not self._has(kind, self.schedule.stages - 1, m):
+                return f"{kind} of microbatch {m} did not reach the last stage"
         return ""
