@@ -9,9 +9,10 @@ Decayed parameters come first, so that the optimizer updates at most two ranges 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 
 import torch
@@ -38,11 +39,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The layout of one chunk. segment: index of the model's segment that owns it."""
+    """The layout of one chunk. segment: index of the model's segment that owns it; wide: held in
+    float32 at least, whatever the others are held in."""
 
     segment: int
     trainable: bool
     slots: tuple[Slot, ...]
+    wide: bool = False
 
     @property
     def numel(self) -> int:
@@ -50,18 +53,22 @@ class ChunkTable:
 
 
 def tables(
-    segments: Sequence[Sequence[tuple[str, nn.Parameter]]], group_of: Mapping[str, int]
+    segments: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    group_of: Mapping[str, int],
+    wide: Collection[str] = (),
 ) -> tuple[ChunkTable, ...]:
     """Chunk tables of a model given as named parameters by segment. A parameter that several
-    segments share belongs to the first."""
+    segments share belongs to the first. wide: names of those held in float32 at least."""
     seen: set[int] = set()
     made: list[ChunkTable] = []
     for index, named in enumerate(segments):
         fresh = [(n, p) for n, p in named if not (id(p) in seen or seen.add(id(p)))]  # type: ignore[func-returns-value]
-        for trainable in (True, False):
-            mine = [(n, p) for n, p in fresh if p.requires_grad is trainable]
+        for trainable, large in product((True, False), (False, True)):
+            mine = [
+                (n, p) for n, p in fresh if p.requires_grad is trainable and (n in wide) is large
+            ]
             if mine:
-                made.append(ChunkTable(index, trainable, _slots(mine, group_of)))
+                made.append(ChunkTable(index, trainable, _slots(mine, group_of), large))
     return tuple(made)
 
 
@@ -129,8 +136,11 @@ def adopt(
     say which kind a buffer is.
     """
     device = next(iter(owners.values())).device
+    dtype = dtypes.parameters
+    if table.wide:
+        dtype = torch.promote_types(torch.float32, dtype)
     with account("parameters"):
-        chunk = Chunk(table, torch.empty(table.numel, dtype=dtypes.parameters, device=device))
+        chunk = Chunk(table, torch.empty(table.numel, dtype=dtype, device=device))
     if table.trainable:
         with account("gradients"):
             chunk.gradients = torch.zeros(table.numel, dtype=dtypes.gradients, device=device)

@@ -36,6 +36,7 @@ class AdoptedFlow:
     """
 
     replay = True
+    wide: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ decoders and adopted modules play the same schedules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,10 @@ class Flow(Protocol):
     @property
     def replay(self) -> bool:
         """A second forward needs its random numbers and buffers guarded."""
+
+    @property
+    def wide(self) -> Collection[str]:
+        """Names of the parameters that are held in float32 at least, whatever the plan says."""
 
     @property
     def segments(self) -> Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]:

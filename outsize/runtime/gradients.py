@@ -24,6 +24,7 @@ class Gradients:
     def __init__(self, chunks: Iterable[Chunk], owners: dict[str, nn.Parameter]) -> None:
         self._views: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}
+        self._weights: list[nn.Parameter] = []
         self._deferred: list[tuple[Tensor, Compute]] | None = None
         self._hooks = []
         self.touched: set[str] = set()
@@ -33,6 +34,7 @@ class Gradients:
             for slot in chunk.table.slots:
                 weight, view = owners[slot.name], slot.of(chunk.gradients)
                 self._views[id(weight)], self._names[id(weight)] = view, slot.name
+                self._weights.append(weight)
                 if view.dtype == weight.dtype:
                     weight.grad = view
                 hook = partial(self._arrived, view)
@@ -74,6 +76,8 @@ class Gradients:
         self.touched.clear()
 
     def close(self) -> None:
-        """Let the parameters go."""
+        """Let the parameters go: what they accumulate from now on is their own."""
         for hook in self._hooks:
             hook.remove()
+        for weight in self._weights:
+            weight.grad = None

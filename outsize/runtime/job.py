@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from outsize.collectives import Alone, Collective
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, nearest
 from outsize.memory import Chunk, Ledger, tables
 from outsize.memory.chunk import Dtypes, adopt
 from outsize.optim import Optimizer
@@ -59,6 +60,28 @@ def dtypes_of(precision: Precision) -> Dtypes:
     )
 
 
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, dataclasses included."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _check_parts(blocks: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuse the name of a part that no block has: nothing would be computed again."""
+    parts = {name for block in blocks for name, _ in block.named_modules() if name}
+    for stage in plan.stages:
+        for name in stage.recompute:
+            if name != "block" and name not in parts:
+                known = tuple(part for part in parts if "." not in part)
+                raise OutsizeError(
+                    f"plan: recompute holds {name!r}, which is no part of any block"
+                    f"{nearest(name, ('block', *known))}"
+                )
+
+
 class Job:
     """Holds the chunks of a model and plays schedules over them.
 
@@ -85,7 +108,8 @@ class Job:
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
         group_of = group_of or {name: int(p.ndim < 2) for name, p in self.owners.items()}
-        self.chunks = self._chunks(tables(named, group_of))
+        _check_parts(flow.blocks, plan)
+        self.chunks = self._chunks(tables(named, group_of, flow.wide))
         self._first_stage = self._trainable_from()
         self.schedule = compile_plan(plan, self._first_stage)
         validate(self.schedule)
@@ -172,6 +196,10 @@ class Job:
         self._lr = self.optimizer.lr if lr is None else lr
         self._loss: Tensor | None = None
         self._norm_value, self._scale = 0.0, 1.0
+        if self.ledger is not None:
+            with self.ledger.kind("data"):
+                for tensor in _tensors(batch):
+                    self.ledger.see(tensor)
 
     def _play(self, schedule: Schedule, begin: float) -> Trace:
         events: list[Event] = []
@@ -214,7 +242,8 @@ class Job:
     def _forward(self, action: Action) -> None:
         m = action.microbatch
         if action.stage == 0:
-            part = self.flow.part(self._batch, *self.plan.rows_of(m))
+            with self._account("data"):
+                part = self.flow.part(self._batch, *self.plan.rows_of(m))
             self._walks[m] = self.flow.begin(part, self._factor)
         walk = self._walks[m]
         walk.forward(action.stage)
@@ -277,8 +306,7 @@ class Job:
                 )
             chunk.publish()
             chunk.gradients.zero_()
-        if action.stage == len(self.plan.stages) - 1:
-            self.gradients.touched.clear()
+            self.gradients.touched.difference_update(slot.name for slot in chunk.table.slots)
 
     def _ranges(self, chunk: Chunk) -> list[tuple[int, int, int, int]]:
         """(first, last, group, step) of the runs of parameters that are updated alike.

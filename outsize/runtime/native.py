@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from outsize.data import Batch
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, chunked_loss
-from outsize.models.decoder import Decoder
 from outsize.models.build import segments
+from outsize.models.decoder import Decoder
+from outsize.models.names import stays_float32
 from outsize.plan import Plan
 from outsize.runtime.flow import Record, input_leaf
 from outsize.runtime.gradients import Gradients
@@ -41,6 +42,7 @@ class NativeFlow:
         self.blocks = list(model.blocks)
         self.device = next(model.parameters()).device
         named = dict(model.named_parameters())
+        self.wide = frozenset(filter(stays_float32, named))
         self.segments = tuple(
             (name, tuple((n, named[n]) for n in names)) for name, names in segments(model)
         )
