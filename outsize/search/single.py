@@ -22,7 +22,7 @@ from outsize.optim import Optimizer
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.simulate import Forecast
+from outsize.simulate import Forecast, forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import Costs, rehearse
 
@@ -32,7 +32,11 @@ LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, m
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user has fixed; None where the planner chooses."""
+    """What the user has fixed; None where the planner chooses.
+
+    documents: cumulative offsets (0, ..., sequence) of the documents in a row where every row has
+    the same; None where rows hold documents of any lengths, and the costliest are foretold.
+    """
 
     rows: int
     sequence: int
@@ -46,13 +50,34 @@ class Wish:
     mlp_tile: int | None = None
     split_backward: bool = False
     approximate: tuple[str, ...] = ()
+    documents: tuple[int, ...] | None = None
 
 
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
 
 
-def native_makers(config: DecoderConfig, wish: Wish) -> Makers:
-    """How a rehearsal makes a native decoder's job, and a batch of whole rows."""
+def layouts(config: DecoderConfig, wish: Wish) -> tuple[tuple[int, ...], ...]:
+    """The documents of a row to rehearse: one of these layouts holds the most of all.
+
+    Documents of unequal lengths are attended to one by one, and their outputs laid together once
+    more. Scores that are made explicitly (windows, caps) are most for the longest document.
+    """
+    if wish.documents is not None:
+        return (wish.documents,)
+    whole = (0, wish.sequence)
+    cut = (0, 1, wish.sequence) if wish.sequence > 1 else whole
+    scores = config.softcap is not None or any(layer.window for layer in config.layers)
+    return (cut, whole) if scores else (cut,)
+
+
+def native_makers(
+    config: DecoderConfig, wish: Wish, documents: tuple[int, ...] | None = None
+) -> Makers:
+    """How a rehearsal makes a native decoder's job, and a batch of whole rows.
+
+    documents: of every row; by default the first of `layouts`.
+    """
+    bounds = documents or layouts(config, wish)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
         flow = NativeFlow(Decoder(config), plan)
@@ -60,7 +85,7 @@ def native_makers(config: DecoderConfig, wish: Wish) -> Makers:
 
     def batch_of(rows: int) -> Batch:
         ids = torch.zeros(rows, wish.sequence, dtype=torch.int64)
-        return Batch(ids, ids, ((0, wish.sequence),) * rows)
+        return Batch(ids, torch.zeros_like(ids), (bounds,) * rows)
 
     return job_of, batch_of
 
@@ -70,17 +95,27 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
 
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
-    makers = native_makers(config, wish)
-    known: dict[Plan, Costs] = {}
+    makers = [native_makers(config, wish, bounds) for bounds in layouts(config, wish)]
+    known: list[dict[Plan, Costs]] = [{} for _ in makers]
 
-    def foretell(plan: Plan) -> Forecast:
-        key = replace(plan, stages=_uniform(plan), rows=plan.microbatch_rows, budget=None)
-        if key not in known:
-            known[key] = rehearse(key, *makers)
-        return compose(plan, _of_stages(plan, known, key, makers), hardware)
+    def worst(plan: Plan) -> Forecast:
+        made = (
+            compose(plan, _of_stages(plan, costs, one), hardware)
+            for one, costs in zip(makers, known, strict=True)
+        )
+        return max(made, key=lambda forecast: forecast.peak)
 
     segments = len(config.layers) + 2
-    return pick(_candidates(wish, segments), foretell, wish.budget)
+    return pick(_candidates(wish, segments), worst, wish.budget)
+
+
+def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
+    """The forecast of a given plan for a native decoder, with the costliest of `layouts`."""
+    made = (
+        forecast(plan, *native_makers(config, wish, bounds), hardware)
+        for bounds in layouts(config, wish)
+    )
+    return max(made, key=lambda one: one.peak)
 
 
 def _uniform(plan: Plan) -> tuple[Stage, ...]:
@@ -88,8 +123,14 @@ def _uniform(plan: Plan) -> tuple[Stage, ...]:
     return tuple(replace(s, recompute=() if s.whole else s.recompute) for s in plan.stages)
 
 
-def _of_stages(plan: Plan, known: dict[Plan, Costs], key: Plan, makers: Makers) -> Costs:
-    """Costs of a graded plan: recomputed stages from the rehearsal in which all blocks are."""
+def _of_stages(plan: Plan, known: dict[Plan, Costs], makers: Makers) -> Costs:
+    """Costs of a graded plan: recomputed stages from the rehearsal in which all blocks are.
+
+    known: the rehearsals made so far, to which those that are needed are added.
+    """
+    key = replace(plan, stages=_uniform(plan), budget=None)
+    if key not in known:
+        known[key] = rehearse(key, *makers)
     if not any(stage.whole for stage in plan.stages):
         return known[key]
     whole = replace(key, stages=per_segment(plan.segments, ("block",)))

@@ -327,7 +327,7 @@ def _empty(batch: Any, rows: int) -> Any:
     """A batch of the same form with `rows` rows and no values; made in a fake mode."""
     if isinstance(batch, Batch):
         ids = torch.zeros(rows, batch.ids_BS.shape[1], dtype=torch.int64)
-        return Batch(ids, ids, ((0, ids.shape[1]),) * rows)
+        return Batch(ids, torch.zeros_like(ids), batch.bounds[:rows])
     all_rows = _rows(batch)
 
     def like(item: Any) -> Any:
