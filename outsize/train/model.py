@@ -95,7 +95,7 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
         try:
             open_shards(directory)
         except OutsizeError as error:
-            if any(directory.glob("*.safetensors")):
+            if any(directory.glob("model*.safetensors*")):
                 raise
             raise OutsizeError(
                 f"{error}; set model.weights=random to begin with random ones"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics
 from outsize.train.model import subject_of
 from outsize.train.resolve import Resolved, apply_text
-from outsize.train.setup import Setup, optimizer_of, set_up
+from outsize.train.setup import Setup, calibrated, optimizer_of, set_up, settled
 from outsize.train.show import bytes_table, foretold, plan_table, values_table
 from outsize.train.state import Place, place_of, restore, same_run
 from outsize.train.stop import Stop
@@ -45,7 +45,7 @@ RUN, PLAN, SAMPLE = "run.yaml", "plan.yaml", "sample.txt"
 
 def explain(resolved: Resolved, console: Console) -> None:
     """Print every value and where it came from, and the plan; start nothing."""
-    setup = set_up(resolved)
+    setup = settled(set_up(resolved))
     console.print(values_table(setup.resolved), markup=False)
     console.print()
     _show_plan(setup, console)
@@ -54,17 +54,17 @@ def explain(resolved: Resolved, console: Console) -> None:
 def start(resolved: Resolved, console: Console) -> int:
     """Start a new run; gives the exit code: 0, or 128 + the signal that stopped it."""
     setup = set_up(resolved)
-    _show_plan(setup, console)
-    store = _store(setup)
+    ready = _ready(setup, console)
+    store = _store(ready.setup)
     with store:
         if store.steps():
             raise OutsizeError(
                 f"output {store.directory} holds a run already (step {store.latest()}): go on with"
                 f" {resume_command(store.directory)}, or choose another directory"
             )
-        _write(store.directory / RUN, setup.resolved.to_yaml())
+        _write(store.directory / RUN, ready.setup.resolved.to_yaml())
         _write(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
-        return _train(setup, store, None, console)
+        return _train(ready, store, None, console)
 
 
 def resume(
@@ -109,9 +109,9 @@ def _go_on(
         model = subject_of(found.path, resolved.get("data.tokenizer"))
     _tell_threads(recorded, resolved, console)
     setup = set_up(resolved, from_yaml(_read(directory / PLAN)), model)
-    _show_plan(setup, console)
-    _write(directory / RUN, setup.resolved.to_yaml())
-    return _train(setup, store, found, console)
+    ready = _ready(setup, console)
+    _write(directory / RUN, ready.setup.resolved.to_yaml())
+    return _train(ready, store, found, console)
 
 
 def recorded_values(directory: Path) -> Resolved:
@@ -174,11 +174,38 @@ def _show_plan(setup: Setup, console: Console) -> None:
     console.print(f"output: {setup.config.output}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _train(setup: Setup, store: Store, found: Checkpoint | None, console: Console) -> int:
+@dataclass(frozen=True)
+class Ready:
+    """A run that is about to start: its times calibrated on its own data."""
+
+    setup: Setup
+    data: Data
+    stream: TrainStream
+
+
+def _ready(setup: Setup, console: Console) -> Ready:
     data = _data(setup, console)
     keys = setup.config.train
-    assert keys.sequence is not None and keys.steps is not None
+    assert keys.sequence is not None
     stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
+    with console.status("foretelling the time of a step"):
+        setup = settled(calibrated(setup, stream))
+    _show_plan(setup, console)
+    console.print(
+        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens; validation"
+        f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
+        f" {data.skipped.summary()}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return Ready(setup, data, stream)
+
+
+def _train(ready: Ready, store: Store, found: Checkpoint | None, console: Console) -> int:
+    setup, data, stream = ready.setup, ready.data, ready.stream
+    keys = setup.config.train
+    assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     ledger = Ledger(setup.plan.budget, setup.device.type)
     model = _model(setup, found)
@@ -246,18 +273,11 @@ def _data(setup: Setup, console: Console) -> Data:
         cache=own.cache,
     )
     with console.status("reading data") as status:
-        data = open_data(
+        return open_data(
             config,
             setup.subject.config.vocab,
             lambda done, total: status.update(f"reading data: {done / max(total, 1):.0%}"),
         )
-    console.print(
-        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens; validation"
-        f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
-        f" {data.skipped.summary()}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    return data
 
 
 def _model(setup: Setup, found: Checkpoint | None) -> Decoder:

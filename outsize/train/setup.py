@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outsize.data import TrainStream
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
 from outsize.memory import parse_bytes
@@ -16,12 +17,14 @@ from outsize.optim import LearningRate, Optimizer
 from outsize.optim import parse as parse_optimizer
 from outsize.plan import Plan, Precision
 from outsize.search import Wish, choose, native_makers
-from outsize.simulate import Forecast, forecast
+from outsize.simulate import Forecast, calibrate, forecast
+from outsize.simulate.calibrate import COUNTED, WARM
 from outsize.train import derive
 from outsize.train.config import RunConfig
 from outsize.train.model import Subject, subject
 from outsize.train.resolve import Resolved
 
+TRIAL_SECONDS = 30.0  # a calibration that the machine's rates foretell to take longer is left out
 FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
 
 
@@ -54,7 +57,7 @@ def set_up(
     model: Subject | None = None,
     fit: bool = True,
 ) -> Setup:
-    """Fill in what is open, choose the plan (unless given) and foretell it.
+    """Fill in what the plan needs, choose the plan (unless given) and foretell it.
 
     model: where it is known already. fit: refuse what does not fit in the memory that is free.
     Sets PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
@@ -71,8 +74,31 @@ def set_up(
     else:
         kept = replace(plan, budget=wish.budget)
         foretold = forecast(kept, *native_makers(model.config, wish), hardware)
-    resolved = derive.after_plan(resolved, foretold.seconds)
-    return Setup(derive.output(resolved), model, hardware, foretold)
+    return Setup(resolved, model, hardware, foretold)
+
+
+def calibrated(setup: Setup, stream: TrainStream) -> Setup:
+    """The same with step times measured on one block of each sort, where that is quick."""
+    plan = setup.plan
+    trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
+    if trial > TRIAL_SECONDS:
+        return setup
+    batch = stream.batch(0)
+    foretold = calibrate(
+        setup.forecast,
+        setup.subject.config,
+        optimizer_of(setup.config),
+        setup.config.train.clip,
+        lambda rows: batch.rows(0, rows),
+        setup.device.type,
+    )
+    return replace(setup, forecast=foretold)
+
+
+def settled(setup: Setup) -> Setup:
+    """The same with everything filled in that depends on the foretold time of a step."""
+    resolved = derive.after_plan(setup.resolved, setup.forecast.seconds)
+    return replace(setup, resolved=derive.output(resolved))
 
 
 def wish_of(resolved: Resolved) -> Wish:

@@ -107,9 +107,8 @@ def test_plan_tells_bytes_and_time(home, invoke) -> None:
     from outsize.models.presets import PRESETS
 
     count = sum(p.numel() for p in build(parse(PRESETS["tiny"])).parameters())
-    assert plain["static"] == {
-        "parameters": 4 * count, "gradients": 4 * count, "optimizer": 8 * count
-    }  # fmt: skip
+    exact = {"parameters": 4 * count, "gradients": 4 * count, "optimizer": 8 * count}
+    assert exact.items() <= plain["static"].items()
     assert plain["peak"] > 16 * count and plain["step_seconds"] > 0
     assert not Path("run").exists()
 

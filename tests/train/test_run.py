@@ -13,7 +13,12 @@ from safetensors.torch import load_file
 
 from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
+from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
+
+
+class DeathError(Exception):
+    """What a run dies of here."""
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -30,7 +35,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def test_a_run_from_start_to_end(runs) -> None:
     printed = runs.train()
     run = runs.home / "run"
-    assert printed.index("foretold: ") < printed.index("data: ") < printed.index("step 1/8")
+    assert printed.index("foretold: ") < printed.index("step 1/8")
     for expected in ("bits per byte", "sample", "foretold  ", "peak memory", "resident memory"):
         assert expected in printed
     records = read_metrics(run)
@@ -101,19 +106,15 @@ def test_going_on_from_a_checkpoint_is_bitwise(runs, precision: str, monkeypatch
     runs.train(precision=precision, train__keep="null")
     whole = runs.home / "run"
     cut = runs.home / "cut"
-    from outsize.runtime import Job
+    step = Loop._step
 
-    step, count = Job.step, 0
+    def dying(loop, batch, show):
+        if loop.place.step == 5:
+            raise DeathError
+        step(loop, batch, show)
 
-    def dying(job, batch, lr=None):
-        nonlocal count
-        count += 1
-        if count == 6:
-            raise KeyboardInterrupt
-        return step(job, batch, lr)
-
-    monkeypatch.setattr(Job, "step", dying)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(DeathError):
+        patch.setattr(Loop, "_step", dying)
         runs.train(precision=precision, train__keep="null", output=cut)
     assert [r["step"] for r in read_metrics(cut) if "loss" in r] == [1, 2, 3, 4, 5]
     assert "going on from step 3 of 8" in runs.resume(cut)
@@ -126,12 +127,13 @@ def test_going_on_from_a_checkpoint_is_bitwise(runs, precision: str, monkeypatch
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(runs, monkeypatch) -> None:
     runs.train()
     cut = runs.home / "cut"
-    from outsize.runtime import Job
 
-    monkeypatch.setattr(Job, "step", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    def dying(loop, batch, show):
+        raise DeathError
+
+    with monkeypatch.context() as patch, pytest.raises(DeathError):
+        patch.setattr(Loop, "_step", dying)
         runs.train(output=cut)
-    monkeypatch.undo()
     runs.resume(cut)
     assert_same_run(runs.home / "run", cut)
 
@@ -242,22 +244,18 @@ def test_other_threads_are_said(runs) -> None:
 
 
 def test_a_budget_that_is_exceeded_leaves_the_checkpoint(runs, monkeypatch) -> None:
-    from outsize.runtime import Job
+    step = Loop._step
 
-    step, count = Job.step, 0
+    def greedy(loop, batch, show):
+        if loop.place.step == 4:
+            loop.measure.ledger.budget = loop.measure.ledger.total + 100
+        step(loop, batch, show)
 
-    def greedy(job, batch, lr=None):
-        nonlocal count
-        count += 1
-        if count == 5:
-            job.ledger.budget = job.ledger.total + 100
-        return step(job, batch, lr)
-
-    monkeypatch.setattr(Job, "step", greedy)
-    with pytest.raises(OutsizeError, match=r"bytes missing; step 3 is saved: outsize") as error:
-        runs.train(memory="1GiB")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_step", greedy)
+        with pytest.raises(OutsizeError, match=r"missing; step 3 is saved: outsize") as error:
+            runs.train(memory="1GiB")
     assert isinstance(error.value.__cause__, OverBudget)
-    monkeypatch.undo()
     runs.train(memory="1GiB", output=runs.home / "whole")
     runs.resume(runs.home / "run")
     assert_same_run(runs.home / "whole", runs.home / "run")
