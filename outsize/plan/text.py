@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from outsize.plan.plan import BYTES, Plan
-from outsize.plan.typed import load_yaml, read
+from outsize.typed import load_yaml, read
 
 
 def to_yaml(plan: Plan) -> str:

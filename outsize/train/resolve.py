@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from outsize.errors import OutsizeError
-from outsize.plan.typed import load_yaml, place, read, unknown
+from outsize.typed import load_yaml, place, read, unknown
 from outsize.train.config import SHORT, RunConfig, check, config_of, leaves
 
 SET = "--set"

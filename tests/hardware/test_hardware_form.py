@@ -72,21 +72,21 @@ def test_round_trip_through_yaml_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("kind: cpu", "kind: tpu", "devices[0].kind: 'tpu', expected 'cpu' or 'cuda'"),
-        ("count: 3", "count: 3.5", "devices[0].count: 3.5, expected int"),
-        ("count: 3", "count: true", "devices[0].count: True, expected int"),
+        ("kind: cpu", "kind: tpu", "devices[0].kind: 'tpu'; expected one of cpu, cuda, rocm"),
+        ("count: 3", "count: 3.5", "devices[0].count: 3.5; expected a whole number"),
+        ("count: 3", "count: true", "devices[0].count: True; expected a whole number"),
         ("count: 3", "count: 0", "count 0"),
-        ("count: 3", "cuont: 3", "unknown field 'cuont'; did you mean 'count'?"),
+        ("count: 3", "cuont: 3", "devices[0].cuont: unknown key; did you mean 'count'?"),
         ("name: device\n  bytes: 8589934592", "name: device\n  bytes: -1", "-1 bytes"),
         ("name: disk", "name: device", "expected each once"),
         ("value: 1.0e-05", "value: .nan", "expected a finite number"),
         ("value: 1.0e-05", "value: -1.0", "expected a positive number"),
-        ("value: 1.0e-05", "value: fast", "latency.value: 'fast', expected float"),
+        ("value: 1.0e-05", "value: fast", "latency.value: 'fast'; expected a number"),
         ("unit: B/s", "unit: FLOP/s", "expected 'B/s'"),
         ("unit: B/s", "unit: parsecs", "'parsecs'"),
         ("upto: 2.0e+20", "upto: 1.0", "expected at least its value"),
-        ("source: by hand\n      date", "origin: by hand\n      date", "unknown field 'origin'"),
-        ("  bytes: 8589934592\n", "", "'bytes' is missing"),
+        ("source: by hand\n      date", "origin: by hand\n      date", "origin: unknown key; known: date"),
+        ("  bytes: 8589934592\n", "", "tiers[0].bytes: missing; expected a whole number"),
     ],
 )
 def test_damage_names_the_field(old: str, new: str, says: str) -> None:

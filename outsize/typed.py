@@ -10,7 +10,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import yaml
@@ -67,6 +67,10 @@ def read(kind: Any, value: Any, source: str, path: str = "") -> Any:
             read(one, item, source, f"{path}[{i}]")
             for i, (one, item) in enumerate(zip(kinds, value, strict=True))
         )
+    if origin is Mapping:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _wrong(kind, value, source, path)
+        return {k: read(args[1], v, source, _join(path, k)) for k, v in value.items()}
     found = _number(kind, value) if kind in (int, float) else value
     if not isinstance(found, kind) or (kind is not bool and isinstance(found, bool)):
         raise _wrong(kind, value, source, path)
@@ -89,12 +93,15 @@ def describe(kind: Any) -> str:
         return f"a list of {len(args)}, each {describe(args[0])}"
     if origin is tuple:
         return f"a list, each {describe(args[0])}"
+    if origin is Mapping:
+        return f"names, each with {describe(args[1])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _wrong(kind: Any, value: Any, source: str, path: str) -> OutsizeError:
-    return OutsizeError(f"{place(source, path)}: {value!r}; expected {describe(kind)}")
+    finite = "a finite number" if value in (math.inf, -math.inf) or value != value else None
+    return OutsizeError(f"{place(source, path)}: {value!r}; expected {finite or describe(kind)}")
 
 
 def _number(kind: type, value: Any) -> Any:
@@ -145,7 +152,11 @@ def _dataclass(kind: Any, value: Any, source: str, path: str) -> Any:
             f"{place(source, _join(path, key))}: missing; expected {describe(hints[key])}"
         )
     read_values = {k: read(hints[k], v, source, _join(path, k)) for k, v in value.items()}
-    return kind(**read_values)
+    try:
+        return kind(**read_values)
+    except OutsizeError as error:  # what the class itself refuses does not know its place
+        where = place(source, path)
+        raise (error if str(error).startswith(where) else OutsizeError(f"{where}: {error}")) from None
 
 
 def unknown(key: Any, known: tuple[str, ...], source: str, path: str) -> OutsizeError:
