@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError, nearest
+from outsize.kernels.pieces import pieces
 
 
 class Optimizer(Protocol):
@@ -70,13 +71,37 @@ class AdamW:
         lr: float,
         weight_decay: float,
     ) -> None:
+        count = torch.tensor(float(step), dtype=torch.float32, device=weights.device)
+        tensors = (weights, gradients, state["exp_avg"], state["exp_avg_sq"])
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            self._fused(*tensors, count, lr, weight_decay)
+            return
+        # The kernel wants one dtype. The widest is that of a state, which is then no copy.
+        wide = torch.promote_types(weights.dtype, state["exp_avg"].dtype)
+        for parts in zip(*map(pieces, tensors), strict=True):
+            w, g, first, second = (part.to(wide) for part in parts)
+            self._fused(w, g, first, second, count, lr, weight_decay)
+            for part, copy in ((parts[0], w), (parts[2], first), (parts[3], second)):
+                if copy is not part:
+                    part.copy_(copy)
+
+    def _fused(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        first: Tensor,
+        second: Tensor,
+        count: Tensor,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
         torch._fused_adamw_(
             [weights],
-            [gradients.to(weights.dtype)],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
+            [gradients],
+            [first],
+            [second],
             [],
-            [torch.tensor(float(step), dtype=torch.float32, device=weights.device)],
+            [count],
             lr=lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
