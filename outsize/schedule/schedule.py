@@ -87,7 +87,8 @@ def _action(line: str, number: int) -> tuple[int, Action]:
                     raise ValueError(f"{word!r} has no signed number of bytes")
                 allocates.append((word[:cut], int(word[cut:])))
         if kind not in Kind.__members__:
-            raise OutsizeError(f"schedule line {number}: kind {kind!r}{nearest(kind, tuple(Kind))}")
+            known = tuple(Kind.__members__)
+            raise OutsizeError(f"schedule line {number}: kind {kind!r}{nearest(kind, known)}")
         action = Action(
             Kind(kind), _number(stage), _number(microbatch), Lane(lane), tuple(allocates), workspace
         )
