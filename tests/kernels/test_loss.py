@@ -1,0 +1,171 @@
+"""The chunked cross-entropy against plain logits and autograd, and what it holds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from outsize.kernels.loss import Head, chunked_loss
+from outsize.memory import Ledger
+
+TOKENS, HIDDEN, VOCAB = 22, 6, 31
+FACTOR = 1 / 17
+
+
+class Sums:
+    """A sink with one buffer a weight."""
+
+    def __init__(self, *weights: torch.Tensor, dtype: torch.dtype) -> None:
+        self.of = {id(w): torch.zeros(w.shape, dtype=dtype) for w in weights}
+
+    def __call__(self, weight, compute) -> None:
+        with torch.no_grad():
+            compute(self.of[id(weight)])
+
+
+def plain(h, weight, bias, targets, scale=1.0, softcap=None):
+    """Sum of losses times FACTOR from whole logits."""
+    logits = F.linear(h, weight, bias) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.double(), targets, ignore_index=-100, reduction="sum") * FACTOR
+
+
+def subject(dtype=torch.float64, bias=True):
+    h = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=dtype, requires_grad=True)
+    vector = torch.randn(VOCAB, dtype=dtype, requires_grad=True) if bias else None
+    targets = torch.randint(0, VOCAB, (TOKENS,))
+    targets[[0, 3, 21]] = -100
+    targets[5:10] = -100  # a whole chunk of five
+    return h, weight, vector, targets
+
+
+def close(a, b, limit=1e-10):
+    return float((a - b).abs().max()) <= limit * float(b.abs().max())
+
+
+OPTIONS = list(
+    itertools.product([1, 5, 8, 22, 100], [False, True], [1.0, 0.3], [None, 2.0])
+)
+
+
+@pytest.mark.parametrize(("chunk", "bias", "scale", "softcap"), OPTIONS)
+def test_loss_and_gradients_equal_plain_logits(chunk, bias, scale, softcap):
+    h, weight, vector, targets = subject(bias=bias)
+    wanted = [h, weight] if vector is None else [h, weight, vector]
+    expected = plain(h, weight, vector, targets, scale, softcap)
+    gradients = torch.autograd.grad(expected, wanted)
+
+    sink = Sums(*wanted[1:], dtype=torch.float64)
+    head = Head(FACTOR, chunk, sink, scale, softcap)
+    loss = chunked_loss(h, weight, vector, targets, head)
+    loss.backward()
+    assert loss.dtype == torch.float64 and close(loss.detach(), expected.detach())
+    got = [h.grad, *(sink.of[id(w)] for w in wanted[1:])]
+    assert all(close(ours, theirs) for ours, theirs in zip(got, gradients, strict=True))
+    assert not h.grad[targets == -100].any(), "a token without a target has no gradient"
+
+
+def test_no_target_at_all_gives_zeros():
+    h, weight, vector, targets = subject()
+    sink = Sums(weight, vector, dtype=torch.float64)
+    loss = chunked_loss(h, weight, vector, torch.full_like(targets, -100), Head(1.0, 5, sink))
+    loss.backward()
+    assert loss.item() == 0.0 and not h.grad.any()
+    assert not any(buffer.any() for buffer in sink.of.values())
+
+
+def test_logits_of_any_size_do_not_overflow():
+    h, weight, _, targets = subject(bias=False)
+    with torch.no_grad():
+        weight.mul_(1e4)
+    expected = plain(h, weight, None, targets)
+    (gh,) = torch.autograd.grad(expected, h)
+    sink = Sums(weight, dtype=torch.float64)
+    chunked_loss(h, weight, None, targets, Head(FACTOR, 5, sink)).backward()
+    assert torch.isfinite(h.grad).all() and close(h.grad, gh)
+
+
+def test_the_weight_may_be_tied_to_the_embedding():
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    ids, targets = torch.randint(0, VOCAB, (2, TOKENS))
+    (expected,) = torch.autograd.grad(
+        plain(F.embedding(ids, weight).tanh(), weight, None, targets), weight
+    )
+    sink = Sums(weight, dtype=torch.float64)
+    h = F.embedding(ids, weight).tanh()
+    chunked_loss(h, weight, None, targets, Head(FACTOR, 8, sink)).backward()
+    assert close(sink.of[id(weight)] + weight.grad, expected)
+
+
+def test_frozen_weights_get_no_gradient_and_hidden_states_do():
+    h, weight, vector, targets = subject()
+    (gh,) = torch.autograd.grad(plain(h, weight, vector, targets), h)
+    sink = Sums(dtype=torch.float64)  # would raise KeyError for whatever came
+    chunked_loss(h, weight.detach(), vector.detach(), targets, Head(FACTOR, 5, sink)).backward()
+    assert close(h.grad, gh)
+
+
+def test_hidden_states_without_gradient_still_train_the_head():
+    h, weight, _, targets = subject(bias=False)
+    (gw,) = torch.autograd.grad(plain(h, weight, None, targets), weight)
+    sink = Sums(weight, dtype=torch.float64)
+    chunked_loss(h.detach(), weight, None, targets, Head(FACTOR, 5, sink)).backward()
+    assert close(sink.of[id(weight)], gw)
+
+
+def test_without_gradients_the_sink_is_left_alone():
+    h, weight, vector, targets = subject()
+    expected = plain(h, weight, vector, targets, 0.5, 3.0).detach()
+    with torch.no_grad():
+        head = Head(FACTOR, 5, Sums(dtype=torch.float64), 0.5, 3.0)
+        assert close(chunked_loss(h, weight, vector, targets, head), expected)
+
+
+def test_bfloat16_with_float32_gradients_is_near_the_float32_result():
+    h, weight, vector, targets = subject(torch.float32)
+    half = [x.detach().bfloat16().requires_grad_() for x in (h, weight, vector)]
+    exact = [x.detach().float().requires_grad_() for x in half]  # the same rounded inputs
+    expected = plain(*exact, targets)
+    gradients = torch.autograd.grad(expected, exact)
+
+    sink = Sums(half[1], half[2], dtype=torch.float32)
+    loss = chunked_loss(*half, targets, Head(FACTOR, 5, sink))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    # Logits are rounded to 8 bits once (relative 2^-8 of values up to ~8) and gradients once more.
+    assert close(loss.detach(), expected.detach(), 1e-2)
+    got = [half[0].grad, sink.of[id(half[1])], sink.of[id(half[2])]]
+    for ours, theirs in zip(got, gradients, strict=True):
+        assert float((ours - theirs).norm()) <= 2e-2 * float(theirs.norm())
+
+
+def test_full_logits_never_exist_and_no_chunk_is_kept():
+    tokens, hidden, vocab = 512, 16, 1000
+    h = torch.randn(tokens, hidden, requires_grad=True)
+    weight = torch.randn(vocab, hidden, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    sink = Sums(weight, dtype=torch.float32)
+
+    whole = Ledger()
+    with whole:
+        F.cross_entropy(F.linear(h, weight), targets).backward()
+    h.grad = weight.grad = None
+
+    ledger = Ledger()
+    with ledger:
+        ledger.see(h), ledger.see(weight), ledger.see(targets)
+        sink.of[id(weight)] += 0  # seen now, so that it is not the loss's
+        before = ledger.total
+        ledger.reset_peak()
+        loss = chunked_loss(h, weight, None, targets, Head(1 / tokens, 32, sink))
+        after, peak = ledger.total, ledger.peak
+        loss.backward()
+    logits = tokens * vocab * 4
+    assert whole.peak > 2 * logits  # they do exist there, with their gradient
+    assert 6 * (peak - before) <= whole.peak and peak - before < logits / 4
+    assert after - before == tokens * hidden * 4 + 4, "the hidden gradient and the loss alone stay"
