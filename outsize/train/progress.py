@@ -12,8 +12,9 @@ from typing import Protocol
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from outsize.memory import format_bytes
 
@@ -32,12 +33,12 @@ class Status:
     peak: int
     left: float
 
-    def text(self) -> str:
-        """As a person reads it."""
+    def lines(self) -> tuple[str, str]:
+        """As a person reads it: how it goes, what it holds. Each fits beside a bar."""
         return (
             f"loss {self.loss:.3f}  {self.tokens_per_second:,.0f} tokens/s"
-            f"  memory {format_bytes(self.now)}, peak {format_bytes(self.peak)}"
-            f"  {duration(self.left)} left"
+            f"  {duration(self.left)} left",
+            f"memory {format_bytes(self.now)}, peak {format_bytes(self.peak)}",
         )
 
 
@@ -56,10 +57,9 @@ def progress(console: Console, steps: int, done: int) -> Iterator[Progress]:
         yield _Lines(console, steps)
         return
     columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
+        TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
     )
     with RichProgress(*columns, console=console, expand=True) as bar:
         yield _Bar(bar, steps, done)
@@ -71,7 +71,7 @@ class _Bar:
         self._task = bar.add_task("train", total=steps, completed=done, text="")
 
     def update(self, status: Status) -> None:
-        self._bar.update(self._task, completed=status.step, text=status.text())
+        self._bar.update(self._task, completed=status.step, text="\n".join(status.lines()))
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, highlight=False, markup=False)
@@ -85,7 +85,7 @@ class _Lines:
         now = time.monotonic()
         if now >= self._next or status.step == self._steps:
             self._next = now + LINE_SECONDS
-            self.say(f"step {status.step}/{self._steps}  {status.text()}")
+            self.say(f"step {status.step}/{self._steps}  {'  '.join(status.lines())}")
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +14,8 @@ from outsize.plan.plan import BYTES
 from outsize.simulate import Forecast
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
+
+Segments = Sequence[tuple[str, Mapping[str, int]]]
 
 
 def values_table(resolved: Resolved) -> Table:
@@ -34,14 +36,14 @@ def plan_table(forecast: Forecast) -> Table:
 
 
 def bytes_table(forecast: Forecast) -> Table:
-    """Bytes by segment and kind; blocks that are alike share a row."""
-    kinds = _kinds(forecast)
-    table = Table("bytes of", *kinds, box=None, pad_edge=False)
+    """Bytes by kind and by segment; blocks that are alike share a column."""
+    groups = _grouped(forecast.segments)
+    table = Table("bytes", *(name for name, _ in groups), "at the peak", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, held in _grouped(forecast.segments):
-        table.add_row(name, *(_bytes(held.get(kind, 0)) for kind in kinds))
-    table.add_row("at the peak", *(_bytes(forecast.peak_by_kind.get(kind, 0)) for kind in kinds))
+    for kind in _kinds(forecast):
+        held = [segment.get(kind, 0) for _, segment in groups]
+        table.add_row(kind, *map(_bytes, (*held, forecast.peak_by_kind.get(kind, 0))))
     return table
 
 
@@ -85,19 +87,22 @@ def _kinds(forecast: Forecast) -> list[str]:
     return [kind for kind in KINDS if kind in held or kind in forecast.peak_by_kind]
 
 
-def _grouped(
-    segments: tuple[tuple[str, Mapping[str, int]], ...],
-) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Neighbours with the same bytes as one: "block 0 to 7, each"."""
-    start = 0
-    for i in range(1, len(segments) + 1):
-        if i < len(segments) and segments[i][1] == segments[start][1]:
-            continue
-        name, held = segments[start]
-        if i - start > 1:
-            name = f"{name} to {segments[i - 1][0].rpartition(' ')[2]}, each"
-        yield name, held
-        start = i
+def _grouped(segments: Segments) -> list[tuple[str, Mapping[str, int]]]:
+    """Segments with the same bytes as one: "block 0 to 7, each"."""
+    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for i, (_, held) in enumerate(segments):
+        alike.setdefault(tuple(sorted(held.items())), []).append(i)
+    return [(_name(segments, places), segments[places[0]][1]) for places in alike.values()]
+
+
+def _name(segments: Segments, places: list[int]) -> str:
+    first, last = places[0], places[-1]
+    name = segments[first][0]
+    if first == last:
+        return name
+    if len(places) == last - first + 1:
+        return f"{name} to {segments[last][0].rpartition(' ')[2]}, each"
+    return f"{len(places)} like {name}, each"
 
 
 def _counts(forecast: Forecast) -> Counter[str]:

@@ -99,7 +99,15 @@ def test_output_is_a_fresh_directory_by_default(home, invoke) -> None:
 def test_plan_tells_bytes_and_time(home, invoke) -> None:
     shown = invoke("plan", "run.yaml")
     assert shown.exit_code == 0
-    for word in ("prologue", "block 0 to 1, each", "epilogue", "at the peak", "fits", "FORWARD"):
+    for word in (
+        "prologue",
+        "block 0 to 1, each",
+        "epilogue",
+        "at the peak",
+        "fits",
+        "FORWARD",
+        "optimizer",
+    ):
         assert word in shown.stdout
     plain = json.loads(invoke("plan", "run.yaml", "--json").stdout)
     from outsize.models.build import build
