@@ -9,8 +9,6 @@ size; inside one call B documents of S tokens, C queries of a chunk, L keys a ch
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.models.config import DecoderConfig, LayerFacts, Rope
+from outsize.models.flash import flash
+from outsize.models.layout import chunks, runs, visible
 from outsize.models.linear import Linear
 from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
 from outsize.models.seams import AttendSpec, Context
-
-# Queries handled at once where scores or a mask are made: large enough for full speed, small
-# enough that a chunk's scores stay small beside the activations.
-CHUNK_LEAST, CHUNK_MOST = 256, 1024
-
 
 class Attention(nn.Module):
     """x_TD -> y_TD with H query heads over G key-value heads."""
@@ -116,37 +111,6 @@ class LatentAttention(nn.Module):
         return y_TD
 
 
-def runs(bounds: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(first token, documents, tokens each) for stretches of documents of equal length."""
-    first, documents, length = 0, 0, 0
-    for start, stop in itertools.pairwise(bounds):
-        if stop - start != length and documents:
-            yield first, documents, length
-            first, documents = start, 0
-        length = stop - start
-        documents += 1
-    if documents:
-        yield first, documents, length
-
-
-def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries, first key) of query chunks; a chunk's last key is its last
-    query."""
-    span = length if window is None else min(window, length)
-    size = min(max(span, CHUNK_LEAST), CHUNK_MOST)
-    for start in range(0, length, size):
-        first_key = 0 if window is None else max(0, start - window + 1)
-        yield start, min(start + size, length), first_key
-
-
-def visible(start: int, stop: int, low: int, window: int | None, device: torch.device) -> Tensor:
-    """(C, L) bool: which keys low..stop the queries start..stop see."""
-    query_C1 = torch.arange(start, stop, device=device).unsqueeze(1)
-    key_L = torch.arange(low, stop, device=device)
-    seen_CL = key_L <= query_C1
-    return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)
-
-
 class LocalAttend:
     """All tokens are here: each stretch of equally long documents is one batched call.
 
@@ -162,6 +126,8 @@ class LocalAttend:
         bounds: tuple[int, ...],
         spec: AttendSpec,
     ) -> Tensor:
+        if q_THK.device.type == "cpu" and spec.softcap is None:
+            return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
         outputs = []
         for first, documents, length in runs(bounds):
             if not length:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.models.attention import CHUNK_LEAST, LocalAttend, chunks, runs
+from outsize.models.attention import LocalAttend
+from outsize.models.layout import CHUNK_LEAST, chunks, runs
 from outsize.models.seams import AttendSpec
 
 LENGTHS = (300, 300, 7, 1, 517)  # two alike, tiny ones, one over two chunks

@@ -1,0 +1,163 @@
+"""Attention on a CPU over packed documents, with PyTorch's flash kernel (Dao, "FlashAttention-2").
+
+One autograd node for all documents of a microbatch keeps queries, keys, values, output and the
+log-sum-exp of the scores, so what it holds does not depend on how the documents lie. The kernel
+is called for each stretch of equally long documents, forward and back. Lengths are rounded up
+to one of eight sizes an octave, for the kernel keeps generated code for every length it has met:
+without that, a run over documents of all lengths grows by gigabytes. Added keys come after every
+real query, so causality hides them, and added queries are cut off: nothing changes.
+
+T tokens laid flat, H query heads, G key-value heads, K head size, W value size; inside one call B
+documents of S tokens, C queries of a chunk, L keys it can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outsize.models.layout import chunks, runs, visible
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def rounded(length: int) -> int:
+    """The next of eight lengths an octave (multiples of 16 below 128)."""
+    step = max(16, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kernel call: queries [start, stop) of documents against their keys [low, stop).
+
+    first: token at which the first document begins; documents, length: how many of how many
+    tokens; padded: their length as the kernel sees it.
+    """
+
+    first: int
+    documents: int
+    length: int
+    padded: int
+    start: int
+    stop: int
+    low: int
+
+    def take(self, x_TNE: Tensor, start: int, stop: int, size: int) -> Tensor:
+        """Tokens [start, stop) of each document as (B, N, S, size), zeros where there are none."""
+        stored = min(stop, self.length)
+        tokens = x_TNE[self.first : self.first + self.documents * self.length]
+        x_BSNE = tokens.unflatten(0, (self.documents, self.length))[:, start:stored]
+        lack, short = stop - stored, size - x_TNE.shape[-1]
+        if lack or short:
+            x_BSNE = F.pad(x_BSNE, (0, short, 0, 0, 0, lack))
+        return x_BSNE.transpose(1, 2)
+
+    def view(self, x_TNE: Tensor, start: int, stop: int) -> Tensor:
+        """The stored ones of tokens [start, stop) of each document, (B, S, N, E), to write to."""
+        tokens = x_TNE[self.first : self.first + self.documents * self.length]
+        x_BSNE = tokens.unflatten(0, (self.documents, self.length))
+        return x_BSNE[:, start : min(stop, self.length)]
+
+
+def pieces(bounds: tuple[int, ...], window: int | None) -> Iterator[Piece]:
+    """The kernel calls of packed documents; one a stretch unless a window is shorter."""
+    for first, documents, length in runs(bounds):
+        if not length:
+            continue
+        padded = rounded(length)
+        if window is None or window >= length:
+            yield Piece(first, documents, length, padded, 0, padded, 0)
+            continue
+        for start, stop, low in chunks(padded, window):
+            if start < length:
+                yield Piece(first, documents, length, padded, start, stop, low)
+
+
+def _mask(piece: Piece, window: int | None, like: Tensor) -> Tensor | None:
+    """None where plain causality says it all; else 0 and -inf, (C, L)."""
+    if window is None or window >= piece.length:
+        return None
+    seen_CL = visible(piece.start, piece.stop, piece.low, window, like.device)
+    return like.new_zeros(seen_CL.shape).masked_fill_(~seen_CL, float("-inf"))
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGW: Tensor,
+        bounds: tuple[int, ...],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        tokens, heads, _ = q_THK.shape
+        o_THW = q_THK.new_empty((tokens, heads, v_TGW.shape[2]))
+        wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
+        lse_TH1 = q_THK.new_empty((tokens, heads, 1), dtype=wide)
+        size = max(q_THK.shape[2], v_TGW.shape[2])
+        for piece in pieces(bounds, window):
+            start, stop, low = piece.start, piece.stop, piece.low
+            q = piece.take(q_THK, start, stop, size)
+            k, v = (piece.take(x, low, stop, size) for x in (k_TGK, v_TGW))
+            mask = _mask(piece, window, q)
+            o, lse = _forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+            _put(piece.view(o_THW, start, stop), o)
+            _put(piece.view(lse_TH1, start, stop), lse.unsqueeze(-1))
+        ctx.save_for_backward(q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
+        ctx.facts = (bounds, scale, window, size)
+        return o_THW
+
+    @staticmethod
+    def backward(ctx: Any, go_THW: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_THK, k_TGK, v_TGW, o_THW, lse_TH1 = ctx.saved_tensors
+        bounds, scale, window, size = ctx.facts
+        gq_THK = torch.empty_like(q_THK)
+        gk_TGK, gv_TGW = torch.zeros_like(k_TGK), torch.zeros_like(v_TGW)
+        for piece in pieces(bounds, window):
+            start, stop, low = piece.start, piece.stop, piece.low
+            q, o, go = (piece.take(x, start, stop, size) for x in (q_THK, o_THW, go_THW))
+            k, v = (piece.take(x, low, stop, size) for x in (k_TGK, v_TGW))
+            lse = piece.take(lse_TH1, start, stop, 1).squeeze(-1)
+            mask = _mask(piece, window, q)
+            gq, gk, gv = _backward(
+                go, q, k, v, o, lse, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+            _put(piece.view(gq_THK, start, stop), gq)
+            _add(piece.view(gk_TGK, low, stop), gk)
+            _add(piece.view(gv_TGW, low, stop), gv)
+        return gq_THK, gk_TGK, gv_TGW, None, None, None
+
+
+def _part(target_BSNE: Tensor, x_BNSE: Tensor) -> Tensor:
+    """The stored tokens and features of what a kernel gave, in the order of the target."""
+    return x_BNSE.transpose(1, 2)[:, : target_BSNE.shape[1], :, : target_BSNE.shape[3]]
+
+
+def _put(target_BSNE: Tensor, x_BNSE: Tensor) -> None:
+    target_BSNE.copy_(_part(target_BSNE, x_BNSE))
+
+
+def _add(target_BSNE: Tensor, x_BNSE: Tensor) -> None:
+    target_BSNE.add_(_part(target_BSNE, x_BNSE))
+
+
+def flash(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGW: Tensor,
+    bounds: tuple[int, ...],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """o_THW of causal attention inside each document, on a CPU, any float dtype but half."""
+    o: Tensor = _Flash.apply(q_THK, k_TGK, v_TGW, bounds, scale, window)  # type: ignore[no-untyped-call]
+    return o

@@ -1,0 +1,47 @@
+"""How packed documents are cut for attention: stretches of equal length, chunks of queries.
+
+C queries of a chunk, L keys it can see.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Queries handled at once where scores or a mask are made: large enough for full speed, small
+# enough that a chunk's scores stay small beside the activations.
+CHUNK_LEAST, CHUNK_MOST = 256, 1024
+
+
+def runs(bounds: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(first token, documents, tokens each) for stretches of documents of equal length."""
+    first, documents, length = 0, 0, 0
+    for start, stop in itertools.pairwise(bounds):
+        if stop - start != length and documents:
+            yield first, documents, length
+            first, documents = start, 0
+        length = stop - start
+        documents += 1
+    if documents:
+        yield first, documents, length
+
+
+def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries, first key) of query chunks; a chunk's last key is its last
+    query."""
+    span = length if window is None else min(window, length)
+    size = min(max(span, CHUNK_LEAST), CHUNK_MOST)
+    for start in range(0, length, size):
+        first_key = 0 if window is None else max(0, start - window + 1)
+        yield start, min(start + size, length), first_key
+
+
+def visible(start: int, stop: int, low: int, window: int | None, device: torch.device) -> Tensor:
+    """(C, L) bool: which keys low..stop the queries start..stop see."""
+    query_C1 = torch.arange(start, stop, device=device).unsqueeze(1)
+    key_L = torch.arange(low, stop, device=device)
+    seen_CL = key_L <= query_C1
+    return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)
