@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,44 @@ class OverBudget(OutsizeError):
             f" {format_bytes(live)} of the budget of {format_bytes(budget)} in use;"
             f" {self.missing} bytes missing"
         )
+
+
+class Meter(Protocol):
+    """Counts live bytes of the device tier, by kind, while entered."""
+
+    @property
+    def budget(self) -> int | None: ...
+
+    @property
+    def live(self) -> dict[str, int]: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def peak(self) -> int:
+        """Highest total since reset_peak."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def kind(self, kind: str) -> AbstractContextManager[None]:
+        """What is made inside counts as `kind`."""
+
+    def see(self, tensor: Tensor) -> None: ...
+
+    def release(self, tensor: Tensor) -> None: ...
+
+    def settle(self) -> None:
+        """An action ends: what it leaves are activations."""
+
+    def reset_peak(self) -> None: ...
 
 
 class _Dispatch(TorchDispatchMode):
@@ -115,6 +153,10 @@ class Ledger:
             return
         self._count(self._kind, size)
         self._held[key] = [weakref.ref(storage, lambda _: self._forget(key)), size, self._kind]
+
+    def release(self, tensor: Tensor) -> None:
+        """Stop counting the storage of a tensor that somebody else may keep alive."""
+        self._forget(tensor.untyped_storage()._cdata)
 
     def _count(self, kind: str, size: int) -> None:
         if self.budget is not None and size > 0 and self.total + size > self.budget:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from outsize.collectives import Alone, Collective
 from outsize.errors import OutsizeError, nearest
-from outsize.memory import Chunk, Ledger, tables
+from outsize.memory import Chunk, Meter, tables
 from outsize.memory.chunk import Dtypes, adopt
 from outsize.optim import Optimizer
 from outsize.plan import Plan, Precision
@@ -98,7 +98,7 @@ class Job:
         groups: Sequence[Group] | None = None,
         group_of: Mapping[str, int] | None = None,
         clip: float | None = None,
-        ledger: Ledger | None = None,
+        ledger: Meter | None = None,
         collective: Collective | None = None,
     ) -> None:
         self.flow, self.plan, self.optimizer, self.clip = flow, plan, optimizer, clip
@@ -125,6 +125,8 @@ class Job:
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
+        self._batch: Any = None
+        self._torn = False  # some weights have had a step's update and some have not
         self._walks: dict[int, Walk] = {}
         self._weight_work: dict[tuple[int, int], list[tuple[Tensor, Compute]]] = {}
 
@@ -178,6 +180,10 @@ class Job:
         lr: this step's learning rate; the optimizer's own where none is given. `report` tells more.
         """
         begin = time.perf_counter()
+        if self._torn:
+            raise OutsizeError(
+                "job: a step was cut off while it updated the weights; load a checkpoint to go on"
+            )
         count = self.collective.sum(self.flow.count(batch)).item()
         if not count:
             raise OutsizeError("batch: no valid target in the whole step; expected one at least")
@@ -192,6 +198,9 @@ class Job:
 
     def ready(self, batch: Any, count: float, lr: float | None = None) -> None:
         """Set out on a step: its batch, the one number that losses are divided by, its rate."""
+        if self.ledger is not None:
+            for tensor in _tensors(self._batch):  # the caller may keep it; the step does not
+                self.ledger.release(tensor)
         self._batch, self._factor = batch, 1.0 / count
         self._lr = self.optimizer.lr if lr is None else lr
         self._loss: Tensor | None = None
@@ -208,6 +217,7 @@ class Job:
                 for action in schedule.workers[0]:
                     events.append(self.act(action, begin))
         except BaseException:
+            self._torn = any(event.kind == Kind.NORM for event in events)
             self._abandon()
             raise
         return Trace("measured", tuple(events))
@@ -361,3 +371,4 @@ class Job:
         for chunk in self.chunks:
             chunk.steps = {s.name: counts[s.name] for s in chunk.table.slots if s.name in counts}
             chunk.publish()
+        self._torn = False

@@ -70,6 +70,21 @@ def test_inputs_from_before_are_counted_when_they_are_seen():
     assert live(ledger) == 0
 
 
+def test_a_released_tensor_is_no_longer_counted_and_may_come_back():
+    x = torch.ones(10)
+    with Ledger() as ledger:
+        with ledger.kind("data"):
+            ledger.see(x)
+        assert ledger.live["data"] == 40
+        ledger.release(x)
+        ledger.release(x)
+        assert live(ledger) == 0
+        ledger.see(x)
+        assert live(ledger) == 40
+    del x
+    assert live(ledger) == 0
+
+
 def test_what_autograd_saves_is_counted_until_the_backward_pass():
     x = torch.ones(1000, requires_grad=True)
     with Ledger() as ledger:
