@@ -168,11 +168,12 @@ class _Unsort(torch.autograd.Function):
 def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     """Rows for each expert: the one place where the host waits for the device.
 
-    Under FakeTensorMode no values exist; the load is then taken as balanced.
+    Under FakeTensorMode no values exist; the load is then the most uneven one, all tokens to the
+    same experts, which needs the most memory: what is foretold to fit must fit whatever comes.
     """
     if isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta:
-        rows = chosen_TJ.numel()
-        return [rows * (e + 1) // count - rows * e // count for e in range(count)]
+        rows, chosen = chosen_TJ.shape
+        return [rows if e < chosen else 0 for e in range(count)]
     experts_E = torch.arange(count, device=chosen_TJ.device)
     sizes: list[int] = (chosen_TJ.unsqueeze(-1) == experts_E).sum((0, 1)).tolist()
     return sizes

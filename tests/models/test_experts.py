@@ -132,7 +132,7 @@ def test_groups_are_chosen_by_their_two_best_with_the_correction() -> None:
         torch.testing.assert_close(weight_TJ[t], share, rtol=1e-12, atol=1e-12)
 
 
-def test_sizes_count_and_balance_without_values() -> None:
+def test_sizes_are_counted_and_most_uneven_without_values() -> None:
     chosen_TJ = torch.tensor([[0, 3], [3, 1], [3, 0]])
     assert expert_sizes(chosen_TJ, 5) == [2, 1, 0, 3, 0]
-    assert expert_sizes(chosen_TJ.to("meta"), 4) == [1, 2, 1, 2]
+    assert expert_sizes(chosen_TJ.to("meta"), 4) == [3, 3, 0, 0]
