@@ -1,7 +1,7 @@
 """Where bytes rest: chunks of flat buffers, and the ledger that counts them."""
 
 from outsize.memory.chunk import Chunk, ChunkTable, Slot, tables
-from outsize.memory.ledger import KINDS, Ledger, OverBudget
+from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
 from outsize.memory.sizes import format_bytes, parse_bytes
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Chunk",
     "ChunkTable",
     "Ledger",
+    "Meter",
     "OverBudget",
     "Slot",
     "format_bytes",
