@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from outsize.checkpoint.hub import load, save
+from outsize.checkpoint import hub
+from outsize.checkpoint.hub import save
 from outsize.data import Tokenizer, open_tokenizer
 from outsize.decode.samplers import Sampling
 from outsize.decode.text import stream_text
@@ -15,11 +17,29 @@ from outsize.decode.generate import generate as generate_tokens
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.runtime.tokens import TokenPlayer
+from outsize.train.directory import model_directory
 from outsize.train.prepare import prepare
 
 __all__ = ["generate", "load", "prepare", "save"]
 
 BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Literal["required", "random"] = "required",
+    seed: int = 0,
+) -> Decoder:
+    """The model of a run, of one of its checkpoints, or of a Hugging Face decoder directory:
+    `model(input_ids) -> logits`.
+
+    dtype None keeps that of the files. weights="random" takes the config.json alone and draws
+    initial values from `seed`. Memory while loading is the model and one block. Raises OutsizeError
+    naming file and tensor where something is unknown, missing or damaged.
+    """
+    return hub.load(model_directory(Path(path)), dtype, device, weights, seed)
 
 
 @torch.no_grad()

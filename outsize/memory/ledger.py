@@ -82,7 +82,7 @@ class _Dispatch(TorchDispatchMode):
     """Shows the ledger every tensor that an operator gives."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
     def __torch_dispatch__(
@@ -116,7 +116,7 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         mode = _Dispatch(self)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
         return self
 
@@ -126,7 +126,7 @@ class Ledger:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._modes.pop().__exit__(kind, value, trace)
+        self._modes.pop().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:

@@ -53,7 +53,7 @@ class Piece:
         """Tokens [start, stop) of each document as (B, N, S, size), zeros where there are none."""
         stored = min(stop, self.length)
         tokens = x_TNE[self.first : self.first + self.documents * self.length]
-        x_BSNE = tokens.unflatten(0, (self.documents, self.length))[:, start:stored]
+        x_BSNE: Tensor = tokens.unflatten(0, (self.documents, self.length))[:, start:stored]
         lack, short = stop - stored, size - x_TNE.shape[-1]
         if lack or short:
             x_BSNE = F.pad(x_BSNE, (0, short, 0, 0, 0, lack))
@@ -62,7 +62,7 @@ class Piece:
     def view(self, x_TNE: Tensor, start: int, stop: int) -> Tensor:
         """The stored ones of tokens [start, stop) of each document, (B, S, N, E), to write to."""
         tokens = x_TNE[self.first : self.first + self.documents * self.length]
-        x_BSNE = tokens.unflatten(0, (self.documents, self.length))
+        x_BSNE: Tensor = tokens.unflatten(0, (self.documents, self.length))
         return x_BSNE[:, start : min(stop, self.length)]
 
 
@@ -90,7 +90,7 @@ def _mask(piece: Piece, window: int | None, like: Tensor) -> Tensor | None:
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q_THK: Tensor,
         k_TGK: Tensor,
@@ -117,7 +117,7 @@ class _Flash(torch.autograd.Function):
         return o_THW
 
     @staticmethod
-    def backward(ctx: Any, go_THW: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, go_THW: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_TGK, v_TGW, o_THW, lse_TH1 = ctx.saved_tensors
         bounds, scale, window, size = ctx.facts
         gq_THK = torch.empty_like(q_THK)

@@ -40,7 +40,7 @@ class Precision:
             return Precision("bfloat16", "float32", "float32", "float32")
         if name not in DTYPES:
             raise OutsizeError(f"precision {name!r} is not known{nearest(name, DTYPES)}")
-        return Precision(name, None, name, name)  # type: ignore[arg-type]
+        return Precision(name, None, name, name)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class _Cut(torch.autograd.Function):
     """The outputs of a block as the module's code receives them; gradients go to the walk."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entered: Entered) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, entered: Entered) -> tuple[Tensor, ...]:
         ctx.entered = entered
         ctx.set_materialize_grads(False)
         given = tuple(out.detach() for out in entered.given)
@@ -130,7 +130,7 @@ class _Cut(torch.autograd.Function):
         return given
 
     @staticmethod
-    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[None, None]:
         ctx.entered.collect(gouts)
         return None, None
 

@@ -95,7 +95,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, call: Call, replay: Replay | None, anchor: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.replay = call, replay
@@ -106,7 +106,7 @@ class _Again(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [leaf(tensor) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             if ctx.replay is None:
@@ -146,7 +146,7 @@ def recomputed(module: nn.Module, replay: bool) -> Callable[..., Any]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor
     ) -> Tensor:
         ctx.run, ctx.tile = run, tile
@@ -154,7 +154,7 @@ class _Tiled(torch.autograd.Function):
         return _tiles(run, tile, x_TD)
 
     @staticmethod
-    def backward(ctx: Any, gy_TD: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gy_TD: Tensor) -> tuple[None, None, Tensor]:
         (x_TD,) = ctx.saved_tensors
         gx_TD = torch.empty_like(x_TD)
         for start in range(0, x_TD.shape[0], ctx.tile):

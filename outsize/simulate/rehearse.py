@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.memory import Ledger
@@ -78,11 +79,11 @@ def _segments(job: Job) -> tuple[tuple[str, Mapping[str, int]], ...]:
     """Static bytes by kind of each segment, from its chunks' tables."""
     made: list[dict[str, int]] = [{} for _ in job.flow.segments]
     for chunk in job.chunks:
-        held = {
+        held: dict[str, list[Tensor | None]] = {
             "parameters": [chunk.parameters],
             "gradients": [chunk.gradients],
             "master": [chunk.master],
-            "optimizer": list(chunk.optimizer.values()),
+            "optimizer": [*chunk.optimizer.values()],
         }
         for kind, flats in held.items():
             count = sum(flat.nbytes for flat in flats if flat is not None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from outsize.memory import Ledger, format_bytes
+from outsize.memory import Meter, format_bytes
 from outsize.report import write_timeline
 from outsize.runtime import Job, Report
 from outsize.simulate import Forecast
@@ -32,7 +32,7 @@ class Measure:
     ledger: what counts, from before the job was made. first, stop: the steps of this process.
     """
 
-    ledger: Ledger
+    ledger: Meter
     first: int
     stop: int
     peak: int = 0  # bytes, of the steps that were counted

@@ -20,7 +20,7 @@ from outsize.data import IGNORE, Batch
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
-from outsize.memory import Ledger, format_bytes, parse_bytes
+from outsize.memory import Meter, format_bytes, meter, parse_bytes
 from outsize.models.adopt import find_blocks
 from outsize.models.decoder import Decoder
 from outsize.optim import SGD, AdamW, Optimizer, parse
@@ -199,7 +199,7 @@ class Prepared:
         if settings.budget is not None:
             self.forecast = self._fit(plans, batch, probe())
             plan = self.forecast.plan
-        ledger = None if settings.budget is None else Ledger(settings.budget, self._device().type)
+        ledger = None if settings.budget is None else meter(self._device(), settings.budget)
         return self._job_of(self.model, settings.blocks, plan, ledger)
 
     def _device(self) -> torch.device:
@@ -241,7 +241,7 @@ class Prepared:
                 f" ({error}); leave memory out, or give it a forward that depends on shapes alone"
             ) from None
 
-    def _fake_job(self, plan: Plan, ledger: Ledger) -> Job:
+    def _fake_job(self, plan: Plan, ledger: Meter) -> Job:
         """The same job over a copy of the model that has no memory. Called in a fake mode."""
         twin, blocks = _shadow(self.model, self.settings.blocks)
         return self._job_of(twin, blocks, plan, ledger)
@@ -251,7 +251,7 @@ class Prepared:
         model: nn.Module,
         blocks: Sequence[tuple[str, nn.Module]],
         plan: Plan,
-        ledger: Ledger | None,
+        ledger: Meter | None,
     ) -> Job:
         groups = None if self._torch is None else _groups(self._torch)
         return Job(

@@ -24,7 +24,7 @@ from outsize.data import Data, DataConfig, TrainStream, open_data
 from outsize.decode.samplers import Sampling
 from outsize.decode.text import stream_text
 from outsize.errors import OutsizeError
-from outsize.memory import Ledger
+from outsize.memory import meter
 from outsize.models.build import build, materialise, segments
 from outsize.models.decoder import Decoder
 from outsize.plan import from_yaml, to_yaml
@@ -207,7 +207,7 @@ def _train(ready: Ready, store: Store, found: Checkpoint | None, console: Consol
     keys = setup.config.train
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
-    ledger = Ledger(setup.plan.budget, setup.device.type)
+    ledger = meter(setup.device, setup.plan.budget)
     model = _model(setup, found)
     flow = NativeFlow(model, setup.plan)
     job = Job(flow, setup.plan, optimizer_of(setup.config), clip=keys.clip, ledger=ledger)

@@ -1,0 +1,74 @@
+"""The ledger over a device's allocator: figures by hand, on an allocator that only counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outsize.memory import AllocatorLedger, Ledger, OverBudget, meter
+
+
+class Counting:
+    """An allocator as a number."""
+
+    def __init__(self, held):
+        self.held = self.high = held
+        self.limits = []
+
+    def take(self, count):
+        self.held += count
+        self.high = max(self.high, self.held)
+
+    def allocated(self):
+        return self.held
+
+    def most(self):
+        return self.high
+
+    def reset(self):
+        self.high = self.held
+
+    def limit(self, budget):
+        self.limits.append(budget)
+
+
+def test_kinds_peak_and_what_was_there_before():
+    allocator = Counting(1000)
+    ledger = AllocatorLedger(allocator, budget=500)
+    assert allocator.limits == [500]
+    with ledger:
+        with ledger.kind("parameters"):
+            allocator.take(100)
+        with ledger.kind("optimizer"):
+            allocator.take(200)
+        ledger.reset_peak()
+        allocator.take(90)
+        allocator.take(-50)
+        ledger.settle()
+    assert ledger.live["parameters"] == 100
+    assert ledger.live["optimizer"] == 200
+    assert ledger.live["activations"] == 40
+    assert (ledger.total, ledger.peak) == (340, 390)
+
+
+def test_a_device_that_runs_out_raises_as_the_dispatcher_would():
+    ledger = AllocatorLedger(Counting(0), budget=100)
+    with pytest.raises(OverBudget, match="budget of 100 B"), ledger:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ValueError, match="else"), ledger:
+        raise ValueError("else")
+
+
+def test_a_cpu_is_counted_at_the_dispatcher():
+    assert isinstance(meter("cpu", 5), Ledger)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_both_count_the_same_on_a_gpu():
+    device = torch.device("cuda")
+    theirs, ours = meter(device), Ledger(device="cuda")
+    with theirs, ours:
+        held = torch.empty(1 << 20, device=device)
+        (held + 1).sum()
+        assert theirs.total == ours.total
