@@ -4,7 +4,8 @@ The logits of a language model are its largest tensor by far: T x V against T x 
 tokens is multiplied by the head, turned into its loss and at once into its gradient, in place, in
 one buffer that every chunk uses again; full logits never exist, in either direction. (The idea of
 computing the gradient in the forward pass is that of Hsu et al., "Liger Kernel", 2024; a chunked
-loss with one backward at its end would keep every chunk alive.)
+loss with one backward at its end would keep every chunk alive.) Where the fused pass of native.cpp
+serves, the buffer has the dtype of the model; else it is float32 at least.
 
 T tokens, C tokens of a chunk, D hidden, V vocabulary.
 """
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.errors import OutsizeError
+from outsize.kernels import native
 from outsize.kernels.linear import GradSink, add_product
 
 IGNORE = -100  # target of a token that has none
@@ -27,12 +30,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> None:
-    if out_CV.dtype == h_CD.dtype:
+    if out_CV.dtype != h_CD.dtype:
+        out_CV.copy_(h_CD @ weight_VD.t())
+        if bias_V is not None:
+            out_CV.add_(bias_V)
+    elif bias_V is None:
         torch.mm(h_CD, weight_VD.t(), out=out_CV)
     else:
-        out_CV.copy_(h_CD @ weight_VD.t())
-    if bias_V is not None:
-        out_CV.add_(bias_V)
+        torch.addmm(bias_V, h_CD, weight_VD.t(), out=out_CV)
 
 
 def _soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | None:
@@ -46,10 +51,11 @@ def _soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | 
     return tanh_CV
 
 
-def _chunk(
-    logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool
-) -> Tensor:
-    """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient."""
+def plain(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
+    """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient.
+
+    The twin of outsize_cross_entropy; logits are at least float32 here.
+    """
     valid_C = (targets_C != IGNORE).to(logits_CV.dtype)  # not bool: bool * float would be fp32
     index_C1 = targets_C.clamp(min=0).unsqueeze(1)
     top_C1 = logits_CV.amax(1, keepdim=True)
@@ -64,9 +70,38 @@ def _chunk(
     return losses_C.sum() * factor
 
 
+def _allocate(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
+    return torch.empty((), dtype=torch.float32, device=logits_CV.device)
+
+
+def _run(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
+    count, size = logits_CV.shape
+    targets_C = targets_C.contiguous()
+    wrong_C = (targets_C != IGNORE) & ((targets_C < 0) | (targets_C >= size))
+    if wrong_C.any():
+        raise OutsizeError(
+            f"target {int(targets_C[wrong_C][0])} is no token of a vocabulary of {size};"
+            f" expected 0 to {size - 1}, or {IGNORE} where there is none"
+        )
+    total = native.loaded().outsize_cross_entropy(
+        *(native.CODES[logits_CV.dtype], logits_CV.data_ptr(), targets_C.data_ptr(), IGNORE),
+        *(factor, gradient, count, size, native.threads()),
+    )
+    return _allocate(logits_CV, targets_C, factor, gradient).fill_(total * factor)
+
+
+_OPERATORS = (
+    native.define(
+        "cross_entropy(Tensor(a!) logits, Tensor targets, float factor, bool gradient) -> Tensor",
+        _run,
+        _allocate,
+    ),
+)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         h_TD: Tensor,
         weight_VD: Tensor,
@@ -76,16 +111,19 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient: bool,
     ) -> Tensor:
         dtype = wide(h_TD.dtype)
+        fused = head.scale == 1.0 and head.softcap is None and native.served(h_TD, weight_VD)
+        chunk = torch.ops.outsize.cross_entropy.default if fused else plain
         loss = torch.zeros((), dtype=dtype, device=h_TD.device)
         gh_TD = torch.empty_like(h_TD) if gradient else None
         size = min(head.chunk, h_TD.shape[0])
-        buffer_CV = torch.empty(size, weight_VD.shape[0], dtype=dtype, device=h_TD.device)
+        held = h_TD.dtype if fused else dtype  # the fused pass reads and writes half precision
+        buffer_CV = torch.empty(size, weight_VD.shape[0], dtype=held, device=h_TD.device)
         for start in range(0, h_TD.shape[0], size):
             h_CD, targets_C = h_TD[start : start + size], targets_T[start : start + size]
             logits_CV = buffer_CV[: h_CD.shape[0]]
             _logits(h_CD, weight_VD, bias_V, logits_CV)
             tanh_CV = _soften(logits_CV, head.scale, head.softcap)
-            loss += _chunk(logits_CV, targets_C, head.factor, gradient)
+            loss += chunk(logits_CV, targets_C, head.factor, gradient)
             if gh_TD is None:
                 continue
             if tanh_CV is not None:
@@ -99,7 +137,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         # The gradient was made for gy == 1: the one scale of the step is already in it.
         gh_TD, ctx.gh_TD = ctx.gh_TD, None
         return gh_TD, None, None, None, None, None
@@ -124,12 +162,16 @@ class Head:
         self.scale, self.softcap = scale, softcap
 
     def accumulate(self, weight: Tensor, bias: Tensor | None, g_CV: Tensor, h_CD: Tensor) -> None:
-        """Hand the gradients of one chunk to the sink; they run at once, for the buffer is reused."""
+        """Hand the gradients of one chunk to the sink; they run at once: the buffer is reused."""
         assert self.sink is not None
         if weight.requires_grad:
             self.sink(weight, lambda grad: add_product(grad, g_CV.t(), h_CD))
         if bias is not None and bias.requires_grad:
-            self.sink(bias, lambda grad: grad.add_(g_CV.sum(0)))
+
+            def compute(grad: Tensor) -> None:
+                grad.add_(g_CV.sum(0))
+
+            self.sink(bias, compute)
 
 
 def chunked_loss(

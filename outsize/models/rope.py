@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from outsize.kernels.rope import turn
 from outsize.models.config import Rope
-from outsize.models.norm import upcast
 
 
 def frequencies(rope: Rope, length: int, device: torch.device) -> Tensor:
@@ -99,38 +98,6 @@ def tables(
     return (angle_TP.cos() * rope.amplitude).to(wide), (angle_TP.sin() * rope.amplitude).to(wide)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
-    """Each pair of the first 2P features of x (T, H, K) by its angle, times `sign`."""
-    pairs = cos.shape[-1]
-    y, wide = torch.empty_like(x), upcast(x)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if interleaved:
-        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-    else:
-        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
-    a, b = wide[..., first], wide[..., second]
-    y[..., first] = (a * cos).addcmul_(b, sin, value=-sign)
-    y[..., second] = (b * cos).addcmul_(a, sin, value=sign)
-    y[..., 2 * pairs :] = x[..., 2 * pairs :]
-    return y
-
-
-class _Rotate(torch.autograd.Function):
-    """The gradient of a turn is the turn back, so that nothing but the tables is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(gy, cos, sin, ctx.interleaved, -1.0), None, None, None
-
-
 def rotate(x_THK: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
     """x_THK with its first 2P features turned by their positions; dtype as x."""
-    y: Tensor = _Rotate.apply(x_THK, *table, interleaved)  # type: ignore[no-untyped-call]
-    return y
+    return turn(x_THK, *table, interleaved)

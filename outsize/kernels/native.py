@@ -1,0 +1,223 @@
+"""Fused passes in C++ for processors: built at first use, loaded with ctypes.
+
+An element-wise pass composed of PyTorch's operators crosses memory once an operator, and in
+bfloat16 once more for every cast. native.cpp crosses it once. Each of its functions is an operator
+of the dispatcher, `torch.ops.outsize.*`, so that ledgers and fake tensors see its outputs as they
+see those of any operator; each has a plain twin, which runs wherever `fits` says no: on other
+devices, in other dtypes, for tensors that are not contiguous, without a compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wl,--as-needed"),
+)
+_TUNED = {  # tried first; the build falls back to the flags above
+    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
+    "aarch64": ("-mcpu=native",),
+}
+_SECONDS = 120.0  # more than any build takes: one second here
+_SEAL = 32  # bytes of the digest at the end of a cached library
+
+# Result first, then arguments: as native.cpp declares them.
+_P, _I, _N, _F = c_void_p, c_int, c_int64, c_float
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "rms_norm": (None, (_I, _I, _P, _P, _F, _F, _P, _P, _N, _N, _I)),
+    "rms_norm_backward": (None, (_I, _I, _P, _P, _P, _P, _F, _P, _P, _N, _N, _I)),
+    "rope": (None, (_I, _P, _P, _P, _P, _N, _P, _P, _N, _I, _F, _I)),
+    "gate": (None, (_I, _P, _P, _P, _N, _I)),
+    "gate_backward": (None, (_I, _P, _P, _P, _P, _P, _N, _I)),
+    "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I)),
+    "add": (None, (_I, _P, _P, _N, _I)),
+    "exponential": (None, (_P, _P, _N)),
+}
+
+
+def served(*tensors: Tensor) -> bool:
+    """Whether native.cpp reads such tensors: on the CPU, float32 or bfloat16, and no subclass that
+    means something else by its numbers. Fake tensors are judged as the real ones they stand for.
+
+    A derivative of a backward pass is asked of PyTorch, which knows the derivatives of its own.
+    """
+    return (
+        all(
+            x.dtype in CODES
+            and x.device.type == "cpu"
+            and type(x) in (Tensor, nn.Parameter, FakeTensor)
+            for x in tensors
+        )
+        and not torch.is_grad_enabled()
+        and library() is not None
+    )
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether native.cpp takes these together: served, of one dtype and contiguous."""
+    return served(*tensors) and all(
+        x.dtype == tensors[0].dtype and x.is_contiguous() for x in tensors
+    )
+
+
+def define(
+    schema: str, run: Callable[..., object], allocate: Callable[..., object]
+) -> torch.library.Library:
+    """Make `outsize::<schema>` an operator: `run` on the CPU, `allocate` for tensors without bytes.
+
+    The operator lives as long as the library that is returned.
+    """
+    name = schema.partition("(")[0]
+    made = torch.library.Library("outsize", "FRAGMENT")
+    made.define(schema)
+    made.impl(name, run, "CPU")
+    made.impl(name, allocate, "Meta")
+    return made
+
+
+def threads() -> int:
+    """Threads of a native pass: those of PyTorch's own."""
+    return torch.get_num_threads()
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The passes, built where no earlier process did; None, with one warning, where they cannot be.
+    """
+    path = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    base = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(base) if base else Path.home() / ".cache"
+    return load(path, cache / "outsize" / "kernels")
+
+
+def loaded() -> ctypes.CDLL:
+    """The passes, where `fits` said that they are there."""
+    found = library()
+    assert found is not None, "an operator of native.cpp runs only where fits() holds"
+    return found
+
+
+def load(compiler: str | None, cache: Path) -> ctypes.CDLL | None:
+    """The passes from `cache`, built with `compiler` (a path) if they are not there or damaged."""
+    log = logging.getLogger(__name__)
+    if compiler is None:
+        log.warning(
+            "no C++ compiler (%s) on PATH: plain PyTorch operators are used, which are slower on"
+            " a CPU; install g++ for the fused ones",
+            ", ".join(_COMPILERS),
+        )
+        return None
+    try:
+        path = cache / f"native-{_key(compiler)}.so"
+        return _declared(ctypes.CDLL(str(path)) if _sealed(path) else _build(compiler, path))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the fused C++ passes cannot be used, plain PyTorch operators are: %s", error)
+        return None
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(found, f"outsize_{name}")
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def _key(compiler: str) -> str:
+    """What a library depends on, as a digest."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
+    ).stdout
+    facts = (compiler, repr(_FLAGS), repr(_TUNED), torch.__version__, repr(_runtimes()), _cpu())
+    digest = hashlib.blake2b(_SOURCE.read_bytes() + version, digest_size=12)
+    digest.update("\n".join(facts).encode())
+    return digest.hexdigest()
+
+
+def _cpu() -> str:
+    """The processor's name and its instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join((platform.machine(), *sorted({x for x in lines if x.startswith(wanted)})))
+
+
+def _runtimes() -> list[str]:
+    """The OpenMP runtime that PyTorch brings, so that both use one pool of threads; none where it
+    brings another than the compiler's, which then comes with its own."""
+    package = Path(torch.__file__).parent
+    folders: Iterable[Path] = (package / "lib", package.parent / "torch.libs")
+    return sorted(str(path) for folder in folders for path in folder.glob("libgomp*.so*"))[:1]
+
+
+def _build(compiler: str, path: Path) -> ctypes.CDLL:
+    """Compile and load; the next process finds it at `path`.
+
+    A cache that cannot be written costs a build a process and is no error.
+    """
+    with tempfile.TemporaryDirectory(prefix="outsize-") as folder:
+        made = Path(folder) / path.name
+        _compile(compiler, made)
+        with contextlib.suppress(OSError):
+            _keep(made.read_bytes(), path)
+        return ctypes.CDLL(str(made))  # held by the process when its file is gone
+
+
+def _keep(content: bytes, path: Path) -> None:
+    """Seal and move into place, so that processes that build at once do not meet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        try:
+            part.write(content + _digest(content))
+            part.flush()
+            os.replace(part.name, path)
+        except OSError:
+            os.unlink(part.name)
+            raise
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Native.cpp to a shared library, for this very processor if the compiler knows how."""
+    tuned = _TUNED.get(platform.machine(), ())
+    for attempt in ((*_FLAGS, *tuned), _FLAGS):
+        command = [compiler, *attempt, str(_SOURCE), "-o", str(target), *_runtimes()]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        if run.returncode == 0:
+            return
+    last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+    raise OSError(f"{compiler} failed with status {run.returncode}: {last}")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_SEAL).digest()
+
+
+def _sealed(path: Path) -> bool:
+    """Whether the file is there and whole: loading a cut one would end the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL:] == _digest(content[:-_SEAL])
