@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.runtime.again import backward, leaf
+from outsize.runtime.again import leaf
 
 
 class Walk(Protocol):
@@ -65,25 +66,32 @@ class Flow(Protocol):
 
 
 class Record:
-    """One stage's run of one microbatch: its input leaves and, once it ran with gradients, its
-    outputs with their graph."""
+    """One stage's run of one microbatch: its input leaves and, once it ran with gradients, the
+    graph of its outputs. Not the outputs themselves: those belong to who reads them, so that what
+    a stage holds does not depend on what the next one does."""
 
     def __init__(self, run: Any, inputs: list[Tensor]) -> None:
         self.run, self.inputs = run, inputs
-        self.outputs: list[Tensor] = []
+        self.edges: list[GradientEdge | None] = []
 
     def forward(self, keep: bool) -> list[Tensor]:
         """Run; with `keep`, hold the graph. Gives detached outputs."""
         with torch.set_grad_enabled(keep):
             outputs = self.run(self.inputs)
         if keep:
-            self.outputs = outputs
+            self.edges = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
         return [out.detach() for out in outputs]
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Differentiate; gives the inputs' gradients and lets everything go."""
-        outputs, self.outputs = self.outputs, []
-        backward(outputs, gradients)
+        edges, self.edges = self.edges, []
+        pairs = [
+            (edge, g)
+            for edge, g in zip(edges, gradients, strict=True)
+            if edge is not None and g is not None
+        ]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         return [i.grad for i in self.inputs]
 
 
