@@ -25,6 +25,7 @@ from outsize.runtime import Job, NativeFlow
 from outsize.simulate import Forecast, forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.sample import Sample, expand, sample
 
 TOKENS_AT_ONCE = 1024  # a microbatch of this size keeps matrix products at their full rate
 LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
@@ -95,13 +96,21 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
 
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
-    makers = [native_makers(config, wish, bounds) for bounds in layouts(config, wish)]
-    known: list[dict[Plan, Costs]] = [{} for _ in makers]
+
+    # Plans that differ only in how many layers are recomputed share a sample, and so its costs.
+    known: dict[tuple[object, ...], Costs] = {}
+
+    def costs(chosen: Sample, bounds: tuple[int, ...]) -> Costs:
+        key = (chosen.plan, chosen.config.layers, bounds)
+        if key not in known:
+            known[key] = rehearse(chosen.plan, *native_makers(chosen.config, wish, bounds))
+        return known[key]
 
     def worst(plan: Plan) -> Forecast:
+        chosen = sample(config, plan)
         made = (
-            compose(plan, _of_stages(plan, costs, one), hardware)
-            for one, costs in zip(makers, known, strict=True)
+            compose(plan, expand(costs(chosen, bounds), chosen, plan), hardware)
+            for bounds in layouts(config, wish)
         )
         return max(made, key=lambda forecast: forecast.peak)
 
@@ -118,38 +127,10 @@ def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) 
     return max(made, key=lambda one: one.peak)
 
 
-def _uniform(plan: Plan) -> tuple[Stage, ...]:
-    """The plan's stages without whole-block recompute: graded plans share one rehearsal."""
-    return tuple(replace(s, recompute=() if s.whole else s.recompute) for s in plan.stages)
-
-
-def _of_stages(plan: Plan, known: dict[Plan, Costs], makers: Makers) -> Costs:
-    """Costs of a graded plan: recomputed stages from the rehearsal in which all blocks are.
-
-    known: the rehearsals made so far, to which those that are needed are added.
-    """
-    key = replace(plan, stages=_uniform(plan), budget=None)
-    if key not in known:
-        known[key] = rehearse(key, *makers)
-    if not any(stage.whole for stage in plan.stages):
-        return known[key]
-    whole = replace(key, stages=per_segment(plan.segments, ("block",)))
-    if whole not in known:
-        known[whole] = rehearse(whole, *makers)
-    plain, again = known[key], known[whole]
-    actions = {
-        (kind, s): cost
-        for source, wanted in ((plain, False), (again, True))
-        for (kind, s), cost in source.actions.items()
-        if plan.stages[s].whole is wanted
-    }
-    return replace(plain, actions=actions)
-
-
 def pick(
     candidates: Iterator[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
 ) -> Forecast:
-    """The first forecast that fits; candidates come in order of rising cost."""
+    """The first forecast that fits; candidates come in order of rising time."""
     smallest: Forecast | None = None
     for plan in candidates:
         made = foretell(plan)

@@ -8,48 +8,21 @@ few steps of one microbatch each; its actions' times stand for all their like.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from outsize.data import Batch
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import Optimizer
-from outsize.plan import Plan, Stage
 from outsize.plan.plan import BYTES
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind
 from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import play
+from outsize.simulate.sample import sample
 
 WARM, COUNTED = 1, 3  # steps; the first of a process pays for page faults and kernel set-up
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The plan of a model with one layer of each sort, and for each segment of the whole model
-    the segment there that stands for it."""
-
-    config: DecoderConfig
-    plan: Plan
-    stands: tuple[int, ...]
-
-
-def sample(config: DecoderConfig, plan: Plan) -> Sample:
-    """The smallest model that has every sort of layer, as the plan runs it."""
-    recompute = {i: s.recompute for s in plan.stages for i in range(s.first, s.last)}
-    sorts = [(layer, recompute[i]) for i, layer in enumerate(config.layers, start=1)]
-    kinds = list(dict.fromkeys(sorts))
-    stages = (
-        Stage(0, 1),
-        *(Stage(i, i + 1, again) for i, (_, again) in enumerate(kinds, start=1)),
-        Stage(len(kinds) + 1, len(kinds) + 2),
-    )
-    small = replace(
-        plan, segments=len(stages), stages=stages, rows=plan.microbatch_rows, budget=None
-    )
-    stands = (0, *(kinds.index(sort) + 1 for sort in sorts), len(stages) - 1)
-    return Sample(replace(config, layers=tuple(layer for layer, _ in kinds)), small, stands)
 
 
 def calibrate(
@@ -65,7 +38,7 @@ def calibrate(
     batch_of(rows): real rows, for their documents decide what attention costs. Holds one block of
     each sort, the prologue and the epilogue with their states while it runs.
     """
-    chosen = sample(config, made.plan)
+    chosen = sample(config, replace(made.plan, rows=made.plan.microbatch_rows))
     model = build(chosen.config, seed=0, device=device)
     job = Job(NativeFlow(model, chosen.plan), chosen.plan, optimizer, clip=clip)
     times = _measure(job, batch_of(chosen.plan.rows))
