@@ -69,8 +69,8 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
         if (a.kind, a.stage) in costs.actions
     )
     return Forecast(
-        plan, schedule, costs.static, _segments(plan, costs), trace.peak(), kinds_at_peak(trace),
-        trace.span(), flops, trace,
+        plan, schedule, costs.static, _segments(plan, costs), trace.peak(),
+        kinds_at_peak(trace, costs.static), trace.span(), flops, trace,
     )  # fmt: skip
 
 

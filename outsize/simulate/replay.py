@@ -48,11 +48,15 @@ def play(
     return Trace("foretold", tuple(events))
 
 
-def kinds_at_peak(trace: Trace) -> dict[str, int]:
-    """Bytes by kind at the highest moment; what the action itself needed is workspace."""
+def kinds_at_peak(trace: Trace, static: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by kind at the highest moment; what the action itself needed is workspace.
+
+    static: bytes by kind that are there before the first action.
+    """
     top = max(trace.events, key=lambda event: event.peak)
     index = trace.events.index(top)
-    before = trace.events[index - 1].live if index else {}
+    start = {f"device/{kind}": count for kind, count in static.items()}
+    before = trace.events[index - 1].live if index else start
     kinds = {where.partition("/")[2]: count for where, count in before.items() if count}
     kinds["workspace"] = kinds.get("workspace", 0) + top.peak - sum(before.values())
     return kinds

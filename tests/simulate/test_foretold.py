@@ -31,13 +31,13 @@ HARDWARE, ADAMW = catalogue("H200"), AdamW()
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a plan's particulars, and the documents of every row: "one", "two", "edge", "many"."""
+    """A model, a plan's particulars, and the documents of a row: "one", "two", "edge", "many"."""
 
     family: str
     documents: str
     rows: int = 4
     microbatch_rows: int = 2
-    sequence: int = 96
+    sequence: int = 64
     precision: str = "float32"
     optimizer: Optimizer = ADAMW
     recompute: Any = ()

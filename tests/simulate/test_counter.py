@@ -1,0 +1,77 @@
+"""Operations as counted against formulas and against PyTorch's own counter."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from outsize.simulate.counter import Counter
+
+
+def counted(run) -> Counter:
+    counter = Counter()
+    with counter:
+        run()
+    return counter
+
+
+def mlp():
+    x = torch.randn(48, 20, requires_grad=True)
+    first, second = torch.nn.Linear(20, 64), torch.nn.Linear(64, 12, bias=False)
+    return lambda: second(first(x).relu()).sum().backward()
+
+
+def test_products_are_those_of_the_formula_and_of_torch():
+    got = counted(mlp()).work.flops()
+    assert got == 3 * 2 * 48 * (20 * 64 + 64 * 12)  # forward, input and weight gradient
+    theirs = FlopCounterMode(display=False)
+    with theirs:
+        mlp()()
+    assert got == theirs.get_total_flops()
+
+
+def test_batched_products_count_every_batch():
+    a, b = torch.randn(5, 7, 3), torch.randn(5, 3, 11)
+    assert counted(lambda: a @ b).work.flops() == 2 * 5 * 7 * 3 * 11
+
+
+def test_attention_counts_the_causal_half():
+    q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
+
+    def run() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    work = counted(run).work
+    square = 2 * 3 * 40 * 40 * 8  # documents, heads, queries, keys, head size
+    forward = 2 * 2 * square / 2  # two products of 2 operations each, half of them
+    assert work.attention == {
+        ("forward", "float32"): forward, ("backward", "float32"): 2.5 * forward,
+    }  # fmt: skip
+
+
+def test_views_are_free_and_the_rest_moves_its_bytes():
+    x, y = torch.ones(10, 6), torch.ones(10, 6)
+    assert counted(lambda: x.view(60)[3:].unsqueeze(0).detach().t()).work.calls == 0
+    work = counted(lambda: x + y).work
+    assert (work.moved, work.calls, work.flops()) == (3 * 240, 1, 0)
+
+
+def test_fake_tensors_count_the_same():
+    real = counted(mlp()).work
+    with FakeTensorMode():
+        fake = counted(mlp()).work
+    assert fake == real
+
+
+def test_convolutions_are_products():
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    layer = torch.nn.Conv2d(3, 5, 3, padding=1)
+
+    def run() -> None:
+        layer(x).sum().backward()
+
+    with FlopCounterMode(display=False) as theirs:
+        run()
+    assert counted(run).work.flops() == theirs.get_total_flops()
