@@ -112,6 +112,7 @@ class _Flash(torch.autograd.Function):
             o, lse = _forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
             _put(piece.view(o_THW, start, stop), o)
             _put(piece.view(lse_TH1, start, stop), lse.unsqueeze(-1))
+            del q, k, v, o, lse, mask  # or they would still be there beside the next piece's
         ctx.save_for_backward(q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
         ctx.facts = (bounds, scale, window, size)
         return o_THW
@@ -134,6 +135,7 @@ class _Flash(torch.autograd.Function):
             _put(piece.view(gq_THK, start, stop), gq)
             _add(piece.view(gk_TGK, low, stop), gk)
             _add(piece.view(gv_TGW, low, stop), gv)
+            del q, k, v, o, go, lse, mask, gq, gk, gv
         return gq_THK, gk_TGK, gv_TGW, None, None, None
 
 
