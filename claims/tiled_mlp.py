@@ -34,9 +34,7 @@ def main() -> None:
         fixed = 2 * x.nbytes + sum(p.nbytes for p in mlp.parameters())
         peaks.append(ledger.peak - fixed)
         results.append([y.detach(), x.grad, *(p.grad.clone() for p in mlp.parameters())])
-    worst = max(
-        float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)
-    )
+    worst = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True))
     verdict(
         'Bekman et al., "Arctic Long Sequence Training", 2025',
         "about 10x less memory for one MLP layer",

@@ -1,10 +1,10 @@
 """Outsize trains, fine-tunes and serves models that are larger than the hardware at hand.
 
-    model = outsize.load(path)                        # any Hugging Face decoder directory
-    outsize.generate(model, "def fib(n):")
-    job = outsize.prepare(model, optimizer="adamw")   # or any nn.Module made of blocks
-    loss = job.step(batch)
-    outsize.save(model, path)
+model = outsize.load(path)                        # any Hugging Face decoder directory
+outsize.generate(model, "def fib(n):")
+job = outsize.prepare(model, optimizer="adamw")   # or any nn.Module made of blocks
+loss = job.step(batch)
+outsize.save(model, path)
 """
 
 from __future__ import annotations

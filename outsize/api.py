@@ -11,9 +11,9 @@ import torch
 from outsize.checkpoint import hub
 from outsize.checkpoint.hub import save
 from outsize.data import Tokenizer, open_tokenizer
+from outsize.decode.generate import generate as generate_tokens
 from outsize.decode.samplers import Sampling
 from outsize.decode.text import stream_text
-from outsize.decode.generate import generate as generate_tokens
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.runtime.tokens import TokenPlayer

@@ -156,7 +156,9 @@ def _dataclass(kind: Any, value: Any, source: str, path: str) -> Any:
         return kind(**read_values)
     except OutsizeError as error:  # what the class itself refuses does not know its place
         where = place(source, path)
-        raise (error if str(error).startswith(where) else OutsizeError(f"{where}: {error}")) from None
+        raise (
+            error if str(error).startswith(where) else OutsizeError(f"{where}: {error}")
+        ) from None
 
 
 def unknown(key: Any, known: tuple[str, ...], source: str, path: str) -> OutsizeError:

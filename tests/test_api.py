@@ -37,7 +37,9 @@ def test_load_generate_save(directory, tmp_path):
     assert text == "".join(pieces) == outsize.generate(model, "def", 9, temperature=1.0, seed=3)
     outsize.save(model, tmp_path / "copy")
     again = outsize.load(tmp_path / "copy")
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_the_schedule_gives_what_the_plain_forward_gives(tiny_config):

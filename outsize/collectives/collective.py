@@ -1,4 +1,4 @@
-"""The `Collective` seam. All collectives sum; whoever needs a mean divides, once, by a global count."""
+"""The `Collective` seam. All collectives sum; who needs a mean divides, once, by a global count."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Numerical building blocks with hand-written backward passes, each beside a plain twin in tests."""
+"""Numerical building blocks with hand-written backward passes, each with a plain twin in tests."""

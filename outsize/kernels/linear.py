@@ -35,17 +35,16 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
 
 class _SinkLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.sink = bias, sink
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink) -> Tensor:
+        # The weight rests on ctx, not among the saved tensors: the sink knows it by identity.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        bias: Tensor | None = ctx.bias
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         gx = gy @ weight if ctx.needs_input_grad[0] else None
         gy_TO, x_TI = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
         if weight.requires_grad:
@@ -70,14 +69,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
 
 class _SinkEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, sink: GradSink
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, sink: GradSink) -> Tensor:
         ctx.ids, ctx.weight, ctx.sink = ids, weight, sink
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:
         ids_T, gy_TD = ctx.ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
         if ctx.weight.requires_grad:
             ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))

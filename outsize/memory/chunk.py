@@ -72,7 +72,9 @@ def tables(
     return tuple(made)
 
 
-def _slots(named: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, int]) -> tuple[Slot, ...]:
+def _slots(
+    named: Iterable[tuple[str, nn.Parameter]], group_of: Mapping[str, int]
+) -> tuple[Slot, ...]:
     # Large first within a group: sizes of matrices keep what follows aligned without padding.
     order = sorted(named, key=lambda item: (group_of[item[0]], -item[1].numel()))
     slots, offset = [], 0
@@ -149,7 +151,9 @@ def adopt(
                 chunk.master = torch.empty(table.numel, dtype=dtypes.master, device=device)
         with account("optimizer"):
             for name in states:
-                chunk.optimizer[name] = torch.zeros(table.numel, dtype=dtypes.optimizer, device=device)
+                chunk.optimizer[name] = torch.zeros(
+                    table.numel, dtype=dtypes.optimizer, device=device
+                )
     for slot in table.slots:
         parameter = owners[slot.name]
         with torch.no_grad():

@@ -85,9 +85,7 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.ledger.see(result)

@@ -17,7 +17,9 @@ from outsize.errors import OutsizeError
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-def find_blocks(model: nn.Module, pattern: str | Sequence[str] | None = None) -> list[tuple[str, nn.Module]]:
+def find_blocks(
+    model: nn.Module, pattern: str | Sequence[str] | None = None
+) -> list[tuple[str, nn.Module]]:
     """The blocks of a model as (path, module), in the order of the module tree.
 
     pattern: shell-style path patterns such as "encoder.layers.*"; None: find them. A model
@@ -55,7 +57,9 @@ def _children(model: nn.Module) -> str:
 
 def _search(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Blocks of the outermost containers that have them."""
-    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    children = [
+        (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
+    ]
     if isinstance(module, _CONTAINERS) and _alike([child for _, child in children]):
         return [(name, child) for name, child in children if _size(child)]
     deeper = [pair for name, child in children for pair in _search(name, child)]
@@ -65,8 +69,10 @@ def _search(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _alike(children: list[nn.Module]) -> bool:
-    """Two or more inner modules with parameters, most of one class: blocks, not a list of leaves."""
-    inner = [type(child) for child in children if _size(child) and any(True for _ in child.children())]
+    """Two or more inner modules with parameters, most of one class: blocks, not leaves."""
+    inner = [
+        type(child) for child in children if _size(child) and any(True for _ in child.children())
+    ]
     if len(inner) < 2:
         return False
     return max(inner.count(kind) for kind in set(inner)) * 2 >= len(children)

@@ -23,6 +23,7 @@ from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
 from outsize.models.seams import AttendSpec, Context
 
+
 class Attention(nn.Module):
     """x_TD -> y_TD with H query heads over G key-value heads."""
 

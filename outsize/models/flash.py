@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,17 +68,32 @@ class Piece:
 
 
 def pieces(bounds: tuple[int, ...], window: int | None) -> Iterator[Piece]:
-    """The kernel calls of packed documents; one a stretch unless a window is shorter."""
+    """The kernel calls of packed documents.
+
+    Documents of equal length share a call as long as they are no larger together, as the kernel
+    sees them, than the longest alone: so no layout needs more memory than one long document.
+    """
+    longest = max((stop - start for start, stop in pairwise(bounds)), default=0)
     for first, documents, length in runs(bounds):
         if not length:
             continue
         padded = rounded(length)
-        if window is None or window >= length:
-            yield Piece(first, documents, length, padded, 0, padded, 0)
-            continue
-        for start, stop, low in chunks(padded, window):
-            if start < length:
-                yield Piece(first, documents, length, padded, start, stop, low)
+        most = max(1, rounded(longest) // padded)
+        for done in range(0, documents, most):
+            count = min(most, documents - done)
+            yield from _calls(first + done * length, count, length, padded, window)
+
+
+def _calls(
+    first: int, documents: int, length: int, padded: int, window: int | None
+) -> Iterator[Piece]:
+    """One call for some documents; one a chunk of queries where a window is shorter."""
+    if window is None or window >= length:
+        yield Piece(first, documents, length, padded, 0, padded, 0)
+        return
+    for start, stop, low in chunks(padded, window):
+        if start < length:
+            yield Piece(first, documents, length, padded, start, stop, low)
 
 
 def _mask(piece: Piece, window: int | None, like: Tensor) -> Tensor | None:
@@ -88,55 +104,72 @@ def _mask(piece: Piece, window: int | None, like: Tensor) -> Tensor | None:
     return like.new_zeros(seen_CL.shape).masked_fill_(~seen_CL, float("-inf"))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a call of attention is asked. size: of the heads as the kernel sees them."""
+
+    bounds: tuple[int, ...]
+    scale: float
+    window: int | None
+    size: int
+
+
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGW: Tensor,
-        bounds: tuple[int, ...],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q_THK: Tensor, k_TGK: Tensor, v_TGW: Tensor, facts: Facts) -> Tensor:
         tokens, heads, _ = q_THK.shape
         o_THW = q_THK.new_empty((tokens, heads, v_TGW.shape[2]))
         wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
         lse_TH1 = q_THK.new_empty((tokens, heads, 1), dtype=wide)
-        size = max(q_THK.shape[2], v_TGW.shape[2])
-        for piece in pieces(bounds, window):
-            start, stop, low = piece.start, piece.stop, piece.low
-            q = piece.take(q_THK, start, stop, size)
-            k, v = (piece.take(x, low, stop, size) for x in (k_TGK, v_TGW))
-            mask = _mask(piece, window, q)
-            o, lse = _forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
-            _put(piece.view(o_THW, start, stop), o)
-            _put(piece.view(lse_TH1, start, stop), lse.unsqueeze(-1))
-            del q, k, v, o, lse, mask  # or they would still be there beside the next piece's
+        for piece in pieces(facts.bounds, facts.window):
+            _piece_forward(piece, facts, (q_THK, k_TGK, v_TGW), (o_THW, lse_TH1))
         ctx.save_for_backward(q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
-        ctx.facts = (bounds, scale, window, size)
+        ctx.facts = facts
         return o_THW
 
     @staticmethod
     def backward(ctx: Any, go_THW: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_TGK, v_TGW, o_THW, lse_TH1 = ctx.saved_tensors
-        bounds, scale, window, size = ctx.facts
         gq_THK = torch.empty_like(q_THK)
         gk_TGK, gv_TGW = torch.zeros_like(k_TGK), torch.zeros_like(v_TGW)
-        for piece in pieces(bounds, window):
-            start, stop, low = piece.start, piece.stop, piece.low
-            q, o, go = (piece.take(x, start, stop, size) for x in (q_THK, o_THW, go_THW))
-            k, v = (piece.take(x, low, stop, size) for x in (k_TGK, v_TGW))
-            lse = piece.take(lse_TH1, start, stop, 1).squeeze(-1)
-            mask = _mask(piece, window, q)
-            gq, gk, gv = _backward(
-                go, q, k, v, o, lse, 0.0, mask is None, attn_mask=mask, scale=scale
-            )
-            _put(piece.view(gq_THK, start, stop), gq)
-            _add(piece.view(gk_TGK, low, stop), gk)
-            _add(piece.view(gv_TGW, low, stop), gv)
-            del q, k, v, o, go, lse, mask, gq, gk, gv
-        return gq_THK, gk_TGK, gv_TGW, None, None, None
+        for piece in pieces(ctx.facts.bounds, ctx.facts.window):
+            inputs = (go_THW, q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
+            _piece_backward(piece, ctx.facts, inputs, (gq_THK, gk_TGK, gv_TGW))
+        return gq_THK, gk_TGK, gv_TGW, None
+
+
+# A function a piece, so that one piece's copies are gone before the next one's are made.
+
+
+def _piece_forward(
+    piece: Piece, facts: Facts, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> None:
+    q_THK, k_TGK, v_TGW = inputs
+    start, stop, low = piece.start, piece.stop, piece.low
+    q = piece.take(q_THK, start, stop, facts.size)
+    k, v = (piece.take(x, low, stop, facts.size) for x in (k_TGK, v_TGW))
+    mask = _mask(piece, facts.window, q)
+    o, lse = _forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=facts.scale)
+    o_THW, lse_TH1 = outputs
+    _put(piece.view(o_THW, start, stop), o)
+    _put(piece.view(lse_TH1, start, stop), lse.unsqueeze(-1))
+
+
+def _piece_backward(
+    piece: Piece, facts: Facts, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> None:
+    go_THW, q_THK, k_TGK, v_TGW, o_THW, lse_TH1 = inputs
+    start, stop, low = piece.start, piece.stop, piece.low
+    q, o, go = (piece.take(x, start, stop, facts.size) for x in (q_THK, o_THW, go_THW))
+    k, v = (piece.take(x, low, stop, facts.size) for x in (k_TGK, v_TGW))
+    lse = piece.take(lse_TH1, start, stop, 1).squeeze(-1)
+    mask = _mask(piece, facts.window, q)
+    causal = mask is None
+    gq, gk, gv = _backward(go, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=facts.scale)
+    gq_THK, gk_TGK, gv_TGW = gradients
+    _put(piece.view(gq_THK, start, stop), gq)
+    _add(piece.view(gk_TGK, low, stop), gk)
+    _add(piece.view(gv_TGW, low, stop), gv)
 
 
 def _part(target_BSNE: Tensor, x_BNSE: Tensor) -> Tensor:
@@ -161,5 +194,6 @@ def flash(
     window: int | None,
 ) -> Tensor:
     """o_THW of causal attention inside each document, on a CPU, any float dtype but half."""
-    o: Tensor = _Flash.apply(q_THK, k_TGK, v_TGW, bounds, scale, window)  # type: ignore[no-untyped-call]
+    size = max(q_THK.shape[2], v_TGW.shape[2])
+    o: Tensor = _Flash.apply(q_THK, k_TGK, v_TGW, Facts(bounds, scale, window, size))  # type: ignore[no-untyped-call]
     return o

@@ -16,8 +16,8 @@ SHAPES: tuple[Shape, ...] = ("constant", "linear", "cosine", "wsd")
 class LearningRate:
     """The factor on the optimizer's lr by step.
 
-    shape: what follows the linear warm-up of `warmup` steps, until `steps`. final: the factor at the
-    end. decay: for "wsd" the share of all steps in which it falls linearly.
+    shape: what follows the linear warm-up of `warmup` steps, until `steps`. final: the factor at
+    the end. decay: for "wsd" the share of all steps in which it falls linearly.
     """
 
     shape: Shape = "cosine"
@@ -31,7 +31,7 @@ class LearningRate:
             raise OutsizeError(f"schedule {self.shape!r} is not known{nearest(self.shape, SHAPES)}")
         if not 0 <= self.warmup <= self.steps:
             raise OutsizeError(
-                f"schedule: warmup is {self.warmup} steps; expected between 0 and steps ({self.steps})"
+                f"schedule: warmup is {self.warmup} steps; expected 0 to steps, {self.steps}"
             )
 
     def factor(self, step: int) -> float:

@@ -5,9 +5,9 @@ and sleeps; the runtime runs the block when the schedule says so and hands the o
 the module computes between blocks ("glue") stays in its own code, of any shape: masks, skip
 connections, an encoder's output that every decoder block reads.
 
-Autograd is cut where a block's call enters and leaves. A tensor that enters is cut at its first use,
-once, however many blocks read it; gradients add up at the cut, and the glue that made it is
-differentiated when the first block that used it has been. The result is the plain module's gradient.
+Autograd is cut where a block's call enters and leaves. A tensor that enters is cut at its first
+use, once, however many blocks read it; gradients add up at the cut, and the glue that made it is
+differentiated when the first block that used it has been. The result is the plain gradient.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class AdoptedFlow:
                 del block.forward
 
     def count(self, batch: Any) -> Tensor:
-        return torch.ones((), dtype=torch.float64) if self._counter is None else self._counter(batch)
+        return (
+            torch.ones((), dtype=torch.float64) if self._counter is None else self._counter(batch)
+        )
 
     def part(self, batch: Any, start: int, stop: int) -> Any:
         return batch if self._split is None else self._split(batch, start, stop)
@@ -115,7 +117,11 @@ def _segments(
     of_block = [
         (path, [(n, p) for n, p in named if n.startswith(path + ".")]) for path, _ in blocks
     ]
-    return [("outside the blocks", [(n, p) for n, p in named if id(p) not in inside]), *of_block, ("epilogue", [])]
+    return [
+        ("outside the blocks", [(n, p) for n, p in named if id(p) not in inside]),
+        *of_block,
+        ("epilogue", []),
+    ]
 
 
 class _Cut(torch.autograd.Function):
@@ -226,8 +232,8 @@ class AdoptedWalk:
                 " called once, in order: name other blocks by a path pattern"
             )
         raise OutsizeError(
-            f"block {name!r} is called where {paths[expected]!r} was expected: blocks must be called"
-            " in the order of the module tree; name them in order by path patterns"
+            f"block {name!r} is called where {paths[expected]!r} was expected: blocks must be"
+            " called in the order of the module tree; name them in order by path patterns"
         )
 
     def forward(self, stage: int) -> None:
@@ -247,7 +253,9 @@ class AdoptedWalk:
         entered, self._waiting = self._waiting, None
         if entered is None:
             path = self._flow.paths[segment - 1]
-            raise OutsizeError(f"block {path!r} is not called by the module's forward; leave it out")
+            raise OutsizeError(
+                f"block {path!r} is not called by the module's forward; leave it out"
+            )
         self._calls.append(entered)
         self._run_block(entered, whole)
         if segment < last - 1:

@@ -121,9 +121,7 @@ class _Again(torch.autograd.Function):
 def backward(outs: Leaves, gouts: list[Tensor | None]) -> None:
     """Differentiate the outputs that have a gradient, into the leaves below them."""
     pairs = [
-        (out, g)
-        for out, g in zip(outs, gouts, strict=True)
-        if g is not None and out.requires_grad
+        (out, g) for out, g in zip(outs, gouts, strict=True) if g is not None and out.requires_grad
     ]
     if pairs:
         torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
@@ -146,9 +144,7 @@ def recomputed(module: nn.Module, replay: bool) -> Callable[..., Any]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor) -> Tensor:
         ctx.run, ctx.tile = run, tile
         ctx.save_for_backward(x_TD)
         return _tiles(run, tile, x_TD)
@@ -178,7 +174,7 @@ def _tiles(run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor) -> Tensor:
 
 
 def tiled(module: nn.Module, tile: int) -> Callable[..., Tensor]:
-    """A forward for a token-wise `module(x_TD, ...)` that holds `tile` tokens' activations at once."""
+    """A forward for a token-wise `module(x_TD, ...)`; `tile` tokens' activations exist at once."""
     plain = module.forward
 
     def forward(x_TD: Tensor, *rest: Any) -> Tensor:

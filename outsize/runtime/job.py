@@ -86,8 +86,8 @@ class Job:
     """Holds the chunks of a model and plays schedules over them.
 
     flow: the model. plan: how a step runs. optimizer: the update. groups and group_of: settings by
-    parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient norm. ledger:
-    counts bytes while the job works, and raises over its budget. collective: who else trains.
+    parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
+    norm. ledger: counts bytes while the job works, and raises over its budget. collective: who else trains.
     """
 
     def __init__(

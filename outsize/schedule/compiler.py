@@ -21,7 +21,9 @@ def compile_plan(plan: Plan, trainable_from: int = 0) -> Schedule:
         actions += _backward(plan, microbatch, trainable_from)
     actions.append(Action(Kind.NORM))
     actions += [Action(Kind.UPDATE, s) for s in range(trainable_from, len(plan.stages))]
-    again = frozenset(s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from)
+    again = frozenset(
+        s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from
+    )
     return Schedule(len(plan.stages), plan.microbatches, (tuple(actions),), again, trainable_from)
 
 

@@ -97,7 +97,8 @@ def _action(line: str, number: int) -> tuple[int, Action]:
         raise
     except ValueError as error:
         raise OutsizeError(
-            f"schedule line {number}: {line!r} is not 'worker KIND stage microbatch lane ...': {error}"
+            f"schedule line {number}: {line!r} is not 'worker KIND stage microbatch lane ...':"
+            f" {error}"
         ) from None
 
 

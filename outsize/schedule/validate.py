@@ -31,7 +31,8 @@ def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> 
     for position, action in enumerate(schedule.workers[0]):
         reason = _range(schedule, action) or state.step(action)
         if not reason and budget is not None and state.peak > budget:
-            reason = f"would hold {state.peak} bytes of a budget of {budget}: {state.peak - budget} missing"
+            missing = state.peak - budget
+            reason = f"would hold {state.peak} bytes of a budget of {budget}: {missing} missing"
         if reason:
             raise OutsizeError(f"schedule: worker 0, action {position} ({action}): {reason}")
     reason = state.finish()

@@ -57,18 +57,16 @@ class Wish:
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
 
 
-def layouts(config: DecoderConfig, wish: Wish) -> tuple[tuple[int, ...], ...]:
+def layouts(wish: Wish) -> tuple[tuple[int, ...], ...]:
     """The documents of a row to rehearse: one of these layouts holds the most of all.
 
-    Documents of unequal lengths are attended to one by one, and their outputs laid together once
-    more. Scores that are made explicitly (windows, caps) are most for the longest document.
+    A document of a length that kernels like needs no copies, one beside it does; scores that are
+    made explicitly (windows, caps) are most for the longest document.
     """
     if wish.documents is not None:
         return (wish.documents,)
     whole = (0, wish.sequence)
-    cut = (0, 1, wish.sequence) if wish.sequence > 1 else whole
-    scores = config.softcap is not None or any(layer.window for layer in config.layers)
-    return (cut, whole) if scores else (cut,)
+    return ((0, 1, wish.sequence), whole) if wish.sequence > 1 else (whole,)
 
 
 def native_makers(
@@ -78,7 +76,7 @@ def native_makers(
 
     documents: of every row; by default the first of `layouts`.
     """
-    bounds = documents or layouts(config, wish)[0]
+    bounds = documents or layouts(wish)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
         flow = NativeFlow(Decoder(config), plan)
@@ -110,7 +108,7 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
         chosen = sample(config, plan)
         made = (
             compose(plan, expand(costs(chosen, bounds), chosen, plan), hardware)
-            for bounds in layouts(config, wish)
+            for bounds in layouts(wish)
         )
         return max(made, key=lambda forecast: forecast.peak)
 
@@ -121,8 +119,7 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
 def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
     """The forecast of a given plan for a native decoder, with the costliest of `layouts`."""
     made = (
-        forecast(plan, *native_makers(config, wish, bounds), hardware)
-        for bounds in layouts(config, wish)
+        forecast(plan, *native_makers(config, wish, bounds), hardware) for bounds in layouts(wish)
     )
     return max(made, key=lambda one: one.peak)
 

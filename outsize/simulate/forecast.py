@@ -15,7 +15,6 @@ from outsize.simulate.rehearse import Costs, rehearse
 from outsize.simulate.replay import annotate, kinds_at_peak, play
 from outsize.trace.trace import Trace
 
-
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the catalogue has them
 
 

@@ -41,7 +41,9 @@ class Costs:
     segments: tuple[tuple[str, Mapping[str, int]], ...]
 
 
-def rehearse(plan: Plan, job_of: Callable[[Plan, Ledger], Job], batch_of: Callable[[int], object]) -> Costs:
+def rehearse(
+    plan: Plan, job_of: Callable[[Plan, Ledger], Job], batch_of: Callable[[int], object]
+) -> Costs:
     """Costs of a plan's actions.
 
     job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,

@@ -40,9 +40,16 @@ def play(
         peak = max(before + action.workspace, sum(live.values()))
         events.append(
             Event(
-                0, action.lane.value, action.kind.value, action.stage, action.microbatch,
-                clock, end, dict(live), peak,
-            )  # fmt: skip
+                0,
+                action.lane.value,
+                action.kind.value,
+                action.stage,
+                action.microbatch,
+                clock,
+                end,
+                dict(live),
+                peak,
+            )
         )
         clock = end
     return Trace("foretold", tuple(events))
@@ -60,5 +67,3 @@ def kinds_at_peak(trace: Trace, static: Mapping[str, int]) -> dict[str, int]:
     kinds = {where.partition("/")[2]: count for where, count in before.items() if count}
     kinds["workspace"] = kinds.get("workspace", 0) + top.peak - sum(before.values())
     return kinds
-
-

@@ -50,11 +50,10 @@ def expand(costs: Costs, chosen: Sample, plan: Plan) -> Costs:
     last = len(chosen.stands) - 1
     names = ["prologue", *(f"block {i}" for i in range(last - 1)), "epilogue"]
     segments = tuple(
-        (name, costs.segments[place][1])
-        for name, place in zip(names, chosen.stands, strict=True)
+        (name, costs.segments[place][1]) for name, place in zip(names, chosen.stands, strict=True)
     )
-    static = {kind: n for kind, n in costs.static.items() if kind == "data"}
-    for _, kinds in segments:
-        for kind, count in kinds.items():
-            static[kind] = static.get(kind, 0) + count
+    static = {name: n for name, n in costs.static.items() if name == "data"}
+    for _, held in segments:
+        for name, count in held.items():
+            static[name] = static.get(name, 0) + count
     return Costs(static, actions, segments)

@@ -1,7 +1,7 @@
 """`prepare`: somebody's own model and loop, two lines, on the same runtime as everything else.
 
-    job = outsize.prepare(model, optimizer=torch.optim.AdamW(model.parameters()), memory="2GiB")
-    loss = job.step(batch)
+job = outsize.prepare(model, optimizer=torch.optim.AdamW(model.parameters()), memory="2GiB")
+loss = job.step(batch)
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class Prepared:
         static = trained * each + frozen * _size(sizes.compute)
         if static > budget:
             raise OutsizeError(
-                f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small: parameters,"
-                f" gradients and optimizer alone are {static} bytes, {static - budget} bytes missing;"
-                f" set memory above {-(-static // 2**20)}MiB"
+                f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
+                f" parameters, gradients and optimizer alone are {static} bytes,"
+                f" {static - budget} bytes missing; set memory above {-(-static // 2**20)}MiB"
             )
 
     @property
@@ -167,7 +167,9 @@ class Prepared:
     @property
     def _made(self) -> Job:
         if self._job is None:
-            raise OutsizeError("job has no plan yet: it is made for the first batch; call step first")
+            raise OutsizeError(
+                "job has no plan yet: it is made for the first batch; call step first"
+            )
         return self._job
 
     def step(self, batch: Any, lr: float | None = None) -> Tensor:
@@ -259,9 +261,7 @@ class Prepared:
             self.settings.clip, ledger,
         )  # fmt: skip
 
-    def _flow(
-        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan
-    ) -> Flow:
+    def _flow(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> Flow:
         if isinstance(model, Decoder):
             return NativeFlow(model, plan)
         count = self.settings.count

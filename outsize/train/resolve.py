@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from outsize.errors import OutsizeError
-from outsize.typed import load_yaml, place, read, unknown
 from outsize.train.config import SHORT, RunConfig, check, config_of, leaves
+from outsize.typed import load_yaml, place, read, unknown
 
 SET = "--set"
 DEFAULT = "default"

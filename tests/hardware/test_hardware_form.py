@@ -85,7 +85,11 @@ def test_round_trip_through_yaml_and_json(tmp_path: Path) -> None:
         ("unit: B/s", "unit: FLOP/s", "expected 'B/s'"),
         ("unit: B/s", "unit: parsecs", "'parsecs'"),
         ("upto: 2.0e+20", "upto: 1.0", "expected at least its value"),
-        ("source: by hand\n      date", "origin: by hand\n      date", "origin: unknown key; known: date"),
+        (
+            "source: by hand\n      date",
+            "origin: by hand\n      date",
+            "origin: unknown key; known: date",
+        ),
         ("  bytes: 8589934592\n", "", "tiers[0].bytes: missing; expected a whole number"),
     ],
 )

@@ -20,9 +20,7 @@ class Buffers:
         if self.later:
             self.kept.append((weight, compute))
             return
-        buffer = self.buffers.setdefault(
-            id(weight), torch.zeros(weight.shape, dtype=self.dtype)
-        )
+        buffer = self.buffers.setdefault(id(weight), torch.zeros(weight.shape, dtype=self.dtype))
         with torch.no_grad():
             compute(buffer)
 

@@ -48,9 +48,7 @@ def close(a, b, limit=1e-10):
     return float((a - b).abs().max()) <= limit * float(b.abs().max())
 
 
-OPTIONS = list(
-    itertools.product([1, 5, 8, 22, 100], [False, True], [1.0, 0.3], [None, 2.0])
-)
+OPTIONS = list(itertools.product([1, 5, 8, 22, 100], [False, True], [1.0, 0.3], [None, 2.0]))
 
 
 @pytest.mark.parametrize(("chunk", "bias", "scale", "softcap"), OPTIONS)

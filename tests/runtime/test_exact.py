@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import plain
 import pytest
 import torch
 
-import plain
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW, LearningRate
@@ -49,9 +49,12 @@ PLANS = {
     "loss-chunk": plan_of(loss_chunk=7),
     "mlp-tile": plan_of(mlp_tile=5, microbatch_rows=2),
     "everything": plan_of(
-        mlp_tile=5, loss_chunk=7, split_backward=True, microbatch_rows=2,
+        mlp_tile=5,
+        loss_chunk=7,
+        split_backward=True,
+        microbatch_rows=2,
         stages=(Stage(0, 1), Stage(1, 2, ("attention",)), Stage(2, 4, ("block",)), Stage(4, 5)),
-    ),  # fmt: skip
+    ),
 }
 
 

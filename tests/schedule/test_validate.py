@@ -65,9 +65,7 @@ def mutated(schedule: Schedule, rng: random.Random) -> Schedule:
             case "stage":
                 actions[i] = replace(actions[i], stage=rng.randint(-1, schedule.stages))
             case "microbatch":
-                actions[i] = replace(
-                    actions[i], microbatch=rng.randint(-1, schedule.microbatches)
-                )
+                actions[i] = replace(actions[i], microbatch=rng.randint(-1, schedule.microbatches))
             case "kind":
                 actions[i] = replace(actions[i], kind=rng.choice(list(Kind)))
     return replace(schedule, workers=(tuple(actions),))

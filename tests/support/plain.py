@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch.nn import functional as F
@@ -51,7 +52,7 @@ def batches(count, rows, sequence, vocab, seed=0):
         for row in range(rows):
             cuts = torch.randint(1, sequence, (2,), generator=generator).tolist()
             edges = tuple(sorted({0, sequence, *cuts}))
-            for start, stop in zip(edges, edges[1:], strict=False):
+            for start, stop in itertools.pairwise(edges):
                 targets[row, start : stop - 1] = ids[row, start + 1 : stop]
             bounds.append(edges)
         targets[rows - 1] = -100

@@ -38,27 +38,41 @@ CASES = {
     "llama": (
         lambda: hf.LlamaForCausalLM(
             hf.LlamaConfig(
-                hidden_size=24, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-                num_key_value_heads=1, vocab_size=40,
-            )  # fmt: skip
+                hidden_size=24,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                vocab_size=40,
+            )
         ),
         causal,
     ),
     "t5": (
         lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(
-                d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=40,
+                d_model=24,
+                d_kv=8,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                vocab_size=40,
                 decoder_start_token_id=0,
-            )  # fmt: skip
+            )
         ),
         lambda seed: {**tokens(seed, "input_ids", "labels"), "use_cache": False},
     ),
     "vit": (
         lambda: hf.ViTForImageClassification(
             hf.ViTConfig(
-                hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
-                image_size=8, patch_size=4, num_labels=4,
-            )  # fmt: skip
+                hidden_size=24,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                intermediate_size=32,
+                image_size=8,
+                patch_size=4,
+                num_labels=4,
+            )
         ),
         pixels,
     ),

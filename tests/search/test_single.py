@@ -1,0 +1,145 @@
+"""The planner of one device: what it chooses fits, what it composes is what a rehearsal gives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from subjects import config_of
+
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.hardware import catalogue
+from outsize.memory import Ledger
+from outsize.models.build import build
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision, Stage
+from outsize.plan.plan import per_segment
+from outsize.runtime import Job, NativeFlow
+from outsize.search import Wish, choose, foretell, native_makers
+from outsize.search.single import _candidates
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import rehearse
+from outsize.simulate.sample import expand, sample
+
+HARDWARE = catalogue("H200")
+CONFIG = config_of("llama")
+WISH = Wish(rows=4, sequence=32, precision=Precision.named("float32"), optimizer=AdamW(), clip=1.0)
+
+
+def graded(*parts: tuple[str, ...]) -> tuple[Stage, ...]:
+    """Recompute of each of the three blocks."""
+    inner = (Stage(i, i + 1, part) for i, part in enumerate(parts, start=1))
+    return (Stage(0, 1), *inner, Stage(4, 5))
+
+
+BLOCK = ("block",)
+GRADED = {
+    "none": graded((), (), ()),
+    "first": graded(BLOCK, (), ()),
+    "last": graded((), (), BLOCK),
+    "two of three": graded(BLOCK, BLOCK, ()),
+    "in the middle": graded((), BLOCK, ()),
+    "all": graded(BLOCK, BLOCK, BLOCK),
+    "beside parts": graded(BLOCK, ("mlp",), ("attention",)),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", GRADED)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_graded_plan_composed_is_the_plan_rehearsed(family, name, split):
+    """From a sample of one layer of each sort; gemma2's windows take turns."""
+    config = config_of(family)
+    plan = Plan(5, GRADED[name], 4, 2, 32, WISH.precision, split_backward=split)
+    chosen = sample(config, plan)
+    small = rehearse(chosen.plan, *native_makers(chosen.config, WISH))
+    composed = expand(small, chosen, plan)
+    direct = rehearse(plan, *native_makers(config, WISH))
+    assert composed.static == direct.static and composed.segments == direct.segments
+    ours, theirs = compose(plan, composed, HARDWARE), compose(plan, direct, HARDWARE)
+    assert ours.peak == theirs.peak
+    assert [e.peak for e in ours.trace.events] == [e.peak for e in theirs.trace.events]
+    assert [e.live for e in ours.trace.events] == [e.live for e in theirs.trace.events]
+    assert ours.flops == theirs.flops
+    assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-12)
+
+
+def test_a_sample_has_one_layer_of_each_sort():
+    for name, sorts in {"none": 1, "first": 2, "two of three": 2, "all": 1}.items():
+        plan = Plan(5, GRADED[name], 4, 2, 32, WISH.precision)
+        assert len(sample(CONFIG, plan).config.layers) == sorts
+
+
+@pytest.fixture(scope="module")
+def candidates():
+    return [foretell(CONFIG, WISH, plan, HARDWARE) for plan in _candidates(WISH, 5)]
+
+
+def test_candidates_hold_ever_less(candidates):
+    """The first is the plainest, the last is the smallest: the one that an error speaks of."""
+    assert len(candidates) >= 6
+    assert not any(stage.recompute for stage in candidates[0].plan.stages)
+    assert candidates[-1].peak == min(made.peak for made in candidates)
+    graded = [m for m in candidates if any(stage.whole for stage in m.plan.stages)]
+    assert [m.flops for m in graded] == sorted(m.flops for m in graded)
+
+
+def missing(error: OutsizeError) -> int:
+    return int(re.search(r"(\d+) bytes missing", str(error))[1])
+
+
+def test_one_byte_less_gives_a_smaller_plan_or_names_what_is_missing(candidates):
+    first, smallest = candidates[0].peak, candidates[-1].peak
+    assert choose(CONFIG, WISH, HARDWARE).peak == first
+    assert choose(CONFIG, replace(WISH, budget=first), HARDWARE).peak == first
+    made = choose(CONFIG, replace(WISH, budget=first - 1), HARDWARE)
+    assert smallest <= made.peak < first and made.plan.budget == first - 1
+    for budget in (smallest - 1, 1000):
+        with pytest.raises(OutsizeError) as caught:
+            choose(CONFIG, replace(WISH, budget=budget), HARDWARE)
+        assert missing(caught.value) == smallest - budget
+        assert f"({smallest} bytes" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_smallest_plan_runs_in_what_it_was_foretold(candidates):
+    """With a budget of its peak and rows of all kinds of documents."""
+    plan = candidates[-1].plan
+    ledger = Ledger(candidates[-1].peak)
+    flow = NativeFlow(build(CONFIG, seed=0), plan)
+    job = Job(flow, plan, WISH.optimizer, clip=1.0, ledger=ledger)
+    ids = torch.randint(0, 53, (4, 32))
+    for _ in range(2):
+        job.step(Batch(ids, ids.clone(), ((0, 9, 32), (0, 32), (0, 1, 2, 32), (0, 31, 32))))
+
+
+def test_what_is_fixed_stays_fixed():
+    wish = replace(
+        WISH, microbatch_rows=3, recompute=("mlp",), loss_chunk=0, mlp_tile=5, split_backward=True,
+    )  # fmt: skip
+    plan = choose(CONFIG, wish, HARDWARE).plan
+    assert plan.microbatch_rows == 3 and plan.rows == 4 and plan.sequence == 32
+    assert plan.stages == per_segment(5, ("mlp",))
+    assert plan.loss_chunk == 0 and plan.mlp_tile == 5 and plan.split_backward
+    bare = replace(
+        WISH, precision=Precision("bfloat16"), approximate=("bfloat16-weights",), microbatch_rows=9,
+    )  # fmt: skip
+    plan = choose(CONFIG, bare, HARDWARE).plan
+    assert plan.precision.master is None and plan.approximate == ("bfloat16-weights",)
+    assert plan.microbatch_rows == 4, "no more rows than there are"
+
+
+def test_a_given_plan_is_foretold_as_a_chosen_one():
+    made = choose(CONFIG, WISH, HARDWARE)
+    again = foretell(CONFIG, WISH, made.plan, HARDWARE)
+    assert (again.peak, again.static, again.segments) == (made.peak, made.static, made.segments)
+
+
+def test_documents_that_are_known_are_foretold_instead_of_the_costliest():
+    config = config_of("gemma2")
+    plan = Plan(5, per_segment(5), 4, 2, 32, WISH.precision)
+    anything = foretell(config, WISH, plan, HARDWARE).peak
+    short = replace(WISH, documents=tuple(range(0, 33, 4)))
+    assert foretell(config, short, plan, HARDWARE).peak < anything
