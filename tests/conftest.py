@@ -45,7 +45,13 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of one test are seen neither by another test nor by the person who runs them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    cache = tmp_path_factory.mktemp("cache")
+    # But for the compiled kernels: whoever needs them first builds them for the whole session.
+    kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+    kernels.mkdir(exist_ok=True)
+    (cache / "outsize").mkdir()
+    (cache / "outsize" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize.kernels.accumulate import accumulate
+
 
 class GradSink(Protocol):
     """Receives weight gradients as computations."""
@@ -30,7 +32,7 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     if grad.dtype == a.dtype:
         grad.addmm_(a, b)
     else:
-        grad.add_(a @ b)
+        accumulate(grad, a @ b)
 
 
 class _SinkLinear(torch.autograd.Function):

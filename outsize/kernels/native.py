@@ -103,7 +103,7 @@ def threads() -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The passes, built where no process did before; None, with one warning, where they cannot be."""
+    """The passes, built where no process did before; None, after one warning, where they cannot."""
     path = next(filter(None, map(shutil.which, _COMPILERS)), None)
     base = os.environ.get("XDG_CACHE_HOME")
     cache = Path(base) if base else Path.home() / ".cache"

@@ -87,7 +87,8 @@ class Job:
 
     flow: the model. plan: how a step runs. optimizer: the update. groups and group_of: settings by
     parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
-    norm. ledger: counts bytes while the job works, and raises over its budget. collective: who else trains.
+    norm. ledger: counts bytes while the job works, and raises over its budget.
+    collective: who else trains.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class RunConfig:
     schedule: ScheduleKeys = dataclasses.field(default_factory=ScheduleKeys)
     plan: PlanKeys = dataclasses.field(default_factory=PlanKeys)
     sample: SampleKeys = dataclasses.field(default_factory=SampleKeys)
-    precision: Literal["float32", "bfloat16", "float64"] | None = _key(
+    precision: Literal["float64", "float32", "bfloat16"] | None = _key(
         None, "of the computation; bfloat16 has a float32 master copy"
     )
     memory: str | int | None = _key(None, "most bytes on the device, as 2GiB; more is refused")

@@ -20,7 +20,7 @@ IN_FILE = [
     ("train: {steps: 0}", "run.yaml: train.steps: 0; expected at least 1"),
     ("data: {validation: 0.7}", "run.yaml: data.validation: 0.7; expected at least 0 and at most"),
     ("train: {clip: .nan}", "run.yaml: train.clip: nan; expected a finite number"),
-    ("precision: fp8", "run.yaml: precision: 'fp8'; expected one of float32, bfloat16, float64"),
+    ("precision: fp8", "run.yaml: precision: 'fp8'; expected one of float64, float32, bfloat16"),
     ("optimizer: {betas: [0.9]}", "optimizer.betas: [0.9]; expected a list of 2, each a number"),
     ("optimizer: {name: adam}", "optimizer.name: 'adam'; expected one of adamw, sgd"),
     ("train: 5", "run.yaml: train: 5; expected a mapping of steps, tokens"),
