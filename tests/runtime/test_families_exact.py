@@ -14,7 +14,7 @@ from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 
-STEPS, CLIP = 5, 0.01
+STEPS, CLIP = 4, 0.01
 RATES = [1e-2 / (i + 1) for i in range(STEPS)]
 FROZEN = {
     "prologue": ("prologue",),
