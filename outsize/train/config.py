@@ -25,7 +25,7 @@ def _key(default: T, meaning: str) -> T:
 
 @dataclass(frozen=True)
 class ModelKeys:
-    name: str = _key("small", "a preset, or a Hugging Face directory")
+    name: str = _key("mini", "a preset, or a Hugging Face directory")
     weights: Literal["stored", "random"] | None = _key(
         None, "a directory's weights: those stored in it, or random ones drawn from train.seed"
     )
@@ -67,9 +67,9 @@ class OptimizerKeys:
 
 @dataclass(frozen=True)
 class ScheduleKeys:
-    shape: Literal["constant", "linear", "cosine", "wsd"] = _key("cosine", "after the warm-up")
+    shape: Literal["constant", "linear", "cosine", "wsd"] = _key("linear", "after the warm-up")
     warmup: int | None = _key(None, "steps in which the learning rate rises")
-    final: float = _key(0.1, "the learning rate's last factor")
+    final: float = _key(0.05, "the learning rate's last factor")
     decay: float = _key(0.2, "wsd: part of the steps in which it falls")
 
 
@@ -88,7 +88,7 @@ class PlanKeys:
 @dataclass(frozen=True)
 class SampleKeys:
     prompt: str = _key("import ", "what the sample at the end begins with")
-    tokens: int = _key(300, "tokens of the sample; 0: none")
+    tokens: int = _key(240, "tokens of the sample; 0: none")
     temperature: float = _key(0.7, "0: the most probable token each time")
 
 

@@ -16,6 +16,7 @@ from outsize.typed import load_yaml, place, read, unknown
 
 SET = "--set"
 DEFAULT = "default"
+DERIVED = "derived: "
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Resolved:
         """Whether somebody said it (a file, --set, or a derivation)."""
         return name in self.values
 
+    def is_derived(self, name: str) -> bool:
+        """Whether its value was filled in rather than said."""
+        return self.origins.get(name, "").startswith(DERIVED)
+
     def with_value(self, name: str, value: Any, origin: str) -> Resolved:
         """The same with one more value. OutsizeError for a number out of its range."""
         check(name, value, origin)
@@ -46,7 +51,7 @@ class Resolved:
         """The same with an open value filled in; what is not open stays."""
         if self.get(name) is not None:
             return self
-        return self.with_value(name, value, f"derived: {reason}")
+        return self.with_value(name, value, f"{DERIVED}{reason}")
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(key, value, where it came from, what it means) of every key, in order."""

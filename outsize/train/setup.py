@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outsize.data import TrainStream
+from outsize.data import Batch, TrainStream
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
 from outsize.memory import parse_bytes
@@ -22,9 +22,10 @@ from outsize.simulate.calibrate import COUNTED, WARM
 from outsize.train import derive
 from outsize.train.config import RunConfig
 from outsize.train.model import Subject, subject
-from outsize.train.resolve import Resolved
+from outsize.train.resolve import DERIVED, Resolved
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates foretell to take longer is left out
+FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
 FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
 
 
@@ -78,13 +79,31 @@ def set_up(
 
 
 def calibrated(setup: Setup, stream: TrainStream) -> Setup:
-    """The same with step times measured on one block of each sort, where that is quick."""
+    """The same with step times measured on one block of each sort, where that is quick.
+
+    Where the number of threads was left open, one thread is tried too: small models on a busy
+    machine run faster on it.
+    """
     plan = setup.plan
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
     if trial > TRIAL_SECONDS:
         return setup
-    batch = stream.batch(0)
-    foretold = calibrate(
+    batch, threads = stream.batch(0), setup.resolved.get("threads")
+    all_threads = _timed(setup, batch)
+    if threads == 1 or not setup.resolved.is_derived("threads"):
+        return replace(setup, forecast=all_threads)
+    torch.set_num_threads(1)
+    alone = _timed(setup, batch)
+    if alone.seconds < FASTER * all_threads.seconds:
+        reason = f"a step takes {alone.seconds:.3g} s, with {threads} {all_threads.seconds:.3g} s"
+        resolved = setup.resolved.with_value("threads", 1, f"{DERIVED}{reason}")
+        return replace(setup, resolved=resolved, forecast=alone)
+    torch.set_num_threads(threads)
+    return replace(setup, forecast=all_threads)
+
+
+def _timed(setup: Setup, batch: Batch) -> Forecast:
+    return calibrate(
         setup.forecast,
         setup.subject.config,
         optimizer_of(setup.config),
@@ -92,7 +111,6 @@ def calibrated(setup: Setup, stream: TrainStream) -> Setup:
         lambda rows: batch.rows(0, rows),
         setup.device.type,
     )
-    return replace(setup, forecast=foretold)
 
 
 def settled(setup: Setup) -> Setup:
