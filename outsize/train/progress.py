@@ -120,7 +120,8 @@ def resident() -> tuple[int, int]:
     """(bytes of this process in memory now, and at its peak so far)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
-    return psutil.Process().memory_info().rss, peak * unit
+    now = psutil.Process().memory_info().rss
+    return now, max(now, peak * unit)  # the kernel brings its peak up to date now and then only
 
 
 def duration(seconds: float) -> str:
