@@ -40,11 +40,18 @@ def _bytes(hidden: int, layers: int, heads: int, inner: int, positions: int) -> 
     return {**shape, "initializer_range": round(hidden**-0.5, 4)}
 
 
+def _normed(llama: dict[str, Any]) -> dict[str, Any]:
+    """The same shape as a Qwen3, whose normalised queries and keys stand the learning rate of a
+    short run better (2 layers: 2.05 bits per byte after 1,570 steps, without 2.23 after 2,060)."""
+    kept = {key: value for key, value in llama.items() if key != "mlp_bias"}
+    return {**kept, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
 # Parameters: tiny 0.13M, mini 1.0M (what `outsize train` learns in two minutes), small 5.0M,
 # 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G (Llama 2, 2023).
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {**_bytes(64, 2, 4, 176, 256), "num_key_value_heads": 2},
-    "mini": _bytes(192, 2, 4, 512, 256),
+    "mini": _normed(_bytes(192, 2, 4, 512, 256)),
     "small": _bytes(256, 6, 4, 704, 1024),
     "25m": _llama(14336, 384, 8, 6, 1024, 512),
     "llama-1.1b": {**_llama(32000, 2048, 22, 32, 5632, 2048), "num_key_value_heads": 4},
