@@ -27,7 +27,9 @@ from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import Costs, rehearse
 from outsize.simulate.sample import Sample, expand, sample
 
-TOKENS_AT_ONCE = 1024  # a microbatch of this size keeps matrix products at their full rate
+# Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
+# gave 1,640, 1,750, 1,780 tokens/s in float32 and 3,800, 4,050, 4,340 in bfloat16.
+TOKENS_AT_ONCE = 4096
 LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
 
 
