@@ -176,14 +176,6 @@ def config_of(values: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**made, **plain)
 
 
-def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a key by its full name."""
-    found: Any = config
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 @dataclass(frozen=True)
 class Range:
     """Numbers a key may have."""

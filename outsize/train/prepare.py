@@ -25,7 +25,7 @@ from outsize.models.adopt import find_blocks
 from outsize.models.decoder import Decoder
 from outsize.optim import SGD, AdamW, Optimizer, parse
 from outsize.plan import Plan, Precision
-from outsize.plan.plan import per_segment
+from outsize.plan.plan import BYTES, per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow, Report
 from outsize.runtime.flow import Flow
 from outsize.runtime.job import Group
@@ -142,11 +142,11 @@ class Prepared:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in self.model.parameters()) - trained
         sizes = self.settings.precision
-        each = _size(sizes.compute) + _size(sizes.gradients)
-        each += (_size(sizes.master) if sizes.master else 0) + (
-            len(self._optimizer.states) * _size(sizes.optimizer)
+        each = BYTES[sizes.compute] + BYTES[sizes.gradients]
+        each += (BYTES[sizes.master] if sizes.master else 0) + (
+            len(self._optimizer.states) * BYTES[sizes.optimizer]
         )
-        static = trained * each + frozen * _size(sizes.compute)
+        static = trained * each + frozen * BYTES[sizes.compute]
         if static > budget:
             raise OutsizeError(
                 f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
@@ -270,10 +270,6 @@ class Prepared:
             model, blocks, plan, self.settings.loss or _own_loss,
             _cut if self.settings.microbatches > 1 else None, counter,
         )  # fmt: skip
-
-
-def _size(dtype: str) -> int:
-    return torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
 
 def _first_blocks(segments: int, count: int) -> Any:

@@ -16,8 +16,8 @@ from outsize.memory import parse_bytes
 from outsize.optim import LearningRate, Optimizer
 from outsize.optim import parse as parse_optimizer
 from outsize.plan import Plan, Precision
-from outsize.search import Wish, choose, native_makers
-from outsize.simulate import Forecast, calibrate, forecast
+from outsize.search import Wish, choose, foretell
+from outsize.simulate import Forecast, calibrate
 from outsize.simulate.calibrate import COUNTED, WARM
 from outsize.train import derive
 from outsize.train.config import RunConfig
@@ -73,8 +73,7 @@ def set_up(
     if plan is None:
         foretold = _chosen(model, wish, hardware, fit)
     else:
-        kept = replace(plan, budget=wish.budget)
-        foretold = forecast(kept, *native_makers(model.config, wish), hardware)
+        foretold = foretell(model.config, wish, replace(plan, budget=wish.budget), hardware)
     return Setup(resolved, model, hardware, foretold)
 
 

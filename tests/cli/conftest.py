@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rates import known_hardware
 
 Invoke = Callable[..., Result]
 
@@ -49,22 +50,6 @@ output: run
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates as a probe would give them, without the second or two of measuring."""
-    from typing import Any
-
-    from outsize.hardware import Hardware, Measured, Rate, Tier
-    from outsize.hardware.hardware import Device
-
-    def rate(value: float, unit: Any) -> Rate:
-        return Rate(value, unit, "test", "2026-11-20")
-
-    device = Device(
-        "test",
-        "cpu",
-        rate(8e9, "B"),
-        {"fp32": rate(1e11, "FLOP/s"), "bf16": rate(1.1e11, "FLOP/s")},
-        rate(2e10, "B/s"),
-        measured=Measured(overhead=rate(1e-6, "s")),
-    )
-    hardware = Hardware((device,), (Tier("device", 8 * 10**9),), (), "test")
+    """To measure this machine anew in each test takes seconds."""
+    hardware = known_hardware()
     monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rates import known_hardware
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
@@ -85,20 +86,6 @@ def runs(tmp_path: Path) -> Runs:
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates from the catalogue: to measure this machine anew in each test takes seconds."""
-    from outsize.hardware import Hardware, Measured, Rate, Tier
-    from outsize.hardware.hardware import Device
-
-    def rate(value: float, unit: Any) -> Rate:
-        return Rate(value, unit, "test", "2026-11-20")
-
-    device = Device(
-        "test",
-        "cpu",
-        rate(8e9, "B"),
-        {"fp32": rate(1e11, "FLOP/s"), "bf16": rate(1.1e11, "FLOP/s")},
-        rate(2e10, "B/s"),
-        measured=Measured(overhead=rate(1e-6, "s")),
-    )
-    hardware = Hardware((device,), (Tier("device", 8 * 10**9),), (), "test")
+    """To measure this machine anew in each test takes seconds."""
+    hardware = known_hardware()
     monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)
