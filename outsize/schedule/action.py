@@ -10,10 +10,14 @@ class Lane(StrEnum):
     """What an action occupies while it runs. A CUDA stream or a CPU thread each."""
 
     COMPUTE = "compute"
+    FETCH = "fetch"  # bytes towards the device tier
+    EVICT = "evict"  # bytes away from it
+    HOST = "host"  # computing where the bytes rest, beside the device
+    NETWORK = "network"  # bytes between workers
 
 
 class Kind(StrEnum):
-    """What an action does. A kind is added here with the code that runs it."""
+    """What an action does."""
 
     FORWARD = "FORWARD"  # a stage's outputs from its inputs
     RECOMPUTE = "RECOMPUTE"  # a stage's forward again, to have its activations
@@ -21,36 +25,59 @@ class Kind(StrEnum):
     BACKWARD_INPUT = "BACKWARD_INPUT"  # of its inputs alone
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # of its weights, after BACKWARD_INPUT
     NORM = "NORM"  # the global gradient norm, and from it the clipping factor
-    UPDATE = "UPDATE"  # the optimizer's step on a stage's chunks
+    UPDATE = "UPDATE"  # the optimizer's step on a stage's chunks, or on one part of them
     PREFILL = "PREFILL"  # tokens of prompts through a stage
     DECODE = "DECODE"  # one token of each sequence through a stage
+    FETCH = "FETCH"  # a state of a stage from the tier it rests on
+    EVICT = "EVICT"  # a state of a stage to the tier it rests on
+    SEND = "SEND"  # an activation or a gradient to the worker of a neighbouring stage
+    RECV = "RECV"  # the other end of SEND
 
 
-WHOLE_STEP = -1  # the stage or microbatch of an action that is of no single one
+class State(StrEnum):
+    """What a FETCH, EVICT, SEND or RECV moves."""
+
+    NONE = ""  # every other kind of action
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"  # of parameters; in SEND and RECV those of a stage's outputs
+    OPTIMIZER = "optimizer"  # master copy and moments
+    ACTIVATIONS = "activations"
+
+
+WHOLE = -1  # the stage, microbatch or part of an action that is of no single one
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """kind, for a stage and a microbatch, on a lane.
 
-    allocates: bytes by "tier/kind" that stay when it ends, negative where it frees.
-    workspace: bytes of the device tier above what is live before it, while it runs.
+    state: what is moved. part: which piece of the stage's optimizer states, in order. allocates:
+    bytes by "tier/kind" that stay when it ends, negative where it frees. workspace: bytes of the
+    device tier above what is live before it, while it runs.
     """
 
     kind: Kind
-    stage: int = WHOLE_STEP
-    microbatch: int = WHOLE_STEP
+    stage: int = WHOLE
+    microbatch: int = WHOLE
     lane: Lane = Lane.COMPUTE
     allocates: tuple[tuple[str, int], ...] = ()
     workspace: int = 0
+    state: State = State.NONE
+    part: int = WHOLE
 
     @property
-    def key(self) -> tuple[Kind, int, int]:
+    def key(self) -> tuple[Kind, State, int, int, int]:
         """What names an action within a schedule."""
-        return (self.kind, self.stage, self.microbatch)
+        return (self.kind, self.state, self.stage, self.microbatch, self.part)
+
+    @property
+    def label(self) -> str:
+        """What it does in a word, as "FORWARD" or "FETCH.parameters"."""
+        return f"{self.kind.value}.{self.state.value}" if self.state else self.kind.value
 
     def __str__(self) -> str:
-        words = [self.kind.value, _index(self.stage), _index(self.microbatch), self.lane.value]
+        stage = _index(self.stage) + (f"#{self.part}" if self.part != WHOLE else "")
+        words = [self.label, stage, _index(self.microbatch), self.lane.value]
         words += [f"{where}{count:+d}" for where, count in self.allocates]
         if self.workspace:
             words.append(f"workspace={self.workspace}")
@@ -58,4 +85,4 @@ class Action:
 
 
 def _index(value: int) -> str:
-    return "*" if value == WHOLE_STEP else str(value)
+    return "*" if value == WHOLE else str(value)

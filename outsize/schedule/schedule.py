@@ -1,8 +1,10 @@
 """Schedule: the ordered actions of one step for each worker, and its text form.
 
-The text has one line an action, in order: worker, kind, stage, microbatch, lane, then bytes:
+The text has one line an action, in order: worker, kind, stage, microbatch, lane, then bytes. What
+is moved stands behind the kind, a part behind its stage:
 
     0 FORWARD 1 0 compute device/activations+1024 workspace=2048
+    0 FETCH.optimizer 1#0 * fetch
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError, nearest
-from outsize.schedule.action import WHOLE_STEP, Action, Kind, Lane
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,15 @@ def _action(line: str, number: int) -> tuple[int, Action]:
                 if cut < 1:
                     raise ValueError(f"{word!r} has no signed number of bytes")
                 allocates.append((word[:cut], int(word[cut:])))
+        kind, _, state = kind.partition(".")
+        stage, _, part = stage.partition("#")
         if kind not in Kind.__members__:
             known = tuple(Kind.__members__)
             raise OutsizeError(f"schedule line {number}: kind {kind!r}{nearest(kind, known)}")
         action = Action(
-            Kind(kind), _number(stage), _number(microbatch), Lane(lane), tuple(allocates), workspace
-        )
+            Kind(kind), _number(stage), _number(microbatch), Lane(lane), tuple(allocates),
+            workspace, State(state), _number(part or "*"),
+        )  # fmt: skip
         return int(worker), action
     except OutsizeError:
         raise
@@ -103,4 +108,4 @@ def _action(line: str, number: int) -> tuple[int, Action]:
 
 
 def _number(word: str) -> int:
-    return WHOLE_STEP if word == "*" else int(word)
+    return WHOLE if word == "*" else int(word)

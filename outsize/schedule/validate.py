@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import WHOLE_STEP, Action, Kind
+from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.schedule import Schedule
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
@@ -50,7 +50,7 @@ def _range(schedule: Schedule, action: Action) -> str:
     ):
         if wanted and not 0 <= value < limit:
             return f"{name} is {value}; expected 0 to {limit - 1}"
-        if not wanted and value != WHOLE_STEP:
+        if not wanted and value != WHOLE:
             return f"is of the whole step; expected no {name}"
     if action.kind in _TRAINED and action.stage < schedule.first:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
@@ -64,7 +64,7 @@ class _Play:
     schedule: Schedule
     live: int
     peak: int = 0
-    done: set[tuple[Kind, int, int]] = field(default_factory=set)
+    done: set[tuple[Kind, State, int, int, int]] = field(default_factory=set)
 
     def step(self, action: Action) -> str:
         """Play one action; gives the reason why it cannot run, or nothing."""
@@ -77,8 +77,8 @@ class _Play:
         self.peak = max(self.peak, self.live)
         return reason
 
-    def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE_STEP) -> bool:
-        return (kind, stage, microbatch) in self.done
+    def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE) -> bool:
+        return (kind, State.NONE, stage, microbatch, WHOLE) in self.done
 
     def _back(self, stage: int, microbatch: int) -> bool:
         return any(self._has(kind, stage, microbatch) for kind in _BACK)
@@ -89,7 +89,7 @@ class _Play:
         if kind in (Kind.FORWARD, *_SERVING):
             if s > 0 and not self._has(kind, s - 1, m):
                 return f"its input, {kind} of stage {s - 1}, was not produced"
-            if kind is Kind.FORWARD and self._has(Kind.NORM, WHOLE_STEP):
+            if kind is Kind.FORWARD and self._has(Kind.NORM, WHOLE):
                 return "comes after NORM, which has summed the gradients already"
         elif kind is Kind.RECOMPUTE:
             if s not in self.schedule.recompute or not self._has(Kind.FORWARD, s, m):
@@ -99,16 +99,16 @@ class _Play:
         elif kind is Kind.BACKWARD_WEIGHT:
             if not self._has(Kind.BACKWARD_INPUT, s, m):
                 return "comes before its BACKWARD_INPUT"
-            if self._has(Kind.NORM, WHOLE_STEP):
+            if self._has(Kind.NORM, WHOLE):
                 return "comes after NORM, which has summed the gradients already"
         elif kind is Kind.NORM:
             return self._gradients_missing()
-        elif kind is Kind.UPDATE and not self._has(Kind.NORM, WHOLE_STEP):
+        elif kind is Kind.UPDATE and not self._has(Kind.NORM, WHOLE):
             return "comes before NORM"
         return ""
 
     def _needs_backward(self, s: int, m: int, last: int) -> str:
-        if self._has(Kind.NORM, WHOLE_STEP):
+        if self._has(Kind.NORM, WHOLE):
             return "comes after NORM, which has summed the gradients already"
         if self._back(s, m):
             return "its gradient was produced already"
@@ -132,12 +132,12 @@ class _Play:
 
     def finish(self) -> str:
         """What a whole step still lacks."""
-        kinds = {kind for kind, _, _ in self.done}
+        kinds = {kind for kind, *_ in self.done}
         if not kinds:
             return "it holds no action"
         if kinds & set(_SERVING):
             return self._tokens_missing(kinds)
-        if not self._has(Kind.NORM, WHOLE_STEP):
+        if not self._has(Kind.NORM, WHOLE):
             return self._gradients_missing() or "NORM is missing"
         for s in range(self.schedule.first, self.schedule.stages):
             if not self._has(Kind.UPDATE, s):

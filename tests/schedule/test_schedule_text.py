@@ -10,9 +10,9 @@ from outsize.errors import OutsizeError
 from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
-from outsize.schedule.action import WHOLE_STEP
+from outsize.schedule.action import WHOLE, State
 
-INDEX = st.one_of(st.just(WHOLE_STEP), st.integers(0, 9))
+INDEX = st.one_of(st.just(WHOLE), st.integers(0, 9))
 BYTES = st.tuples(
     st.sampled_from(["device/activations", "host/optimizer", "disk/a-b+c"]),
     st.integers(-(2**50), 2**50),
@@ -24,6 +24,8 @@ ACTIONS = st.builds(
     INDEX,
     allocates=st.lists(BYTES, max_size=3).map(tuple),
     workspace=st.integers(0, 2**50),
+    state=st.sampled_from(list(State)),
+    part=INDEX,
 )
 SCHEDULES = st.builds(
     Schedule,
@@ -84,7 +86,7 @@ HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
         ("schedule stages=2 microbatches=1 recompute=a first=0 workers=1", "line 1"),
         ("schedule stages=2 microbatches=1", "line 1"),
         (HEAD + "0 FORWRD 0 0 compute", "line 2: kind 'FORWRD'; did you mean 'FORWARD'"),
-        (HEAD + "\n0 FORWARD 0 0 network", "line 3: .*network"),
+        (HEAD + "\n0 FORWARD 0 0 nowhere", "line 3: .*nowhere"),
         (HEAD + "0 FORWARD 0", "line 2: '0 FORWARD 0' is not 'worker KIND stage"),
         (HEAD + "0 FORWARD x 0 compute", "line 2"),
         (HEAD + "1 FORWARD 0 0 compute", "line 2: worker is 1; expected 0 to 0"),
