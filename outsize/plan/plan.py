@@ -15,6 +15,11 @@ from outsize.errors import OutsizeError, nearest
 Dtype = Literal["float64", "float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+DEVICE = "device"
+POLICIES = ("belady", "lru", "static")
+ORDERS = ("microbatch", "layer")
+UPDATES = ("apart", "behind")
+PART = 1 << 20  # elements: parts begin where a tier's checksums do, in every dtype
 APPROXIMATE = {
     "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
 }
@@ -44,20 +49,83 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """The tiers on which a stage's states rest between uses: "device", or the name of another.
+
+    optimizer: the master copy and the moments. activations: what FORWARD keeps for BACKWARD.
+    """
+
+    parameters: str = "device"
+    gradients: str = "device"
+    optimizer: str = "device"
+    activations: str = "device"
+
+
+@dataclass(frozen=True)
 class Stage:
     """Segments [first, last) as one unit of the schedule.
 
     recompute: nothing (), the whole stage ("block",), or the named submodules of its blocks.
+    rest: where its states rest. spill: of its activations, those of the named submodules go to
+    rest.activations; () stands for all of them.
     """
 
     first: int
     last: int
     recompute: tuple[str, ...] = ()
+    rest: Rest = Rest()
+    spill: tuple[str, ...] = ()
+
+    @property
+    def spills(self) -> bool:
+        """Some of its activations rest below the device tier."""
+        return self.rest.activations != DEVICE
 
     @property
     def whole(self) -> bool:
         """Only the stage's input is kept; everything else is computed again."""
         return self.recompute == ("block",)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How states that rest below the device tier pass through its pool.
+
+    resident: stages whose states are there at once (Superpipeline's k); returned: stages given
+    back at a time (its k'). pool: bytes; 0: the least that holds `resident` stages. policy: what
+    else stays. part: elements of the optimizer states that are updated at a time. host: of every
+    so many parts one is updated on the device, the others where they rest, on tiers of memory
+    (0: all on the device).
+    """
+
+    resident: int = 2
+    returned: int = 1
+    pool: int = 0
+    policy: Literal["belady", "lru", "static"] = "belady"
+    part: int = 1 << 22
+    host: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("resident", "returned"):
+            _positive(f"stream.{name}", getattr(self, name))
+        if self.returned > self.resident:
+            raise OutsizeError(
+                f"plan: stream.returned is {self.returned}; expected at most stream.resident,"
+                f" {self.resident}"
+            )
+        for name in ("pool", "host"):
+            if getattr(self, name) < 0:
+                raise OutsizeError(
+                    f"plan: stream.{name} is {getattr(self, name)}; expected 0 or more"
+                )
+        if self.policy not in POLICIES:
+            raise OutsizeError(
+                f"plan: stream.policy {self.policy!r}{nearest(self.policy, POLICIES)}"
+            )
+        if self.part < PART or self.part % PART:
+            raise OutsizeError(
+                f"plan: stream.part is {self.part}; expected a multiple of {PART} elements"
+            )
 
 
 @dataclass(frozen=True)
@@ -69,6 +137,10 @@ class Plan:
     models whose inputs are not tokens). loss_chunk: tokens whose logits exist at once (0: all).
     mlp_tile: tokens whose feed-forward activations exist at once (0: all). split_backward:
     BACKWARD_INPUT and BACKWARD_WEIGHT apart. budget: bytes of the device tier, None without limit.
+    order: every stage of a microbatch before the next one, or every microbatch of a stage before
+    the next one ("layer"), so that weights that stream pass once however many there are.
+    update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
+    backward pass ("behind": no clipping). stream: for states that rest below the device.
     """
 
     segments: int
@@ -82,6 +154,9 @@ class Plan:
     split_backward: bool = False
     budget: int | None = None
     approximate: tuple[str, ...] = ()
+    order: Literal["microbatch", "layer"] = "microbatch"
+    update: Literal["apart", "behind"] = "apart"
+    stream: Stream = field(default_factory=Stream)
 
     def __post_init__(self) -> None:
         for name in ("segments", "rows", "microbatch_rows"):
@@ -91,6 +166,11 @@ class Plan:
                 raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
         if self.budget is not None:
             _positive("budget", self.budget)
+        for name, known in (("order", ORDERS), ("update", UPDATES)):
+            if getattr(self, name) not in known:
+                raise OutsizeError(
+                    f"plan: {name} is {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
+                )
         self._check_stages()
         self._check_approximate()
 

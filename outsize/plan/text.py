@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
-from outsize.plan.plan import BYTES, Plan
+from outsize.plan.plan import BYTES, DEVICE, Plan
 from outsize.typed import load_yaml, read
 
 
@@ -54,6 +55,7 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         ("loss chunk", _tokens(plan.loss_chunk), "tokens whose logits exist at once"),
         ("MLP tile", _tokens(plan.mlp_tile), "tokens whose feed-forward activations exist at once"),
     ]
+    rows.extend(_below(plan))
     if plan.split_backward:
         rows.append(("split backward", "yes", "weight gradients after input gradients"))
     if plan.budget is not None:
@@ -64,6 +66,26 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _tokens(count: int) -> str:
     return f"{count:,}" if count else "all"
+
+
+def _below(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """What rests below the device tier, and how it passes."""
+    streams = False
+    for kind in ("parameters", "gradients", "optimizer", "activations"):
+        tiers = [getattr(stage.rest, kind) for stage in plan.stages]
+        for tier in dict.fromkeys(tier for tier in tiers if tier != DEVICE):
+            streams = True
+            count = tiers.count(tier)
+            yield kind, f"{tier}, {count} of {len(tiers)} stages", "there between uses"
+    if streams:
+        stream = plan.stream
+        yield "stream", f"{stream.resident} stages", f"at once, {stream.returned} given back a time"
+        yield (
+            "order",
+            plan.order,
+            "a stage's microbatches follow one another, or a microbatch's stages",
+        )
+        yield "update", plan.update, "of all stages at the end, or of each behind its backward pass"
 
 
 def _recompute(plan: Plan) -> str:
