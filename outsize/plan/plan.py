@@ -141,6 +141,8 @@ class Plan:
     the next one ("layer"), so that weights that stream pass once however many there are.
     update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
     backward pass ("behind": no clipping). stream: for states that rest below the device.
+    sequence_chunk: tokens of a microbatch that are in a block at once where the block is recomputed
+    whole, and in the epilogue (0: all).
     """
 
     segments: int
@@ -157,11 +159,12 @@ class Plan:
     order: Literal["microbatch", "layer"] = "microbatch"
     update: Literal["apart", "behind"] = "apart"
     stream: Stream = field(default_factory=Stream)
+    sequence_chunk: int = 0
 
     def __post_init__(self) -> None:
         for name in ("segments", "rows", "microbatch_rows"):
             _positive(name, getattr(self, name))
-        for name in ("sequence", "loss_chunk", "mlp_tile"):
+        for name in ("sequence", "loss_chunk", "mlp_tile", "sequence_chunk"):
             if getattr(self, name) < 0:
                 raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
         if self.budget is not None:
@@ -172,6 +175,7 @@ class Plan:
                     f"plan: {name} is {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
                 )
         self._check_stages()
+        self._check_chunk()
         self._check_approximate()
 
     def _check_stages(self) -> None:
@@ -192,6 +196,20 @@ class Plan:
         if at != self.segments:
             raise OutsizeError(
                 f"plan: stages cover {at} segments of {self.segments}; every segment needs a stage"
+            )
+
+    def _check_chunk(self) -> None:
+        if not self.sequence_chunk:
+            return
+        if not any(stage.whole for stage in self.stages):
+            raise OutsizeError(
+                f"plan: sequence_chunk is {self.sequence_chunk}, but no stage has recompute"
+                " [block]; only blocks that are recomputed whole run in chunks of the sequence"
+            )
+        if self.split_backward:
+            raise OutsizeError(
+                f"plan: sequence_chunk is {self.sequence_chunk} and split_backward is set; weight"
+                " gradients kept for later would hold every chunk: set one of them to 0 or false"
             )
 
     def _check_approximate(self) -> None:

@@ -55,6 +55,9 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         ("loss chunk", _tokens(plan.loss_chunk), "tokens whose logits exist at once"),
         ("MLP tile", _tokens(plan.mlp_tile), "tokens whose feed-forward activations exist at once"),
     ]
+    if plan.sequence_chunk:
+        meaning = "tokens in a recomputed block at once, forward and back, and in the epilogue"
+        rows.append(("sequence chunk", _tokens(plan.sequence_chunk), meaning))
     rows.extend(_below(plan))
     if plan.split_backward:
         rows.append(("split backward", "yes", "weight gradients after input gradients"))

@@ -54,6 +54,7 @@ class Wish:
     split_backward: bool = False
     approximate: tuple[str, ...] = ()
     documents: tuple[int, ...] | None = None
+    sequence_chunk: int | None = None
 
 
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
@@ -150,9 +151,11 @@ def pick(
 def _candidates(wish: Wish, segments: int) -> Iterator[Plan]:
     """Plans in order of rising time: fewer rows first, then recompute of ever more, then tiles."""
     sizes = _row_choices(wish)
+    if wish.sequence_chunk and wish.recompute is None:  # chunks are of blocks that run again
+        wish = replace(wish, recompute=("block",))
     base = Plan(
         segments,
-        per_segment(segments),
+        _stages(wish, segments, 0),
         wish.rows,
         sizes[0],
         wish.sequence,
@@ -162,6 +165,7 @@ def _candidates(wish: Wish, segments: int) -> Iterator[Plan]:
         wish.split_backward,
         wish.budget,
         wish.approximate,
+        sequence_chunk=wish.sequence_chunk or 0,
     )
     for rows in sizes:
         yield replace(base, microbatch_rows=rows, stages=_stages(wish, segments, 0))

@@ -81,6 +81,9 @@ class PlanKeys:
     )
     loss_chunk: int | None = _key(None, "tokens whose logits exist at once; 0: all")
     mlp_tile: int | None = _key(None, "tokens whose feed-forward activations exist at once; 0: all")
+    sequence_chunk: int | None = _key(
+        None, "tokens in a block at once where blocks are recomputed whole; 0: all"
+    )
     split_backward: bool = _key(False, "weight gradients apart from input gradients")
     approximate: tuple[str, ...] = _key((), "what may change the maths: bfloat16-weights")
 
@@ -207,6 +210,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "plan.microbatch_rows": Range(1),
         "plan.loss_chunk": Range(0),
         "plan.mlp_tile": Range(0),
+        "plan.sequence_chunk": Range(0),
         "sample.tokens": Range(0),
         "sample.temperature": Range(0),
         "threads": Range(1),

@@ -137,6 +137,7 @@ def wish_of(resolved: Resolved) -> Wish:
         recompute=config.plan.recompute,
         loss_chunk=config.plan.loss_chunk,
         mlp_tile=config.plan.mlp_tile,
+        sequence_chunk=config.plan.sequence_chunk,
         split_backward=config.plan.split_backward,
         approximate=config.plan.approximate,
     )

@@ -19,6 +19,14 @@ REFUSED = {
     "sequence": (dict(sequence=-1), "sequence is -1; expected 0 or more"),
     "loss_chunk": (dict(loss_chunk=-5), "loss_chunk is -5; expected 0 or more"),
     "mlp_tile": (dict(mlp_tile=-1), "mlp_tile is -1; expected 0 or more"),
+    "sequence_chunk": (dict(sequence_chunk=-1), "sequence_chunk is -1; expected 0 or more"),
+    "chunks of nothing": (
+        dict(sequence_chunk=64), r"sequence_chunk is 64, but no stage has recompute \[block\]",
+    ),
+    "chunks kept": (
+        dict(sequence_chunk=64, split_backward=True, stages=per_segment(5, ("block",))),
+        "sequence_chunk is 64 and split_backward is set; .* would hold every chunk",
+    ),
     "budget": (dict(budget=0), "budget is 0; expected 1 or more"),
     "a gap": (
         dict(stages=(Stage(0, 2), Stage(3, 5))),

@@ -38,16 +38,19 @@ def plans(draw):
         draw(st.sampled_from(DTYPES)),
     )  # fmt: skip
     count = st.integers(0, 2**40)
+    cut, split = draw(stages(segments)), draw(st.booleans())
+    chunks = any(stage.whole for stage in cut) and not split
     return Plan(
         segments=segments,
-        stages=draw(stages(segments)),
+        stages=cut,
+        sequence_chunk=draw(count) if chunks else 0,
         rows=draw(st.integers(1, 1000)),
         microbatch_rows=draw(st.integers(1, 1000)),
         sequence=draw(count),
         precision=precision,
         loss_chunk=draw(count),
         mlp_tile=draw(count),
-        split_backward=draw(st.booleans()),
+        split_backward=split,
         budget=draw(st.one_of(st.none(), st.integers(1, 2**50))),
         approximate=tuple(APPROXIMATE),
     )
