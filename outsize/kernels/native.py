@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
-from ctypes import c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I)),
     "add": (None, (_I, _P, _P, _N, _I)),
     "exponential": (None, (_P, _P, _N)),
+    "checksum": (c_uint64, (_P, _N)),
 }
 
 
