@@ -4,7 +4,7 @@ Latent attention: DeepSeek-V2, 2024. Sliding windows: Longformer, 2020. Exact al
 caps change which scores are computed, never how well.
 
 T tokens laid flat, D hidden, H query heads, G key-value heads, R = H / G, K head size, W value
-size; inside one call B documents of S tokens, C queries of a chunk, L keys a chunk can see.
+size; inside one call B documents, S queries, L keys, C queries of a chunk.
 """
 
 from __future__ import annotations
@@ -46,21 +46,25 @@ class Attention(nn.Module):
         self.rope_name, self.rope = _rope(config, facts)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        q_THK = self._heads(self.q(x_TD), self.q_norm)
-        k_TGK = self._heads(self.k(x_TD), self.k_norm)
-        v_TGW = self.v(x_TD).unflatten(-1, (-1, self.value_size))
-        if self.rope is not None and self.rope_name is not None:
-            table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
-            q_THK, k_TGK = rotate(q_THK, table, pairs), rotate(k_TGK, table, pairs)
+        q_THK = self._heads(self.q(x_TD), self.q_norm, ctx)
+        k_TGK, v_TGW = self.keys_values(x_TD, ctx)
         o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
         y_TD: Tensor = self.o(o_THW.flatten(-2))
         return y_TD
 
-    def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """k_TGK and v_TGW as they are attended to; each token's are its own."""
+        k_TGK = self._heads(self.k(x_TD), self.k_norm, ctx)
+        return k_TGK, self.v(x_TD).unflatten(-1, (-1, self.value_size))
+
+    def _heads(self, x: Tensor, norm: Norm | None, ctx: Context) -> Tensor:
         if norm is not None and self.whole_norm:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_size))
-        return x if norm is None or self.whole_norm else norm(x)
+        x = x if norm is None or self.whole_norm else norm(x)
+        if self.rope is None or self.rope_name is None:
+            return x
+        return rotate(x, ctx.rope[self.rope_name], self.rope.interleaved)
 
 
 def _rope(config: DecoderConfig, facts: LayerFacts) -> tuple[str | None, Rope | None]:
@@ -93,23 +97,27 @@ class LatentAttention(nn.Module):
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
         table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
-        plain, rotary = self.latent.plain, self.latent.rotary
         low_TR = x_TD
         if self.q_down is not None and self.q_norm is not None:
             low_TR = self.q_norm(self.q_down(x_TD))
         q_THK = self.q(low_TR).unflatten(-1, (-1, self.head_size))
-        q_plain, q_rotary = q_THK.split((plain, rotary), dim=-1)
+        q_plain, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
         q_THK = torch.cat((q_plain, rotate(q_rotary, table, pairs)), dim=-1)
+        k_THK, v_THW = self.keys_values(x_TD, ctx)
+        o_THW = ctx.attend(q_THK, k_THK, v_THW, ctx.bounds, self.spec)
+        y_TD: Tensor = self.o(o_THW.flatten(-2))
+        return y_TD
 
+    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """k_THK and v_THW as they are attended to; each token's are its own."""
+        assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
+        table, pairs = ctx.rope[self.rope_name], self.rope.interleaved
+        plain, rotary = self.latent.plain, self.latent.rotary
         kv_TR, k_rotary = self.kv_down(x_TD).split((self.latent.rank, rotary), dim=-1)
         kv_THX = self.kv(self.kv_norm(kv_TR)).unflatten(-1, (-1, plain + self.value_size))
         k_plain, v_THW = kv_THX.split((plain, self.value_size), dim=-1)
         k_rotary = rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
-        k_THK = torch.cat((k_plain, k_rotary), dim=-1)
-
-        o_THW = ctx.attend(q_THK, k_THK, v_THW, ctx.bounds, self.spec)
-        y_TD: Tensor = self.o(o_THW.flatten(-2))
-        return y_TD
+        return torch.cat((k_plain, k_rotary), dim=-1), v_THW
 
 
 class LocalAttend:
@@ -138,25 +146,27 @@ class LocalAttend:
                 x[tokens].unflatten(0, (documents, length)).transpose(1, 2)
                 for x in (q_THK, k_TGK, v_TGW)
             )
-            outputs.append(_attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
         if not outputs:
             return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSW: Tensor, spec: AttendSpec) -> Tensor:
-    length = q_BHSK.shape[2]
+def attend(q_BHSK: Tensor, k_BGLK: Tensor, v_BGLW: Tensor, spec: AttendSpec) -> Tensor:
+    """o_BHSW of queries that are the last S of the L tokens whose keys and values are here."""
+    length = k_BGLK.shape[2]
+    past = length - q_BHSK.shape[2]
     window = None if spec.window is None or spec.window >= length else spec.window
     if spec.softcap is not None:
-        o: Tensor = _Capped.apply(q_BHSK, k_BGSK, v_BGSW, spec.scale, window, spec.softcap)  # type: ignore[no-untyped-call]
+        o: Tensor = _Capped.apply(q_BHSK, k_BGLK, v_BGLW, spec.scale, window, spec.softcap)  # type: ignore[no-untyped-call]
         return o
-    if window is None:
-        return _fused(q_BHSK, k_BGSK, v_BGSW, spec.scale, None)
+    if window is None and not past:
+        return _fused(q_BHSK, k_BGLK, v_BGLW, spec.scale, None)
     pieces = []
-    for start, stop, low in chunks(length, window):
+    for start, stop, low in chunks(length, window, past):
         mask_CL = visible(start, stop, low, window, q_BHSK.device)
-        k, v = k_BGSK[:, :, low:stop], v_BGSW[:, :, low:stop]
-        pieces.append(_fused(q_BHSK[:, :, start:stop], k, v, spec.scale, mask_CL))
+        k, v = k_BGLK[:, :, low:stop], v_BGLW[:, :, low:stop]
+        pieces.append(_fused(q_BHSK[:, :, start - past : stop - past], k, v, spec.scale, mask_CL))
     return torch.cat(pieces, dim=2)
 
 
@@ -186,49 +196,54 @@ def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
 
 class _Capped(torch.autograd.Function):
     """Attention with capped scores, a chunk of queries at a time; the backward makes a chunk's
-    scores again, so that no more than one chunk's scores exist at once."""
+    scores again, so that no more than one chunk's scores exist at once. The queries are the last S
+    of L tokens."""
 
     @staticmethod
     def forward(
         ctx: Any,
         q_BHSK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSW: Tensor,
+        k_BGLK: Tensor,
+        v_BGLW: Tensor,
         scale: float,
         window: int | None,
         cap: float,
     ) -> Tensor:
-        ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSW)
+        ctx.save_for_backward(q_BHSK, k_BGLK, v_BGLW)
         ctx.facts = (scale, window, cap)
-        q_BGRSK = q_BHSK.unflatten(1, (k_BGSK.shape[1], -1))
-        o_BGRSW = q_BGRSK.new_empty((*q_BGRSK.shape[:-1], v_BGSW.shape[-1]))
-        for start, stop, low in chunks(q_BHSK.shape[2], window):
-            k, v = k_BGSK[:, :, None, low:stop], v_BGSW[:, :, None, low:stop]
-            q = q_BGRSK[:, :, :, start:stop]
-            weight, _ = _capped_weights(q, k, (start, stop, low), ctx.facts)
-            o_BGRSW[:, :, :, start:stop] = weight.to(v.dtype) @ v
+        length = k_BGLK.shape[2]
+        past = length - q_BHSK.shape[2]
+        q_BGRSK = q_BHSK.unflatten(1, (k_BGLK.shape[1], -1))
+        o_BGRSW = q_BGRSK.new_empty((*q_BGRSK.shape[:-1], v_BGLW.shape[-1]))
+        for start, stop, low in chunks(length, window, past):
+            k, v = k_BGLK[:, :, None, low:stop], v_BGLW[:, :, None, low:stop]
+            here = slice(start - past, stop - past)
+            weight, _ = _capped_weights(q_BGRSK[:, :, :, here], k, (start, stop, low), ctx.facts)
+            o_BGRSW[:, :, :, here] = weight.to(v.dtype) @ v
         o_BHSW: Tensor = o_BGRSW.flatten(1, 2)
         return o_BHSW
 
     @staticmethod
     def backward(ctx: Any, go_BHSW: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q_BHSK, k_BGSK, v_BGSW = ctx.saved_tensors
+        q_BHSK, k_BGLK, v_BGLW = ctx.saved_tensors
         scale, window, _ = ctx.facts
-        groups = k_BGSK.shape[1]
+        groups, length = k_BGLK.shape[1:3]
+        past = length - q_BHSK.shape[2]
         q_BGRSK, go_BGRSW = q_BHSK.unflatten(1, (groups, -1)), go_BHSW.unflatten(1, (groups, -1))
         gq = torch.empty_like(q_BGRSK)
-        gk, gv = torch.zeros_like(upcast(k_BGSK)), torch.zeros_like(upcast(v_BGSW))
-        for start, stop, low in chunks(q_BHSK.shape[2], window):
-            k, v = k_BGSK[:, :, None, low:stop], v_BGSW[:, :, None, low:stop]
-            q, go = q_BGRSK[:, :, :, start:stop], go_BGRSW[:, :, :, start:stop]
+        gk, gv = torch.zeros_like(upcast(k_BGLK)), torch.zeros_like(upcast(v_BGLW))
+        for start, stop, low in chunks(length, window, past):
+            k, v = k_BGLK[:, :, None, low:stop], v_BGLW[:, :, None, low:stop]
+            here = slice(start - past, stop - past)
+            q, go = q_BGRSK[:, :, :, here], go_BGRSW[:, :, :, here]
             weight, slope = _capped_weights(q, k, (start, stop, low), ctx.facts)
             gv[:, :, low:stop] += (weight.to(go.dtype).mT @ go).sum(2)
             gweight = upcast(go @ v.mT)
             gscore = weight * (gweight - (gweight * weight).sum(-1, keepdim=True))
             gscore = gscore.mul_(slope).mul_(scale).to(q.dtype)
-            gq[:, :, :, start:stop] = gscore @ k
+            gq[:, :, :, here] = gscore @ k
             gk[:, :, low:stop] += (gscore.mT @ q).sum(2)
-        gradients = gq.flatten(1, 2), gk.to(k_BGSK.dtype), gv.to(v_BGSW.dtype)
+        gradients = gq.flatten(1, 2), gk.to(k_BGLK.dtype), gv.to(v_BGLW.dtype)
         return *gradients, None, None, None
 
 

@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.after_sum, self.parallel = config.placement == "after_sum", config.parallel
         self.attention_norm = norm(before)
         mixer = Attention if config.latent is None else LatentAttention
-        self.attention: nn.Module = mixer(config, layer)
+        self.attention: Attention | LatentAttention = mixer(config, layer)
         self.attention_out_norm = norm(after)
         self.mlp_norm = norm(before)
         self.mlp: nn.Module = _mlp(config, layer)
@@ -81,6 +81,11 @@ class Block(nn.Module):
             return x_TD + attended_TD + fed_TD
         x_TD = self._add(x_TD, attended_TD, self.attention_out_norm)
         return self._add(x_TD, self.mlp(self.mlp_norm(x_TD), ctx), self.mlp_out_norm)
+
+    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """What the block's attention makes of its input for other tokens to attend to."""
+        kv: tuple[Tensor, Tensor] = self.attention.keys_values(self.attention_norm(x_TD), ctx)
+        return kv
 
     def _add(self, x_TD: Tensor, branch_TD: Tensor, norm: nn.Module) -> Tensor:
         y_TD: Tensor = norm(x_TD + branch_TD) if self.after_sum else x_TD + norm(branch_TD)

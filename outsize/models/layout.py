@@ -6,6 +6,7 @@ C queries of a chunk, L keys it can see.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 import torch
@@ -29,12 +30,18 @@ def runs(bounds: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
         yield first, documents, length
 
 
-def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries, first key) of query chunks; a chunk's last key is its last
-    query."""
+def clip(bounds: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+    """The documents, or parts of them, that lie in tokens start .. stop, counted from start."""
+    inner = bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)]
+    return (0, *(bound - start for bound in inner), stop - start)
+
+
+def chunks(length: int, window: int | None, past: int = 0) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of queries, first key) of chunks of the queries past .. length; a chunk's
+    last key is its last query."""
     span = length if window is None else min(window, length)
     size = min(max(span, CHUNK_LEAST), CHUNK_MOST)
-    for start in range(0, length, size):
+    for start in range(past, length, size):
         first_key = 0 if window is None else max(0, start - window + 1)
         yield start, min(start + size, length), first_key
 

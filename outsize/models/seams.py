@@ -15,6 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outsize.models.layout import clip
+
 
 @dataclass(frozen=True)
 class AttendSpec:
@@ -72,3 +74,10 @@ class Context:
     rope: Mapping[str, tuple[Tensor, Tensor]]
     attend: Attend
     dispatch: Dispatch
+
+    def at(self, start: int, stop: int, attend: Attend) -> Context:
+        """The same for tokens start .. stop alone, which attend by other means."""
+        here = slice(start, stop)
+        rope = {name: (cos[here], sin[here]) for name, (cos, sin) in self.rope.items()}
+        bounds = clip(self.bounds, start, stop)
+        return Context(self.positions_T[here], bounds, rope, attend, self.dispatch)
