@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import stat
-import tempfile
 import threading
 import weakref
 from contextlib import suppress
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.hardware.disk import preallocate, unnamed
 
 ALIGN = 4096  # direct I/O's and the page's
 BLOCK = 1 << 20  # what one checksum covers
@@ -229,7 +229,7 @@ def _mapped(name: str, path: Path, nbytes: int) -> tuple[Any, Tensor]:
         handle = _opened(path)
         try:
             if not stat.S_ISCHR(os.fstat(handle).st_mode):
-                os.posix_fallocate(handle, 0, max(rounded(nbytes), ALIGN))
+                preallocate(handle, 0, max(rounded(nbytes), ALIGN))
             region = mmap.mmap(handle, max(rounded(nbytes), ALIGN))
         finally:
             os.close(handle)
@@ -251,23 +251,6 @@ def _opened(path: Path) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.unlink(path)
     return handle
-
-
-def unnamed(folder: Path, flags: int = 0) -> int:
-    """A new file in a folder without a name, gone with its descriptor, crash or no crash."""
-    try:
-        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | flags, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not folder.is_dir():
-            raise
-    handle, name = tempfile.mkstemp(prefix=".outsize-", dir=folder)  # e.g. some network ones
-    try:
-        if not flags:
-            return os.dup(handle)
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC | flags)
-    finally:
-        os.unlink(name)
-        os.close(handle)
 
 
 def _populate(region: Any, buffer: Tensor, start: int, nbytes: int, what: str) -> None:

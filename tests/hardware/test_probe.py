@@ -14,7 +14,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware, Rate, host, measure
 from outsize.hardware import probe as package_probe
-from outsize.hardware.disk import BLOCK, disk_rates
+from outsize.hardware.disk import OPERATION, ROUNDS, THREADS, disk_rates, preallocate, unnamed
 from outsize.hardware.form import dumps, loads
 from outsize.hardware.probe import probe
 
@@ -154,9 +154,11 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_thorough_probe_measures_the_disk(tmp_path: Path) -> None:
-    ticks = iter(float(n) for n in range(8))
-    read, write = disk_rates(tmp_path, "d", 2 * BLOCK, lambda: next(ticks))
-    assert (read.value, write.value) == (2 * BLOCK, 2 * BLOCK)
+    ticks = iter([0.0, 4.0, 4.0, 6.0, 6.0, 8.0, 8.0, 12.0])  # the better of two rounds counts
+    assert ROUNDS == 2
+    read, write = disk_rates(tmp_path, "d", 2 * OPERATION, lambda: next(ticks))
+    assert (read.value, write.value) == (OPERATION, OPERATION)
+    assert f"{THREADS} operations of 2 MiB" in read.note
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OutsizeError, match="cannot measure the disk"):
         disk_rates(tmp_path / "none", "d")
@@ -167,6 +169,7 @@ def test_the_disk_is_read_past_the_page_cache(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
+    dropped: list[tuple[int, int]] = []
     real = os.open
 
     def watched(name: str, flags: int, *rest: Any, **more: Any) -> int:
@@ -175,10 +178,62 @@ def test_the_disk_is_read_past_the_page_cache(
             raise OSError(22, "Invalid argument")
         return real(name, flags & ~os.O_DIRECT, *rest, **more)
 
+    def advised(handle: int, offset: int, size: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        dropped.append((offset, size))
+
     monkeypatch.setattr(os, "open", watched)
-    read, write = disk_rates(tmp_path, "d", BLOCK)
-    assert [bool(flags & os.O_DIRECT) for flags in opened[-2:]] == [direct, direct]
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    read, write = disk_rates(tmp_path, "d", 2 * OPERATION)
+    assert bool(opened[-1] & os.O_DIRECT) == direct
     assert ("no direct I/O" in read.note) == ("no direct I/O" in write.note) == (not direct)
+    pieces = {(0, OPERATION), (OPERATION, OPERATION)}
+    assert (pieces <= set(dropped)) == (not direct)
+
+
+def test_every_byte_is_moved_by_whole_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[tuple[str, int, int]] = []
+
+    def watch(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(handle: int, buffers: list[memoryview], offset: int) -> int:
+            moved.append((name, offset, len(buffers[0])))
+            return int(real(handle, buffers, offset))
+
+        monkeypatch.setattr(os, name, call)
+
+    watch("pwritev")
+    watch("preadv")
+    disk_rates(tmp_path, "d", 3 * OPERATION)
+    wanted = [(name, n * OPERATION, OPERATION) for name in ("preadv", "pwritev") for n in range(3)]
+    assert sorted(moved) == sorted(wanted * ROUNDS)
+
+
+def test_files_without_a_name_where_the_system_has_no_call_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def older(name: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and Path(name).is_dir():
+            raise OSError(95, "Operation not supported")
+        return real(name, flags, *rest, **more)
+
+    def sparse(handle: int, start: int, size: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "open", older)
+    monkeypatch.setattr(os, "posix_fallocate", sparse)
+    handle = unnamed(tmp_path)
+    preallocate(handle, 100, 23)
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(handle).st_size == 123
+    os.close(handle)
+    with pytest.raises(FileNotFoundError):
+        unnamed(tmp_path / "none")
 
 
 def test_the_global_random_state_stays(tmp_path: Path) -> None:
