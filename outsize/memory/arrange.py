@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from outsize.errors import OutsizeError
 from outsize.memory.board import Board
+from outsize.memory.refine import Refiner
 from outsize.memory.residency import (
     Gap,
     Item,
     Policy,
     bound,
+    gaps,
     kept,
     shortest,
     windows,
@@ -33,7 +36,10 @@ from outsize.memory.sizes import format_bytes
 __all__ = ["Arrangement", "Item", "Policy", "Traffic", "arrange", "bound", "least", "traffic"]
 
 _LOGICAL = (1.0, 0.95, 0.9, 0.8)  # of the capacity, for the policy: the rest is slack for placing
-_MANY = 600  # items above which fewer layouts are tried
+_MANY = 500  # items above which fewer layouts are tried, and
+_NEAR = 1.01  # times the traffic that a policy promises is near enough
+_STRIDES = 12
+_FEW = 48  # items up to which a layout is refined by local search: it takes the square of them
 
 
 @dataclass(frozen=True)
@@ -77,14 +83,12 @@ def arrange(
             f" {base.extent:,} bytes, the least that holds {ahead + 1} visits at once;"
             " give more memory or fetch fewer visits ahead"
         )
-    best, cost = base, traffic(visits, sizes, base.offsets).fetched
-    floor = _compulsory(visits, sizes, limit)
-    for found in _candidates(cycle, rounded, limit, policy):
-        fetched = traffic(visits, sizes, found.offsets).fetched
-        if fetched < cost:
-            best, cost = found, fetched
-        if cost <= floor:
-            break
+    if policy != "static" and sum(rounded.values()) <= limit:
+        return _apart(rounded)
+    best = _search(visits, cycle, rounded, limit, base, policy)
+    if policy == "belady" and len(rounded) <= _FEW:
+        offsets = Refiner(visits, cycle, rounded, limit).run(best.offsets)
+        best = Arrangement(offsets, _extent(offsets, rounded))
     return best
 
 
@@ -142,32 +146,68 @@ def _rounded(
     return {item: -(-sizes[item] // align) * align for window in cycle for item in window}
 
 
-def _compulsory(visits: Sequence[Collection[Item]], sizes: Mapping[Item, int], limit: int) -> int:
-    """Bytes that no layout can save: what is not pinned is fetched once at least."""
-    return max(0, sum(sizes[i] for i in {item for visit in visits for item in visit}) - limit)
+def _search(
+    visits: Sequence[Collection[Item]],
+    cycle: Sequence[Collection[Item]],
+    sizes: Mapping[Item, int],
+    limit: int,
+    base: Arrangement,
+    policy: Policy,
+) -> Arrangement:
+    """The layout with the least traffic of those tried. With many items it need only come near to
+    what the policy promises, which is the traffic where nothing is given up for lack of a place."""
+    best, cost = base, traffic(visits, sizes, base.offsets).fetched
+    demand = sum(sizes[gap.item] for gap in gaps(cycle))
+    many = len(sizes) > _MANY
+    for keep in _choices(cycle, sizes, limit, policy):
+        near = (demand - sum(sizes[gap.item] for gap in keep)) * _NEAR if many else 0
+        if cost <= near:
+            continue
+        for found in _layouts(cycle, sizes, keep, limit):
+            fetched = traffic(visits, sizes, found.offsets).fetched
+            if fetched < cost:
+                best, cost = found, fetched
+            if cost <= near:
+                break
+    return best
 
 
-def _candidates(
+def _choices(
     cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], limit: int, policy: Policy
-) -> Iterator[Arrangement]:
-    """Layouts to choose from. Belady tries what LRU would keep as well, so it is never worse."""
+) -> Iterator[list[Gap]]:
+    """What to keep. Belady tries what LRU would keep as well, so as to be no worse."""
     if policy == "static":
         return
-    many = len(sizes) > _MANY
-    for share in _LOGICAL[: 1 if many else None]:
+    for share in _LOGICAL if len(sizes) <= _MANY else (1.0,):
         logical = int(limit * share)
-        choices = [kept(cycle, sizes, logical, policy)]
         if policy == "belady":
-            choices.append(shortest(cycle, sizes, logical))
-            choices.append(kept(cycle, sizes, logical, "lru"))
-        for keep in choices:
-            yield from _layouts(cycle, sizes, keep, limit)
+            yield kept(cycle, sizes, logical, "belady")
+            yield shortest(cycle, sizes, logical)
+        yield kept(cycle, sizes, logical, "lru")
 
 
 def _static(cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int]) -> Arrangement:
     """The tightest layout found when nothing is kept beyond its windows."""
     whole = sum(sizes.values())
-    return min(_layouts(cycle, sizes, [], whole), key=lambda found: found.extent)
+    best = min(_layouts(cycle, sizes, [], whole), key=lambda found: found.extent)
+    fullest = max((sum(sizes[item] for item in window) for window in cycle), default=0)
+    if best.extent > fullest and len(sizes) <= _MANY:
+        # Around a cycle whose length the rooms do not divide, taking every n-th item first may
+        # need a room less than taking them as they come.
+        board = Board(cycle, sizes, [], whole)
+        rank = {item: i for i, item in enumerate(board.items)}
+        for every in range(2, _STRIDES):
+            order = sorted(sizes, key=lambda i: (-sizes[i], rank[i] % every, rank[i]))
+            offsets = board.place(order) or {}
+            if offsets and _extent(offsets, sizes) < best.extent:
+                best = Arrangement(offsets, _extent(offsets, sizes))
+    return best
+
+
+def _apart(sizes: Mapping[Item, int]) -> Arrangement:
+    """Every item in bytes of its own."""
+    starts = accumulate(sizes.values(), initial=0)
+    return Arrangement(dict(zip(sizes, starts, strict=False)), sum(sizes.values()))
 
 
 def _layouts(
@@ -184,4 +224,8 @@ def _layouts(
     for key in orders:
         offsets = board.place(sorted(sizes, key=key))
         if offsets is not None:
-            yield Arrangement(offsets, max((offsets[i] + sizes[i] for i in offsets), default=0))
+            yield Arrangement(offsets, _extent(offsets, sizes))
+
+
+def _extent(offsets: Mapping[Item, int], sizes: Mapping[Item, int]) -> int:
+    return max((start + sizes[item] for item, start in offsets.items()), default=0)

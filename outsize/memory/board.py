@@ -145,12 +145,12 @@ def _neighbours(resident: Mapping[Item, int], count: int) -> dict[Item, list[Ite
     """For each item those that are resident in one of its windows."""
     width = (count + 63) // 64 * 8
     names = list(resident)
-    rows = np.frombuffer(
-        b"".join(mask.to_bytes(width, "little") for mask in resident.values()), np.uint64
-    ).reshape(len(names), -1)
+    packed = b"".join(mask.to_bytes(width, "little") for mask in resident.values())
+    words = np.frombuffer(packed, np.uint64).reshape(len(names), -1).T.copy()
     beside: dict[Item, list[Item]] = {}
     for number, name in enumerate(names):
-        meets = (rows & rows[number]).any(axis=1)
-        meets[number] = False
-        beside[name] = [names[i] for i in np.flatnonzero(meets)]
+        mine = words[:, number]
+        used = np.flatnonzero(mine)
+        meets = np.flatnonzero(np.any(words[used] & mine[used, None], axis=0))
+        beside[name] = [names[i] for i in meets if i != number]
     return beside
