@@ -75,6 +75,8 @@ def arrange(
     _check(ahead, returned, policy)
     cycle = windows(visits, ahead, returned)
     rounded = _rounded(cycle, sizes, align)
+    if not rounded:
+        return Arrangement({}, 0)
     base = _static(cycle, rounded)
     limit = capacity // align * align
     if base.extent > limit:
@@ -102,7 +104,8 @@ def least(
     """The smallest capacity that `arrange` takes."""
     _check(ahead, returned, "static")
     cycle = windows(visits, ahead, returned)
-    return _static(cycle, _rounded(cycle, sizes, align)).extent
+    rounded = _rounded(cycle, sizes, align)
+    return _static(cycle, rounded).extent if rounded else 0
 
 
 def traffic(

@@ -96,12 +96,12 @@ def shortest(
     return fit(sorted(every, key=_spread(every)), cycle, sizes, capacity)
 
 
-def _spread(every: Sequence[Gap]) -> Callable[[Gap], tuple[int, float]]:
-    """Sort key: by length; equal ones so that those taken lie evenly over the cycle, since what is
-    kept makes room in the windows around it, and fetches are then never far apart."""
+def _spread(every: Sequence[Gap]) -> Callable[[Gap], tuple[int, int, float]]:
+    """Sort key: by length; equal ones so that those taken lie evenly over the cycle, every second
+    one first: what is kept leaves room in the windows around it, and fetches are far apart."""
     turn = (5**0.5 - 1) / 2
     rank = {item: i for i, item in enumerate(dict.fromkeys(g.item for g in every))}
-    return lambda g: (g.length, (rank[g.item] * turn) % 1)
+    return lambda g: (g.length, rank[g.item] % 2, (rank[g.item] * turn) % 1)
 
 
 def fit(
