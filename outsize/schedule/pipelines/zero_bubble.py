@@ -10,35 +10,19 @@ not wait between its first and its last action when F = I = W.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from math import ceil
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import Action
 from outsize.schedule.pipelines.conditions import basic
+from outsize.schedule.pipelines.costs import EQUAL, Costs
 from outsize.schedule.pipelines.pipeline import Pipeline, forward, of_input, of_weight, pipeline
 from outsize.schedule.place import looped, one_way
 
 _MAKE = (forward, of_input, of_weight)
 _F, _I, _W = range(3)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of a stage's forward, input gradient and weight gradient, and of a transfer."""
-
-    forward: float = 1.0
-    of_input: float = 1.0
-    of_weight: float = 1.0
-    transfer: float = 0.0
-
-    @property
-    def each(self) -> tuple[float, float, float]:
-        """Forward, input gradient, weight gradient."""
-        return (self.forward, self.of_input, self.of_weight)
-
-
-EQUAL = Costs()
 
 
 def zb_h1(devices: int, microbatches: int, costs: Costs = EQUAL) -> Pipeline:
@@ -52,32 +36,38 @@ def zb_h2(devices: int, microbatches: int, costs: Costs = EQUAL) -> Pipeline:
 
 
 def zero_bubble(
-    name: str, devices: int, microbatches: int, costs: Costs, held: int
+    name: str, devices: int, microbatches: int, costs: Costs, held: int, freed: float = 0.0
 ) -> Pipeline:
-    """The shortest that the heuristic finds with at most `held` microbatches on a worker."""
+    """The shortest that the heuristic finds with at most `held` microbatches on a worker.
+
+    freed: the part of a microbatch's activations that its input gradient already frees.
+    """
     basic(name, devices, microbatches)
-    least = min(devices, microbatches)
-    if held < least:
-        raise OutsizeError(
-            f"{name}: {held} microbatches of memory; expected at least {least}; V-Half and V-Min"
-            " hold fewer"
-        )
-    tries = [
-        _Plan(microbatches, costs, held, *switches, [_Worker() for _ in range(devices)]).made()
-        for switches in product((True, False), repeat=3)
-    ]
-    best = min(tries, key=lambda plan: plan.longest)
+    if held < 1:
+        raise OutsizeError(f"{name}: memory for {held} microbatches; expected at least 1")
+    orders = min(_tried(devices, microbatches, costs.whole(), held, freed), key=lambda t: t[0])[1]
     place = one_way(devices, looped(devices, 1), microbatches)
-    orders = [
-        [_MAKE[kind](s, m) for kind, m in worker.order] for s, worker in enumerate(best.workers)
-    ]
-    return pipeline(name, place, orders)
+    return pipeline(
+        name, place, [[_MAKE[kind](s, m) for kind, m in order] for s, order in enumerate(orders)]
+    )
+
+
+def _tried(
+    devices: int, microbatches: int, costs: Costs, held: int, freed: float
+) -> Iterator[tuple[float, list[list[tuple[int, int]]]]]:
+    """(seconds of the worker that takes longest, each worker's order) for each of the settings."""
+    for early, patient, eager in product((True, False), repeat=3):
+        workers = [_Worker(freed) for _ in range(devices)]
+        _Plan(microbatches, costs, held, early, patient, eager, workers).fill()
+        longest = max(worker.now - worker.begin for worker in workers)
+        yield longest, [worker.order for worker in workers]
 
 
 @dataclass
 class _Worker:
     """What one worker has done. ends: of its forwards and input gradients, by kind."""
 
+    freed: float
     now: float = 0.0
     idle: float = 0.0  # seconds since its first forward
     begin: float = 0.0
@@ -86,9 +76,14 @@ class _Worker:
     order: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def held(self) -> int:
-        """Microbatches whose activations are live."""
-        return self.done[_F] - self.done[_W]
+    def held(self) -> float:
+        """Microbatches of activations that are live."""
+        return self.done[_F] - self.freed * self.done[_I] - (1 - self.freed) * self.done[_W]
+
+    def to_free(self, excess: float) -> int:
+        """Weight gradients that free so much, or as many as could be done."""
+        each = 1 - self.freed
+        return min(self.pending, max(0, ceil(excess / each))) if each else 0
 
     @property
     def pending(self) -> int:
@@ -100,7 +95,7 @@ class _Worker:
 class _Plan:
     """One run of the heuristic, with its three switches.
 
-    late: a forward of the warm-up may end after the first gradient has arrived. patient: a forward
+    early: no forward of the warm-up ends after the first gradient has arrived. patient: a forward
     may wait where the next worker lags behind. eager: fill every wait with a weight gradient, even
     one that is longer than the wait, where other workers have waited more.
     """
@@ -108,24 +103,19 @@ class _Plan:
     microbatches: int
     costs: Costs
     limit: int
-    late: bool
+    early: bool
     patient: bool
     eager: bool
     workers: list[_Worker]
 
-    @property
-    def longest(self) -> float:
-        """Seconds of the worker that takes longest from its first start to its last end."""
-        return max(worker.now - worker.begin for worker in self.workers)
-
-    def made(self) -> _Plan:
+    def fill(self) -> None:
         """Fill the workers' orders: the warm-up, then a round for each further microbatch."""
         self._warm_up()
         for _ in range(1, self.microbatches):
             wanted = self._forwards_wanted()
             for s, worker in enumerate(self.workers):
                 if wanted[s]:
-                    while worker.held >= self.limit:
+                    while worker.held + 1 > self.limit:
                         self._put(_W, s)
                     self._fill(_F, s)
                     self._put(_F, s)
@@ -137,7 +127,6 @@ class _Plan:
         for s, worker in enumerate(self.workers):
             while worker.pending:
                 self._put(_W, s)
-        return self
 
     def _arrival(self, kind: int, s: int) -> float:
         """When the tensor that stage s needs next for this kind is there."""
@@ -187,7 +176,7 @@ class _Plan:
         for s in reversed(range(last)):
             now, arrival = self.workers[s].now, back + self.costs.transfer
             while extra[s] + 1 < min(self.microbatches, self.limit):
-                if now + (self.costs.forward if self.late else 0.0) >= arrival + self._slack:
+                if now + self.costs.forward > arrival if self.early else now >= arrival:
                     break
                 now += self.costs.forward
                 extra[s] += 1
@@ -196,11 +185,6 @@ class _Plan:
             while extra[s] and extra[s] >= extra[s - 1]:
                 extra[s] -= 1
         return extra
-
-    @property
-    def _slack(self) -> float:
-        """Ties: a forward that ends just as the gradient arrives is on time."""
-        return 1e-9 if self.late else 0.0
 
     def _forwards_wanted(self) -> list[bool]:
         """Whether each worker does a forward in this round; none does where the next does not."""
@@ -221,7 +205,7 @@ class _Plan:
         free = behind.now + costs.forward + costs.of_input + costs.transfer
         if worker.now >= free:
             return False
-        room = min(max(0, worker.held + 1 - self.limit), worker.pending) * costs.of_weight
+        room = worker.to_free(worker.held + 1 - self.limit) * costs.of_weight
         if worker.now + costs.forward + room <= free:
             return True
         most = max(other.idle for other in self.workers)
