@@ -1,0 +1,252 @@
+"""The tier on disk: direct I/O by threads over unnamed files, striped, checked byte for byte.
+
+Every read and write is cut into operations that a team of threads carries out, straight between
+the disk and the caller's memory where that is aligned, else through buffers that are made once.
+The page cache is not used: it would hold a second copy of bytes that only this process reads, in
+the memory that is short. A checksum of each BLOCK stays in RAM, and what is read must match it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.hardware.disk import OPERATION, THREADS, read_all, write_all
+from outsize.kernels.checksum import checksum
+from outsize.memory.spill import SpillFile, Stripes, expect, refused
+from outsize.memory.store import ALIGN, BLOCK, Counts, Place, check_span, pool, rounded
+
+
+def staging_bytes(directories: int = 1) -> int:
+    """Bytes of memory that a store over so many directories holds beside its payload."""
+    return directories * THREADS * OPERATION
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operation: bytes [start, start + bytes) of a tensor, at byte `at` of a place."""
+
+    start: int
+    at: int
+    bytes: int
+    staged: bool  # through a buffer
+
+
+class DiskStore:
+    """A tier on disk: one unnamed file in each directory, gone with the process.
+
+    The folders are written in turn, STRIPE bytes each, THREADS operations under way in each. Space
+    is taken when it is reserved. After the first error the store refuses everything but close().
+    Raises OutsizeError where a folder is missing, cannot be written or has no room for its share.
+    """
+
+    def __init__(self, name: str, directories: Sequence[Path], capacity: int) -> None:
+        assert directories, "a tier on disk needs a folder"
+        self._counts = Counts(name, capacity)
+        self._growing = threading.Lock()
+        self._failure: str | None = None
+        self._sums: dict[int, list[int | None]] = {}  # by offset of a place, then by block
+        self._stripes = Stripes(len(directories))
+        self._files: list[SpillFile] = []
+        try:
+            for folder in directories:
+                self._files.append(SpillFile(name, Path(folder)))
+            expect(self._files, self._stripes, rounded(capacity))
+            self._threads = THREADS * len(directories)
+            self._staging = pool(staging_bytes(len(directories)), torch.cuda.is_available())
+        except BaseException:
+            self._let_go()
+            raise
+        self._idle: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        checksum(self._staging.data_ptr(), ALIGN)  # is compiled now, not within a step
+        for n in range(self._threads):
+            self._idle.put(self._staging[n * OPERATION : (n + 1) * OPERATION])
+        self._team = ThreadPoolExecutor(self._threads, thread_name_prefix=f"outsize-{name}")
+
+    @property
+    def name(self) -> str:
+        return self._counts.name
+
+    @property
+    def bytes_read(self) -> int:
+        return self._counts.read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._counts.written
+
+    def reserve(self, nbytes: int) -> Place:
+        self._check()
+        with self._growing:
+            place = self._counts.take(nbytes)
+            for index, file in enumerate(self._files):
+                file.grow(self._stripes.share(place.offset + rounded(nbytes), index))
+        self._sums[place.offset] = [None] * -(-nbytes // BLOCK)
+        return place
+
+    def write(self, place: Place, data: Tensor, at: int = 0) -> None:
+        self._carry_out(place, data, at, inward=True)
+        self._counts.count(written=data.nbytes)
+
+    def read(self, place: Place, out: Tensor, at: int = 0) -> None:
+        self._carry_out(place, out, at, inward=False)
+        self._counts.count(read=out.nbytes)
+
+    def close(self) -> None:
+        self._failure = f"tier {self.name!r} is closed; open it again before using it"
+        self._team.shutdown()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._files:
+            self._files.pop().close()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise OutsizeError(self._failure)
+
+    def _carry_out(self, place: Place, tensor: Tensor, at: int, inward: bool) -> None:
+        """All parts of one read or write; returns when none is under way any more."""
+        self._check()
+        check_span(place, tensor, at)
+        end = _Memory(tensor)
+        parts = deque(cut(tensor.nbytes, at, end.direct))
+        work = partial(self._work_off, parts, self._put if inward else self._get, place, end)
+        if len(parts) == 1:
+            work()  # a switch of threads would cost more than it overlaps
+            return
+        jobs = [self._team.submit(work) for _ in range(min(len(parts), self._threads))]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _work_off(
+        self,
+        parts: deque[Part],
+        move: Callable[[Place, _Memory, Part], None],
+        place: Place,
+        end: _Memory,
+    ) -> None:
+        """One thread's share: parts as they come, since a job for each would cost a tenth of the
+        time of a fast disk."""
+        while True:
+            try:
+                part = parts.popleft()
+            except IndexError:
+                return
+            self._check()
+            move(place, end, part)
+
+    def _put(self, place: Place, end: _Memory, part: Part) -> None:
+        with self._buffer(end, part) as address:
+            if part.staged:
+                end.copy(part, address, inward=True)
+                ctypes.memset(address + part.bytes, 0, rounded(part.bytes) - part.bytes)
+            for block, span in _blocks(part):
+                self._sums[place.offset][block] = checksum(address + span.start, len(span))
+            self._move(place.offset + part.at, address, rounded(part.bytes), inward=True)
+
+    def _get(self, place: Place, end: _Memory, part: Part) -> None:
+        with self._buffer(end, part) as address:
+            self._move(place.offset + part.at, address, rounded(part.bytes), inward=False)
+            for block, span in _blocks(part):
+                expected = self._sums[place.offset][block]
+                assert expected is not None, f"block {block} of {place} is read before any write"
+                if checksum(address + span.start, len(span)) != expected:
+                    raise self._failed(self._altered(place.offset + block * BLOCK, len(span)))
+            if part.staged:
+                end.copy(part, address, inward=False)
+
+    @contextmanager
+    def _buffer(self, end: _Memory, part: Part) -> Iterator[int]:
+        """The address where the bytes of a part lie: the caller's, or a buffer's for a while."""
+        if not part.staged:
+            yield end.address + part.start
+            return
+        buffer = self._idle.get()
+        try:
+            yield buffer.data_ptr()
+        finally:
+            self._idle.put(buffer)
+
+    def _move(self, offset: int, address: int, nbytes: int, inward: bool) -> None:
+        """Between memory and the files, every piece on its own stripe."""
+        for piece in self._stripes.pieces(offset, nbytes):
+            memory = memoryview((ctypes.c_char * piece.bytes).from_address(address)).cast("B")
+            address += piece.bytes
+            file = self._files[piece.file]
+            try:
+                (write_all if inward else read_all)(file.handle, memory, piece.offset, file.direct)
+            except OSError as error:
+                doing = "writing to" if inward else "reading from"
+                raise self._failed(refused(self.name, doing, file.folder, error)) from None
+
+    def _altered(self, offset: int, nbytes: int) -> str:
+        folders = sorted({self._files[p.file].folder for p in self._stripes.pieces(offset, nbytes)})
+        return (
+            f"tier {self.name!r}: {nbytes:,} bytes at {offset:,} under"
+            f" {' and '.join(map(str, folders))} are not those that were written: the disk, its"
+            " memory or its cable is failing, or somebody altered the file; go on from the last"
+            " checkpoint with a folder on another disk"
+        )
+
+    def _failed(self, message: str) -> OutsizeError:
+        self._failure = self._failure or message
+        return OutsizeError(message)
+
+
+class _Memory:
+    """The bytes of a caller's tensor, on whatever device, held as long as an operation may run."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.address = tensor, tensor.data_ptr()
+        self._on_host = tensor.device.type == "cpu"
+        self.direct = self._on_host and self.address % ALIGN == 0
+        if not self._on_host:  # what was queued there before comes first
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def copy(self, part: Part, buffer: int, inward: bool) -> None:
+        """Between these bytes and a buffer at an address; done when it returns."""
+        if self._on_host:
+            mine = self.address + part.start
+            ctypes.memmove(*((buffer, mine) if inward else (mine, buffer)), part.bytes)
+            return
+        flat = self._tensor.detach().reshape(-1).view(torch.uint8)
+        mine_there = flat[part.start : part.start + part.bytes]
+        raw = (ctypes.c_uint8 * part.bytes).from_address(buffer)
+        staged = torch.frombuffer(raw, dtype=torch.uint8)
+        to, source = (staged, mine_there) if inward else (mine_there, staged)
+        to.copy_(source)
+        torch.cuda.current_stream(self._tensor.device).synchronize()
+
+
+def cut(nbytes: int, at: int, direct: bool) -> Iterator[Part]:
+    """Operations that carry nbytes to byte `at` of a place.
+
+    Direct I/O moves multiples of ALIGN: where the place ends elsewhere, its last block goes by
+    itself through a buffer, and the rest straight from or to the caller's memory.
+    """
+    tail = 0 if nbytes % ALIGN == 0 else nbytes % BLOCK
+    for start in range(0, nbytes - tail, OPERATION):
+        yield Part(start, at + start, min(OPERATION, nbytes - tail - start), not direct)
+    if tail:
+        yield Part(nbytes - tail, at + nbytes - tail, tail, True)
+
+
+def _blocks(part: Part) -> Iterator[tuple[int, range]]:
+    """(index of a block in its place, its bytes within the part, rounded up) of a part."""
+    for start in range(0, part.bytes, BLOCK):
+        stop = min(start + BLOCK, rounded(part.bytes))
+        yield (part.at + start) // BLOCK, range(start, stop)

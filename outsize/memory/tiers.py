@@ -1,0 +1,126 @@
+"""Tiers as they are declared, and the stores behind them.
+
+    --host-memory 4GiB            RAM beside the device's budget: the tier "host"
+    --disk DIR[,DIR...][:SIZE]    spill files in folders, striped over several: the tier "disk"
+    --tier NAME=PATH:SIZE         memory with a path: CXL, another NUMA node, a file in /dev/shm
+
+A declaration says where bytes may rest and how many. Whoever opens the stores gives the bytes that
+the plan needs, by `dataclasses.replace`, since a store in memory takes all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.hardware import host
+from outsize.memory.disk import DiskStore
+from outsize.memory.sizes import parse_bytes
+from outsize.memory.store import MemoryStore, Store
+
+SAFETY = 0.9  # of a disk's free space, where no size is given: logs and checkpoints grow as well
+RESERVED = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """One tier as declared. paths: none for RAM, one for memory with a path, folders of a disk."""
+
+    name: str
+    medium: Literal["memory", "disk"]
+    paths: tuple[Path, ...]
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if self.bytes <= 0:
+            raise OutsizeError(f"tier {self.name!r}: {self.bytes} bytes, expected more than none")
+
+
+def host_tier(text: str) -> TierSpec:
+    """What `--host-memory` says. OutsizeError for more than this process may ever hold."""
+    size = _size("--host-memory", text, text)
+    total = host.memory().total
+    if size > total:
+        raise OutsizeError(
+            f"--host-memory {text}: {size:,} bytes, but this process may hold {total:,}"
+            f" ({size - total:,} missing); ask for less"
+        )
+    return TierSpec("host", "memory", (), size)
+
+
+def disk_tier(text: str) -> TierSpec:
+    """What `--disk` says; without a size, SAFETY times what is free. OutsizeError for a folder that
+    is not there or is named twice."""
+    listed, size = _split("--disk", text)
+    folders = tuple(Path(part) for part in listed.split(","))
+    for folder in folders:
+        if not listed or not folder.is_dir():
+            raise OutsizeError(
+                f"--disk {text}: {str(folder)!r} is not a folder; make it, or name one that is"
+                " there, as DIR:SIZE or DIR,DIR:SIZE"
+            )
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise OutsizeError(f"--disk {text}: a folder is named twice; name each once")
+    return TierSpec("disk", "disk", folders, _free(folders) if size is None else size)
+
+
+def memory_tier(text: str) -> TierSpec:
+    """What `--tier` says. OutsizeError where it has another form or a name that is taken."""
+    name, equals, rest = text.partition("=")
+    path, size = _split("--tier", rest) if equals else ("", None)
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or not path or size is None:
+        raise OutsizeError(f"--tier {text}: expected NAME=PATH:SIZE, such as cxl=/mnt/cxl:64GiB")
+    if name in RESERVED:
+        raise OutsizeError(f"--tier {text}: {name!r} is a tier already; choose another name")
+    return TierSpec(name, "memory", (Path(path),), size)
+
+
+@contextmanager
+def open_stores(specs: Iterable[TierSpec]) -> Iterator[dict[str, Store]]:
+    """The stores of these tiers by name, all closed at the end, whatever ends it.
+
+    Memory is registered with CUDA where there is a GPU. OutsizeError where one cannot be opened.
+    """
+    specs = tuple(specs)
+    for name, count in Counter(spec.name for spec in specs).items():
+        if count > 1:
+            raise OutsizeError(f"tier {name!r} is declared {count} times; declare it once")
+    with ExitStack() as stack:
+        yield {spec.name: stack.enter_context(closing(_opened(spec))) for spec in specs}
+
+
+def _opened(spec: TierSpec) -> Store:
+    if spec.medium == "disk":
+        return DiskStore(spec.name, spec.paths, spec.bytes)
+    path = spec.paths[0] if spec.paths else None
+    return MemoryStore(spec.name, spec.bytes, torch.cuda.is_available(), path)
+
+
+def _free(folders: tuple[Path, ...]) -> int:
+    """Bytes that equal shares in all folders may take together."""
+    disks = Counter(folder.stat().st_dev for folder in folders)
+    share = min(host.disk_free(f) // disks[f.stat().st_dev] for f in folders)
+    return int(SAFETY * share) * len(folders)
+
+
+def _split(option: str, text: str) -> tuple[str, int | None]:
+    """(what is before the size, the size); a colon before anything but a digit is a name's own."""
+    match = re.fullmatch(r"(.*):(\d[^/]*)", text)
+    if match is None:
+        return text, None
+    return match[1], _size(option, text, match[2])
+
+
+def _size(option: str, text: str, size: str) -> int:
+    try:
+        return parse_bytes(size)
+    except OutsizeError as error:
+        raise OutsizeError(f"{option} {text}: {error}") from None
