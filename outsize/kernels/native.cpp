@@ -13,31 +13,17 @@
 #include <cstring>
 #include <vector>
 
+#include "storage.h"
+
 namespace {
 
 using std::int64_t;
-using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;
 
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-inline float wide(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }
-
-template <class T>
-inline T narrow(float x);
-template <>
-inline float narrow<float>(float x) { return x; }
-template <>
-inline bfloat16 narrow<bfloat16>(float x) {
-    // To nearest, ties to even; a NaN stays one.
-    const uint32_t u = __builtin_bit_cast(uint32_t, x);
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return {uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
-}
+using outsize::bfloat16;
+using outsize::narrow;
+using outsize::wide;
 
 // e^x within 2 units in the last place of float32; 0 below -87, e^88 above 88, NaN for NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite, 1980); the polynomial is fitted to

@@ -1,10 +1,11 @@
 """Fused passes in C++ for processors: built at first use, loaded with ctypes.
 
 An element-wise pass composed of PyTorch's operators crosses memory once an operator, and in
-bfloat16 once more for every cast. native.cpp crosses it once. Each of its functions is an operator
-of the dispatcher, `torch.ops.outsize.*`, so that ledgers and fake tensors see its outputs as they
-see those of any operator; each has a plain twin, which runs wherever `fits` says no: on other
-devices, in other dtypes, for tensors that are not contiguous, without a compiler.
+bfloat16 once more for every cast. native.cpp crosses it once; attention.cpp is attention. Each of
+their functions is an operator of the dispatcher, `torch.ops.outsize.*`, so that ledgers and fake
+tensors see its outputs as they see those of any operator; each has a plain twin, which runs
+wherever `fits` says no: on other devices, in other dtypes, for tensors that are not contiguous,
+without a compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
 
-_SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "attention.cpp")))
+_HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp"),
@@ -39,7 +41,7 @@ _TUNED = {  # tried first; the build falls back to the flags above
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
     "aarch64": ("-mcpu=native",),
 }
-_SECONDS = 120.0  # more than any build takes: one second here
+_SECONDS = 120.0  # more than any build takes: four seconds here
 _SEAL = 32  # bytes of the digest at the end of a cached library
 
 # Result first, then arguments: as native.cpp declares them.
@@ -54,14 +56,14 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "add": (None, (_I, _P, _P, _N, _I)),
     "exponential": (None, (_P, _P, _N)),
     "checksum": (c_uint64, (_P, _N)),
+    "attention": (None, (_I, *[_P] * 8, _N, _F, _I)),
+    "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _I)),
 }
 
 
-def served(*tensors: Tensor) -> bool:
-    """Whether native.cpp reads such tensors: on the CPU, float32 or bfloat16, and no subclass that
+def reads(*tensors: Tensor) -> bool:
+    """Whether the passes read such tensors: on the CPU, float32 or bfloat16, and no subclass that
     means something else by its numbers. Fake tensors are judged as the real ones they stand for.
-
-    A derivative of a backward pass is asked of PyTorch, which knows the derivatives of its own.
     """
     return (
         all(
@@ -70,13 +72,20 @@ def served(*tensors: Tensor) -> bool:
             and type(x) in (Tensor, nn.Parameter, FakeTensor)
             for x in tensors
         )
-        and not torch.is_grad_enabled()
         and library() is not None
     )
 
 
+def served(*tensors: Tensor) -> bool:
+    """Whether the passes read these now, outside autograd's sight.
+
+    A derivative of a backward pass is asked of PyTorch, which knows the derivatives of its own.
+    """
+    return not torch.is_grad_enabled() and reads(*tensors)
+
+
 def fits(*tensors: Tensor) -> bool:
-    """Whether native.cpp takes these together: served, of one dtype and contiguous."""
+    """Whether a pass takes these together: served, of one dtype and contiguous."""
     return served(*tensors) and all(
         x.dtype == tensors[0].dtype and x.is_contiguous() for x in tensors
     )
@@ -149,7 +158,9 @@ def _key(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS
     ).stdout
     facts = (compiler, repr(_FLAGS), repr(_TUNED), torch.__version__, repr(_runtimes()), _cpu())
-    digest = hashlib.blake2b(_SOURCE.read_bytes() + version, digest_size=12)
+    digest = hashlib.blake2b(version, digest_size=12)
+    for path in (*_SOURCES, *_HEADERS):
+        digest.update(path.read_bytes())
     digest.update("\n".join(facts).encode())
     return digest.hexdigest()
 
@@ -199,10 +210,10 @@ def _keep(content: bytes, path: Path) -> None:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Native.cpp to a shared library, for this very processor if the compiler knows how."""
+    """The sources to one shared library, for this very processor if the compiler knows how."""
     tuned = _TUNED.get(platform.machine(), ())
     for attempt in ((*_FLAGS, *tuned), _FLAGS):
-        command = [compiler, *attempt, str(_SOURCE), "-o", str(target), *_runtimes()]
+        command = [compiler, *attempt, *map(str, _SOURCES), "-o", str(target), *_runtimes()]
         run = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         if run.returncode == 0:
             return

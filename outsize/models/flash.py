@@ -1,4 +1,5 @@
-"""Attention on a CPU over packed documents, with PyTorch's flash kernel (Dao, "FlashAttention-2").
+"""Attention on a CPU over packed documents, with PyTorch's flash kernel (Dao, "FlashAttention-2"):
+for float64, for large heads, and where outsize/kernels/attention.cpp cannot be built.
 
 One autograd node for all documents of a microbatch keeps queries, keys, values, output and the
 log-sum-exp of the scores, so what it holds does not depend on how the documents lie. The kernel
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize.kernels import attention
 from outsize.models.layout import chunks, runs, visible
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def rounded(length: int) -> int:
@@ -122,7 +124,7 @@ class _Flash(torch.autograd.Function):
         wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
         lse_TH1 = q_THK.new_empty((tokens, heads, 1), dtype=wide)
         for piece in pieces(facts.bounds, facts.window):
-            _piece_forward(piece, facts, (q_THK, k_TGK, v_TGW), (o_THW, lse_TH1))
+            piece_forward(piece, facts, (q_THK, k_TGK, v_TGW), (o_THW, lse_TH1))
         ctx.save_for_backward(q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
         ctx.facts = facts
         return o_THW
@@ -134,14 +136,14 @@ class _Flash(torch.autograd.Function):
         gk_TGK, gv_TGW = torch.zeros_like(k_TGK), torch.zeros_like(v_TGW)
         for piece in pieces(ctx.facts.bounds, ctx.facts.window):
             inputs = (go_THW, q_THK, k_TGK, v_TGW, o_THW, lse_TH1)
-            _piece_backward(piece, ctx.facts, inputs, (gq_THK, gk_TGK, gv_TGW))
+            piece_backward(piece, ctx.facts, inputs, (gq_THK, gk_TGK, gv_TGW))
         return gq_THK, gk_TGK, gv_TGW, None
 
 
 # A function a piece, so that one piece's copies are gone before the next one's are made.
 
 
-def _piece_forward(
+def piece_forward(
     piece: Piece, facts: Facts, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
 ) -> None:
     q_THK, k_TGK, v_TGW = inputs
@@ -149,13 +151,13 @@ def _piece_forward(
     q = piece.take(q_THK, start, stop, facts.size)
     k, v = (piece.take(x, low, stop, facts.size) for x in (k_TGK, v_TGW))
     mask = _mask(piece, facts.window, q)
-    o, lse = _forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=facts.scale)
+    o, lse = forward(q, k, v, 0.0, mask is None, attn_mask=mask, scale=facts.scale)
     o_THW, lse_TH1 = outputs
     _put(piece.view(o_THW, start, stop), o)
     _put(piece.view(lse_TH1, start, stop), lse.unsqueeze(-1))
 
 
-def _piece_backward(
+def piece_backward(
     piece: Piece, facts: Facts, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> None:
     go_THW, q_THK, k_TGK, v_TGW, o_THW, lse_TH1 = inputs
@@ -165,7 +167,7 @@ def _piece_backward(
     lse = piece.take(lse_TH1, start, stop, 1).squeeze(-1)
     mask = _mask(piece, facts.window, q)
     causal = mask is None
-    gq, gk, gv = _backward(go, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=facts.scale)
+    gq, gk, gv = backward(go, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=facts.scale)
     gq_THK, gk_TGK, gv_TGW = gradients
     _put(piece.view(gq_THK, start, stop), gq)
     _add(piece.view(gk_TGK, low, stop), gk)
@@ -193,7 +195,10 @@ def flash(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """o_THW of causal attention inside each document, on a CPU, any float dtype but half."""
+    """o_THW of causal attention inside each document, on a CPU, any float dtype but half: by our
+    own kernel where it fits, else by PyTorch's."""
+    if attention.fits(q_THK, k_TGK, v_TGW):
+        return attention.attend(q_THK, k_TGK, v_TGW, bounds, scale, window)
     size = max(q_THK.shape[2], v_TGW.shape[2])
     o: Tensor = _Flash.apply(q_THK, k_TGK, v_TGW, Facts(bounds, scale, window, size))  # type: ignore[no-untyped-call]
     return o

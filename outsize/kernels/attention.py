@@ -1,0 +1,165 @@
+"""Causal attention of packed documents on a processor: attention.cpp.
+
+PyTorch's flash kernel on a CPU reaches a quarter to a half of the speed of a matrix product and is
+called once for each stretch of documents of one length; this is one call for all of them, whatever
+their lengths, reads heads where they lie and copies nothing. Its twin is `outsize.models.flash`.
+
+T tokens laid flat, H query heads, G key-value heads, K head size, W value size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from outsize.kernels import native
+
+WIDTH = 256  # the largest head size, as in tiles.h
+_EVERY = 1 << 40  # a window that hides nothing
+
+
+def fits(q_THK: Tensor, k_TGK: Tensor, v_TGW: Tensor) -> bool:
+    """Whether `attend` takes these: tokens and heads may lie apart, numbers of a head may not."""
+    inputs = (q_THK, k_TGK, v_TGW)
+    return all(
+        x.dtype == q_THK.dtype and x.stride(2) == 1 and 0 < x.shape[2] <= WIDTH for x in inputs
+    ) and native.reads(*inputs)
+
+
+def attend(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGW: Tensor,
+    bounds: tuple[int, ...],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """o_THW, dtype as q: inside each document, each token over those before it and itself, the
+    last `window` of them."""
+    o: Tensor = _Attention.apply(q_THK, k_TGK, v_TGW, bounds, scale, window)  # type: ignore[no-untyped-call]
+    return o
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGW: Tensor,
+        bounds: tuple[int, ...],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        inputs = (q_THK, k_TGK, v_TGW)
+        made = torch.ops.outsize.attention.default(*inputs, bounds, scale, window)
+        o_THW: Tensor
+        o_THW, lse_HT = made
+        ctx.save_for_backward(*inputs, o_THW, lse_HT)
+        ctx.facts = (bounds, scale, window)
+        return o_THW
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, go_THW: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if go_THW.stride(2) != 1:
+            go_THW = go_THW.contiguous()
+        pull = torch.ops.outsize.attention_backward.default
+        gradients = pull(go_THW, *saved, *ctx.facts)
+        return *(g.to(x.dtype) for g, x in zip(gradients, saved, strict=False)), None, None, None
+
+
+def _allocate(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    lse_HT = q.new_empty((heads, tokens), dtype=torch.float32)
+    return q.new_empty((tokens, heads, v.shape[2])), lse_HT
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    o, lse = _allocate(q, k, v, bounds, scale, window)
+    native.loaded().outsize_attention(
+        *(native.CODES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(), _strides(q, k, v)),
+        *(o.data_ptr(), lse.data_ptr(), _facts(q, k, v, window)),
+        *(*_documents(bounds, q), scale, native.threads()),
+    )
+    return o, lse
+
+
+def _allocate_backward(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over keys and queries: float32, whatever the inputs are."""
+    gq, gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+    return gq, gk, gv
+
+
+def _run_backward(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _allocate_backward(go, q, k, v, o, lse, bounds, scale, window)
+    inputs = (go, q, k, v, o)
+    native.loaded().outsize_attention_backward(
+        *(native.CODES[q.dtype], (ctypes.c_void_p * 5)(*(x.data_ptr() for x in inputs))),
+        *(_strides(*inputs), lse.data_ptr(), *(g.data_ptr() for g in gradients)),
+        *(_facts(q, k, v, window), *_documents(bounds, q), scale, native.threads()),
+    )
+    return gradients
+
+
+def _strides(*heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Of a token and of a head, in elements."""
+    return _numbers([stride for x in heads for stride in x.stride()[:2]])
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> ctypes.Array[ctypes.c_int64]:
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    return _numbers([*sizes, _EVERY if window is None else window])
+
+
+def _documents(bounds: Sequence[int], q: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """The bounds, and how many documents they part."""
+    assert bounds[0] >= 0 and bounds[-1] <= q.shape[0], "documents lie in the tokens"
+    return _numbers(bounds), len(bounds) - 1
+
+
+def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_FACTS = "int[] bounds, float scale, int? window"
+_OPERATORS = (
+    native.define(f"attention({_INPUTS}, {_FACTS}) -> (Tensor, Tensor)", _run, _allocate),
+    native.define(
+        f"attention_backward(Tensor go, {_INPUTS}, Tensor o, Tensor lse, {_FACTS})"
+        " -> (Tensor, Tensor, Tensor)",
+        _run_backward,
+        _allocate_backward,
+    ),
+)

@@ -1,0 +1,227 @@
+"""The attention of attention.cpp against its definition in float64 and PyTorch's own kernel."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outsize.kernels import attention, native
+from outsize.memory import Ledger
+from outsize.models import flash
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ on PATH")
+BOUNDS = (0, 300, 600, 607, 607, 608, 1125)  # over tiles and segments, tiny ones, an empty one
+HEADS = 4
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("attention")
+
+
+@pytest.fixture(autouse=True)
+def built(cache, monkeypatch):
+    """One build for all tests of this file."""
+    found = native.load(COMPILER, cache)
+    assert found is not None
+    monkeypatch.setattr(native, "library", lambda: found)
+
+
+def dense(q, k, v, bounds, scale, window):
+    """Attention as its definition reads, a document at a time."""
+    outputs = []
+    for start, stop in pairwise(bounds):
+        a, b, c = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+        b, c = (x.repeat_interleave(a.shape[0] // x.shape[0], 0) for x in (b, c))
+        behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        seen = (behind >= 0) & (behind < (window or stop))
+        score = (a @ b.mT * scale).masked_fill(~seen, float("-inf"))
+        outputs.append((score.softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def theirs(q, k, v, bounds, scale, window):
+    """PyTorch's kernel, the twin."""
+    facts = flash.Facts(bounds, scale, window, max(q.shape[2], v.shape[2]))
+    return flash._Flash.apply(q, k, v, facts)
+
+
+def made(sizes, kv_heads, dtype=torch.float32, bounds=BOUNDS) -> list[Tensor]:
+    """q, k, v, the gradient of the output."""
+    generator = torch.Generator().manual_seed(5)
+    key, value = sizes
+    shapes = ((HEADS, key), (kv_heads, key), (kv_heads, value), (HEADS, value))
+    return [torch.randn(bounds[-1], *x, generator=generator).to(dtype) for x in shapes]
+
+
+def results(attend, tensors, scale, window, bounds=BOUNDS) -> list[Tensor]:
+    """The output and the gradients of q, k and v."""
+    *inputs, pull = tensors
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = attend(*inputs, bounds, scale, window)
+    return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
+
+
+def errors(got, exact) -> list[float]:
+    """Relative, in the norm of each tensor."""
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)]
+
+
+CASES = [
+    *(((size, size), groups, None) for size in (64, 80, 96, 128) for groups in (4, 2)),
+    *(((64, 64), 1, window) for window in (2, 64, 65, 250, 257, 9999)),
+    *(((6, 4), 2, None), ((4, 6), 2, 40), ((192, 128), 4, None), ((256, 256), 1, None)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "kv_heads", "window"), CASES)
+def test_no_further_from_float64_than_the_kernel_of_pytorch(sizes, kv_heads, window):
+    tensors, scale = made(sizes, kv_heads), 1.5 * sizes[0] ** -0.5
+    exact = results(dense, [x.double() for x in tensors], scale, window)
+    mine = errors(results(attention.attend, tensors, scale, window), exact)
+    other = errors(results(theirs, tensors, scale, window), exact)
+    for a, b in zip(mine, other, strict=True):
+        assert a < 7e-7 and a < 1.25 * b, (mine, other)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_bfloat16_is_rounded_once(window):
+    """Inputs are read as float32, so that only the results lose bits: half a unit, 2^-9, at most;
+    the backward reads the rounded output."""
+    tensors = made((64, 64), 2, torch.bfloat16)
+    exact = results(dense, [x.double() for x in tensors], 0.125, window)
+    got = results(attention.attend, tensors, 0.125, window)
+    assert all(x.dtype == torch.bfloat16 for x in got)
+    assert max(errors(got, exact)) < 2.0**-8 and errors(got, exact)[0] < 2.0**-9
+
+
+def test_it_serves_the_decoder_and_no_other_path_ran(monkeypatch):
+    monkeypatch.setattr(flash, "_Flash", None)
+    tensors = made((16, 16), 2)
+    got = results(flash.flash, tensors, 0.25, None)
+    same = results(attention.attend, tensors, 0.25, None)
+    assert all(map(torch.equal, got, same))
+
+
+def test_bitwise_the_same_every_time_whatever_the_threads():
+    tensors, threads = made((64, 64), 2), torch.get_num_threads()
+    try:
+        first = results(attention.attend, tensors, 0.125, None)
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            again = results(attention.attend, tensors, 0.125, None)
+            assert all(map(torch.equal, first, again))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_document_is_alone():
+    """Bitwise what it gives by itself; what is no number in another stays there."""
+    q, k, v, pull = made((32, 32), 2)
+    alone = results(attention.attend, [x[300:600] for x in (q, k, v, pull)], 0.2, None, (0, 300))
+    for x in (q, k, v, pull):
+        x[:300] = float("nan")
+        x[600:] = float("inf")
+    together = results(attention.attend, [q, k, v, pull], 0.2, None)
+    assert all(torch.equal(a, b[300:600]) for a, b in zip(alone, together, strict=True))
+    assert together[0][:300].isnan().all()
+
+
+def test_a_token_does_not_see_later_ones():
+    q, k, v, _ = made((32, 32), 2)
+    before = attention.attend(q, k, v, BOUNDS, 0.2, None)
+    k[450:600], v[450:600] = 7.0, -3.0
+    after = attention.attend(q, k, v, BOUNDS, 0.2, None)
+    assert torch.equal(before[:450], after[:450]) and not torch.equal(before, after)
+
+
+def test_scores_far_apart_stay_numbers():
+    """Weights of one and nothing, as in float64."""
+    q, k, v, pull = made((64, 64), 2)
+    tensors = [q * 300, k * 300, v, pull]
+    exact = results(dense, [x.double() for x in tensors], 0.125, None)
+    got = results(attention.attend, tensors, 0.125, None)
+    assert all(x.isfinite().all() for x in got)
+    assert errors(got[:1], exact[:1])[0] < 0.01  # scores of 1e6 are known to 0.1
+
+
+def test_heads_may_lie_apart():
+    q, k, v, pull = made((16, 16), 2)
+    plain = results(attention.attend, [q, k, v, pull], 0.3, None)
+    both = torch.cat((k, v), -1)  # as latent attention splits them
+    apart = [
+        q.transpose(0, 1).contiguous().transpose(0, 1), both[..., :16], both[..., 16:],
+        pull.transpose(1, 2).contiguous().transpose(1, 2),
+    ]  # fmt: skip
+    assert not any(x.is_contiguous() for x in apart)
+    assert all(map(torch.equal, plain, results(attention.attend, apart, 0.3, None)))
+    shared = [q, k[:, :1].expand(-1, 2, -1), v, pull]
+    copies = [x.contiguous() for x in shared]
+    pairs = (results(attention.attend, x, 0.3, None) for x in (shared, copies))
+    assert all(map(torch.equal, *pairs))
+
+
+def test_what_it_does_not_take():
+    q, k, v, _ = made((16, 16), 2)
+    assert attention.fits(q, k, v) and attention.fits(*(x.bfloat16() for x in (q, k, v)))
+    for other in (
+        q.double(), q.half(), q.to("meta"), q.bfloat16(),
+        q.transpose(1, 2).contiguous().transpose(1, 2), torch.zeros(1125, 4, 257),
+    ):  # fmt: skip
+        assert not attention.fits(other, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_allocate_what_real_ones_do(dtype):
+    def seen(fake: bool) -> list[tuple[int, int]]:
+        with FakeTensorMode() if fake else torch.enable_grad():
+            shapes = ((1125, 4, 8), (1125, 2, 8), (1125, 2, 6))
+            inputs = [torch.ones(x, dtype=dtype).requires_grad_() for x in shapes]
+            ledger = Ledger()
+            with ledger:
+                output = attention.attend(*inputs, BOUNDS, 0.3, None)
+                points = [(ledger.total, ledger.peak)]
+                output.sum().backward()
+            return [*points, (ledger.total, ledger.peak)]
+
+    assert seen(fake=True) == seen(fake=False)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v, _ = made((8, 8), 2)
+    output = attention.attend(q.requires_grad_(), k, v, BOUNDS, 0.3, None)
+    (first,) = torch.autograd.grad(output.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_no_tokens_and_empty_documents():
+    for bounds in ((0,), (0, 0)):
+        q, k, v, pull = (x[:0] for x in made((8, 8), 2))
+        got = results(attention.attend, [q, k, v, pull], 0.3, None, bounds)
+        assert [x.shape for x in got] == [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
+
+
+X86 = platform.machine() == "x86_64"
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("-mavx2", "-mfma"), marks=pytest.mark.skipif(
+    not X86 or "avx2" not in native._cpu(), reason="not a processor with AVX2"))])  # fmt: skip
+def test_other_vectors_give_the_same_numbers(flags, tmp_path, monkeypatch):
+    """The narrower vectors of other processors, and those that every one has."""
+    monkeypatch.setattr(native, "_TUNED", {platform.machine(): flags})
+    other = native.load(COMPILER, tmp_path)
+    assert other is not None
+    monkeypatch.setattr(native, "library", lambda: other)
+    for sizes, window in (((80, 64), None), ((64, 72), 100)):
+        tensors = made(sizes, 2)
+        exact = results(dense, [x.double() for x in tensors], 0.15, window)
+        assert max(errors(results(attention.attend, tensors, 0.15, window), exact)) < 7e-7
