@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -66,11 +66,14 @@ def arrange(
     returned: int = 1,
     policy: Policy = "belady",
     align: int = 4096,
+    made: Collection[Item] = (),
 ) -> Arrangement:
     """Addresses for the items of a cyclic list of visits in a pool of `capacity` bytes.
 
     ahead: visits that are fetched before their turn; returned: visits whose items are given back
-    at a time. Items of one such window never share bytes. OutsizeError: capacity below `least`.
+    at a time. Items of one such window never share bytes. made: items that every cycle makes anew
+    at their first visit, such as gradients: nothing keeps them over the end of the cycle.
+    OutsizeError: capacity below `least`.
     """
     _check(ahead, returned, policy)
     cycle = windows(visits, ahead, returned)
@@ -87,9 +90,9 @@ def arrange(
         )
     if policy != "static" and sum(rounded.values()) <= limit:
         return _apart(rounded)
-    best = _search(visits, cycle, rounded, limit, base, policy)
+    best = _search(visits, cycle, rounded, limit, base, policy, made)
     if policy == "belady" and len(rounded) <= _FEW:
-        offsets = Refiner(visits, cycle, rounded, limit).run(best.offsets)
+        offsets = Refiner(visits, cycle, rounded, limit, made).run(best.offsets)
         best = Arrangement(offsets, _extent(offsets, rounded))
     return best
 
@@ -109,9 +112,13 @@ def least(
 
 
 def traffic(
-    visits: Sequence[Collection[Item]], sizes: Mapping[Item, int], offsets: Mapping[Item, int]
+    visits: Sequence[Collection[Item]],
+    sizes: Mapping[Item, int],
+    offsets: Mapping[Item, int],
+    made: Collection[Item] = (),
 ) -> Traffic:
-    """What one cycle fetches at these addresses, found by playing two cycles."""
+    """What one cycle fetches at these addresses, found by playing two cycles. made: as for
+    `arrange`; their first visit fetches nothing."""
     items = sorted({item for visit in visits for item in visit})
     edges = np.unique([e for i in items for e in (offsets[i], offsets[i] + sizes[i])])
     first = np.searchsorted(edges, [offsets[i] for i in items])
@@ -122,13 +129,15 @@ def traffic(
     owner = np.full(len(edges), -1)
     fetched = fetches = 0
     for played in range(2):
-        for visit in visits:
-            for item in visit:
-                number, where = place[item]
-                if (owner[where] != number).any():
-                    owner[where] = number
-                    fetched += played * sizes[item]
-                    fetches += played
+        fresh = set(made)
+        for item in chain.from_iterable(visits):
+            number, where = place[item]
+            if (owner[where] != number).any():
+                owner[where] = number
+                if played and item not in fresh:
+                    fetched += sizes[item]
+                    fetches += 1
+            fresh.discard(item)
     return Traffic(fetched, fetches)
 
 
@@ -156,18 +165,19 @@ def _search(
     limit: int,
     base: Arrangement,
     policy: Policy,
+    made: Collection[Item],
 ) -> Arrangement:
     """The layout with the least traffic of those tried. With many items it need only come near to
     what the policy promises, which is the traffic where nothing is given up for lack of a place."""
-    best, cost = base, traffic(visits, sizes, base.offsets).fetched
-    demand = sum(sizes[gap.item] for gap in gaps(cycle))
+    best, cost = base, traffic(visits, sizes, base.offsets, made).fetched
+    demand = sum(sizes[gap.item] for gap in gaps(cycle, made))
     many = len(sizes) > _MANY
-    for keep in _choices(cycle, sizes, limit, policy):
+    for keep in _choices(cycle, sizes, limit, policy, made):
         near = (demand - sum(sizes[gap.item] for gap in keep)) * _NEAR if many else 0
         if cost <= near:
             continue
         for found in _layouts(cycle, sizes, keep, limit):
-            fetched = traffic(visits, sizes, found.offsets).fetched
+            fetched = traffic(visits, sizes, found.offsets, made).fetched
             if fetched < cost:
                 best, cost = found, fetched
             if cost <= near:
@@ -176,7 +186,11 @@ def _search(
 
 
 def _choices(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], limit: int, policy: Policy
+    cycle: Sequence[Collection[Item]],
+    sizes: Mapping[Item, int],
+    limit: int,
+    policy: Policy,
+    made: Collection[Item],
 ) -> Iterator[list[Gap]]:
     """What to keep. Belady tries what LRU would keep as well, so as to be no worse."""
     if policy == "static":
@@ -184,9 +198,9 @@ def _choices(
     for share in _LOGICAL if len(sizes) <= _MANY else (1.0,):
         logical = int(limit * share)
         if policy == "belady":
-            yield kept(cycle, sizes, logical, "belady")
-            yield shortest(cycle, sizes, logical)
-        yield kept(cycle, sizes, logical, "lru")
+            yield kept(cycle, sizes, logical, "belady", made)
+            yield shortest(cycle, sizes, logical, made)
+        yield kept(cycle, sizes, logical, "lru", made)
 
 
 def _static(cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int]) -> Arrangement:

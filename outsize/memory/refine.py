@@ -7,6 +7,7 @@ changes is found from the items under the old and the new place alone.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from outsize.memory.residency import Item, needs
@@ -23,10 +24,11 @@ class Refiner:
         cycle: Sequence[Collection[Item]],
         sizes: Mapping[Item, int],
         limit: int,
+        made: Collection[Item] = (),
     ) -> None:
         self._sizes, self._limit = sizes, limit
         at = needs(visits)
-        self._broken = {item: _broken(item, at, len(visits)) for item in at}
+        self._broken = {item: _broken(item, at, len(visits), item in made) for item in at}
         self._hard: dict[Item, set[Item]] = {item: set() for item in at}
         for window in cycle:
             for item in window:
@@ -122,18 +124,15 @@ class Refiner:
         return [o for o, s in placed.items() if s < stop and start < s + sizes[o] and o != item]
 
 
-def _broken(item: Item, at: Mapping[Item, list[int]], count: int) -> dict[Item, int]:
-    """Other item -> the gaps of this one, as bits, in which the other is visited."""
+def _broken(item: Item, at: Mapping[Item, list[int]], count: int, made: bool) -> dict[Item, int]:
+    """Other item -> the gaps of this one, as bits, in which the other is visited; the last gap,
+    around the end of the cycle, counts for nothing where each cycle makes the item anew."""
     mine = at[item]
-    gap_of, gap = [0] * count, len(mine) - 1
-    for visit in range(count):
-        gap_of[visit] = gap
-        if visit == mine[(gap + 1) % len(mine)]:
-            gap = gap_of[visit] = (gap + 1) % len(mine)
+    gap_of = [(bisect(mine, visit) - 1) % len(mine) for visit in range(count)]
+    counted = (1 << (len(mine) - made)) - 1
     found = {}
     for other, visits in at.items():
         if other != item:
-            found[other] = 0
-            for visit in visits:
-                found[other] |= 1 << gap_of[visit]
+            bits = sum({1 << gap_of[visit] for visit in visits})
+            found[other] = bits & counted
     return found

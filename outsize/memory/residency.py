@@ -58,19 +58,24 @@ def needs(cycle: Sequence[Collection[Item]]) -> dict[Item, list[int]]:
     return at
 
 
-def gaps(cycle: Sequence[Collection[Item]]) -> list[Gap]:
-    """Every gap of every item, the last one of each around the end of the cycle."""
+def gaps(cycle: Sequence[Collection[Item]], made: Collection[Item] = ()) -> list[Gap]:
+    """Every gap of every item, the last one of each around the end of the cycle; not that one for
+    what each cycle makes anew."""
     count = len(cycle)
     return [
         Gap(item, a, b)
         for item, at in needs(cycle).items()
         for a, b in zip(at, [*at[1:], at[0] + count], strict=True)
-        if b > a + 1
+        if b > a + 1 and (b < count or item not in made)
     ]
 
 
 def kept(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], capacity: int, policy: Policy
+    cycle: Sequence[Collection[Item]],
+    sizes: Mapping[Item, int],
+    capacity: int,
+    policy: Policy,
+    made: Collection[Item] = (),
 ) -> list[Gap]:
     """Gaps over which the policy keeps its item in `capacity` bytes, the same in every cycle.
 
@@ -79,8 +84,8 @@ def kept(
     """
     if policy == "static":
         return []
-    every = gaps(cycle)
-    hits = _hits(cycle, sizes, capacity, _lru if policy == "lru" else _belady)
+    every = gaps(cycle, made)
+    hits = _hits(cycle, sizes, capacity, made, _lru if policy == "lru" else _belady)
     spread = _spread(every)
     order = sorted(every, key=lambda g: ((g.item, g.stop % len(cycle)) not in hits, *spread(g)))
     if policy == "lru":
@@ -89,10 +94,13 @@ def kept(
 
 
 def shortest(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], capacity: int
+    cycle: Sequence[Collection[Item]],
+    sizes: Mapping[Item, int],
+    capacity: int,
+    made: Collection[Item] = (),
 ) -> list[Gap]:
     """Gaps that fit when the shortest are taken first: the fewest bytes held for each saved."""
-    every = gaps(cycle)
+    every = gaps(cycle, made)
     return fit(sorted(every, key=_spread(every)), cycle, sizes, capacity)
 
 
@@ -133,26 +141,27 @@ def _hold(held: np.ndarray, count: int, gap: Gap, size: int) -> None:
         held[start + count : min(stop + count, 2 * count)] += size
 
 
-_Play = Callable[[Sequence[Collection[Item]], Mapping[Item, int], int, int], Iterable[set[Item]]]
+_Cycle = Sequence[Collection[Item]]
+_Play = Callable[[_Cycle, Mapping[Item, int], int, Collection[Item], int], Iterable[set[Item]]]
 
 
 def _hits(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], capacity: int, play: _Play
+    cycle: _Cycle, sizes: Mapping[Item, int], capacity: int, made: Collection[Item], play: _Play
 ) -> set[tuple[Item, int]]:
     """(item, window) of the needs that are met without a fetch, in the last of a few cycles."""
-    fetched = list(play(cycle, sizes, capacity, _WARM + 1))[-len(cycle) :]
+    fetched = list(play(cycle, sizes, capacity, made, _WARM + 1))[-len(cycle) :]
     return {(i, w) for w, window in enumerate(cycle) for i in window if i not in fetched[w]}
 
 
 def _belady(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], capacity: int, rounds: int
+    cycle: _Cycle, sizes: Mapping[Item, int], capacity: int, made: Collection[Item], rounds: int
 ) -> Iterable[set[Item]]:
     """What each window fetches when the farthest next need is thrown out first."""
     count = len(cycle)
     after: list[dict[Item, int]] = [{} for _ in cycle]
     for item, at in needs(cycle).items():
         for a, b in zip(at, [*at[1:], at[0] + count], strict=True):
-            after[a][item] = b - a
+            after[a][item] = b - a if b < count or item not in made else rounds * count
     due: dict[Item, int] = {}  # resident items: when each is needed next
     heap: list[tuple[int, Item]] = []
     held = 0
@@ -173,9 +182,10 @@ def _belady(
 
 
 def _lru(
-    cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], capacity: int, rounds: int
+    cycle: _Cycle, sizes: Mapping[Item, int], capacity: int, made: Collection[Item], rounds: int
 ) -> Iterable[set[Item]]:
     """What each window fetches when the least recently needed is thrown out first."""
+    last = {item: at[-1] for item, at in needs(cycle).items() if item in made}
     recent: OrderedDict[Item, None] = OrderedDict()
     held = 0
     for now in range(rounds * len(cycle)):
@@ -187,19 +197,32 @@ def _lru(
         held += sum(sizes[item] for item in missing)
         while held > capacity and len(recent) > len(window):
             held -= sizes[recent.popitem(last=False)[0]]
+        for item in window:
+            if last.get(item) == now % len(cycle):  # used up: the next cycle makes it anew
+                del recent[item]
+                held -= sizes[item]
         yield missing
 
 
 def bound(
-    visits: Sequence[Collection[Item]],
+    visits: _Cycle,
     sizes: Mapping[Item, int],
     capacity: int,
     policy: Literal["belady", "lru"] = "belady",
+    made: Collection[Item] = (),
 ) -> int:
     """Bytes fetched in one cycle where any item may lie anywhere at any time, on average over many
-    cycles; nothing is fetched ahead. A yardstick: exact for Belady and equal sizes."""
+    cycles; nothing is fetched ahead, and what is made anew is not fetched at its first visit.
+
+    A yardstick: the least there is where sizes are equal; where they differ, what throwing out
+    the farthest gives, which can be missed by a little to either side.
+    """
     play = _lru if policy == "lru" else _belady
     accesses = max(1, sum(len(visit) for visit in visits))
     rounds = max(2, min(2 * len(visits), _ACCESSES // accesses))
-    fetched = [sum(sizes[i] for i in new) for new in play(visits, sizes, capacity, _WARM + rounds)]
+    first = {item: at[0] for item, at in needs(visits).items() if item in made}
+    fetched = [
+        sum(sizes[item] for item in new if first.get(item) != now % len(visits))
+        for now, new in enumerate(play(visits, sizes, capacity, made, _WARM + rounds))
+    ]
     return sum(fetched[_WARM * len(visits) :]) // rounds
