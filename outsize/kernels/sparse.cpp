@@ -14,6 +14,8 @@
 
 namespace {
 
+constexpr int64_t LARGE = 8 << 20;  // bytes written: more than a core's caches hold
+
 #ifdef WIDE
 // One vector of 64 bytes: which elements have a bit set, expand, compress.
 template <class T> struct Vector;
@@ -69,14 +71,19 @@ template <class T> void compress(const T *x, uint64_t bits, int64_t n, T *to) {
         if (bits >> i & 1) *to++ = x[i];
 }
 
-// The other way. May read, but not use, up to 63 bytes after the last non-zero.
-template <class T> const T *expand(const T *from, uint64_t bits, int64_t n, T *x) {
+// The other way. May read, but not use, up to 63 bytes after the last non-zero. past: around the
+// caches, x is at a multiple of 64 bytes.
+template <class T, bool past> const T *expand(const T *from, uint64_t bits, int64_t n, T *x) {
 #ifdef WIDE
     constexpr int lanes = 64 / sizeof(T);
     if (n == 64) {
         for (int i = 0; i < 64; i += lanes) {
             const auto mask = typename Vector<T>::Mask(bits >> i);
-            _mm512_storeu_si512(x + i, Vector<T>::expand(mask, _mm512_loadu_si512(from)));
+            const __m512i made = Vector<T>::expand(mask, _mm512_loadu_si512(from));
+            if (past)
+                _mm512_stream_si512(reinterpret_cast<__m512i *>(x + i), made);
+            else
+                _mm512_storeu_si512(x + i, made);
             from += __builtin_popcountll(mask);
         }
         return from;
@@ -117,7 +124,7 @@ void pack(const T *x, int64_t n, int64_t group, const uint64_t *bitmap, const in
 }
 
 // How many groups have another number of bits than starts says, which no group is unpacked by.
-template <class T>
+template <class T, bool past>
 int64_t unpack(const uint64_t *bitmap, const int64_t *starts, const T *values, int64_t n,
                int64_t group, int64_t nonzero, T *x, int threads) {
     const int64_t groups = (n + group - 1) / group;
@@ -135,7 +142,10 @@ int64_t unpack(const uint64_t *bitmap, const int64_t *starts, const T *values, i
         }
         const T *from = values + starts[g];
         for (int64_t i = g * group; i < stop; i += 64)
-            from = expand(from, bitmap[i / 64], least(64, n - i), x + i);
+            from = expand<T, past>(from, bitmap[i / 64], least(64, n - i), x + i);
+#ifdef WIDE
+        if (past) _mm_sfence();  // before another thread is told that they are there
+#endif
     }
     return wrong;
 }
@@ -173,8 +183,10 @@ int64_t outsize_sparse_unpack(int width, const uint64_t *bitmap, const int64_t *
                               void *x, int threads) {
     return by_width(width, [&](auto t) {
         using T = decltype(t);
-        return unpack(bitmap, starts, static_cast<const T *>(values), n, group, nonzero,
-                      static_cast<T *>(x), threads);
+        const bool past = n * width >= LARGE && reinterpret_cast<uintptr_t>(x) % 64 == 0;
+        const auto call = past ? unpack<T, true> : unpack<T, false>;
+        return call(bitmap, starts, static_cast<const T *>(values), n, group, nonzero,
+                    static_cast<T *>(x), threads);
     });
 }
 }

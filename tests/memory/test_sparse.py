@@ -78,8 +78,9 @@ def test_native_images_are_those_of_the_twins(dtype, monkeypatch):
     assert np.array_equal(image[64 : 64 + len(bitmap)].numpy(), bitmap)
 
 
-def test_threads_share_the_groups():
-    x = weights(20 * sparse.GROUP + 5, 0.5, torch.bfloat16)
+@pytest.mark.parametrize("size", [20 * sparse.GROUP + 5, (5 << 20) + 1])  # the second past caches
+def test_threads_share_the_groups(size):
+    x = weights(size, 0.5, torch.bfloat16)
     image, out = sparse.pack(x), torch.empty_like(x)
     for threads in (1, 2, 5):
         out.fill_(7)
