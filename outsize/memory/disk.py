@@ -65,14 +65,14 @@ class DiskStore:
                 self._files.append(SpillFile(name, Path(folder)))
             expect(self._files, self._stripes, rounded(capacity))
             self._threads = THREADS * len(directories)
-            self._staging = pool(staging_bytes(len(directories)), torch.cuda.is_available())
+            staging = pool(staging_bytes(len(directories)), torch.cuda.is_available())
         except BaseException:
             self._let_go()
             raise
         self._idle: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        checksum(self._staging.data_ptr(), ALIGN)  # is compiled now, not within a step
+        checksum(staging.data_ptr(), ALIGN)  # is compiled now, not within a step
         for n in range(self._threads):
-            self._idle.put(self._staging[n * OPERATION : (n + 1) * OPERATION])
+            self._idle.put(staging[n * OPERATION : (n + 1) * OPERATION])
         self._team = ThreadPoolExecutor(self._threads, thread_name_prefix=f"outsize-{name}")
 
     @property
@@ -107,6 +107,7 @@ class DiskStore:
     def close(self) -> None:
         self._failure = f"tier {self.name!r} is closed; open it again before using it"
         self._team.shutdown()
+        self._idle = queue.SimpleQueue()
         self._let_go()
 
     def _let_go(self) -> None:

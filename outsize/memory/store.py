@@ -84,7 +84,7 @@ class Counts:
     """Free bytes and payload of one store, safe among threads."""
 
     def __init__(self, name: str, capacity: int) -> None:
-        self.name, self.capacity = name, capacity
+        self.name, self.capacity = name, rounded(capacity)
         self.read = self.written = self._taken = 0
         self._lock = threading.Lock()
 
@@ -164,6 +164,10 @@ class MemoryStore:
         place = self._counts.take(nbytes)
         _populate(self._map, self._held(), place.offset, rounded(nbytes), f"tier {self.name!r}")
         return place
+
+    def view(self, place: Place) -> Tensor:
+        """The bytes of a place where they rest, 1-D uint8: for what is computed there."""
+        return self._held()[place.offset : place.offset + place.bytes]
 
     def write(self, place: Place, data: Tensor, at: int = 0) -> None:
         check_span(place, data, at)
