@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from outsize.schedule.pipelines.conditions import at_least, basic, even
 from outsize.schedule.pipelines.costs import EQUAL, Costs
-from outsize.schedule.pipelines.greedy import greedy
+from outsize.schedule.pipelines.greedy import best_greedy
 from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
 from outsize.schedule.place import two_way, waved
 
@@ -22,6 +22,4 @@ def bitpipe(
     even("BitPipe", "devices", devices)
     at_least("BitPipe", "microbatches", microbatches, 2)
     place = two_way(devices, waved(devices, chunks), microbatches)
-    made = greedy(place, costs, devices, microbatches) or greedy(place, costs, devices, devices)
-    assert made is not None, "no worker can hold more than the microbatches under way"
-    return pipeline("BitPipe", place, made.orders)
+    return pipeline("BitPipe", place, best_greedy(place, costs, devices))

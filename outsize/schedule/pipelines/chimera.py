@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outsize.schedule.pipelines.conditions import at_least, basic, even
 from outsize.schedule.pipelines.costs import EQUAL, Costs
-from outsize.schedule.pipelines.greedy import greedy
+from outsize.schedule.pipelines.greedy import best_greedy
 from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
 from outsize.schedule.place import looped, two_way
 
@@ -21,6 +21,4 @@ def chimera(devices: int, microbatches: int, costs: Costs = EQUAL) -> Pipeline:
     even("Chimera", "devices", devices)
     at_least("Chimera", "microbatches", microbatches, 2)
     place = two_way(devices, looped(devices, 1), microbatches)
-    made = greedy(place, costs, devices, microbatches)
-    assert made is not None, "a worker that holds D microbatches has a backward to do"
-    return pipeline("Chimera", place, made.orders)
+    return pipeline("Chimera", place, best_greedy(place, costs, devices))

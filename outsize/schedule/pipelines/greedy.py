@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from outsize.schedule.action import Action
+from outsize.schedule.action import Action, Kind
 from outsize.schedule.pipelines.costs import Costs
 from outsize.schedule.pipelines.pipeline import backward, forward
 from outsize.schedule.place import Placement
@@ -21,35 +21,85 @@ _Ready = tuple[int, int, int, int]  # forward or not, rank on its route, microba
 @dataclass
 class _Worker:
     held: float = 0.0
-    peak: float = 0.0
     busy: bool = False
     backs: list[_Ready] = field(default_factory=list)
     forwards: list[_Ready] = field(default_factory=list)
     order: list[Action] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Greedy:
-    """What the rule gives. makespan: in ticks of its costs. peak: units held on one worker."""
-
-    makespan: float
-    peak: float
-    orders: list[list[Action]]
+_SLACK = 1e-9  # sums of shares such as 1 / 3
+_EVEN = Costs(1.0, 0.5, 0.5)  # a backward as long as a forward: the orders that papers draw
 
 
-def greedy(place: Placement, costs: Costs, held: float, under_way: int) -> Greedy | None:
+def best_greedy(place: Placement, costs: Costs, held: int) -> list[list[Action]]:
+    """The shortest orders of several runs of the rule, with at most `held` units on a worker.
+
+    The rule runs for the costs and for backwards as long as forwards, with any number of
+    microbatches under way, and with few: what helps now may hinder later. Ties go to the first.
+    """
+    ticks, most = costs.whole(), place.microbatches
+    allowed = sorted({most, *range(held, min(most, 2 * held))}, reverse=True)
+    tries = (
+        orders
+        for rule in (ticks, _EVEN)
+        for under_way in allowed
+        if (orders := greedy(place, rule, held, under_way)) is not None
+    )
+    return min(tries, key=lambda orders: makespan(place, orders, ticks))
+
+
+def greedy(
+    place: Placement, costs: Costs, held: int, under_way: int
+) -> list[list[Action]] | None:
     """Orders with at most `held` units on a worker and `under_way` microbatches in the pipeline.
 
-    costs: of one unit. Gives None where the bounds let the step not end.
+    costs: of one unit. Gives None where every worker is full and none has a backward to do, which
+    cannot be when no more are under way than may be held.
     """
-    return _Play(place, costs.whole(), held, under_way).go()
+    return _Play(place, costs, held, under_way).go()
+
+
+def makespan(place: Placement, orders: list[list[Action]], costs: Costs) -> float:
+    """When the last worker ends, if each plays its order as soon as inputs allow."""
+    seconds = {
+        Kind.FORWARD: costs.forward,
+        Kind.BACKWARD: costs.of_input + costs.of_weight,
+        Kind.BACKWARD_INPUT: costs.of_input,
+        Kind.BACKWARD_WEIGHT: costs.of_weight,
+    }
+    ends: dict[tuple[bool, int, int], tuple[float, int]] = {}
+    at, now = [0] * len(orders), [0.0] * len(orders)
+    todo = list(range(len(orders)))
+    waiting: dict[tuple[bool, int, int], int] = {}
+    while todo:
+        w = todo.pop()
+        while at[w] < len(orders[w]):
+            action = orders[w][at[w]]
+            ahead = action.kind is Kind.FORWARD
+            source = action.stage - 1 if ahead else action.stage + 1
+            start = now[w]
+            if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= source < place.stages:
+                needed = (ahead, source, action.microbatch)
+                if needed not in ends:
+                    waiting[needed] = w
+                    break
+                end, where = ends[needed]
+                start = max(start, end + (costs.transfer if where != w else 0.0))
+            now[w] = start + seconds[action.kind] * place.share
+            at[w] += 1
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                made = (ahead, action.stage, action.microbatch)
+                ends[made] = (now[w], w)
+                if made in waiting:
+                    todo.append(waiting.pop(made))
+    return max(now)
 
 
 class _Play:
     """The state of one run."""
 
-    def __init__(self, place: Placement, costs: Costs, held: float, under_way: int) -> None:
-        self.place, self.held, self.under_way = place, held + 1e-9, under_way
+    def __init__(self, place: Placement, costs: Costs, held: int, under_way: int) -> None:
+        self.place, self.held, self.under_way = place, held + _SLACK, under_way
         self.forward = costs.forward * place.share
         self.backward = (costs.of_input + costs.of_weight) * place.share
         self.transfer = costs.transfer
@@ -62,7 +112,7 @@ class _Play:
             self.rank.append(first.get(route, 0))
             first[route] = self.rank[-1] + 1
 
-    def go(self) -> Greedy | None:
+    def go(self) -> list[list[Action]] | None:
         """Play to the end."""
         now = 0.0
         for m in range(self.place.microbatches):
@@ -75,8 +125,7 @@ class _Play:
                 self._start(now, worker)
         if self.left:
             return None
-        peak = max(worker.peak for worker in self.workers)
-        return Greedy(now, peak, [worker.order for worker in self.workers])
+        return [worker.order for worker in self.workers]
 
     def _arrive(self, when: float, ahead: bool, stage: int, m: int) -> None:
         worker = self.place.worker(stage, m)
@@ -112,7 +161,6 @@ class _Play:
         worker.order.append(forward(stage, m) if ahead else backward(stage, m))
         if ahead:
             worker.held += self.place.share
-            worker.peak = max(worker.peak, worker.held)
             self.inside += stage == 0
         end = now + (self.forward if ahead else self.backward)
         heappush(self.events, (end, self.place.worker(stage, m), 1, what))

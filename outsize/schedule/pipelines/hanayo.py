@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from outsize.schedule.pipelines.conditions import at_least, basic
 from outsize.schedule.pipelines.costs import EQUAL, Costs
-from outsize.schedule.pipelines.greedy import greedy
+from outsize.schedule.pipelines.greedy import best_greedy
 from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
 from outsize.schedule.place import one_way, waved
 
 
 def hanayo(devices: int, microbatches: int, waves: int = 1, costs: Costs = EQUAL) -> Pipeline:
-    """2 x `waves` stages a worker, which holds at most `devices` microbatches.
-
-    Of the numbers of microbatches that may be under way, the one that gives the shortest step.
-    """
+    """2 x `waves` stages a worker, which holds at most `devices` microbatches."""
     basic("Hanayo", devices, microbatches)
     at_least("Hanayo", "waves", waves, 1)
     place = one_way(devices, waved(devices, 2 * waves), microbatches)
-    most = min(microbatches, 2 * devices)
-    tries = [
-        made
-        for under_way in range(most, min(devices, most) - 1, -1)
-        if (made := greedy(place, costs, devices, under_way)) is not None
-    ]
-    best = min(tries, key=lambda made: made.makespan)
-    return pipeline("Hanayo", place, best.orders)
+    return pipeline("Hanayo", place, best_greedy(place, costs, devices))

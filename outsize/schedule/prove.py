@@ -1,0 +1,338 @@
+"""The prover: shows that a Schedule of one or many workers can run exactly, before anything does.
+
+It plays every worker's list in order without computing. A SEND waits while its link's buffers are
+full, a RECV until its tensor has come; nothing else waits. Every tensor must be made once, before it
+is used and on the worker that uses it, or be sent there; tensors from one worker to another are
+received in the order in which they are sent; every gradient enters the update once; nothing is left
+over; no worker holds more bytes than its budget. The first fault is the error, with its reason.
+
+A worker that plays lanes at the same time only drops constraints of this play, so what ends here
+ends there. Tensors bear the name of the stage whose output they are, or are the gradient of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outsize.errors import OutsizeError
+from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.schedule import Schedule
+
+BUFFERS = 2  # tensors that one worker may have sent to another before they are received
+
+_AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_TRAINED = (*_BACK, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE)
+_MOVES = (Kind.SEND, Kind.RECV)
+_Tensor = tuple[State, int, int]  # activations or gradients, of a stage's output, microbatch
+
+
+@dataclass(frozen=True)
+class Proof:
+    """peaks: the most bytes on each worker's device tier. holders: the workers of each stage."""
+
+    peaks: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+
+def prove(
+    schedule: Schedule,
+    budget: int | None = None,
+    static: int = 0,
+    paths: Sequence[Sequence[int]] = (),
+    buffers: int = BUFFERS,
+) -> Proof:
+    """Refuse a schedule that cannot run exactly.
+
+    budget: bytes that each worker's device tier may hold. static: those live throughout. paths: the
+    stages that each microbatch visits, where not all in order. buffers: of each link.
+    """
+    play = _Play(schedule, _paths(schedule, paths), static, buffers)
+    at = [0] * len(schedule.workers)
+    moved = True
+    while moved:
+        moved = False
+        for worker, actions in enumerate(schedule.workers):
+            while at[worker] < len(actions):
+                action = actions[at[worker]]
+                if play.waits(worker, action):
+                    break
+                reason = _malformed(schedule, action) or play.step(worker, action)
+                reason = reason or play.over(worker, budget)
+                _refuse(worker, at[worker], action, reason)
+                at[worker] += 1
+                moved = True
+    for worker, actions in enumerate(schedule.workers):
+        if at[worker] < len(actions):
+            action = actions[at[worker]]
+            _refuse(worker, at[worker], action, play.stuck(worker, action))
+    reason = play.left()
+    if reason:
+        raise OutsizeError(f"schedule: at its end: {reason}")
+    return Proof(tuple(play.peaks), play.holders)
+
+
+def _refuse(worker: int, position: int, action: Action, reason: str) -> None:
+    if reason:
+        raise OutsizeError(f"schedule: worker {worker}, action {position} ({action}): {reason}")
+
+
+def _paths(schedule: Schedule, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Each microbatch's stages, the plain way where nothing else is said."""
+    if not paths:
+        return [tuple(range(schedule.stages))] * schedule.microbatches
+    if len(paths) != schedule.microbatches:
+        raise OutsizeError(
+            f"schedule: {len(paths)} paths for {schedule.microbatches} microbatches; expected one each"
+        )
+    for microbatch, path in enumerate(paths):
+        inside = all(0 <= stage < schedule.stages for stage in path)
+        if not path or not inside or len(set(path)) < len(path):
+            raise OutsizeError(
+                f"schedule: the path of microbatch {microbatch} is {tuple(path)}; expected"
+                f" stages from 0 to {schedule.stages - 1}, each once"
+            )
+    return [tuple(path) for path in paths]
+
+
+def _malformed(schedule: Schedule, action: Action) -> str:
+    """What is wrong with an action by itself."""
+    kind = action.kind
+    if kind in (Kind.FETCH, Kind.EVICT):
+        return "is not of a pipeline; prove the schedule before the pass that adds it"
+    for name, value, limit, wanted in (
+        ("stage", action.stage, schedule.stages, kind is not Kind.NORM),
+        ("microbatch", action.microbatch, schedule.microbatches,
+         kind not in (Kind.NORM, Kind.UPDATE)),
+    ):  # fmt: skip
+        if wanted and not 0 <= value < limit:
+            return f"{name} is {value}; expected 0 to {limit - 1}"
+        if not wanted and value != WHOLE:
+            return f"is of the whole step; expected no {name}"
+    moved = action.state in (State.ACTIVATIONS, State.GRADIENTS)
+    if moved != (kind in _MOVES) or (not moved and action.state):
+        return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
+    if kind in _TRAINED and action.stage < schedule.first:
+        return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
+    return ""
+
+
+@dataclass
+class _Play:
+    """What has been made so far, where it lies, and what is on its way."""
+
+    schedule: Schedule
+    paths: list[tuple[int, ...]]
+    static: int
+    buffers: int
+    live: list[int] = field(init=False)
+    peaks: list[int] = field(init=False)
+    done: dict[tuple[Kind, State, int, int, int, int], int] = field(default_factory=dict)
+    here: set[tuple[int, _Tensor]] = field(default_factory=set)  # tensors by worker
+    unused: set[tuple[int, _Tensor]] = field(default_factory=set)  # received, and not used so far
+    links: dict[tuple[int, int], deque[_Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        workers = self.schedule.workers
+        self.live, self.peaks = [self.static] * len(workers), [self.static] * len(workers)
+        self.ends: dict[tuple[Kind, _Tensor], int] = {}
+        held: list[set[int]] = [set() for _ in range(self.schedule.stages)]
+        for worker, actions in enumerate(workers):
+            for a in actions:
+                if a.kind in _MOVES:
+                    self.ends.setdefault((a.kind, (a.state, a.stage, a.microbatch)), worker)
+                if a.kind in _AHEAD and 0 <= a.stage < self.schedule.stages:
+                    held[a.stage].add(worker)
+        self.holders = tuple(tuple(sorted(workers)) for workers in held)
+        self.norms = [sum(a.kind is Kind.NORM for a in actions) for actions in workers]
+        self.reached: set[int] = set()  # workers that have come to their NORM
+
+    # One action
+
+    def waits(self, worker: int, action: Action) -> bool:
+        """Whether another worker must do something first."""
+        if action.kind is Kind.NORM:
+            self.reached.add(worker)
+            return len(self.reached) < sum(map(bool, self.norms))
+        if action.kind not in _MOVES:
+            return False
+        tensor = (action.state, action.stage, action.microbatch)
+        other = self.ends.get((Kind.RECV if action.kind is Kind.SEND else Kind.SEND, tensor))
+        if other is None or other == worker:
+            return False  # a fault that `step` names
+        if action.kind is Kind.SEND:
+            return len(self.links.get((worker, other), ())) >= self.buffers
+        return not self.links.get((other, worker))
+
+    def step(self, worker: int, action: Action) -> str:
+        """Play one action; gives the reason why it cannot run, or nothing."""
+        whole = action.kind in (Kind.NORM, Kind.UPDATE)  # once on each worker, else once at all
+        key = (*action.key, worker if whole else WHOLE)
+        if key in self.done:
+            before = self.done[key]
+            return f"runs a second time; worker {before} has done it"
+        reason = self._needs(worker, action)
+        self.done[key] = worker
+        self.peaks[worker] = max(self.peaks[worker], self.live[worker] + action.workspace)
+        self.live[worker] += sum(n for where, n in action.allocates if where.startswith("device/"))
+        self.peaks[worker] = max(self.peaks[worker], self.live[worker])
+        return reason
+
+    def over(self, worker: int, budget: int | None) -> str:
+        """How far above its budget a worker is."""
+        peak = self.peaks[worker]
+        if budget is None or peak <= budget:
+            return ""
+        return f"would hold {peak} bytes of a budget of {budget}: {peak - budget} missing"
+
+    def _needs(self, worker: int, action: Action) -> str:
+        kind = action.kind
+        if kind in _MOVES:
+            return self._move(worker, action)
+        if kind is Kind.NORM:
+            return self._gradients_missing(worker)
+        if kind is Kind.UPDATE:
+            return self._update(worker, action.stage)
+        if action.stage not in self.paths[action.microbatch]:
+            return f"microbatch {action.microbatch} does not visit stage {action.stage}"
+        if self._did(Kind.NORM, WHOLE, WHOLE, worker) is not None:
+            return "comes after NORM, which has summed the gradients already"
+        if kind in _AHEAD:
+            return self._forward(worker, action)
+        return self._backward(worker, action)
+
+    def _did(self, kind: Kind, stage: int, microbatch: int, where: int = WHOLE) -> int | None:
+        """The worker that has done an action."""
+        return self.done.get((kind, State.NONE, stage, microbatch, WHOLE, where))
+
+    def _gradient_by(self, stage: int, microbatch: int) -> int | None:
+        did = (self._did(kind, stage, microbatch) for kind in _BACK)
+        return next((worker for worker in did if worker is not None), None)
+
+    def _neighbours(self, stage: int, microbatch: int) -> tuple[int, int]:
+        """The stages before and behind on the microbatch's path; WHOLE where there is none."""
+        path = self.paths[microbatch]
+        at = path.index(stage)
+        return (path[at - 1] if at else WHOLE, path[at + 1] if at + 1 < len(path) else WHOLE)
+
+    def _use(self, worker: int, tensor: _Tensor) -> bool:
+        self.unused.discard((worker, tensor))
+        return (worker, tensor) in self.here
+
+    def _forward(self, worker: int, action: Action) -> str:
+        s, m = action.stage, action.microbatch
+        before, _ = self._neighbours(s, m)
+        if before != WHOLE and not self._use(worker, (State.ACTIVATIONS, before, m)):
+            return f"its input, the output of stage {before}, is not on worker {worker}"
+        self.here.add((worker, (State.ACTIVATIONS, s, m)))
+        return ""
+
+    def _backward(self, worker: int, action: Action) -> str:
+        kind, s, m = action.kind, action.stage, action.microbatch
+        first = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
+        where = self._did(first, s, m)
+        if where is None:
+            return f"comes before its {first}"
+        if where != worker:
+            return f"its {first} was on worker {where}, which holds what it needs"
+        if kind is Kind.BACKWARD_WEIGHT:
+            return ""
+        if kind is Kind.RECOMPUTE:
+            fine = s in self.schedule.recompute and self._gradient_by(s, m) is None
+            return "" if fine else "its activations are there, or are not needed any more"
+        return self._gradient(worker, action)
+
+    def _gradient(self, worker: int, action: Action) -> str:
+        s, m = action.stage, action.microbatch
+        before, behind = self._neighbours(s, m)
+        other = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else Kind.BACKWARD_INPUT
+        if self._did(other, s, m) is not None:
+            return "its gradient was produced already"
+        if s in self.schedule.recompute and self._did(Kind.RECOMPUTE, s, m) is None:
+            return "its activations were not computed again"
+        if behind != WHOLE and not self._use(worker, (State.GRADIENTS, s, m)):
+            return f"its gradient, from stage {behind}, is not on worker {worker}"
+        if before != WHOLE and before >= self.schedule.first:
+            self.here.add((worker, (State.GRADIENTS, before, m)))
+        return ""
+
+    def _move(self, worker: int, action: Action) -> str:
+        tensor = (action.state, action.stage, action.microbatch)
+        sends = action.kind is Kind.SEND
+        other = self.ends.get((Kind.RECV if sends else Kind.SEND, tensor))
+        if other is None:
+            return f"no worker {'receives' if sends else 'sends'} it"
+        if other == worker:
+            return "both of its ends are on this worker"
+        if sends:
+            if (worker, tensor) not in self.here:
+                return f"what it sends is not on worker {worker}"
+            self.links.setdefault((worker, other), deque()).append(tensor)
+            return ""
+        head = self.links[other, worker].popleft()
+        if head != tensor:
+            state, stage, microbatch = head
+            return f"worker {other} sent {state.value} {stage} {microbatch} before it"
+        if action.state is State.GRADIENTS and action.stage < self.schedule.first:
+            return f"stage {action.stage} is frozen and has no use for it"
+        self.here.add((worker, tensor))
+        self.unused.add((worker, tensor))
+        return ""
+
+    # The step's end
+
+    def _gradients_missing(self, worker: int) -> str:
+        """What of the microbatches that a worker has run forward did not come back."""
+        for (kind, _, s, m, _, _), where in self.done.items():
+            if kind is Kind.FORWARD and where == worker and s >= self.schedule.first:
+                if self._gradient_by(s, m) is None:
+                    return f"the gradient of stage {s}, microbatch {m} was not produced"
+                split = self._did(Kind.BACKWARD_INPUT, s, m) is not None
+                if split and self._did(Kind.BACKWARD_WEIGHT, s, m) is None:
+                    return f"the weight gradient of stage {s}, microbatch {m} was not produced"
+        return ""
+
+    def _update(self, worker: int, stage: int) -> str:
+        if self._did(Kind.NORM, WHOLE, WHOLE, worker) is None:
+            return "comes before NORM"
+        if worker not in self.holders[stage]:
+            return f"stage {stage} is not on worker {worker}"
+        return ""
+
+    def stuck(self, worker: int, action: Action) -> str:
+        """Why a worker cannot go on at the end."""
+        if action.kind is Kind.NORM:
+            late = next(w for w, n in enumerate(self.norms) if n and w not in self.reached)
+            return f"waits for NORM of worker {late}, which does not come: deadlock"
+        tensor = (action.state, action.stage, action.microbatch)
+        sends = action.kind is Kind.SEND
+        other = self.ends[Kind.RECV if sends else Kind.SEND, tensor]
+        if sends:
+            return f"worker {other} does not receive what fills the {self.buffers} buffers: deadlock"
+        return f"waits for worker {other}, which does not send it: deadlock"
+
+    def left(self) -> str:
+        """What a whole step still lacks, or has too much."""
+        kinds = {key[0] for key in self.done}
+        ahead = sorted(kinds & set(_AHEAD))
+        if len(ahead) != 1:
+            return f"it holds {' and '.join(ahead) or 'no forward'}; expected one of {_AHEAD[0]}, .."
+        for m, path in enumerate(self.paths):
+            for s in path:
+                if self._did(Kind(ahead[0]), s, m) is None:
+                    return f"{ahead[0]} of stage {s}, microbatch {m} is missing"
+        for worker, (state, stage, microbatch) in sorted(self.unused):
+            return f"worker {worker} has no use for {state.value} {stage} {microbatch}"
+        return self._updates_missing() if ahead[0] is Kind.FORWARD else ""
+
+    def _updates_missing(self) -> str:
+        for worker, count in enumerate(self.norms):
+            if not count and self.schedule.workers[worker]:
+                return f"NORM of worker {worker} is missing"
+        for s in range(self.schedule.first, self.schedule.stages):
+            for worker in self.holders[s]:
+                if self._did(Kind.UPDATE, s, WHOLE, worker) is None:
+                    return f"UPDATE of stage {s} on worker {worker} is missing"
+        return ""
