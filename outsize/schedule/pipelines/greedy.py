@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from outsize.schedule.action import Action, Kind
 from outsize.schedule.pipelines.costs import Costs
-from outsize.schedule.pipelines.pipeline import backward, forward
+from outsize.schedule.pipelines.pipeline import Paths, backward, forward, neighbours, plain_paths
 from outsize.schedule.place import Placement
 
 _Ready = tuple[int, int, int, int]  # forward or not, rank on its route, microbatch, stage
@@ -31,8 +31,12 @@ _SLACK = 1e-9  # sums of shares such as 1 / 3
 _EVEN = Costs(1.0, 0.5, 0.5)  # a backward as long as a forward: the orders that papers draw
 
 
-def best_greedy(place: Placement, costs: Costs, held: int) -> list[list[Action]]:
+def best_greedy(
+    place: Placement, costs: Costs, held: int, paths: Paths = ()
+) -> list[list[Action]]:
     """The shortest orders of several runs of the rule, with at most `held` units on a worker.
+
+    paths: the stages of each microbatch, where not all in order.
 
     The rule runs for the costs and for backwards as long as forwards, with any number of
     microbatches under way, and with few: what helps now may hinder later. Ties go to the first.
@@ -43,24 +47,16 @@ def best_greedy(place: Placement, costs: Costs, held: int) -> list[list[Action]]
         orders
         for rule in (ticks, _EVEN)
         for under_way in allowed
-        if (orders := greedy(place, rule, held, under_way)) is not None
+        if (orders := _Play(place, rule, held, under_way, paths).go()) is not None
     )
-    return min(tries, key=lambda orders: makespan(place, orders, ticks))
+    return min(tries, key=lambda orders: makespan(place, orders, ticks, paths))
 
 
-def greedy(
-    place: Placement, costs: Costs, held: int, under_way: int
-) -> list[list[Action]] | None:
-    """Orders with at most `held` units on a worker and `under_way` microbatches in the pipeline.
-
-    costs: of one unit. Gives None where every worker is full and none has a backward to do, which
-    cannot be when no more are under way than may be held.
-    """
-    return _Play(place, costs, held, under_way).go()
-
-
-def makespan(place: Placement, orders: list[list[Action]], costs: Costs) -> float:
+def makespan(
+    place: Placement, orders: list[list[Action]], costs: Costs, paths: Paths = ()
+) -> float:
     """When the last worker ends, if each plays its order as soon as inputs allow."""
+    around = [neighbours(path) for path in paths or plain_paths(place)]
     seconds = {
         Kind.FORWARD: costs.forward,
         Kind.BACKWARD: costs.of_input + costs.of_weight,
@@ -76,9 +72,9 @@ def makespan(place: Placement, orders: list[list[Action]], costs: Costs) -> floa
         while at[w] < len(orders[w]):
             action = orders[w][at[w]]
             ahead = action.kind is Kind.FORWARD
-            source = action.stage - 1 if ahead else action.stage + 1
+            source = around[action.microbatch][not ahead].get(action.stage)
             start = now[w]
-            if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= source < place.stages:
+            if action.kind is not Kind.BACKWARD_WEIGHT and source is not None:
                 needed = (ahead, source, action.microbatch)
                 if needed not in ends:
                     waiting[needed] = w
@@ -98,14 +94,16 @@ def makespan(place: Placement, orders: list[list[Action]], costs: Costs) -> floa
 class _Play:
     """The state of one run."""
 
-    def __init__(self, place: Placement, costs: Costs, held: int, under_way: int) -> None:
+    def __init__(self, place: Placement, costs: Costs, held: int, under_way: int, paths: Paths) -> None:
+        self.paths = paths or plain_paths(place)
+        self.around = [neighbours(path) for path in self.paths]
         self.place, self.held, self.under_way = place, held + _SLACK, under_way
         self.forward = costs.forward * place.share
         self.backward = (costs.of_input + costs.of_weight) * place.share
         self.transfer = costs.transfer
         self.workers = [_Worker() for _ in range(place.workers)]
         self.events: list[tuple[float, int, int, _Ready]] = []  # when, worker, whether an end, what
-        self.inside, self.left = 0, 2 * place.stages * place.microbatches
+        self.inside, self.left = 0, 2 * sum(map(len, self.paths))
         first: dict[int, int] = {}
         self.rank = []
         for route in place.route:
@@ -116,7 +114,7 @@ class _Play:
         """Play to the end."""
         now = 0.0
         for m in range(self.place.microbatches):
-            self._arrive(0.0, True, 0, m)
+            self._arrive(0.0, True, self.paths[m][0], m)
         while self.events:
             now = self.events[0][0]
             while self.events and self.events[0][0] == now:
@@ -142,12 +140,11 @@ class _Play:
         ahead, _, m, stage = what
         if not ahead:
             worker.held -= self.place.share
-            self.inside -= stage == 0
-        last = self.place.stages - 1
-        to = stage + (1 if ahead else -1)
-        if ahead and stage == last:
-            self._arrive(now, False, last, m)
-        elif to >= 0:
+            self.inside -= stage == self.paths[m][0]
+        to = self.around[m][ahead].get(stage)
+        if to is None and ahead:
+            self._arrive(now, False, stage, m)
+        elif to is not None:
             moves = self.place.worker(to, m) != w
             self._arrive(now + (self.transfer if moves else 0.0), bool(ahead), to, m)
 
@@ -161,7 +158,7 @@ class _Play:
         worker.order.append(forward(stage, m) if ahead else backward(stage, m))
         if ahead:
             worker.held += self.place.share
-            self.inside += stage == 0
+            self.inside += stage == self.paths[m][0]
         end = now + (self.forward if ahead else self.backward)
         heappush(self.events, (end, self.place.worker(stage, m), 1, what))
 
@@ -172,7 +169,7 @@ class _Play:
             return None
         if self.inside < self.under_way:
             return heappop(worker.forwards)
-        entered = [what for what in worker.forwards if what[3]]
+        entered = [what for what in worker.forwards if what[3] != self.paths[what[2]][0]]
         if not entered:
             return None
         best = min(entered)

@@ -12,6 +12,7 @@ from outsize.schedule.schedule import Schedule
 
 Order = Sequence[Action]  # what one worker computes, in order
 Pair = tuple[int, int]  # the stage and the microbatch of a FORWARD
+Paths = tuple[tuple[int, ...], ...]  # the stages that each microbatch visits
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
@@ -28,7 +29,7 @@ class Pipeline:
     placement: Placement
     schedule: Schedule
     together: frozenset[Pair] = frozenset()
-    paths: tuple[tuple[int, ...], ...] = ()
+    paths: Paths = ()
     approximate: str = ""
 
 
@@ -57,7 +58,7 @@ def pipeline(
     placement: Placement,
     orders: Sequence[Order],
     together: frozenset[Pair] = frozenset(),
-    paths: tuple[tuple[int, ...], ...] = (),
+    paths: Paths = (),
     approximate: str = "",
 ) -> Pipeline:
     """Join compute orders by sends and receives, and end every worker with NORM and UPDATE."""
@@ -69,6 +70,11 @@ def pipeline(
         workers.append((*actions, *(Action(Kind.UPDATE, s) for s in held)))
     schedule = Schedule(placement.stages, placement.microbatches, tuple(workers))
     return Pipeline(name, placement, schedule, together, paths, approximate)
+
+
+def plain_paths(place: Placement) -> Paths:
+    """Every microbatch through every stage."""
+    return (tuple(range(place.stages)),) * place.microbatches
 
 
 def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
@@ -97,7 +103,7 @@ def _moves(
     placement: Placement,
     orders: Sequence[Order],
     together: frozenset[Pair],
-    paths: tuple[tuple[int, ...], ...],
+    paths: Paths,
 ) -> list[_Move]:
     """Every tensor that changes its worker, by sender, in the order in which it is made."""
     where = {  # of each action: its worker and its slots, before and behind a pair that runs as one

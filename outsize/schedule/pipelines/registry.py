@@ -1,0 +1,106 @@
+"""The schedules by name, and what each of them is told beside devices and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from outsize.errors import OutsizeError, nearest
+from outsize.schedule.pipelines.bitpipe import bitpipe
+from outsize.schedule.pipelines.breadth_first import breadth_first
+from outsize.schedule.pipelines.chimera import chimera
+from outsize.schedule.pipelines.controllable import v_half, v_min
+from outsize.schedule.pipelines.costs import EQUAL, Costs
+from outsize.schedule.pipelines.dualpipe import dualpipe, dualpipe_v
+from outsize.schedule.pipelines.gpipe import gpipe
+from outsize.schedule.pipelines.hanayo import hanayo
+from outsize.schedule.pipelines.interleaved import interleaved
+from outsize.schedule.pipelines.one_f_one_b import one_f_one_b
+from outsize.schedule.pipelines.pipeline import Pipeline
+from outsize.schedule.pipelines.skip_pipe import skip_pipe
+from outsize.schedule.pipelines.zb_v import zb_v
+from outsize.schedule.pipelines.zero_bubble import zb_h1, zb_h2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is made for. chunks, waves, skip: None where nobody said."""
+
+    devices: int
+    microbatches: int
+    costs: Costs = EQUAL
+    chunks: int | None = None
+    waves: int | None = None
+    skip: float | None = None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    make: Callable[[Shape], Pipeline]
+    takes: frozenset[str] = frozenset()  # of chunks, waves and skip
+
+
+def _plain(make: Callable[[int, int], Pipeline]) -> _Entry:
+    return _Entry(lambda shape: make(shape.devices, shape.microbatches))
+
+
+def _timed(make: Callable[[int, int, Costs], Pipeline]) -> _Entry:
+    return _Entry(lambda shape: make(shape.devices, shape.microbatches, shape.costs))
+
+
+def _chunked(make: Callable[[int, int, int], Pipeline]) -> _Entry:
+    return _Entry(
+        lambda shape: make(shape.devices, shape.microbatches, _or(shape.chunks, 2)),
+        frozenset({"chunks"}),
+    )
+
+
+def _or(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
+
+
+_ENTRIES: Mapping[str, _Entry] = MappingProxyType({
+    "gpipe": _plain(gpipe),
+    "1f1b": _plain(one_f_one_b),
+    "interleaved": _chunked(interleaved),
+    "breadth-first": _chunked(breadth_first),
+    "zb-h1": _timed(zb_h1),
+    "zb-h2": _timed(zb_h2),
+    "zb-v": _timed(zb_v),
+    "v-half": _plain(v_half),
+    "v-min": _plain(v_min),
+    "hanayo": _Entry(
+        lambda s: hanayo(s.devices, s.microbatches, _or(s.waves, 1), s.costs), frozenset({"waves"})
+    ),
+    "chimera": _timed(chimera),
+    "bitpipe": _Entry(
+        lambda s: bitpipe(s.devices, s.microbatches, _or(s.chunks, 2), s.costs),
+        frozenset({"chunks"}),
+    ),
+    "dualpipe": _plain(dualpipe),
+    "dualpipe-v": _plain(dualpipe_v),
+    "skip-pipe": _Entry(
+        lambda s: skip_pipe(
+            s.devices, s.microbatches, 0.25 if s.skip is None else s.skip, s.costs
+        ),
+        frozenset({"skip"}),
+    ),
+})  # fmt: skip
+
+NAMES = tuple(_ENTRIES)
+
+
+def make(name: str, shape: Shape) -> Pipeline:
+    """The named schedule of a shape. Raises OutsizeError for unknown names, for what the schedule
+    does not take, and where its conditions do not hold."""
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        raise OutsizeError(f"schedule {name!r}: unknown{nearest(name, NAMES)}")
+    for option in ("chunks", "waves", "skip"):
+        value = getattr(shape, option)
+        if value is not None and option not in entry.takes:
+            raise OutsizeError(
+                f"schedule {name!r}: {option} is {value}; it has no such choice; leave it out"
+            )
+    return entry.make(shape)
