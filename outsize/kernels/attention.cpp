@@ -347,11 +347,13 @@ void ordered(std::vector<Task>& tasks) {
                      [](const Task& a, const Task& b) { return a.cost > b.cost; });
 }
 
-std::vector<Task> forward_tasks(const int64_t* bounds, int64_t documents, int64_t heads) {
+// past: queries of the first document that are not asked for, a multiple of BLOCK.
+std::vector<Task> forward_tasks(const int64_t* bounds, int64_t documents, int64_t heads,
+                                int64_t past) {
     std::vector<Task> tasks;
     for (int64_t n = 0; n < documents; ++n) {
         const int64_t length = bounds[n + 1] - bounds[n];
-        for (int64_t at = 0; at < length; at += SEGMENT)
+        for (int64_t at = n == 0 ? past : 0; at < length; at += SEGMENT)
             for (int64_t head = 0; head < heads; ++head) {
                 const int64_t queries = std::min<int64_t>(SEGMENT, length - at);
                 const double cost = double(queries) * (double(at) + double(queries) / 2);
@@ -362,19 +364,21 @@ std::vector<Task> forward_tasks(const int64_t* bounds, int64_t documents, int64_
     return tasks;
 }
 
-// Rounds of tasks. Segments i of queries and j <= i of keys meet in round (i + j) mod their number:
-// in one round every i and every j is met at most once, and rounds are about equally long.
+// Rounds of tasks. Segments i of queries and j of keys meet in round (i + j) mod the number of
+// those of keys: in one round every i and every j is met at most once, and rounds are about equally
+// long.
 std::vector<std::vector<Task>> backward_tasks(const int64_t* bounds, int64_t documents,
-                                              int64_t heads, int64_t window) {
+                                              int64_t heads, int64_t window, int64_t past) {
     std::vector<std::vector<Task>> rounds;
     for (int64_t n = 0; n < documents; ++n) {
         const int64_t length = bounds[n + 1] - bounds[n];
         const int64_t segments = (length + SEGMENT - 1) / SEGMENT;
         if (int64_t(rounds.size()) < segments) rounds.resize(segments);
-        for (int64_t i = 0; i < segments; ++i)
-            for (int64_t j = 0; j <= i; ++j) {
-                const int64_t query = i * SEGMENT, key = j * SEGMENT;
-                if (key + SEGMENT - 1 <= query - window) continue;
+        const int64_t start = n == 0 ? past : 0;
+        for (int64_t i = 0; start + i * SEGMENT < length; ++i)
+            for (int64_t j = 0; j < segments; ++j) {
+                const int64_t query = start + i * SEGMENT, key = j * SEGMENT;
+                if (key >= query + SEGMENT || key + SEGMENT - 1 <= query - window) continue;
                 const double cost =
                     pairs(std::min<int64_t>(SEGMENT, length - query), query, SEGMENT, key);
                 for (int64_t head = 0; head < heads; ++head)
@@ -401,7 +405,8 @@ void run(const Call& call, const std::vector<std::vector<Task>>& rounds, int siz
     }
 }
 
-// facts: tokens, heads, key heads, K, W, window. Strides: of a token and of a head, for each input.
+// facts: tokens of queries, heads, key heads, K, W, window, past. With a past, q, o, their gradients
+// and lse begin at the first query that is asked for. Strides: of a token and of a head, for each input.
 template <class T>
 Tensor<T> tensor(const void* data, const int64_t*& strides, int64_t size) {
     const Tensor<T> made{static_cast<const T*>(data), strides[0], strides[1], int(size)};
@@ -413,10 +418,15 @@ template <class T>
 void forward(const void* q, const void* k, const void* v, const int64_t* strides, void* o,
              float* lse, const int64_t* facts, const int64_t* bounds, int64_t documents, float scale,
              int threads) {
+    const int64_t past = facts[6];
     Forward<T> call{tensor<T>(q, strides, facts[3]), tensor<T>(k, strides, facts[3]),
                     tensor<T>(v, strides, facts[4]), static_cast<T*>(o), lse, facts[0], facts[1],
                     facts[1] / facts[2], scale, facts[5]};
-    run(call, {forward_tasks(bounds, documents, facts[1])}, int(facts[3]), int(facts[4]), threads);
+    call.q.data -= past * call.q.by_token;  // a token's place is then that of its keys
+    call.o -= past * facts[1] * facts[4];
+    call.lse -= past;
+    run(call, {forward_tasks(bounds, documents, facts[1], past)}, int(facts[3]), int(facts[4]),
+        threads);
 }
 
 template <class T>
@@ -427,8 +437,12 @@ void backward(const void* const* inputs, const int64_t* strides, const float* ls
                      tensor<T>(inputs[2], strides, facts[3]), tensor<T>(inputs[3], strides, facts[4]),
                      tensor<T>(inputs[4], strides, facts[4]), lse, gq, gk, gv, facts[0], facts[1],
                      facts[1] / facts[2], scale, facts[5]};
-    run(call, backward_tasks(bounds, documents, facts[2], facts[5]), int(facts[3]), int(facts[4]),
-        threads);
+    const int64_t past = facts[6];
+    for (auto* x : {&call.go, &call.q, &call.o}) x->data -= past * x->by_token;
+    call.lse -= past;
+    call.gq -= past * facts[1] * facts[3];
+    run(call, backward_tasks(bounds, documents, facts[2], facts[5], past), int(facts[3]),
+        int(facts[4]), threads);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from outsize.kernels import native
 
 WIDTH = 256  # the largest head size, as in tiles.h
+BLOCK = 64  # tokens of a tile, as in tiles.h
 _EVERY = 1 << 40  # a window that hides nothing
 
 
@@ -90,9 +91,49 @@ def _run(
     native.loaded().outsize_attention(
         *(native.CODES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(), _strides(q, k, v)),
         *(o.data_ptr(), lse.data_ptr(), _facts(q, k, v, window)),
-        *(*_documents(bounds, q), scale, native.threads()),
+        *(*_documents(bounds, k), scale, native.threads()),
     )
     return o, lse
+
+
+def _allocate_backward_into(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    gk: Tensor,
+    gv: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """gq in float32; what the call gives keys and values is added to gk and gv."""
+    return q.new_zeros(q.shape, dtype=torch.float32)
+
+
+def _run_backward_into(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    gk: Tensor,
+    gv: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    assert all(g.is_contiguous() and g.dtype == torch.float32 for g in (gk, gv))
+    gq, inputs = q.new_zeros(q.shape, dtype=torch.float32), (go, q, k, v, o)
+    native.loaded().outsize_attention_backward(
+        *(native.CODES[q.dtype], (ctypes.c_void_p * 5)(*(x.data_ptr() for x in inputs))),
+        *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), gk.data_ptr(), gv.data_ptr()),
+        *(_facts(q, k, v, window), *_documents(bounds, k), scale, native.threads()),
+    )
+    return gq
 
 
 def _allocate_backward(
@@ -122,14 +163,8 @@ def _run_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _allocate_backward(go, q, k, v, o, lse, bounds, scale, window)
-    inputs = (go, q, k, v, o)
-    native.loaded().outsize_attention_backward(
-        *(native.CODES[q.dtype], (ctypes.c_void_p * 5)(*(x.data_ptr() for x in inputs))),
-        *(_strides(*inputs), lse.data_ptr(), *(g.data_ptr() for g in gradients)),
-        *(_facts(q, k, v, window), *_documents(bounds, q), scale, native.threads()),
-    )
-    return gradients
+    gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    return _run_backward_into(go, q, k, v, o, lse, gk, gv, bounds, scale, window), gk, gv
 
 
 def _strides(*heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
@@ -138,13 +173,15 @@ def _strides(*heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> ctypes.Array[ctypes.c_int64]:
+    past = k.shape[0] - q.shape[0]
+    assert past >= 0 and past % BLOCK == 0, "the first query begins a tile"
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    return _numbers([*sizes, _EVERY if window is None else window])
+    return _numbers([*sizes, _EVERY if window is None else window, past])
 
 
-def _documents(bounds: Sequence[int], q: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+def _documents(bounds: Sequence[int], k: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int]:
     """The bounds, and how many documents they part."""
-    assert bounds[0] >= 0 and bounds[-1] <= q.shape[0], "documents lie in the tokens"
+    assert bounds[0] >= 0 and bounds[-1] <= k.shape[0], "documents lie in the tokens"
     return _numbers(bounds), len(bounds) - 1
 
 
@@ -152,6 +189,7 @@ def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
+# Where there are more keys than queries, the queries are the last of the tokens.
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _FACTS = "int[] bounds, float scale, int? window"
 _OPERATORS = (
@@ -161,5 +199,11 @@ _OPERATORS = (
         " -> (Tensor, Tensor, Tensor)",
         _run_backward,
         _allocate_backward,
+    ),
+    native.define(
+        f"attention_backward_into(Tensor go, {_INPUTS}, Tensor o, Tensor lse, Tensor(a!) gk,"
+        f" Tensor(b!) gv, {_FACTS}) -> Tensor",
+        _run_backward_into,
+        _allocate_backward_into,
     ),
 )

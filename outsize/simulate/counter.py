@@ -8,6 +8,7 @@ matrix products, everything else the bytes it reads and writes over the bandwidt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
@@ -50,10 +51,10 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.count(func, args, result)
+        self.count(func, args, kwargs or {}, result)
         return result
 
-    def count(self, func: Any, args: Any, result: Any) -> None:
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Book one operator."""
         if func.namespace == "prim":  # fake tensors ask for their device so
             return
@@ -67,7 +68,9 @@ class Counter(TorchDispatchMode):
         elif func in _ADDED_PRODUCTS:
             self._product(args[1], args[2])
         elif "flash_attention" in name or "efficient_attention" in name:
-            self._attention("backward" in name, args)
+            self._attention(func, args, kwargs)
+        elif name.startswith("outsize::attention"):
+            self._packed_attention("backward" in name, args)
         elif "convolution" in name:
             self._convolution(args, result)
         else:
@@ -77,11 +80,28 @@ class Counter(TorchDispatchMode):
         key = (prod(a.shape[:-1]), a.shape[-1], b.shape[-1], _dtype(a))
         self.work.products[key] = self.work.products.get(key, 0) + 1
 
-    def _attention(self, back: bool, args: Any) -> None:
-        """Forward: q, k, v; backward: gradient, q, k, v. Causal, so half of the square."""
+    def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forward: q, k, v; backward: gradient, q, k, v. Two products over all scores, or over
+        half of them where the call is causal; a mask saves nothing."""
+        back = "backward" in func._schema.name
         q, k, v = args[1:4] if back else args[0:3]
-        square = prod(q.shape[:3]) * k.shape[2]
-        operations = square * (q.shape[3] + v.shape[3]) * (2.5 if back else 1.0)
+        scores = prod(q.shape[:3]) * k.shape[2] * (0.5 if _is_causal(func, args, kwargs) else 1.0)
+        operations = 2.0 * scores * (q.shape[3] + v.shape[3]) * (2.5 if back else 1.0)
+        self._add_attention(back, q, operations)
+
+    def _packed_attention(self, back: bool, args: Any) -> None:
+        """outsize/kernels/attention.py: of documents, their scores before the diagonal and half of
+        those on it, as far as the window reaches; of the first one, only the last queries'."""
+        q, k, v = args[1:4] if back else args[0:3]
+        bounds, _, window = args[-3:]
+        past = k.shape[0] - q.shape[0]
+        seen = sum(_triangle(stop - start, window) for start, stop in pairwise(bounds))
+        scores = q.shape[1] * (seen - _triangle(past, window))
+        self._add_attention(
+            back, q, 2.0 * scores * (q.shape[2] + v.shape[2]) * (2.5 if back else 1.0)
+        )
+
+    def _add_attention(self, back: bool, q: Tensor, operations: float) -> None:
         key: tuple[Direction, str] = ("backward" if back else "forward", _dtype(q))
         self.work.attention[key] = self.work.attention.get(key, 0.0) + operations
 
@@ -93,6 +113,18 @@ class Counter(TorchDispatchMode):
         channels = weight.shape[0]
         key = (out.numel() // channels, weight.numel() // channels, channels, _dtype(weight))
         self.work.products[key] = self.work.products.get(key, 0) + (2 if back else 1)
+
+
+def _triangle(length: int, window: int | None) -> float:
+    """Scores of a document: half of the square, less what a window hides."""
+    hidden = 0 if window is None else max(0, length - window)
+    return (length**2 - hidden**2) / 2
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from outsize.kernels import attention  # noqa: F401  (its operators)
 from outsize.simulate.counter import Counter
 
 
@@ -49,6 +50,27 @@ def test_attention_counts_the_causal_half():
     assert work.attention == {
         ("forward", "float32"): forward, ("backward", "float32"): 2.5 * forward,
     }  # fmt: skip
+
+
+def test_attention_under_a_mask_counts_all_scores():
+    q, k, v = (torch.randn(2, 3, 40, 8) for _ in range(3))
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    causal = counted(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)).work.flops()
+    masked = counted(lambda: F.scaled_dot_product_attention(q, k, v, mask)).work.flops()
+    assert masked == 2 * causal
+
+
+def test_our_attention_counts_as_that_of_torch():
+    """Two documents in one call; then the last 64 queries of one of 192 tokens."""
+    q, k, v = (torch.randn(192, heads, 8) for heads in (4, 2, 2))
+    call = torch.ops.outsize.attention.default
+    work = counted(lambda: call(q, k, v, (0, 64, 192), 0.3, None)).work
+    per_score = 4 * 2 * (8 + 8)
+    assert work.flops() == per_score * (64**2 + 128**2) / 2
+    work = counted(lambda: call(q[128:], k, v, (0, 192), 0.3, None)).work
+    assert work.flops() == per_score * (64 * 128 + 64**2 / 2)
+    work = counted(lambda: call(q, k, v, (0, 192), 0.3, 64)).work
+    assert work.flops() == per_score * (64 * 128 + 64**2 / 2)
 
 
 def test_views_are_free_and_the_rest_moves_its_bytes():
