@@ -30,8 +30,8 @@ ROWS, COLUMNS, MATRICES, DISTINCT = 4096, 11008, 24, 4  # feed-forward matrices 
 DENSITY, IN_FLIGHT, ROUNDS = 0.5, 4, 5
 ELEMENT = 16  # bits of a weight
 CLAIMED = 1.70
-# The disk here is twice as fast as the SSDs of such machines, and unpacking takes a core that others
-# want. So the disk is measured as it is, and slowed by waiting to PACE B/s, the paper's case.
+# The disk here is twice as fast as the SSDs of such machines, and unpacking takes a core that
+# others want. So it is measured as it is, and slowed by waiting to PACE B/s, the paper's case.
 PACE, LEAST_PACED, LEAST = 2.5e9, 1.5, 1.15
 # Foretold only: a path through the host moves every byte twice, one after another; a direct one
 # moves it once. What that is worth is taken from the paper's own two figures, not found here.
@@ -126,7 +126,8 @@ def main(folder: Path) -> None:
     verdict(
         'Joo et al., "Endor", 2024',
         f"{CLAIMED}x (OPT-66B), 1.78x (Llama2-70B); {DIRECT_CLAIMED}x with direct SSD to GPU",
-        f"{paced:.2f}x at {PACE / 1e9} GB/s; as the disk is {ratio:.2f}x: {before:.3f} s at {dense.bytes / before / 1e9:.2f} GB/s to {after:.3f} s; "
+        f"{paced:.2f}x at {PACE / 1e9} GB/s; as the disk is {ratio:.2f}x: {before:.3f} s "
+        f"at {dense.bytes / before / 1e9:.2f} GB/s to {after:.3f} s; "
         f"reading alone {before / read:.2f}x; bytes {foretold:.3f}x fewer (formula "
         f"{by_bytes:.3f}); unpacking {room.nbytes / unpack / 1e9:.1f} GB/s on one core; direct to "
         f"a GPU not measurable here, foretold by bytes {by_bytes * DIRECT:.2f}x",
