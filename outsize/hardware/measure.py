@@ -5,6 +5,7 @@ Everything is timed by a Timer that the caller may replace, so that tests are de
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,6 +50,7 @@ ENOUGH = 0.015  # seconds of repeats after which the best one stands
 LEAST_REPEATS, MOST_REPEATS = 5, 30  # at least some: a neighbour's time slice spoils one or two
 TINY_CALLS = 200
 HEADS, HEAD_SIZE = 6, 64
+COPIED = 2**27  # bytes
 
 
 class Timer(Protocol):
@@ -134,6 +136,17 @@ def fill(timer: Timer, date: str) -> Rate:
     count = 2**26
     spent = timer(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), torch.device("cpu"))
     return Rate(count / spent, "B/s", "probe", date, note="freshly allocated, page faults")
+
+
+def copy(timer: Timer, date: str) -> Rate:
+    """B/s at which one thread copies host memory, as a tier in RAM does beside a computation.
+
+    Both buffers are larger than caches, and their pages are there after the call that warms up.
+    """
+    to, source = (torch.ones(COPIED, dtype=torch.uint8) for _ in range(2))
+    work = partial(ctypes.memmove, to.data_ptr(), source.data_ptr(), COPIED)
+    spent = timer(work, torch.device("cpu"))
+    return Rate(COPIED / spent, "B/s", "probe", date, note="copied by one thread")
 
 
 def overhead(device: torch.device, timer: Timer, date: str) -> Rate:

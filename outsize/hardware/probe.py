@@ -25,7 +25,7 @@ from outsize.hardware.disk import disk_rates
 from outsize.hardware.form import from_plain, to_plain
 from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Tier
 
-FORMAT = 1  # raised when what is measured, or how, changes
+FORMAT = 2  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -39,8 +39,9 @@ def probe(
     """This machine: its devices of one kind ("cpu" or "cuda", None for the best), tiers, links.
 
     quick=False also takes large shapes and the bandwidth of the disk under directory (256 MiB are
-    written there for a moment). cache: the folder of kept rates, else the user's. On a CPU the
-    device tier is the memory of the host, so there is no host tier.
+    written there for a moment). cache: the folder of kept rates, else the user's. On a CPU both
+    the device tier and the host tier lie in the memory of the host: what is free is free once, and
+    a copy between them is one within it.
     Raises OutsizeError for a device that is not there.
     """
     target = _target(device)
@@ -156,6 +157,9 @@ def _measure(
         to, back = measure.host_copies(target, timer, date)
         tiers.append(Tier("host", 0, read=to, write=back))
         links.append(Link("host", "device and host", min(to, back, key=lambda rate: rate.value)))
+    else:
+        copied = measure.copy(timer, date)
+        tiers.append(Tier("host", 0, read=copied, write=copied))
     read, write = (None, None) if quick else disk_rates(directory, date)
     tiers.append(Tier("disk", 0, read, write))
     return Hardware((device,), tuple(tiers), tuple(links), "probe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = Rate(1e9, "B/s", "probe", "d")
     monkeypatch.setattr(measure, "CPU_SHAPES", ((8, 8, 8),))
     monkeypatch.setattr(measure, "bandwidth", lambda *_: rate)
+    monkeypatch.setattr(measure, "COPIED", 4096)
 
 
 def take(tmp_path: Path, **more: Any) -> Hardware:
@@ -67,7 +69,10 @@ def test_rates_follow_from_the_times(tmp_path: Path) -> None:
     both = {(a.dtype, a.direction): a.rate.value for a in device.measured.attention}
     assert both["fp32", "forward"] == pytest.approx(2 * 512**2 * 64 * 6 / 1e-3)
     assert both["bf16", "backward"] == pytest.approx(5 * 512**2 * 64 * 6 / 1e-3)
-    assert [tier.name for tier in hardware.tiers] == ["device", "disk"]
+    assert [tier.name for tier in hardware.tiers] == ["device", "host", "disk"]
+    host_tier = hardware.tier("host")
+    assert host_tier.read is not None and host_tier.read == host_tier.write
+    assert host_tier.read.value == pytest.approx(2**27 / 1e-3)
     assert loads(dumps(hardware)) == hardware
 
 
@@ -82,6 +87,14 @@ def test_work_is_done_in_the_shape_and_dtype_it_names() -> None:
 
     found = list(measure.matmuls(CPU, True, timer, "d"))
     assert done == [((m.tokens, m.d_out), measure.DTYPES[m.dtype]) for m in found]
+
+
+def test_memory_is_copied_from_one_buffer_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(ctypes, "memmove", lambda *span: moved.append(span))
+    assert measure.copy(Clockwork(0.5, run=True), "d").value == 2 * measure.COPIED
+    ((to, source, count),) = moved
+    assert abs(to - source) >= count == measure.COPIED
 
 
 def test_a_slow_dtype_leaves_out_its_long_shapes() -> None:
@@ -104,7 +117,7 @@ def test_rates_are_kept_and_memory_is_asked_for_afresh(
     assert timer.calls == calls
     assert second.devices[0].measured == first.devices[0].measured
     assert second.devices[0].memory_bytes == 12345
-    assert second.tier("device").bytes == 678
+    assert second.tier("device").bytes == second.tier("host").bytes == 678
 
 
 @pytest.mark.usefixtures("light")

@@ -275,6 +275,23 @@ def test_errors_of_the_system_are_one_line(
         store.reserve(1)
 
 
+def test_one_error_stops_the_other_threads_too(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.pwritev, [0]
+
+    def once(*given: Any) -> int:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(real(*given))
+
+    monkeypatch.setattr(os, "pwritev", once)
+    with pytest.raises(OutsizeError, match="Input/output error"):
+        store.write(store.reserve(30 * OPERATION), noise(30 * OPERATION))
+    assert calls[0] < 20
+
+
 def test_a_file_that_became_short_and_one_that_is_closed(tmp_path: Path) -> None:
     for damage, words in (("short", "ends too early"), ("closed", "Bad file descriptor")):
         store = DiskStore("disk", [tmp_path], 4 * BLOCK)
