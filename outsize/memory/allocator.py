@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
 
-_HELD = ("parameters", "gradients", "master", "optimizer")
+_HELD = ("parameters", "gradients", "master", "optimizer", "window")
 
 
 class Allocator(Protocol):

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 from outsize.errors import OutsizeError
 from outsize.memory.sizes import format_bytes
 
-KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "workspace", "data")
+KINDS = (
+    "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
+)  # fmt: skip
 
 
 class OverBudget(OutsizeError):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.runtime.again import Call, Replay, leaf
-from outsize.runtime.flow import Record
+from outsize.runtime.flow import Record, SpillOf, no_spill
 from outsize.runtime.gradients import Gradients
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
@@ -47,10 +47,17 @@ class AdoptedFlow:
         split: Callable[[Any, int, int], Any] | None = None,
         counter: Callable[[Any], Tensor] | None = None,
     ) -> None:
+        if plan.sequence_chunk:
+            raise OutsizeError(
+                f"plan: sequence_chunk is {plan.sequence_chunk}, but {type(model).__name__} is an"
+                " adopted module, whose attention is not known apart from the rest of a block:"
+                " set it to 0, or load the model as a native decoder"
+            )
         self.model, self.plan = model, plan
         self.paths = [path for path, _ in blocks]
         self.blocks = [block for _, block in blocks]
         self.segments = _segments(model, blocks)
+        self.uses = _uses(model, self.blocks, self.segments)
         self._loss, self._split, self._counter = loss, split, counter
         self._current: AdoptedWalk | None = None
         for index, block in enumerate(self.blocks):
@@ -81,12 +88,12 @@ class AdoptedFlow:
     def part(self, batch: Any, start: int, stop: int) -> Any:
         return batch if self._split is None else self._split(batch, start, stop)
 
-    def begin(self, part: Any, factor: float) -> AdoptedWalk:
+    def begin(self, part: Any, factor: float, spill_of: SpillOf = no_spill) -> AdoptedWalk:
         def whole() -> Tensor:
             args, kwargs = arguments(part)
             return self._loss(self.model(*args, **kwargs), part) * factor
 
-        return AdoptedWalk(self, whole)
+        return AdoptedWalk(self, whole, spill_of)
 
     def run_glue(self, walk: AdoptedWalk, value: Any) -> Any:
         """Let the module's code run until it calls a block or ends."""
@@ -122,6 +129,20 @@ def _segments(
         *of_block,
         ("epilogue", []),
     ]
+
+
+def _uses(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    segments: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]],
+) -> tuple[tuple[int, ...], ...]:
+    """By segment: itself, whatever is outside the blocks (glue runs at any time), shared owners."""
+    owner = {id(p): i for i, (_, named) in enumerate(segments) for _, p in named}
+    inside = (
+        {owner[id(p)] for p in block.parameters()} - {0, i} for i, block in enumerate(blocks, 1)
+    )
+    middle = ((i, 0, *sorted(others)) for i, others in enumerate(inside, start=1))
+    return ((0,), *middle, (len(blocks) + 1, 0))
 
 
 class _Cut(torch.autograd.Function):
@@ -172,8 +193,10 @@ class Entered:
 class AdoptedWalk:
     """One microbatch through an adopted module."""
 
-    def __init__(self, flow: AdoptedFlow, whole: Callable[[], Tensor]) -> None:
-        self._flow = flow
+    def __init__(
+        self, flow: AdoptedFlow, whole: Callable[[], Tensor], spill_of: SpillOf = no_spill
+    ) -> None:
+        self._flow, self._spill_of = flow, spill_of
         self._train = torch.is_grad_enabled()
         self.glue = greenlet.greenlet(lambda _: whole())
         self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the glue's tensor, its cut)
@@ -240,9 +263,9 @@ class AdoptedWalk:
         here = self._flow.plan.stages[stage]
         with torch.set_grad_enabled(self._train):
             for segment in range(here.first, here.last):
-                self._segment(segment, here.whole)
+                self._segment(segment, here.whole, stage)
 
-    def _segment(self, segment: int, whole: bool) -> None:
+    def _segment(self, segment: int, whole: bool, stage: int) -> None:
         last = len(self._flow.blocks) + 1
         if segment == 0:
             self._advance(None)
@@ -257,11 +280,11 @@ class AdoptedWalk:
                 f"block {path!r} is not called by the module's forward; leave it out"
             )
         self._calls.append(entered)
-        self._run_block(entered, whole)
+        self._run_block(entered, whole, stage)
         if segment < last - 1:
             self._advance(None)
 
-    def _run_block(self, entered: Entered, whole: bool) -> None:
+    def _run_block(self, entered: Entered, whole: bool, stage: int) -> None:
         if not entered.learns:
             with torch.no_grad():
                 entered.given = entered.call.run(entered.leaves)
@@ -269,7 +292,7 @@ class AdoptedWalk:
         if whole:
             self._check_again(entered)
             entered.replay = Replay(self._flow.blocks[entered.index])
-        entered.record = Record(entered.call.run, entered.leaves)
+        entered.record = Record(entered.call.run, entered.leaves, self._spill_of(stage))
         entered.given = entered.record.forward(not whole)
 
     def _check_again(self, entered: Entered) -> None:
@@ -305,7 +328,7 @@ class AdoptedWalk:
                 continue
             assert entered.record is not None and entered.replay is not None
             with entered.replay():
-                entered.record.forward(True)
+                entered.record.again()
 
     def backward(self, stage: int) -> None:
         here = self._flow.plan.stages[stage]

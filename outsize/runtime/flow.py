@@ -7,7 +7,8 @@ decoders and adopted modules play the same schedules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.runtime.again import leaf
+from outsize.runtime.spill import Handle, Spill, restore
+
+SpillOf = Callable[[int], Spill | None]
+
+
+def no_spill(stage: int) -> None:
+    """Every activation stays."""
 
 
 class Walk(Protocol):
@@ -49,6 +57,11 @@ class Flow(Protocol):
         """Names of the parameters that are held in float32 at least, whatever the plan says."""
 
     @property
+    def uses(self) -> Sequence[Sequence[int]]:
+        """By segment, the segments whose parameters its computation reads: itself, and others
+        where a parameter is shared."""
+
+    @property
     def segments(self) -> Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]]:
         """Names and named parameters of the segments, in order."""
 
@@ -61,8 +74,9 @@ class Flow(Protocol):
     def part(self, batch: Any, start: int, stop: int) -> Any:
         """Rows [start, stop) of a batch."""
 
-    def begin(self, part: Any, factor: float) -> Walk:
-        """A walk of a part whose losses are multiplied by `factor`."""
+    def begin(self, part: Any, factor: float, spill_of: SpillOf = no_spill) -> Walk:
+        """A walk of a part whose losses are multiplied by `factor`. spill_of: by stage, what
+        takes the activations that it keeps, where they leave the device."""
 
 
 class Record:
@@ -70,17 +84,27 @@ class Record:
     graph of its outputs. Not the outputs themselves: those belong to who reads them, so that what
     a stage holds does not depend on what the next one does."""
 
-    def __init__(self, run: Any, inputs: list[Tensor]) -> None:
-        self.run, self.inputs = run, inputs
+    def __init__(self, run: Any, inputs: list[Tensor], spill: Spill | None = None) -> None:
+        self.run, self.inputs, self.spill = run, inputs, spill
         self.edges: list[GradientEdge | None] = []
+        self._handles: list[Handle | None] = []
 
     def forward(self, keep: bool) -> list[Tensor]:
         """Run; with `keep`, hold the graph. Gives detached outputs."""
-        with torch.set_grad_enabled(keep):
+        spill = self.spill if keep else None
+        with torch.set_grad_enabled(keep), nullcontext() if spill is None else spill.watching():
             outputs = self.run(self.inputs)
         if keep:
             self.edges = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
+        if self.spill is not None:
+            self._handles = self.spill.hold(self.inputs)
         return [out.detach() for out in outputs]
+
+    def again(self) -> None:
+        """Run a second time, from the inputs alone, holding the graph."""
+        restore(self.inputs, self._handles)
+        self.spill, self._handles = None, []
+        self.forward(True)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Differentiate; gives the inputs' gradients and lets everything go."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,26 @@ from torch.utils._pytree import tree_leaves
 
 from outsize.collectives import Alone, Collective
 from outsize.errors import OutsizeError, nearest
-from outsize.memory import Chunk, Meter, tables
-from outsize.memory.chunk import Dtypes, adopt
+from outsize.memory import ChunkTable, Meter, tables
+from outsize.memory.chunk import Dtypes
+from outsize.memory.store import MemoryStore, Store
 from outsize.optim import Optimizer
 from outsize.plan import Plan, Precision
 from outsize.runtime.again import recomputed, tiled
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.gradients import Compute, Gradients
-from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
+from outsize.runtime.lanes import Lanes
+from outsize.runtime.placement import MASTER, PARAMETERS, Placement
+from outsize.runtime.residence import NO_STORES, Residence
+from outsize.runtime.spill import Entry, Spill, Spills, spilling
+from outsize.runtime.turns import Turns
+from outsize.runtime.update import Updates
+from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
+from outsize.schedule.action import WHOLE
+from outsize.schedule.residency import moved
 from outsize.trace.trace import Event, Trace
+
+Fill = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,17 +81,46 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
 
 
-def _check_parts(blocks: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse the name of a part that no block has: nothing would be computed again."""
-    parts = {name for block in blocks for name, _ in block.named_modules() if name}
+def _check(flow: Flow, plan: Plan, clip: float | None) -> None:
+    """Refuse what cannot be, before anything is allocated."""
+    parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
+    known = ("block", *(part for part in parts if "." not in part))
     for stage in plan.stages:
-        for name in stage.recompute:
-            if name != "block" and name not in parts:
-                known = tuple(part for part in parts if "." not in part)
-                raise OutsizeError(
-                    f"plan: recompute holds {name!r}, which is no part of any block"
-                    f"{nearest(name, ('block', *known))}"
-                )
+        for field, names in (("recompute", stage.recompute), ("spill", stage.spill)):
+            for name in names:
+                if name != "block" and name not in parts:
+                    raise OutsizeError(
+                        f"plan: {field} holds {name!r}, which is no part of any block"
+                        f"{nearest(name, known)}"
+                    )
+    if plan.update == "behind" and clip is not None:
+        raise OutsizeError(
+            f"plan: update is 'behind' and gradients are clipped at {clip:g}: the norm is known"
+            " only when every stage has its gradient; set clip to null, or update to 'apart'"
+        )
+
+
+def _by_shape(owners: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The usual groups: matrices, and everything else."""
+    return {name: int(p.ndim < 2) for name, p in owners.items()}
+
+
+def _placement(
+    flow: Flow,
+    plan: Plan,
+    layout: tuple[ChunkTable, ...],
+    optimizer: Optimizer,
+    stores: Mapping[str, Store],
+) -> Placement:
+    uses = tuple(tuple(others) for others in flow.uses)
+    memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
+    whole = optimizer.layout == "matrix"
+    return Placement(plan, layout, uses, dtypes_of(plan.precision), optimizer.states, whole, memory)
+
+
+def start_of(schedule: Schedule) -> frozenset[str]:
+    """What a schedule expects to find in the pool."""
+    return frozenset() if schedule.residency is None else schedule.residency.start
 
 
 class Job:
@@ -88,7 +129,8 @@ class Job:
     flow: the model. plan: how a step runs. optimizer: the update. groups and group_of: settings by
     parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
     norm. ledger: counts bytes while the job works, and raises over its budget.
-    collective: who else trains.
+    collective: who else trains. stores: by name, the tiers below the device; the caller closes
+    them. fill: gives the values of parameters that are on the meta device, by name.
     """
 
     def __init__(
@@ -101,22 +143,34 @@ class Job:
         clip: float | None = None,
         ledger: Meter | None = None,
         collective: Collective | None = None,
+        stores: Mapping[str, Store] = NO_STORES,
+        fill: Fill | None = None,
     ) -> None:
         self.flow, self.plan, self.optimizer, self.clip = flow, plan, optimizer, clip
-        self.groups = groups or (Group(optimizer.weight_decay), Group(0.0))
-        self.ledger = ledger
+        self.ledger, self.stores = ledger, stores
         self.collective: Collective = collective or Alone()
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
-        group_of = group_of or {name: int(p.ndim < 2) for name, p in self.owners.items()}
-        _check_parts(flow.blocks, plan)
-        self.chunks = self._chunks(tables(named, group_of, flow.wide))
-        self._first_stage = self._trainable_from()
-        self.schedule = compile_plan(plan, self._first_stage)
+        _check(flow, plan, clip)
+        layout = tables(named, group_of or _by_shape(self.owners), flow.wide)
+        self.placement = _placement(flow, plan, layout, optimizer, stores)
+        if self.placement.first == len(plan.stages):
+            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
+        self.schedule = self.placement.schedule
         validate(self.schedule)
+        device = next(iter(self.owners.values())).device
+        self._spills = Spills(ledger)
+        with self._watch():
+            self.residence = Residence(self.placement, stores, device, self._account)
+            self._adopt(fill)
+        self.chunks = self.residence.chunks
+        groups = groups or (Group(optimizer.weight_decay), Group(0.0))
+        self.updates = Updates(self.residence, optimizer, groups)
         self.gradients = Gradients(self.chunks, self.owners)
         flow.attach(self.gradients)
         self._wrapped = list(self._wrap())
+        self._turns = Turns(self.schedule, self.placement)
+        self._lanes = Lanes(self.schedule, device)
         self._steps: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: lambda a: self._walks[a.microbatch].recompute(a.stage),
@@ -126,10 +180,12 @@ class Job:
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
+        self._outdated = False  # the update at hand changes parameters that the pool holds still
         self._batch: Any = None
         self._torn = False  # some weights have had a step's update and some have not
         self._walks: dict[int, Walk] = {}
         self._weight_work: dict[tuple[int, int], list[tuple[Tensor, Compute]]] = {}
+        self._missing: dict[tuple[int, int], list[Entry]] = {}
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -139,22 +195,31 @@ class Job:
     def _watch(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.ledger is None else self.ledger
 
-    def _chunks(self, layout: Sequence[Any]) -> list[Chunk]:
-        dtypes = dtypes_of(self.plan.precision)
-        with self._watch():
-            return [
-                adopt(table, self.owners, dtypes, self.optimizer.states, self._account)
-                for table in layout
-            ]
+    def _adopt(self, fill: Fill | None) -> None:
+        """Move the parameters' values into chunks, one by one; the parameters become views."""
+        residence = self.residence
+        self._spills.kept = {residence.pool.untyped_storage()._cdata}
+        for index in range(len(self.placement.tables)):
+            chunk = residence.make(index)
+            self._spills.kept.add(chunk.parameters.untyped_storage()._cdata)
+            flats = {what: residence.blank(index, what) for what in self._weights(index)}
+            for slot in chunk.table.slots:
+                parameter = self.owners[slot.name]
+                with torch.no_grad():
+                    value = parameter if fill is None else fill(slot.name, parameter)
+                    for flat in flats.values():
+                        slot.of(flat).copy_(value)
+                parameter.data = slot.of(chunk.parameters)
+                del value
+            for what, flat in flats.items():
+                residence.write(index, what, flat)
 
-    def _trainable_from(self) -> int:
-        first = min((c.table.segment for c in self.chunks if c.table.trainable), default=None)
-        if first is None:
-            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        return next(i for i, stage in enumerate(self.plan.stages) if stage.last > first)
+    def _weights(self, index: int) -> Iterator[str]:
+        """The states of a chunk that hold its weights."""
+        return (w for w in (MASTER, PARAMETERS) if self.residence.has(index, w))
 
     def _wrap(self) -> Iterator[nn.Module]:
-        """Give the parts that are computed again or tiled another forward."""
+        """Give the parts that are computed again, tiled or spilled another forward."""
         blocks = self.flow.blocks
         for stage in self.plan.stages:
             for block in blocks[max(0, stage.first - 1) : max(0, stage.last - 1)]:
@@ -165,9 +230,16 @@ class Job:
                     elif name and name in stage.recompute:
                         part.forward = recomputed(part, self.flow.replay)
                         yield part
+                    elif name and stage.spills and name in stage.spill:
+                        part.forward = spilling(part, self._spills)
+                        yield part
 
     def close(self) -> None:
-        """Give the model back as an ordinary module; its parameters stay views of the chunks."""
+        """Give the model back as an ordinary module; its parameters stay views of the chunks.
+
+        Of what rests below the device, the parameters have the values that happen to be in the
+        pool: read `weights` before.
+        """
         for part in self._wrapped:
             del part.forward
         self.flow.attach(None)
@@ -189,7 +261,7 @@ class Job:
         if not count:
             raise OutsizeError("batch: no valid target in the whole step; expected one at least")
         self.ready(batch, count, lr)
-        trace = self._play(self.schedule, begin)
+        trace = self._play(begin)
         assert self._loss is not None
         loss: Tensor = self.collective.sum(self._loss)
         self.report = Report(
@@ -205,47 +277,99 @@ class Job:
         self._batch, self._factor = batch, 1.0 / count
         self._lr = self.optimizer.lr if lr is None else lr
         self._loss: Tensor | None = None
-        self._norm_value, self._scale = 0.0, 1.0
+        self._norm_value, self.updates.scale = 0.0, 1.0
+        self._squares: dict[int, float] = {}
         if self.ledger is not None:
             with self.ledger.kind("data"):
                 for tensor in _tensors(batch):
                     self.ledger.see(tensor)
 
-    def _play(self, schedule: Schedule, begin: float) -> Trace:
-        events: list[Event] = []
+    def _play(self, begin: float) -> Trace:
+        self._updating = False
         try:
             with self._watch():
-                for action in schedule.workers[0]:
-                    events.append(self.act(action, begin))
+                self.residence.ensure(start_of(self.schedule))
+                events = self._lanes.play(self, begin)
         except BaseException:
-            self._torn = any(event.kind == Kind.NORM for event in events)
+            self._torn = self._updating
             self._abandon()
             raise
         return Trace("measured", tuple(events))
 
-    def act(self, action: Action, begin: float) -> Event:
-        """Run one action of a step that is under way; times count from `begin`."""
+    def alone(self, index: int, action: Action) -> Event:
+        """One action of a step, in its turn, on the calling thread whatever its lane."""
+        if action.lane is Lane.COMPUTE:
+            return self.act(index, action, 0.0)
+        self.prepare(index, action)
+        event = self.move(index, action, 0.0)
+        self.settle(index, action)
+        return event
+
+    def act(self, index: int, action: Action, begin: float) -> Event:
+        """Run one computing action of a step that is under way; times count from `begin`."""
         ledger = self.ledger
         if ledger is not None:
             ledger.reset_peak()
         start = time.perf_counter()
+        for stage in self._turns.anew.get(index, ()):
+            self._zero(stage)
+        self._outdated = index in self._turns.outdated
         self._steps[action.kind](action)
+        for stage in self._turns.complete.get(index, ()):
+            self._square(stage)
         end = time.perf_counter()
         live, peak = {}, 0
         if ledger is not None:
             ledger.settle()
             peak = ledger.peak
             live = {f"device/{kind}": count for kind, count in ledger.live.items() if count}
-        return Event(
-            0, action.lane.value, action.kind.value, action.stage, action.microbatch,
-            start - begin, end - begin, live, peak,
-        )  # fmt: skip
+        return _event(action, start - begin, end - begin, live, peak)
+
+    # -- other lanes ----------------------------------------------------------------------------
+
+    def prepare(self, index: int, action: Action) -> None:
+        """Make room for activations that come back."""
+        if action.kind is Kind.FETCH and action.state is State.ACTIVATIONS:
+            here = (action.stage, action.microbatch)
+            with self._account("activations"):
+                self._missing[here] = self._spills.of(*here).allocate()
+
+    def move(self, index: int, action: Action, begin: float) -> Event:
+        """Run an action of another lane."""
+        start = time.perf_counter()
+        if action.kind is Kind.UPDATE:
+            self._updating = True
+            self.updates.at_rest(action, self._lr, self.gradients.touched)
+        elif action.state is State.ACTIVATIONS:
+            self._move_activations(action)
+        elif action.kind is Kind.FETCH:
+            self.residence.fetch(moved(action))
+        else:
+            self.residence.evict(moved(action))
+        return _event(action, start - begin, time.perf_counter() - begin, {}, 0)
+
+    def _move_activations(self, action: Action) -> None:
+        here = (action.stage, action.microbatch)
+        if action.kind is Kind.FETCH:
+            self._spills.of(*here).read(self._missing.pop(here))
+        else:
+            self._spills.of(*here).write()
+
+    def settle(self, index: int, action: Action) -> None:
+        """Let go of activations that have left."""
+        if action.kind is Kind.EVICT and action.state is State.ACTIVATIONS:
+            self._spills.of(action.stage, action.microbatch).release()
+
+    # -- the computing actions ------------------------------------------------------------------
 
     def _abandon(self) -> None:
         """Forget a step that failed: no activation, no half-summed gradient remains."""
         self._walks.clear()
         self._weight_work.clear()
+        self._spills.reset()
+        self._missing.clear()
         self.gradients.reset()
+        self.residence.forget()
         for chunk in self.chunks:
             if chunk.gradients is not None:
                 chunk.gradients.zero_()
@@ -255,7 +379,7 @@ class Job:
         if action.stage == 0:
             with self._account("data"):
                 part = self.flow.part(self._batch, *self.plan.rows_of(m))
-            self._walks[m] = self.flow.begin(part, self._factor)
+            self._walks[m] = self.flow.begin(part, self._factor, partial(self._spill_of, m))
         walk = self._walks[m]
         walk.forward(action.stage)
         if action.stage == len(self.plan.stages) - 1:
@@ -263,13 +387,21 @@ class Job:
             loss = walk.loss.detach()
             self._loss = loss if self._loss is None else self._loss + loss
 
+    def _spill_of(self, microbatch: int, stage: int) -> Spill | None:
+        if (stage, microbatch) not in self._turns.spilled:
+            return None
+        here = self.plan.stages[stage]
+        store = self.stores[here.rest.activations]
+        return self._spills.begin(stage, microbatch, store, bool(here.spill))
+
     def _backward(self, action: Action) -> None:
         self._walks[action.microbatch].backward(action.stage)
         self._leave(action)
 
     def _leave(self, action: Action) -> None:
         """A microbatch whose first trainable stage is done has no more to say."""
-        if action.stage == self._first_stage:
+        self._spills.end(action.stage, action.microbatch)
+        if action.stage == self.placement.first:
             del self._walks[action.microbatch]
 
     def _backward_input(self, action: Action) -> None:
@@ -282,94 +414,177 @@ class Job:
         for weight, compute in self._weight_work.pop((action.stage, action.microbatch)):
             self.gradients.now(weight, compute)
 
+    def _zero(self, stage: int) -> None:
+        """Gradients that pass through the pool begin where something else was."""
+        for index in self.placement.chunks_of[stage]:
+            gradients = self.chunks[index].gradients
+            if gradients is not None:
+                gradients.zero_()
+
+    def _square(self, stage: int) -> None:
+        """Sum the squares of gradients that are complete and about to leave."""
+        for index in self.placement.chunks_of[stage]:
+            gradients = self.chunks[index].gradients
+            if gradients is not None:
+                norm = torch.linalg.vector_norm(gradients)
+                self._squares[index] = float(norm.double().square())
+
     def _norm(self, action: Action) -> None:
-        total = torch.zeros((), dtype=torch.float64)
-        for chunk in self.chunks:
-            if chunk.gradients is not None:
-                norm = torch.linalg.vector_norm(chunk.gradients)
-                total = total + norm.double().square().cpu()
+        for stage in self._turns.at_norm:
+            self._square(stage)
+        squares = sum(self._squares[index] for index in sorted(self._squares))
+        total = torch.tensor(squares, dtype=torch.float64)
         self._norm_value = float(self.collective.sum(total).sqrt())
-        if self._norm_value != self._norm_value or self._norm_value == float("inf"):
-            raise Diverged(
-                f"gradient norm is {self._norm_value} at this step; expected a finite number:"
-                " lower the learning rate or check the data; the weights were left unchanged"
-            )
+        _finite(self._norm_value, "the weights were left unchanged")
         if self.clip is not None:
-            self._scale = min(1.0, self.clip / (self._norm_value + 1e-6))
+            self.updates.scale = min(1.0, self.clip / (self._norm_value + 1e-6))
 
     def _update(self, action: Action) -> None:
-        stage = self.plan.stages[action.stage]
-        for chunk in self.chunks:
-            if chunk.gradients is None or not stage.first <= chunk.table.segment < stage.last:
-                continue
-            if self._scale < 1.0:
-                chunk.gradients.mul_(self._scale)
-            for first, last, group, step in self._ranges(chunk):
-                here = slice(first, last)
-                settings = self.groups[group]
-                self.optimizer.update(
-                    chunk.weights[here],
-                    chunk.gradients[here],
-                    {name: flat[here] for name, flat in chunk.optimizer.items()},
-                    step,
-                    self._lr * settings.lr,
-                    settings.weight_decay,
-                )
-            chunk.publish()
-            chunk.gradients.zero_()
-            self.gradients.touched.difference_update(slot.name for slot in chunk.table.slots)
-
-    def _ranges(self, chunk: Chunk) -> list[tuple[int, int, int, int]]:
-        """(first, last, group, step) of the runs of parameters that are updated alike.
-
-        A parameter that no gradient reached is left alone, as torch.optim leaves one without.
-        """
-        runs: list[tuple[int, int, int, int]] = []
-        for slot in chunk.table.slots:
-            if slot.name not in self.gradients.touched:
-                continue
-            step = chunk.steps[slot.name] = chunk.steps.get(slot.name, 0) + 1
-            end = slot.offset + slot.numel
-            if runs and runs[-1][1:] == (slot.offset, slot.group, step):
-                runs[-1] = (runs[-1][0], end, slot.group, step)
-            else:
-                runs.append((slot.offset, end, slot.group, step))
-        return runs
+        if self.plan.update == "behind" and action.part in (WHOLE, 0):
+            mine = self.placement.chunks_of[action.stage]
+            part = sum(self._squares[i] for i in mine if i in self._squares)
+            _finite(part**0.5, "some weights may have been updated")
+        self._updating = True
+        self.updates.run(action, self._lr, self.gradients.touched, self._outdated)
 
     # -- evaluation and state -------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Any, rows: int) -> tuple[float, int]:
         """Sum of losses over a batch of `rows` rows, and the count of its valid targets."""
-        total, size = 0.0, self.plan.microbatch_rows
-        for start in range(0, rows, size):
-            walk = self.flow.begin(self.flow.part(batch, start, min(start + size, rows)), 1.0)
-            for stage in range(len(self.plan.stages)):
-                walk.forward(stage)
-            assert walk.loss is not None
-            total += float(walk.loss)
+        size = self.plan.microbatch_rows
+        cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
+        # What streams passes once for all microbatches; what is there needs them one by one.
+        groups = [cuts] if self.placement.rooms else [[cut] for cut in cuts]
+        total = sum(self._evaluate([self.flow.part(batch, *cut) for cut in g]) for g in groups)
         return total, int(self.flow.count(batch).item())
 
+    def _evaluate(self, parts: list[Any]) -> float:
+        schedule = self.placement.evaluation(len(parts))
+        self.residence.ensure(start_of(schedule))
+        reader = Reader(self.residence, self.flow, parts)
+        Lanes(schedule, self.residence.device).play(reader, time.perf_counter())
+        return sum(reader.losses)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, in the precision that training continues from: views."""
-        for chunk in self.chunks:
-            for slot, views in chunk.views():
-                yield slot.name, views["weights"]
+        """Every parameter by name, in the precision that training continues from.
+
+        Views of the device's buffers; of what rests below, of a copy of one chunk at a time: use
+        each before the next.
+        """
+        for index, chunk in enumerate(self.chunks):
+            flat = self.residence.read(index, self._master(index))
+            for slot in chunk.table.slots:
+                yield slot.name, slot.of(flat)
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Optimizer states by "parameter.state": views."""
+        """Optimizer states by "parameter.state", as `weights` gives weights."""
+        for index, chunk in enumerate(self.chunks):
+            names = self.optimizer.states if chunk.table.trainable else ()
+            flats = {name: self.residence.read(index, name) for name in names}
+            for slot in chunk.table.slots:
+                for name, flat in flats.items():
+                    yield f"{slot.name}.{name}", slot.of(flat)
+
+    def state_names(self) -> Iterator[str]:
+        """The names that `optimizer_state` gives."""
         for chunk in self.chunks:
-            for slot, views in chunk.views():
-                for name in chunk.optimizer:
-                    yield f"{slot.name}.{name}", views[name]
+            for slot in chunk.table.slots:
+                for name in self.optimizer.states if chunk.table.trainable else ():
+                    yield f"{slot.name}.{name}"
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """What training continues from is held in."""
+        dtypes = self.placement.dtypes
+        return dtypes.parameters if dtypes.master is None else dtypes.master
+
+    def weight_reader(self) -> Callable[[str], Tensor]:
+        """Gives a weight by name. What rests below is read chunk by chunk: asked for in the order
+        of the model, each is read once; a tensor stays good."""
+        where = {s.name: (i, s) for i, chunk in enumerate(self.chunks) for s in chunk.table.slots}
+        last: dict[int, Tensor] = {}
+
+        def read(name: str) -> Tensor:
+            index, slot = where[name]
+            if index not in last:
+                last.clear()
+                last[index] = self.residence.read(index, self._master(index))
+            return slot.of(last[index])
+
+        return read
+
+    def load(self, value: Callable[[str], Tensor], state: Callable[[str, Tensor], None]) -> None:
+        """Replace every weight and optimizer state, one chunk at a time.
+
+        value(parameter name) gives a weight; state("parameter.state", out) fills a state.
+        """
+        for index, chunk in enumerate(self.chunks):
+            flats = {what: self.residence.read(index, what) for what in self._weights(index)}
+            names = self.optimizer.states if chunk.table.trainable else ()
+            states = {name: self.residence.read(index, name) for name in names}
+            with torch.no_grad():
+                for slot in chunk.table.slots:
+                    found = value(slot.name)
+                    for flat in flats.values():
+                        slot.of(flat).copy_(found)
+                    for name, flat in states.items():
+                        state(f"{slot.name}.{name}", slot.of(flat))
+            for what, flat in (flats | states).items():
+                self.residence.write(index, what, flat)
+
+    def _master(self, index: int) -> str:
+        return MASTER if self.residence.has(index, MASTER) else PARAMETERS
 
     def update_counts(self) -> dict[str, int]:
         """Updates that each parameter has had."""
         return {name: n for chunk in self.chunks for name, n in chunk.steps.items()}
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
-        """Set the updates that each parameter has had; then `publish` what was loaded."""
+        """Set the updates that each parameter has had; the weights were loaded before."""
         for chunk in self.chunks:
             chunk.steps = {s.name: counts[s.name] for s in chunk.table.slots if s.name in counts}
-            chunk.publish()
         self._torn = False
+
+
+class Reader:
+    """Plays an evaluation: every microbatch forward, what streams beside it."""
+
+    def __init__(self, residence: Residence, flow: Flow, parts: Sequence[Any]) -> None:
+        self.residence, self.flow = residence, flow
+        self.walks = [flow.begin(part, 1.0) for part in parts]
+        self.losses = [0.0] * len(parts)
+
+    def act(self, index: int, action: Action, begin: float) -> Event:
+        """FORWARD of a stage."""
+        walk = self.walks[action.microbatch]
+        walk.forward(action.stage)
+        if walk.loss is not None:
+            self.losses[action.microbatch] = float(walk.loss)
+        return _event(action, 0.0, 0.0, {}, 0)
+
+    def prepare(self, index: int, action: Action) -> None:
+        """Rooms are there."""
+
+    def settle(self, index: int, action: Action) -> None:
+        """Nothing is let go."""
+
+    def move(self, index: int, action: Action, begin: float) -> Event:
+        """Parameters come."""
+        self.residence.fetch(moved(action))
+        return _event(action, 0.0, 0.0, {}, 0)
+
+
+def _event(action: Action, start: float, end: float, live: Mapping[str, int], peak: int) -> Event:
+    return Event(
+        0, action.lane.value, action.label, action.stage, action.microbatch, start, end, live, peak,
+        action.part,
+    )  # fmt: skip
+
+
+def _finite(norm: float, after: str) -> None:
+    if norm != norm or norm == float("inf"):
+        raise Diverged(
+            f"gradient norm is {norm} at this step; expected a finite number: lower the learning"
+            f" rate or check the data; {after}"
+        )

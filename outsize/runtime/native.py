@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from outsize.data import Batch
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, chunked_loss
 from outsize.models.build import segments
-from outsize.models.decoder import Decoder
+from outsize.models.decoder import Block, Decoder
 from outsize.models.names import stays_float32
-from outsize.plan import Plan
-from outsize.runtime.flow import Record, input_leaf
+from outsize.plan import Plan, Stage
+from outsize.runtime.flow import Record, SpillOf, input_leaf, no_spill
 from outsize.runtime.gradients import Gradients
+from outsize.runtime.sequence import ChunkRecord, chunked_sum
+from outsize.runtime.spill import Spill
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class NativeFlow:
 
     def __init__(self, model: Decoder, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.blocks = list(model.blocks)
+        self.blocks: list[Block] = [block for block in model.blocks if isinstance(block, Block)]
         self.device = next(model.parameters()).device
         named = dict(model.named_parameters())
         self.wide = frozenset(filter(stays_float32, named))
@@ -50,6 +53,10 @@ class NativeFlow:
             (i for i, (_, ps) in enumerate(self.segments) if any(p.requires_grad for _, p in ps)),
             len(self.segments),
         )
+        head = model.epilogue.head.weight
+        shared = any(head is p for _, p in self.segments[0][1])
+        own = [(i,) for i in range(len(self.segments) - 1)]
+        self.uses = (*own, (len(own), 0) if shared else (len(own),))
         self._sink: Gradients | None = None
 
     def attach(self, sink: Gradients | None) -> None:
@@ -68,7 +75,7 @@ class NativeFlow:
         )
         return Part(ids, positions, targets, rows.flat_bounds())
 
-    def begin(self, part: Part, factor: float) -> ChainWalk:
+    def begin(self, part: Part, factor: float, spill_of: SpillOf = no_spill) -> ChainWalk:
         model = self.model
         context = model.context(part.positions_T, part.bounds)
         head = self._head(factor, part.ids_T.shape[0])
@@ -76,16 +83,30 @@ class NativeFlow:
         def prologue(_: Tensor) -> Tensor:
             return model.prologue(part.ids_T, context)  # type: ignore[no-any-return]
 
-        def loss(x_TD: Tensor) -> Tensor:
-            h_TD = model.epilogue(x_TD, context)
+        def loss_of(x_CD: Tensor, here: slice) -> Tensor:
+            h_CD = model.epilogue(x_CD, context)
             weight, bias = model.epilogue.head.weight, model.epilogue.head.bias
-            return chunked_loss(h_TD, weight, bias, part.targets_T, head)
+            return chunked_loss(h_CD, weight, bias, part.targets_T[here], head)
+
+        chunk = self.plan.sequence_chunk
+
+        def loss(x_TD: Tensor) -> Tensor:
+            if chunk:
+                return chunked_sum(x_TD, loss_of, chunk)
+            return loss_of(x_TD, slice(None))
 
         def block(module: nn.Module) -> Callable[[Tensor], Tensor]:
             return lambda x_TD: module(x_TD, context)
 
         chain = [prologue, *(block(b) for b in model.blocks), loss]
-        return ChainWalk(chain, self.plan, self._trainable_from, part.ids_T)
+
+        def record(here: Stage, x: Tensor, spill: Spill | None) -> Record | ChunkRecord:
+            if chunk and here.whole:
+                blocks = self.blocks[here.first - 1 : here.last - 1]
+                return ChunkRecord(blocks, context, chunk, x, spill)
+            return Record(partial(_through, chain[here.first : here.last]), [x], spill)
+
+        return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of)
 
     def _head(self, factor: float, tokens: int) -> Head:
         epilogue = self.model.epilogue
@@ -94,36 +115,41 @@ class NativeFlow:
         return Head(factor, chunk, sink, epilogue.logit_scale, epilogue.softcap)
 
 
+def _through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:
+    (x,) = given
+    for function in functions:
+        x = function(x)
+    return [x]
+
+
 class ChainWalk:
-    """A walk along functions from one tensor to the next."""
+    """A walk along stages from one tensor to the next. record: how a stage runs on its input, and
+    what takes what it keeps."""
 
     def __init__(
         self,
-        chain: Sequence[Callable[[Tensor], Tensor]],
+        record: Callable[[Stage, Tensor, Spill | None], Record | ChunkRecord],
         plan: Plan,
         trainable_from: int,
         start: Tensor,
+        spill_of: SpillOf = no_spill,
     ) -> None:
-        self._chain, self._plan, self._trainable_from = chain, plan, trainable_from
+        self._spill_of = spill_of
+        self._record, self._plan, self._trainable_from = record, plan, trainable_from
         self._carry: Tensor | None = start
         self._gradient: list[Tensor | None] = [None]
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, Record | ChunkRecord] = {}
         self.loss: Tensor | None = None
 
     def forward(self, stage: int) -> None:
         here = self._plan.stages[stage]
-        functions = self._chain[here.first : here.last]
-
-        def run(tensors: list[Tensor]) -> list[Tensor]:
-            (x,) = tensors
-            for function in functions:
-                x = function(x)
-            return [x]
-
         assert self._carry is not None
         carry, self._carry = self._carry, None
-        record = Record(run, [input_leaf(carry, here.first > self._trainable_from)])
         train = torch.is_grad_enabled() and here.last > self._trainable_from
+        spill = self._spill_of(stage) if train else None
+        x = input_leaf(carry, here.first > self._trainable_from)
+        record = self._record(here, x, spill)
+        del carry, x
         (out,) = record.forward(train and not here.whole)
         if train:
             self._records[stage] = record
@@ -133,7 +159,7 @@ class ChainWalk:
             self._carry = out
 
     def recompute(self, stage: int) -> None:
-        self._records[stage].forward(True)
+        self._records[stage].again()
 
     def backward(self, stage: int) -> None:
         gradient, self._gradient = self._gradient, []

@@ -2,40 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from outsize.plan import Plan
-from outsize.schedule.action import Action, Kind
+from outsize.schedule.action import Action, Kind, Lane
 from outsize.schedule.schedule import Schedule
 
+NO_PARTS: Mapping[int, Sequence[Lane]] = MappingProxyType({})
 
-def compile_plan(plan: Plan, trainable_from: int = 0) -> Schedule:
+
+def compile_plan(
+    plan: Plan, trainable_from: int = 0, parts: Mapping[int, Sequence[Lane]] = NO_PARTS
+) -> Schedule:
     """One training step: every microbatch forward and back, then the norm, then the updates.
 
     trainable_from: first stage that holds a trainable parameter; the stages before it need no
-    backward pass.
+    backward pass. parts: by stage, the lanes of the parts in which it is updated, where it is
+    updated in parts.
     """
+    behind = plan.update == "behind"
     actions: list[Action] = []
-    for microbatch in range(plan.microbatches):
-        actions += [Action(Kind.FORWARD, s, microbatch) for s in range(len(plan.stages))]
-        actions += _backward(plan, microbatch, trainable_from)
+    if plan.order == "layer":
+        actions += _by_layer(plan, trainable_from, parts)
+    else:
+        for m in range(plan.microbatches):
+            actions += [Action(Kind.FORWARD, s, m) for s in range(len(plan.stages))]
+            last = m == plan.microbatches - 1
+            for s in reversed(range(trainable_from, len(plan.stages))):
+                actions += _backward(plan, s, m)
+                actions += _updates(s, parts) if behind and last else ()
     actions.append(Action(Kind.NORM))
-    actions += [Action(Kind.UPDATE, s) for s in range(trainable_from, len(plan.stages))]
+    if not behind:
+        for s in range(trainable_from, len(plan.stages)):
+            actions += _updates(s, parts)
     again = frozenset(
         s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from
     )
     return Schedule(len(plan.stages), plan.microbatches, (tuple(actions),), again, trainable_from)
 
 
-def _backward(plan: Plan, microbatch: int, trainable_from: int) -> Iterator[Action]:
+def compile_forward(stages: int, microbatches: int) -> Schedule:
+    """Every microbatch forward through every stage, a stage after the other: an evaluation."""
+    order = ((s, m) for s in range(stages) for m in range(microbatches))
+    return Schedule(stages, microbatches, (tuple(Action(Kind.FORWARD, s, m) for s, m in order),))
+
+
+def _by_layer(
+    plan: Plan, trainable_from: int, parts: Mapping[int, Sequence[Lane]]
+) -> Iterator[Action]:
+    """Every microbatch of a stage before the next stage."""
+    for s in range(len(plan.stages)):
+        yield from (Action(Kind.FORWARD, s, m) for m in range(plan.microbatches))
     for s in reversed(range(trainable_from, len(plan.stages))):
-        if plan.stages[s].whole:
-            yield Action(Kind.RECOMPUTE, s, microbatch)
-        if plan.split_backward:
-            yield Action(Kind.BACKWARD_INPUT, s, microbatch)
-            yield Action(Kind.BACKWARD_WEIGHT, s, microbatch)
-        else:
-            yield Action(Kind.BACKWARD, s, microbatch)
+        for m in range(plan.microbatches):
+            yield from _backward(plan, s, m)
+        if plan.update == "behind":
+            yield from _updates(s, parts)
+
+
+def _backward(plan: Plan, s: int, m: int) -> Iterator[Action]:
+    if plan.stages[s].whole:
+        yield Action(Kind.RECOMPUTE, s, m)
+    if plan.split_backward:
+        yield Action(Kind.BACKWARD_INPUT, s, m)
+        yield Action(Kind.BACKWARD_WEIGHT, s, m)
+    else:
+        yield Action(Kind.BACKWARD, s, m)
+
+
+def _updates(s: int, parts: Mapping[int, Sequence[Lane]]) -> Iterator[Action]:
+    if s not in parts:
+        yield Action(Kind.UPDATE, s)
+    for part, lane in enumerate(parts.get(s, ())):
+        yield Action(Kind.UPDATE, s, lane=lane, part=part)
 
 
 def compile_tokens(stages: int, kind: Kind) -> Schedule:

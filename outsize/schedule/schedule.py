@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from outsize.errors import OutsizeError, nearest
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.residency import Residency
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Schedule:
     """workers: each worker's actions in order. stages, microbatches: their numbers.
 
     recompute: the stages whose FORWARD keeps only its input. first: the first stage that is
-    trained; those before it have no backward pass.
+    trained; those before it have no backward pass. residency: what passes through the pool of the
+    device tier, where anything does.
     """
 
     stages: int
@@ -29,6 +31,7 @@ class Schedule:
     workers: tuple[tuple[Action, ...], ...]
     recompute: frozenset[int] = frozenset()
     first: int = 0
+    residency: Residency | None = None
 
     def to_text(self) -> str:
         """The stable text form; `from_text` gives back an equal schedule."""

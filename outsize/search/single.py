@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.data import Batch
 from outsize.errors import OutsizeError
@@ -24,7 +25,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.simulate import Forecast, forecast
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.rehearse import Costs, Facts, bare, facts_of, nowhere, rehearse
 from outsize.simulate.sample import Sample, expand, sample
 
 # Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
@@ -83,7 +84,8 @@ def native_makers(
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
         flow = NativeFlow(Decoder(config), plan)
-        return Job(flow, plan, wish.optimizer, clip=wish.clip, ledger=ledger)
+        stores = nowhere(plan)
+        return Job(flow, plan, wish.optimizer, clip=wish.clip, ledger=ledger, stores=stores)
 
     def batch_of(rows: int) -> Batch:
         ids = torch.zeros(rows, wish.sequence, dtype=torch.int64)
@@ -102,21 +104,32 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
     known: dict[tuple[object, ...], Costs] = {}
 
     def costs(chosen: Sample, bounds: tuple[int, ...]) -> Costs:
-        key = (chosen.plan, chosen.config.layers, bounds)
+        key = (bare(chosen.plan), chosen.config.layers, bounds)
         if key not in known:
             known[key] = rehearse(chosen.plan, *native_makers(chosen.config, wish, bounds))
         return known[key]
 
+    facts = facts_of_model(config, wish)
+
     def worst(plan: Plan) -> Forecast:
         chosen = sample(config, plan)
         made = (
-            compose(plan, expand(costs(chosen, bounds), chosen, plan), hardware)
+            compose(plan, expand(costs(chosen, bounds), chosen, plan, facts), hardware)
             for bounds in layouts(wish)
         )
         return max(made, key=lambda forecast: forecast.peak)
 
     segments = len(config.layers) + 2
     return pick(_candidates(wish, segments), worst, wish.budget)
+
+
+def facts_of_model(config: DecoderConfig, wish: Wish) -> Facts:
+    """What the placement of plans needs of a native decoder."""
+    segments = len(config.layers) + 2
+    stages = per_segment(segments)
+    plan = Plan(segments, stages, precision=wish.precision, approximate=wish.approximate)
+    with FakeTensorMode():
+        return facts_of(Job(NativeFlow(Decoder(config), plan), plan, wish.optimizer))
 
 
 def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outsize.hardware import Device, Hardware
-from outsize.memory import Ledger
-from outsize.plan import Plan
+from outsize.memory import KINDS, Ledger
+from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job
-from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
+from outsize.runtime.placement import Placement
+from outsize.schedule import Action, Kind, Schedule, State, validate
+from outsize.schedule.action import WHOLE
+from outsize.schedule.residency import moved as item_of
 from outsize.simulate.counter import Work
-from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.rehearse import Costs, moved, rehearse
 from outsize.simulate.replay import annotate, kinds_at_peak, play
 from outsize.trace.trace import Trace
 
@@ -25,7 +28,8 @@ class Forecast:
     static: bytes by kind that are always there. segments: by segment of the model, its static
     bytes, the activations that one microbatch keeps of it, and the workspace of its costliest
     action. peak: highest bytes on the device tier; peak_by_kind: at that moment. flops: operations
-    of products and attention in a step, what recompute adds included.
+    of products and attention in a step, what recompute adds included. below: bytes of states on
+    each tier below the device.
     """
 
     plan: Plan
@@ -37,6 +41,7 @@ class Forecast:
     seconds: float
     flops: float
     trace: Trace
+    below: Mapping[str, int] = field(default_factory=dict)
 
 
 def forecast(
@@ -52,25 +57,91 @@ def forecast(
 
 def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     """The forecast of a plan whose actions' costs are known."""
-    first = min(stage for kind, stage in costs.actions if kind is Kind.UPDATE)
-    schedule = annotate(compile_plan(plan, first), costs)
-    validate(schedule, static=sum(costs.static.values()))
-    device = hardware.devices[0]
-    times = {key: duration(cost.work, device) for key, cost in costs.actions.items()}
-
-    def seconds(action: Action) -> float:
-        return times.get((action.kind, action.stage), 0.0)
-
-    trace = play(schedule, costs.static, seconds)
+    placement = costs.facts.placement(plan)
+    schedule = annotate(placement.schedule, costs)
+    held = _held(placement)
+    static = {"data": costs.data, "window": placement.pool}
+    for kinds in held:
+        for kind, count in kinds.items():
+            static[kind] = static.get(kind, 0) + count
+    static = {kind: count for kind, count in static.items() if count}
+    validate(schedule, static=sum(static.values()))
+    trace = play(schedule, static, Clock(placement, costs, hardware).seconds)
     flops = sum(
-        costs.actions[a.kind, a.stage].work.flops()
+        costs.actions[moved(a)].work.flops()
         for a in schedule.workers[0]
-        if (a.kind, a.stage) in costs.actions
+        if moved(a) in costs.actions and a.part <= 0
     )
     return Forecast(
-        plan, schedule, costs.static, _segments(plan, costs), trace.peak(),
-        kinds_at_peak(trace, costs.static), trace.span(), flops, trace,
+        plan, schedule, static, _segments(plan, costs, held), trace.peak(),
+        kinds_at_peak(trace, static), trace.span(), flops, trace, _below(placement),
     )  # fmt: skip
+
+
+def _held(placement: Placement) -> list[dict[str, int]]:
+    """By segment, bytes by kind of the states that the device holds throughout."""
+    made: list[dict[str, int]] = [{} for _ in placement.uses]
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index):
+            if placement.tier(index, what) == DEVICE:
+                kind = what if what in KINDS else "optimizer"
+                mine = made[table.segment]
+                mine[kind] = mine.get(kind, 0) + table.numel * dtype.itemsize
+    return made
+
+
+def _below(placement: Placement) -> dict[str, int]:
+    """By tier below the device, bytes of the states that rest there."""
+    found: dict[str, int] = {}
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index):
+            tier = placement.tier(index, what)
+            if tier != DEVICE:
+                found[tier] = found.get(tier, 0) + table.numel * dtype.itemsize
+    return found
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long actions take on a machine."""
+
+    placement: Placement
+    costs: Costs
+    hardware: Hardware
+
+    def seconds(self, action: Action) -> float:
+        """Of one action alone on its lane."""
+        if action.kind in (Kind.FETCH, Kind.EVICT):
+            return self._moving(action)
+        cost = self.costs.actions.get(moved(action))
+        if cost is None:
+            return 0.0
+        whole = duration(cost.work, self.hardware.devices[0])
+        return whole if action.part == WHOLE else whole * self._share(action)
+
+    def _share(self, action: Action) -> float:
+        """The part of its stage that an update of a part is."""
+        pieces = self.placement.pieces[action.stage]
+        here = pieces[action.part]
+        return (here.last - here.first) / sum(piece.last - piece.first for piece in pieces)
+
+    def _moving(self, action: Action) -> float:
+        fetch = action.kind is Kind.FETCH
+        if action.state is State.ACTIVATIONS:
+            cost = self.costs.actions.get(moved(action))
+            size = 0 if cost is None else abs(sum(cost.allocates.values()))
+            tier = self.placement.plan.stages[action.stage].rest.activations
+            return size / self._rate(tier, fetch)
+        total = 0.0
+        for span in self.placement.spans[item_of(action)]:
+            if span.load if fetch else span.store:
+                total += span.bytes / self._rate(self.placement.tier(span.chunk, span.what), fetch)
+        return total
+
+    def _rate(self, tier: str, fetch: bool) -> float:
+        known = self.hardware.tier(tier)
+        rate = known.read if fetch else known.write
+        return self.hardware.devices[0].bandwidth.value / 2 if rate is None else rate.value
 
 
 def duration(work: Work, device: Device) -> float:
@@ -116,12 +187,14 @@ def _peak(device: Device, name: str) -> float:
     return min(rate.value for rate in device.peak.values()) / 2
 
 
-def _segments(plan: Plan, costs: Costs) -> tuple[tuple[str, Mapping[str, int]], ...]:
-    made = [dict(kinds) for _, kinds in costs.segments]
-    for (kind, stage), cost in costs.actions.items():
+def _segments(
+    plan: Plan, costs: Costs, held: list[dict[str, int]]
+) -> tuple[tuple[str, Mapping[str, int]], ...]:
+    made = [dict(kinds) for kinds in held]
+    for (kind, _, stage), cost in costs.actions.items():
         here = made[plan.stages[stage].first]
         if kind is Kind.FORWARD:
             kept = cost.allocates.get("activations", 0)
             here["activations"] = here.get("activations", 0) + kept
         here["workspace"] = max(here.get("workspace", 0), cost.workspace)
-    return tuple((name, kinds) for (name, _), kinds in zip(costs.segments, made, strict=True))
+    return tuple(zip(costs.segments, made, strict=True))

@@ -13,11 +13,21 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.memory import Ledger
-from outsize.plan import Plan
+from outsize.memory import ChunkTable, Ledger
+from outsize.memory.store import Place
+from outsize.plan import Plan, Rest, Stream
 from outsize.runtime import Job
-from outsize.schedule import Kind
+from outsize.runtime.job import dtypes_of
+from outsize.runtime.placement import Placement
+from outsize.schedule import Action, Kind, State
 from outsize.simulate.counter import Counter, Work
+
+Moved = tuple[Kind, State, int]  # kind, what is moved, stage
+
+
+def moved(action: Action) -> Moved:
+    """What an action's costs are filed under."""
+    return action.kind, action.state, action.stage
 
 
 @dataclass(frozen=True)
@@ -31,14 +41,38 @@ class ActionCost:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """static: bytes by kind that are always there, the step's whole batch ("data") among them where
-    it lies on the device. actions: by (kind, stage) of one microbatch.
-    segments: name and static bytes by kind of each segment of the model."""
+class Facts:
+    """What the placement of a plan needs of a model: its chunks' tables, by segment the segments
+    whose parameters it reads, the names of the optimizer's states, whether an update needs whole
+    chunks, and the tiers that are memory."""
 
-    static: Mapping[str, int]
-    actions: Mapping[tuple[Kind, int], ActionCost]
-    segments: tuple[tuple[str, Mapping[str, int]], ...]
+    tables: tuple[ChunkTable, ...]
+    uses: tuple[tuple[int, ...], ...]
+    states: tuple[str, ...]
+    whole: bool = False
+    host: frozenset[str] = frozenset()
+
+    def placement(self, plan: Plan) -> Placement:
+        """How a plan places the model's states."""
+        dtypes = dtypes_of(plan.precision)
+        return Placement(plan, self.tables, self.uses, dtypes, self.states, self.whole, self.host)
+
+
+def facts_of(job: Job) -> Facts:
+    """Those of the model that a job trains."""
+    own = job.placement
+    return Facts(own.tables, own.uses, own.states, own.whole, own.host)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """data: bytes of the step's whole batch, where it lies on the device. actions: of one
+    microbatch. segments: names of the model's. facts: of the model."""
+
+    data: int
+    actions: Mapping[Moved, ActionCost]
+    segments: tuple[str, ...]
+    facts: Facts
 
 
 def rehearse(
@@ -49,47 +83,65 @@ def rehearse(
     job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,
     called for the whole step's: it is there throughout, though one microbatch of it is played.
     """
-    rows = min(plan.microbatch_rows, plan.rows)
-    small = replace(plan, rows=rows, microbatch_rows=rows, budget=None)
     ledger = Ledger()
     with FakeTensorMode():
-        job = job_of(small, ledger)
+        job = job_of(bare(plan), ledger)
         job.ready(batch_of(plan.rows), count=1.0)
-        static = {kind: count for kind, count in ledger.live.items() if count}
+        data = ledger.live["data"]
         actions = _play(job, ledger)
-        segments = _segments(job)
+        names = tuple(name for name, _ in job.flow.segments)
+        facts = facts_of(job)
         job.close()
-    return Costs(static, actions, segments)
+    return Costs(data, actions, names, facts)
 
 
-def _play(job: Job, ledger: Ledger) -> dict[tuple[Kind, int], ActionCost]:
-    costs: dict[tuple[Kind, int], ActionCost] = {}
+def bare(plan: Plan) -> Plan:
+    """One microbatch of a plan with every state on the device: what its actions cost by
+    themselves. Activations leave as they do in the plan."""
+    rows = min(plan.microbatch_rows, plan.rows)
+    stages = tuple(replace(s, rest=Rest(activations=s.rest.activations)) for s in plan.stages)
+    return replace(
+        plan, rows=rows, microbatch_rows=rows, budget=None, stages=stages, order="microbatch",
+        update="apart", stream=Stream(),
+    )  # fmt: skip
+
+
+class Nowhere:
+    """A store that keeps nothing: for tensors that have no bytes."""
+
+    name = "nowhere"
+    bytes_read = bytes_written = 0
+
+    def reserve(self, nbytes: int) -> Place:
+        return Place(0, nbytes)
+
+    def write(self, place: Place, data: Tensor, at: int = 0) -> None:
+        """Nothing to keep."""
+
+    def read(self, place: Place, out: Tensor, at: int = 0) -> None:
+        """Nothing to give."""
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+
+def nowhere(plan: Plan) -> dict[str, Nowhere]:
+    """Stores for every tier that a plan names."""
+    return {s.rest.activations: Nowhere() for s in plan.stages if s.spills}
+
+
+def _play(job: Job, ledger: Ledger) -> dict[Moved, ActionCost]:
+    """The actions one after the other; what moves, moves nothing."""
+    costs: dict[Moved, ActionCost] = {}
     with ledger:
-        for action in job.schedule.workers[0]:
+        for index, action in enumerate(job.schedule.workers[0]):
             if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
                 continue
             before, total = dict(ledger.live), ledger.total
             counter = Counter()
             with counter:
-                event = job.act(action, 0.0)
+                event = job.alone(index, action)
             delta = {k: ledger.live[k] - before[k] for k in before if ledger.live[k] != before[k]}
-            costs[action.kind, action.stage] = ActionCost(delta, event.peak - total, counter.work)
+            workspace = max(0, event.peak - total)
+            costs[moved(action)] = ActionCost(delta, workspace, counter.work)
     return costs
-
-
-def _segments(job: Job) -> tuple[tuple[str, Mapping[str, int]], ...]:
-    """Static bytes by kind of each segment, from its chunks' tables."""
-    made: list[dict[str, int]] = [{} for _ in job.flow.segments]
-    for chunk in job.chunks:
-        held: dict[str, list[Tensor | None]] = {
-            "parameters": [chunk.parameters],
-            "gradients": [chunk.gradients],
-            "master": [chunk.master],
-            "optimizer": [*chunk.optimizer.values()],
-        }
-        for kind, flats in held.items():
-            count = sum(flat.nbytes for flat in flats if flat is not None)
-            if count:
-                mine = made[chunk.table.segment]
-                mine[kind] = mine.get(kind, 0) + count
-    return tuple((name, kinds) for (name, _), kinds in zip(job.flow.segments, made, strict=True))

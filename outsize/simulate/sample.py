@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outsize.models.config import DecoderConfig
-from outsize.plan import Plan, Stage
-from outsize.schedule import Kind
-from outsize.simulate.rehearse import ActionCost, Costs
+from outsize.plan import Plan, Rest, Stage
+from outsize.simulate.rehearse import ActionCost, Costs, Facts, Moved
 
 
 @dataclass(frozen=True)
@@ -26,34 +25,30 @@ class Sample:
 
 def sample(config: DecoderConfig, plan: Plan) -> Sample:
     """The smallest model that has every sort of layer, as the plan runs it."""
-    recompute = {i: s.recompute for s in plan.stages for i in range(s.first, s.last)}
-    sorts = [(layer, recompute[i]) for i, layer in enumerate(config.layers, start=1)]
+    how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
+    sorts = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
     kinds = list(dict.fromkeys(sorts))
-    stages = (
-        Stage(0, 1),
-        *(Stage(i, i + 1, again) for i, (_, again) in enumerate(kinds, start=1)),
-        Stage(len(kinds) + 1, len(kinds) + 2),
-    )
+    ways = (how[0], *(way for _, way in kinds), how[plan.segments - 1])
+    stages = tuple(replace(way, first=i, last=i + 1) for i, way in enumerate(ways))
     small = replace(plan, segments=len(stages), stages=stages, budget=None)
     stands = (0, *(kinds.index(sort) + 1 for sort in sorts), len(stages) - 1)
     return Sample(replace(config, layers=tuple(layer for layer, _ in kinds)), small, stands)
 
 
-def expand(costs: Costs, chosen: Sample, plan: Plan) -> Costs:
-    """Costs of the whole model from those of its sample; `plan` has a stage a segment."""
+def _computed(stage: Stage) -> Stage:
+    """What of a stage changes how it is computed."""
+    return replace(stage, first=0, last=1, rest=Rest(activations=stage.rest.activations))
+
+
+def expand(costs: Costs, chosen: Sample, plan: Plan, facts: Facts) -> Costs:
+    """Costs of the whole model, whose facts are given, from those of its sample; `plan` has a
+    stage a segment."""
     assert all(stage.last == stage.first + 1 for stage in plan.stages)
-    actions: dict[tuple[Kind, int], ActionCost] = {}
+    actions: dict[Moved, ActionCost] = {}
     for segment, place in enumerate(chosen.stands):
-        for (kind, stage), cost in costs.actions.items():
+        for (kind, state, stage), cost in costs.actions.items():
             if stage == place:
-                actions[kind, segment] = cost
+                actions[kind, state, segment] = cost
     last = len(chosen.stands) - 1
-    names = ["prologue", *(f"block {i}" for i in range(last - 1)), "epilogue"]
-    segments = tuple(
-        (name, costs.segments[place][1]) for name, place in zip(names, chosen.stands, strict=True)
-    )
-    static = {name: n for name, n in costs.static.items() if name == "data"}
-    for _, held in segments:
-        for name, count in held.items():
-            static[name] = static.get(name, 0) + count
-    return Costs(static, actions, segments)
+    names = ("prologue", *(f"block {i}" for i in range(last - 1)), "epilogue")
+    return Costs(costs.data, actions, names, facts)

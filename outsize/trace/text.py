@@ -4,7 +4,7 @@
     {"worker": 0, "lane": "compute", "kind": "FORWARD", "stage": 0, "microbatch": 0,
      "start": 0.0, "end": 0.5, "live": {"device/activations": 4096}, "peak": 8192}]}
 
-Times are seconds, memory is bytes. Equal traces give equal text.
+An action on one part of a stage has "part" too. Times are seconds, memory is bytes. Equal traces give equal text.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def _line(number: int, event: Event) -> str:
         "live": dict(sorted(event.live.items())),
         "peak": event.peak,
     }
+    if event.part >= 0:
+        fields["part"] = event.part
     return json.dumps(fields)
 
 
@@ -147,6 +149,7 @@ def _event(item: object, where: str) -> Event:
         end=end,
         live=_live(item.get("live", {}), where),
         peak=_whole({"peak": item.get("peak", 0)}, "peak", where, 0),
+        part=_whole({"part": item.get("part", -1)}, "part", where, -1),
     )
 
 

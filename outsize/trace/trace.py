@@ -24,11 +24,13 @@ class Event:
     end: float
     live: Mapping[str, int] = field(default_factory=dict)  # bytes by "tier/kind" after the action
     peak: int = 0  # highest bytes on the device tier while it ran; 0 where not measured
+    part: int = -1  # -1: the whole stage
 
     @property
     def name(self) -> str:
         """Short label, as "FORWARD s2 m0"."""
-        stage = "" if self.stage < 0 else f" s{self.stage}"
+        part = "" if self.part < 0 else f"#{self.part}"
+        stage = "" if self.stage < 0 else f" s{self.stage}{part}"
         microbatch = "" if self.microbatch < 0 else f" m{self.microbatch}"
         return f"{self.kind}{stage}{microbatch}"
 

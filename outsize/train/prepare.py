@@ -183,7 +183,7 @@ class Prepared:
         if self._job is None:
             self._job = self._make(batch)
         if self._torch is not None:
-            self._job.groups = _groups(self._torch)
+            self._job.updates.groups = _groups(self._torch)
             self._torch._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
             lr = 1.0
         return self._job.step(batch, lr)

@@ -51,7 +51,7 @@ def save(store: Store, job: Job, config: DecoderConfig, resolved: Resolved, plac
 
     def files(directory: Path) -> None:
         source = dict(config.source)
-        dtype = str(next(t for _, t in job.weights()).dtype).removeprefix("torch.")
+        dtype = str(job.weights_dtype).removeprefix("torch.")
         keys = [key for key in ("dtype", "torch_dtype") if key in source] or ["torch_dtype"]
         text = json.dumps(source | dict.fromkeys(keys, dtype), indent=2)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -66,15 +66,22 @@ def restore(checkpoint: Checkpoint, job: Job, config: DecoderConfig) -> Place:
     OutsizeError, naming the tensor, for one of another model or optimizer.
     """
     _check_names(checkpoint, job, layout(config))
-    weights = dict(job.weights())
-    with torch.no_grad():
-        for entry in layout(config):
-            theirs = tuple(checkpoint.tensor(WEIGHTS, name) for name in entry.theirs)
-            for name, found in zip(entry.ours, entry.split(theirs), strict=True):
-                _fill(checkpoint, name, weights[name], found)
-        for name, state in job.optimizer_state():
-            checkpoint.tensor(OPTIMIZER, name, out=state)
-    job.restore_counts(_counts(checkpoint.meta.get("updates"), weights))
+    entries = {name: entry for entry in layout(config) for name in entry.ours}
+    last: dict[str, Tensor] = {}  # of the entry that was split last: its parameters come together
+
+    def value(name: str) -> Tensor:
+        if name not in last:
+            entry = entries[name]
+            theirs = tuple(checkpoint.tensor(WEIGHTS, other) for other in entry.theirs)
+            last.clear()
+            last.update(zip(entry.ours, entry.split(theirs), strict=True))
+        return _fitting(checkpoint, name, job.owners[name], last[name])
+
+    def state(name: str, out: Tensor) -> None:
+        checkpoint.tensor(OPTIMIZER, name, out=out)
+
+    job.load(value, state)
+    job.restore_counts(_counts(checkpoint.meta.get("updates"), job.owners))
     return place_of(checkpoint)
 
 
@@ -122,9 +129,9 @@ def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
 
 def _tensors(job: Job, stored: tuple[Stored, ...]) -> Iterator[tuple[str, str, Tensor]]:
     """(group, name, tensor) in Hugging Face's names; copies exist for one entry at a time."""
-    weights = dict(job.weights())
+    weights = job.weight_reader()
     for entry in stored:
-        theirs = entry.merge(tuple(weights[name] for name in entry.ours))
+        theirs = entry.merge(tuple(weights(name) for name in entry.ours))
         for name, tensor in zip(entry.theirs, theirs, strict=True):
             yield WEIGHTS, name, tensor
     for name, tensor in job.optimizer_state():
@@ -135,7 +142,7 @@ def _check_names(checkpoint: Checkpoint, job: Job, stored: tuple[Stored, ...]) -
     """Everything is there, and nothing else, before anything is overwritten."""
     wanted = {
         WEIGHTS: {name for entry in stored for name in entry.theirs},
-        OPTIMIZER: {name for name, _ in job.optimizer_state()},
+        OPTIMIZER: set(job.state_names()),
     }
     for group, names in wanted.items():
         found = set(checkpoint.names(group))
@@ -147,16 +154,16 @@ def _check_names(checkpoint: Checkpoint, job: Job, stored: tuple[Stored, ...]) -
             )
 
 
-def _fill(checkpoint: Checkpoint, name: str, view: Tensor, found: Tensor) -> None:
-    if view.shape != found.shape:
+def _fitting(checkpoint: Checkpoint, name: str, owner: Tensor, found: Tensor) -> Tensor:
+    if owner.shape != found.shape:
         raise OutsizeError(
             f"checkpoint {checkpoint.path}: {name} has shape {tuple(found.shape)}, expected"
-            f" {tuple(view.shape)}: it is of another model"
+            f" {tuple(owner.shape)}: it is of another model"
         )
-    view.copy_(found)
+    return found
 
 
-def _counts(found: Any, weights: Mapping[str, Tensor]) -> dict[str, int]:
+def _counts(found: Any, weights: Mapping[str, object]) -> dict[str, int]:
     good = isinstance(found, dict) and all(
         name in weights and isinstance(count, int) for name, count in found.items()
     )

@@ -19,7 +19,7 @@ from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.search import Wish, choose, foretell, native_makers
-from outsize.search.single import _candidates
+from outsize.search.single import _candidates, facts_of_model
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
@@ -61,10 +61,11 @@ def test_a_graded_plan_composed_is_the_plan_rehearsed(family, name, split):
     plan = Plan(5, GRADED[name], 4, 2, 32, WISH.precision, split_backward=split)
     chosen = sample(config, plan)
     small = rehearse(chosen.plan, *native_makers(chosen.config, WISH))
-    composed = expand(small, chosen, plan)
+    composed = expand(small, chosen, plan, facts_of_model(config, WISH))
     direct = rehearse(plan, *native_makers(config, WISH))
-    assert composed.static == direct.static and composed.segments == direct.segments
+    assert composed.data == direct.data and composed.facts == direct.facts
     ours, theirs = compose(plan, composed, HARDWARE), compose(plan, direct, HARDWARE)
+    assert ours.static == theirs.static and ours.segments == theirs.segments
     assert ours.peak == theirs.peak
     assert [e.peak for e in ours.trace.events] == [e.peak for e in theirs.trace.events]
     assert [e.live for e in ours.trace.events] == [e.live for e in theirs.trace.events]

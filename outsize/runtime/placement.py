@@ -1,0 +1,279 @@
+"""Placement: where the states of a job's chunks lie, and the schedule that goes with it.
+
+Everything here is arithmetic on the chunks' tables: a forecast asks the same functions as a job, so
+what is foretold is what is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.memory import ChunkTable
+from outsize.memory.arrange import arrange, least
+from outsize.memory.chunk import Dtypes
+from outsize.memory.store import rounded
+from outsize.plan import DEVICE, Plan
+from outsize.schedule import Lane, Schedule, State, compile_forward, compile_plan
+from outsize.schedule.offload import offload, visits
+from outsize.schedule.residency import Item, Residency, Room, item
+
+PARAMETERS, GRADIENTS, MASTER = "parameters", "gradients", "master"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [first, last) of one state of a chunk, at a byte offset of an item's room.
+
+    what: "parameters", "gradients", "master" or the name of an optimizer state. load, store:
+    whether it is read from its tier when the item comes, written when it goes.
+    """
+
+    chunk: int
+    what: str
+    first: int
+    last: int
+    dtype: torch.dtype
+    offset: int
+    load: bool = True
+    store: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return (self.last - self.first) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [first, last) of a chunk that are updated as one part of their stage."""
+
+    chunk: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the states of a plan's chunks go.
+
+    tables: of the chunks. uses: by segment, the segments whose parameters its computation reads.
+    states: names of the optimizer's. whole: an update needs whole chunks (matrix optimizers).
+    host: names of the tiers that are memory, where parts can be updated as they rest.
+    """
+
+    plan: Plan
+    tables: tuple[ChunkTable, ...]
+    uses: tuple[tuple[int, ...], ...]
+    dtypes: Dtypes
+    states: tuple[str, ...]
+    whole: bool = False
+    host: frozenset[str] = frozenset()
+
+    # -- chunks and stages ----------------------------------------------------------------------
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """By segment, its stage."""
+        owners = ((i, s) for i, s in enumerate(self.plan.stages) for _ in range(s.first, s.last))
+        return tuple(index for index, _ in owners)
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, its chunks."""
+        found: list[list[int]] = [[] for _ in self.plan.stages]
+        for index, table in enumerate(self.tables):
+            found[self.stage_of[table.segment]].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def first(self) -> int:
+        """The first stage that is trained; their number where none is."""
+        stages = (self.stage_of[t.segment] for t in self.tables if t.trainable)
+        return min(stages, default=len(self.plan.stages))
+
+    def stage_uses(self, stage: int) -> tuple[int, ...]:
+        """The stages whose parameters a stage computes with, itself first."""
+        here = self.plan.stages[stage]
+        others = (self.stage_of[u] for i in range(here.first, here.last) for u in self.uses[i])
+        return tuple(dict.fromkeys((stage, *others)))
+
+    def tier(self, chunk: int, what: str) -> str:
+        """Where a state of a chunk rests."""
+        rest = self.plan.stages[self.stage_of[self.tables[chunk].segment]].rest
+        kinds = {PARAMETERS: rest.parameters, GRADIENTS: rest.gradients}
+        return kinds.get(what, rest.optimizer)
+
+    def held(self, chunk: int) -> Iterator[tuple[str, torch.dtype]]:
+        """The states that a chunk has, with their dtypes."""
+        table = self.tables[chunk]
+        own = self.dtypes.parameters
+        yield PARAMETERS, torch.promote_types(torch.float32, own) if table.wide else own
+        if table.trainable:
+            yield GRADIENTS, self.dtypes.gradients
+            if self.dtypes.master is not None:
+                yield MASTER, self.dtypes.master
+            for name in self.states:
+                yield name, self.dtypes.optimizer
+
+    # -- items and their spans ------------------------------------------------------------------
+
+    @cached_property
+    def pieces(self) -> Mapping[int, tuple[Piece, ...]]:
+        """By stage whose optimizer states rest below, the parts of its update."""
+        found: dict[int, tuple[Piece, ...]] = {}
+        for stage, chunks in enumerate(self.chunks_of):
+            mine = [p for c in chunks for p in self._pieces(c)]
+            if self.plan.stages[stage].rest.optimizer != DEVICE and mine:
+                found[stage] = tuple(mine)
+        return found
+
+    def _pieces(self, chunk: int) -> Iterator[Piece]:
+        table = self.tables[chunk]
+        if not table.trainable or not (self.states or self.dtypes.master):
+            return
+        step = table.numel if self.whole else self.plan.stream.part
+        for first in range(0, table.numel, step):
+            yield Piece(chunk, first, min(first + step, table.numel))
+
+    @cached_property
+    def residency(self) -> Residency:
+        """What passes through the pool, without rooms."""
+        plan = self.plan
+        stages = range(len(plan.stages))
+        learning = {self.stage_of[t.segment] for t in self.tables if t.trainable}
+        below = [s for s in stages if plan.stages[s].rest.gradients != DEVICE and s in learning]
+        return Residency(
+            tuple(self.stage_uses(s) for s in stages),
+            frozenset(s for s in stages if plan.stages[s].rest.parameters != DEVICE),
+            frozenset(below),
+            {s: len(pieces) for s, pieces in self.pieces.items()},
+            plan.update == "behind" and not plan.stream.host,
+            frozenset(stages) if self.dtypes.master is None else frozenset(),
+            frozenset(s for s in stages if plan.stages[s].spills),
+        )
+
+    @cached_property
+    def spans(self) -> Mapping[Item, tuple[Span, ...]]:
+        """What every item holds, one after the other from the beginning of its room."""
+        found: dict[Item, tuple[Span, ...]] = {}
+        for stage, chunks in enumerate(self.chunks_of):
+            for state, what, stages in (
+                (State.PARAMETERS, PARAMETERS, self.residency.parameters),
+                (State.GRADIENTS, GRADIENTS, self.residency.gradients),
+            ):
+                if stage in stages:
+                    found[item(state, stage)] = _packed(self._whole(chunks, what))
+            for part, piece in enumerate(self.pieces.get(stage, ())):
+                found[item(State.OPTIMIZER, stage, part)] = _packed(self.bundle(stage, piece))
+        return found
+
+    def _whole(self, chunks: Sequence[int], what: str) -> Iterator[Span]:
+        for chunk in chunks:
+            for name, dtype in self.held(chunk):
+                if name == what:
+                    yield Span(chunk, what, 0, self.tables[chunk].numel, dtype, 0)
+
+    def bundle(self, stage: int, piece: Piece) -> Iterator[Span]:
+        """What an update of a part needs that is not on the device."""
+        residency = self.residency
+        for what, dtype in self.held(piece.chunk):
+            load = store = True
+            if what == PARAMETERS:
+                if residency.direct or stage not in residency.parameters:
+                    continue
+                load = self.dtypes.master is None
+            elif what == GRADIENTS:
+                if residency.direct or stage not in residency.gradients:
+                    continue
+                store = False
+            yield Span(piece.chunk, what, piece.first, piece.last, dtype, 0, load, store)
+
+    @cached_property
+    def sizes(self) -> Mapping[Item, int]:
+        """Bytes of every item's room."""
+        return {name: sum(rounded(span.bytes) for span in ss) for name, ss in self.spans.items()}
+
+    # -- schedules ------------------------------------------------------------------------------
+
+    @cached_property
+    def lanes(self) -> Mapping[int, tuple[Lane, ...]]:
+        """By stage, where its parts are updated: the device, or where they rest.
+
+        Of `stream.host` parts one goes over the device (Maurya et al., "Deep Optimizer States",
+        2024), the others are updated on the host, on tiers that are memory.
+        """
+        every = self.plan.stream.host
+        found: dict[int, tuple[Lane, ...]] = {}
+        for stage, pieces in self.pieces.items():
+            rest = self.plan.stages[stage].rest
+            at_rest = every and {rest.optimizer, rest.gradients} <= self.host
+            found[stage] = tuple(
+                Lane.HOST if at_rest and (part + 1) % every else Lane.COMPUTE
+                for part in range(len(pieces))
+            )
+        return found
+
+    @cached_property
+    def base(self) -> Schedule:
+        """The step's computing actions alone."""
+        if self.plan.update == "behind" and self.plan.stream.host:
+            raise OutsizeError(
+                "plan: update is 'behind' and stream.host is"
+                f" {self.plan.stream.host}; expected update 'apart', or stream.host 0"
+            )
+        return compile_plan(self.plan, self.first, self.lanes)
+
+    @cached_property
+    def pooled(self) -> Mapping[Item, int]:
+        """Bytes of the items that pass through the pool: not those updated where they rest."""
+        needed = {name for visit in visits(self.base, self.residency) for name in visit}
+        return {name: size for name, size in self.sizes.items() if name in needed}
+
+    @cached_property
+    def rooms(self) -> Mapping[Item, Room]:
+        """The rooms of all items that pass through the pool."""
+        if not self.pooled:
+            return {}
+        stream = self.plan.stream
+        order = visits(self.base, self.residency)
+        ahead = stream.resident - 1
+        pool = stream.pool or least(order, self.pooled, ahead, stream.returned)
+        anew = [name for name in self.pooled if name.startswith(State.GRADIENTS)]
+        made = arrange(order, self.pooled, pool, ahead, stream.returned, stream.policy, made=anew)
+        return {name: (made.offsets[name], size) for name, size in self.pooled.items()}
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool."""
+        return max((offset + size for offset, size in self.rooms.values()), default=0)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """One step."""
+        return self._streamed(self.base, self.residency)
+
+    def evaluation(self, microbatches: int) -> Schedule:
+        """So many microbatches forward, through the same rooms."""
+        base = compile_forward(len(self.plan.stages), microbatches)
+        spare = replace(self.residency, spills=frozenset())
+        return self._streamed(replace(base, first=len(self.plan.stages)), spare)
+
+    def _streamed(self, base: Schedule, residency: Residency) -> Schedule:
+        if not self.rooms and not residency.spills and not self.pieces:
+            return base
+        stream = self.plan.stream
+        placed = replace(residency, rooms=self.rooms)
+        return offload(base, placed, stream.resident - 1, stream.returned)
+
+
+def _packed(spans: Iterator[Span]) -> tuple[Span, ...]:
+    """Spans one after the other."""
+    offset, found = 0, []
+    for span in spans:
+        found.append(replace(span, offset=offset))
+        offset += rounded(span.bytes)
+    return tuple(found)

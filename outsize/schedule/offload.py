@@ -1,0 +1,200 @@
+"""The pass that lets states pass through the pool: it inserts FETCH and EVICT into a schedule.
+
+Rooms are given; bringing an item in throws out whatever shares bytes with its room, so what is
+fetched when follows from playing the step. A FETCH stands as early as its room is free and the
+window of stages allows, an EVICT right behind the last change; the lanes do the rest. Optimizer
+states: Rajbhandari et al., "ZeRO-Infinity", 2021; parameters: "Superpipeline", 2024; activations:
+Wu et al., "SSDTrain", 2024.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.residency import Item, Residency, Room, item, overlap
+from outsize.schedule.schedule import Schedule
+
+SPILL_AHEAD = 2  # compute actions before the one that reads activations: when they are asked for
+
+
+def visits(schedule: Schedule, residency: Residency) -> tuple[frozenset[Item], ...]:
+    """The items that are needed together, in order: what the rooms are arranged for."""
+    found = (needed for needed, _ in _visits(schedule, residency))
+    return tuple(needed for needed in found if needed)
+
+
+def _visits(schedule: Schedule, residency: Residency) -> list[tuple[frozenset[Item], list[int]]]:
+    """Runs of computing actions that need the same items, with the actions' places."""
+    runs: list[tuple[frozenset[Item], list[int]]] = []
+    last, first = schedule.stages - 1, schedule.first
+    for index, action in enumerate(schedule.workers[0]):
+        needed = frozenset(residency.needs(action, last, first))
+        if runs and runs[-1][0] == needed:
+            runs[-1][1].append(index)
+        else:
+            runs.append((needed, [index]))
+    return runs
+
+
+@dataclass
+class _Stay:
+    """One stay of an item in the pool: computing actions [first, last] have it."""
+
+    item: Item
+    fetch: int | None  # the place before which it is fetched; None: made here, or there before
+    last: int
+    changed: int | None = None  # the last action that changed it
+    dead: bool = False  # nobody reads it again before it is made anew
+
+
+@dataclass
+class _Pool:
+    """The pool while a step is played."""
+
+    rooms: Mapping[Item, Room]
+    present: dict[Item, _Stay] = field(default_factory=dict)
+    stays: list[_Stay] = field(default_factory=list)
+    left: dict[Room, int] = field(default_factory=dict)  # the last action that used a room
+
+    def enter(self, name: Item, at: int, earliest: int, new: bool) -> None:
+        """Bring an item in for action `at`; throws out what shares its room."""
+        room = self.rooms[name]
+        for other in [o for o in self.present if overlap(self.rooms[o], room)]:
+            self.leave(other)
+        used = (last for other, last in self.left.items() if overlap(other, room))
+        free = max(earliest, *(last + 1 for last in used), 0)
+        stay = _Stay(name, None if new else free, at)
+        self.present[name] = stay
+        self.stays.append(stay)
+
+    def leave(self, name: Item) -> None:
+        stay, room = self.present.pop(name), self.rooms[name]
+        self.left[room] = max(stay.last, self.left.get(room, -1))
+
+    def begin(self) -> frozenset[Item]:
+        """A new step: what is there still, of what may be used again."""
+        kept = [n for n in self.present if not n.startswith(State.GRADIENTS)]
+        self.present = {name: _Stay(name, None, -1) for name in kept}
+        self.stays, self.left = list(self.present.values()), {}
+        return frozenset(kept)
+
+
+def offload(
+    schedule: Schedule, residency: Residency, ahead: int = 1, returned: int = 1
+) -> Schedule:
+    """The schedule with what passes through the pool fetched and evicted.
+
+    ahead: stages that may be fetched before the one at work; returned: given back at a time.
+    """
+    pool = _Pool(residency.rooms)
+    runs = _visits(schedule, residency)
+    start: frozenset[Item] = frozenset()
+    for _ in range(2):  # the second time begins with what a step leaves there
+        start = pool.begin()
+        _play(schedule, residency, pool, runs, ahead, returned)
+    before, after = _moves(pool.stays)
+    _spill(schedule, residency.spills, before, after)
+    worker: list[Action] = []
+    for index, action in enumerate(schedule.workers[0]):
+        worker += [*before[index], action, *after[index]]
+    return replace(schedule, workers=(tuple(worker),), residency=replace(residency, start=start))
+
+
+def _play(
+    schedule: Schedule,
+    residency: Residency,
+    pool: _Pool,
+    runs: Sequence[tuple[frozenset[Item], list[int]]],
+    ahead: int,
+    returned: int,
+) -> None:
+    actions = schedule.workers[0]
+    busy = [number for number, (needed, _) in enumerate(runs) if needed]
+    turn = {number: place for place, number in enumerate(busy)}
+    known: set[Item] = set()  # gradients that exist in this step
+    for number, (needed, places) in enumerate(runs):
+        for index in places:
+            _outdate(residency, actions[index], index, pool)
+        if not needed:
+            continue
+        window = -(-(turn[number] - ahead) // returned) * returned
+        earliest = runs[busy[max(0, min(window, turn[number]))]][1][0]
+        for name in sorted(needed):
+            new = name not in known and residency.adds(actions[places[0]], name)
+            if new or name not in pool.present:
+                pool.enter(name, places[0], earliest, new)
+            known.add(name)
+        for index in places:
+            _touch(residency, actions[index], index, needed, pool)
+
+
+def _outdate(residency: Residency, action: Action, index: int, pool: _Pool) -> None:
+    """An update of a part that rests below changes parameters that the pool may still hold."""
+    if action.kind is not Kind.UPDATE or action.part == WHOLE or residency.direct:
+        return
+    name = item(State.PARAMETERS, action.stage)
+    if name in pool.present:
+        pool.present[name].last = index  # the update writes there too
+        if action.lane is Lane.HOST:
+            pool.leave(name)
+
+
+def _touch(
+    residency: Residency, action: Action, index: int, needed: Iterable[Item], pool: _Pool
+) -> None:
+    for name in needed:
+        stay = pool.present[name]
+        stay.last = index
+        if residency.changes(action, name):
+            stay.changed = index
+        if residency.consumes(action, name):
+            stay.dead = True
+
+
+def _moves(
+    stays: Iterable[_Stay],
+) -> tuple[defaultdict[int, list[Action]], defaultdict[int, list[Action]]]:
+    before: defaultdict[int, list[Action]] = defaultdict(list)
+    after: defaultdict[int, list[Action]] = defaultdict(list)
+    for stay in stays:
+        if stay.fetch is not None:
+            before[stay.fetch].append(_move(Kind.FETCH, Lane.FETCH, stay.item))
+        if stay.changed is not None and not stay.dead:
+            after[stay.changed].append(_move(Kind.EVICT, Lane.EVICT, stay.item))
+    return before, after
+
+
+def _move(kind: Kind, lane: Lane, name: Item) -> Action:
+    state, _, where = name.partition(" ")
+    stage, _, part = where.partition("#")
+    return Action(
+        kind, int(stage), lane=lane, state=State(state), part=int(part) if part else WHOLE
+    )
+
+
+def _spill(
+    schedule: Schedule,
+    stages: frozenset[int],
+    before: defaultdict[int, list[Action]],
+    after: defaultdict[int, list[Action]],
+) -> None:
+    """Activations leave behind FORWARD and come back in time for what reads them first."""
+    actions = schedule.workers[0]
+    made: dict[tuple[int, int], int] = {}
+    for index, action in enumerate(actions):
+        here = (action.stage, action.microbatch)
+        if action.stage not in stages or action.microbatch == WHOLE:
+            continue
+        if action.kind is Kind.FORWARD:
+            made[here] = index
+        elif here in made:
+            left = made.pop(here)
+            if index - left <= SPILL_AHEAD:  # it is read before it could be gone
+                continue
+            move = Action(Kind.EVICT, *here, Lane.EVICT, state=State.ACTIVATIONS)
+            after[left].append(move)
+            back = replace(move, kind=Kind.FETCH, lane=Lane.FETCH)
+            before[max(left + 1, index - SPILL_AHEAD)].append(back)

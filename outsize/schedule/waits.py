@@ -1,0 +1,141 @@
+"""What each action of a worker waits for: the hazards between lanes.
+
+The list of a worker is one order in which everything could run, one action after another. Lanes
+run beside each other as far as that changes no result: an action waits for earlier ones that wrote
+what it reads, or read or wrote what it writes. Besides, nothing leaves its lane's queue before the
+computing action that stands before it in the list has ended: so a place in the list is the earliest
+start, and what is in memory does not depend on how fast the lanes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.residency import Item, Presence, Residency, Room, item, moved, overlap
+from outsize.schedule.schedule import Schedule
+
+Resource = tuple[object, ...]
+Waits = tuple[tuple[int, ...], ...]
+
+
+def waits(schedule: Schedule, worker: int = 0) -> Waits:
+    """For every action the places of those it waits for, at most one of each other lane."""
+    actions = schedule.workers[worker]
+    if all(action.lane is Lane.COMPUTE for action in actions):
+        return ((),) * len(actions)
+    reader = _Reader(schedule)
+    books: dict[Resource, _Book] = {}
+    found: list[tuple[int, ...]] = []
+    last_compute = -1
+    for index, action in enumerate(actions):
+        latest: dict[Lane, int] = {}
+        if action.lane is not Lane.COMPUTE and last_compute >= 0:
+            latest[Lane.COMPUTE] = last_compute
+        for resource, writes in reader.uses(action):
+            books.setdefault(resource, _Book()).enter(action.lane, index, writes, latest)
+        latest.pop(action.lane, None)
+        found.append(tuple(sorted(latest.values())))
+        if action.lane is Lane.COMPUTE:
+            last_compute = index
+    return tuple(found)
+
+
+def settled(schedule: Schedule, worker: int = 0) -> dict[int, tuple[int, ...]]:
+    """Which EVICTs of activations must have ended before which action begins, by its place.
+
+    Their bytes are let go there: before the second computing action after the EVICT, or at the end
+    (the place behind the last action).
+    """
+    actions = schedule.workers[worker]
+    due: dict[int, list[int]] = {}
+    waiting: list[tuple[int, int]] = []  # (place, computing actions since)
+    for index, action in enumerate(actions):
+        if action.lane is Lane.COMPUTE:
+            for place, seen in waiting:
+                if seen == 1:
+                    due.setdefault(index, []).append(place)
+            waiting = [(place, seen + 1) for place, seen in waiting if seen == 0]
+        elif action.kind is Kind.EVICT and action.state is State.ACTIVATIONS:
+            waiting.append((index, 0))
+    if waiting:
+        due[len(actions)] = [place for place, _ in waiting]
+    return {index: tuple(places) for index, places in due.items()}
+
+
+@dataclass
+class _Book:
+    """Who used a resource last: the last writer, and readers since, the last of each lane."""
+
+    writer: tuple[Lane, int] | None = None
+    readers: dict[Lane, int] = field(default_factory=dict)
+
+    def enter(self, lane: Lane, index: int, writes: bool, latest: dict[Lane, int]) -> None:
+        if self.writer is not None:
+            _later(latest, *self.writer)
+        if not writes:
+            self.readers[lane] = index
+            return
+        for other, place in self.readers.items():
+            _later(latest, other, place)
+        self.writer, self.readers = (lane, index), {}
+
+
+def _later(latest: dict[Lane, int], lane: Lane, index: int) -> None:
+    latest[lane] = max(index, latest.get(lane, -1))
+
+
+class _Reader:
+    """What actions of a schedule read and write."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.last, self.first = schedule.stages - 1, schedule.first
+        self.residency = schedule.residency or Residency(())
+        self.presence = Presence(self.residency, self.last, self.first)
+        rooms = set(self.residency.rooms.values())
+        self.outdated = False
+        self.beside: dict[Room, tuple[Room, ...]] = {
+            room: tuple(other for other in rooms if overlap(room, other)) for room in rooms
+        }
+
+    def uses(self, action: Action) -> Iterator[tuple[Resource, bool]]:
+        """(resource, whether it is written), of the next action of the list."""
+        residency = self.residency
+        self.outdated = self.presence.outdated(action)
+        self.presence.step(action)
+        for name in residency.loads(action):
+            yield ("rest", name), False
+        for name in residency.stores(action):
+            yield ("rest", name), True
+        if action.kind in (Kind.FETCH, Kind.EVICT):
+            yield from self._move(action)
+        else:
+            yield from self._compute(action)
+
+    def _move(self, action: Action) -> Iterator[tuple[Resource, bool]]:
+        if action.state is State.ACTIVATIONS:
+            yield ("activations", action.stage, action.microbatch), True
+        else:
+            yield from self._room(moved(action), action.kind is Kind.FETCH)
+
+    def _room(self, name: Item, writes: bool) -> Iterator[tuple[Resource, bool]]:
+        room = self.residency.rooms[name]
+        if not writes:
+            yield ("room", room), False
+            return
+        for other in self.beside[room]:
+            yield ("room", other), True
+
+    def _compute(self, action: Action) -> Iterator[tuple[Resource, bool]]:
+        residency, s = self.residency, action.stage
+        for name in residency.needs(action, self.last, self.first):
+            yield from self._room(name, residency.changes(action, name))
+        if action.microbatch != WHOLE and s in residency.spills:
+            yield ("activations", s, action.microbatch), action.kind is Kind.FORWARD
+        if action.kind is Kind.NORM:
+            yield ("norm",), True
+        elif action.kind is Kind.UPDATE and not residency.direct:
+            yield ("norm",), False
+        if self.outdated:
+            yield from self._room(item(State.PARAMETERS, s), True)
