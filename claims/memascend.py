@@ -1,0 +1,155 @@
+"""Claim: buffers sized by the plan halve the host memory of training that is offloaded to disk.
+
+Liaw and Chen, "MemAscend: System Memory Optimization for SSD-Offloaded LLM Fine-Tuning", 2025:
+55.7% less on average than ZeRO-Infinity, whose host memory they take apart into a pool of equal
+buffers as large as the largest tensor, pinned allocations rounded up to powers of two, and the
+temporaries of a check of all gradients for overflow. The baseline here is that description in
+arithmetic over real shapes; ours are buffers that are allocated; both checks are run and measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from verdict import verdict
+
+from outsize.memory import format_bytes
+from outsize.memory.disk import staging_bytes
+from outsize.memory.store import pool, rounded
+
+IN_FLIGHT = 2  # blocks: one that computes, one that arrives
+SUBGROUP, STATES = 100_000_000, 4  # elements; gradient, weights and two moments in float32
+BF16, FP32 = 2, 4
+CHECKED = 256 << 20  # bytes
+RESET, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: hidden and inner size, blocks, size of keys, vocabulary, one table or two."""
+
+    hidden: int
+    inner: int
+    layers: int
+    kv: int
+    vocabulary: int
+    tables: int = 2
+
+    @property
+    def block(self) -> list[int]:
+        """Elements of the matrices of a block."""
+        square, narrow, wide = (self.hidden * d for d in (self.hidden, self.kv, self.inner))
+        return [square, narrow, narrow, square, wide, wide, wide]
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * sum(self.block) + self.tables * self.embedding
+
+
+SHAPES = {
+    "Llama 1.1B": Shape(2048, 5632, 22, 256, 32000),
+    "Llama 2 7B": Shape(4096, 11008, 32, 4096, 32000),
+    "Llama 3.1 8B": Shape(4096, 14336, 32, 1024, 128256),
+    "Qwen 2.5 3B": Shape(2048, 11008, 36, 256, 151936, tables=1),
+    "Qwen 2.5 7B": Shape(3584, 18944, 28, 512, 152064),
+    "Qwen 2.5 14B": Shape(5120, 13824, 48, 1024, 152064),
+}
+
+
+def power_of_two(nbytes: int) -> int:
+    """What PyTorch's pinned allocator takes for nbytes."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+def temporaries(check: Callable[[Tensor], object]) -> float:
+    """Bytes that a check of gradients makes at its peak, by byte checked. From the system, since
+    some are made where no ledger of operators looks."""
+    gradients = pool(CHECKED).view(torch.float32)
+    check(gradients)  # loads what is loaded at the first use
+    gc.collect()
+    RESET.write_text("5")  # VmHWM starts again from what is resident
+    before = high_water()
+    check(gradients)
+    return (high_water() - before) / gradients.nbytes
+
+
+def high_water() -> int:
+    """Most bytes that this process has held since the mark was set back."""
+    (line,) = [x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def baseline(shape: Shape, check: float) -> dict[str, int]:
+    """Host bytes of ZeRO-Infinity as the paper takes them apart."""
+    tensors = IN_FLIGHT * len(shape.block) + 1
+    largest = BF16 * max(*shape.block, shape.embedding)
+    gradients = FP32 * shape.parameters
+    return {
+        "parameters": power_of_two(tensors * largest),
+        "gradients": power_of_two(gradients),
+        "check": int(check * gradients),
+        "states": STATES * power_of_two(FP32 * SUBGROUP),
+    }
+
+
+def planned(shape: Shape, check: float) -> dict[str, int]:
+    """The same payload in our buffers: exact, but for the pages at their ends."""
+    gradients = FP32 * shape.parameters
+    parameters = IN_FLIGHT * rounded(BF16 * sum(shape.block)) + rounded(BF16 * shape.embedding)
+    return {
+        "parameters": parameters,
+        "gradients": rounded(gradients),
+        "check": int(check * gradients),
+        "states": STATES * rounded(FP32 * SUBGROUP) + staging_bytes(),
+    }
+
+
+def held(sizes: list[int]) -> float:
+    """Resident bytes of buffers of these sizes, over the bytes asked for."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    buffers = [pool(size) for size in sizes]
+    taken = process.memory_info().rss - before
+    return taken / sum(buffer.nbytes for buffer in buffers)
+
+
+def main() -> None:
+    theirs = temporaries(lambda x: bool(x.isinf().any()) or bool(x.isnan().any()))
+    ours = temporaries(lambda x: bool(torch.linalg.vector_norm(x).isfinite()))
+    saved = []
+    for name, shape in SHAPES.items():
+        before, after = baseline(shape, theirs), planned(shape, ours)
+        saved.append(1 - sum(after.values()) / sum(before.values()))
+        parts = ", ".join(
+            f"{part} {format_bytes(before[part])} -> {format_bytes(after[part])}" for part in before
+        )
+        print(f"{name:13}{saved[-1]:4.0%} less: {parts}", file=sys.stderr)
+    small = SHAPES["Llama 1.1B"]
+    blocks = [BF16 * sum(small.block)] * IN_FLIGHT
+    real = held([*blocks, BF16 * small.embedding])
+    mean = sum(saved) / len(saved)
+    verdict(
+        'Liaw and Chen, "MemAscend", 2025',
+        "55.7% less peak host memory on average than ZeRO-Infinity",
+        f"{mean:.1%} less on average, {min(saved):.1%} to {max(saved):.1%}; buffers of the 1.1B"
+        f" shape hold {real:.3f} of the bytes asked for; the check makes {ours:.2f} bytes a byte,"
+        f" {theirs:.2f} in the baseline",
+        mean >= 0.5 and abs(real - 1) < 0.02 and ours < 0.01,
+        f"{len(SHAPES)} shapes, {IN_FLIGHT} blocks in flight, float32 gradients on the host on both"
+        " sides; baseline computed from the paper's description, not run",
+    )
+
+
+if __name__ == "__main__":
+    main()
