@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import OutsizeError
 from outsize.memory.arrange import Arrangement, Traffic, arrange, bound, least, traffic
-from outsize.memory.residency import kept, shortest, windows
+from outsize.memory.residency import Gap, fit, gaps, kept, shortest, windows
 
 POLICIES = ("belady", "lru", "static")
 
@@ -161,6 +161,7 @@ def test_what_is_kept_fits_beside_the_needs(problem, share):
     ):
         held = [sum(sizes[i] for i in window) for window in cycle]
         for gap in taken:
+            assert gap.stop < len(cycle) or gap.item not in made
             for w in range(gap.start + 1, gap.stop):
                 assert gap.item not in cycle[w % len(cycle)]
                 held[w % len(cycle)] += sizes[gap.item]
@@ -235,6 +236,11 @@ def test_gradients_made_anew_are_not_kept_over_the_end():
     got, other = (traffic(visits, sizes, a.offsets, made).fetched for a in (known, blind))
     assert got < other
     assert got <= 1.05 * bound(visits, sizes, capacity, made=made)
+    assert bound([["a"], ["b"]], {"a": 1, "b": 1}, 1, made=["b"]) == 1
+    # What is used up lies in nobody's way: only b, for which a must not go.
+    around, alike = [["a"], ["g"], ["b"], ["a"]], {"a": 1, "g": 1, "b": 1}
+    assert bound(around, alike, 2, "lru") == 3
+    assert bound(around, alike, 2, "lru", made=["g"]) == 1
     backward = visits[8:16]
     assert traffic(backward, sizes, known.offsets, sizes).fetched == 0, "all made anew"
 
@@ -287,6 +293,19 @@ def test_refusals_name_the_missing_bytes():
     ):
         with pytest.raises(OutsizeError, match=said):
             arrange(visits, sizes, low, align=1, **options)
+
+
+def test_a_gap_over_the_end_counts_at_both_ends():
+    # x from window 3 over the end to 1; y at 0 and 2 would need a second byte at 1.
+    cycle = [{"y"}, {"x"}, {"y"}, {"x"}]
+    for order in (gaps(cycle), gaps(cycle)[::-1]):
+        assert len(fit(order, cycle, {"x": 1, "y": 1}, 1)) == 0
+        assert len(fit(order, cycle, {"x": 1, "y": 1}, 2)) == 4
+    cycle = [{"y"}, {"z"}, {"x"}, {"y"}, {"x"}]
+    over, inside = Gap("x", 4, 7), Gap("y", 0, 3)
+    assert {over, inside} < set(gaps(cycle))
+    for order in ([over, inside], [inside, over]):
+        assert fit(order, cycle, dict.fromkeys("xyz", 1), 2) == order[:1], "both lie over 1"
 
 
 def test_nothing_to_place():
