@@ -8,6 +8,7 @@ import click
 
 from outsize.cli.generate import generate
 from outsize.cli.plan import plan
+from outsize.cli.schedule import schedule
 from outsize.cli.train import train
 from outsize.errors import OutsizeError
 
@@ -35,5 +36,5 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (train, generate, plan):
+for command in (train, generate, plan, schedule):
     main.add_command(command)

@@ -37,7 +37,7 @@ def to_csv(made: Pipeline) -> str:
     if len(made.placement.routes) > 1 or made.paths:
         what = "paths that leave stages out" if made.paths else "stages on two workers"
         raise OutsizeError(
-            f"schedule {made.name}: it has {what}, which PyTorch's CSV cannot say; its text form can"
+            f"schedule {made.name}: has {what}, which PyTorch's CSV cannot say; use the text form"
         )
     out = io.StringIO(newline="")
     writer = csv.writer(out)

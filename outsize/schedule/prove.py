@@ -1,8 +1,8 @@
 """The prover: shows that a Schedule of one or many workers can run exactly, before anything does.
 
 It plays every worker's list in order without computing. A SEND waits while its link's buffers are
-full, a RECV until its tensor has come; nothing else waits. Every tensor must be made once, before it
-is used and on the worker that uses it, or be sent there; tensors from one worker to another are
+full, a RECV until its tensor has come; nothing else waits. Every tensor must be made once, before
+it is used and on the worker that uses it, or be sent there; tensors from one worker to another are
 received in the order in which they are sent; every gradient enters the update once; nothing is left
 over; no worker holds more bytes than its budget. The first fault is the error, with its reason.
 
@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.form import MOVES, malformed, paths_of
 from outsize.schedule.schedule import Schedule
 
 BUFFERS = 2  # tensors that one worker may have sent to another before they are received
 
 _AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_TRAINED = (*_BACK, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE)
-_MOVES = (Kind.SEND, Kind.RECV)
 _Tensor = tuple[State, int, int]  # activations or gradients, of a stage's output, microbatch
 
 
@@ -49,7 +48,7 @@ def prove(
     budget: bytes that each worker's device tier may hold. static: those live throughout. paths: the
     stages that each microbatch visits, where not all in order. buffers: of each link.
     """
-    play = _Play(schedule, _paths(schedule, paths), static, buffers)
+    play = _Play(schedule, paths_of(schedule, paths), static, buffers)
     at = [0] * len(schedule.workers)
     moved = True
     while moved:
@@ -59,7 +58,7 @@ def prove(
                 action = actions[at[worker]]
                 if play.waits(worker, action):
                     break
-                reason = _malformed(schedule, action) or play.step(worker, action)
+                reason = malformed(schedule, action) or play.step(worker, action)
                 reason = reason or play.over(worker, budget)
                 _refuse(worker, at[worker], action, reason)
                 at[worker] += 1
@@ -77,46 +76,6 @@ def prove(
 def _refuse(worker: int, position: int, action: Action, reason: str) -> None:
     if reason:
         raise OutsizeError(f"schedule: worker {worker}, action {position} ({action}): {reason}")
-
-
-def _paths(schedule: Schedule, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Each microbatch's stages, the plain way where nothing else is said."""
-    if not paths:
-        return [tuple(range(schedule.stages))] * schedule.microbatches
-    if len(paths) != schedule.microbatches:
-        raise OutsizeError(
-            f"schedule: {len(paths)} paths for {schedule.microbatches} microbatches; expected one each"
-        )
-    for microbatch, path in enumerate(paths):
-        inside = all(0 <= stage < schedule.stages for stage in path)
-        if not path or not inside or len(set(path)) < len(path):
-            raise OutsizeError(
-                f"schedule: the path of microbatch {microbatch} is {tuple(path)}; expected"
-                f" stages from 0 to {schedule.stages - 1}, each once"
-            )
-    return [tuple(path) for path in paths]
-
-
-def _malformed(schedule: Schedule, action: Action) -> str:
-    """What is wrong with an action by itself."""
-    kind = action.kind
-    if kind in (Kind.FETCH, Kind.EVICT):
-        return "is not of a pipeline; prove the schedule before the pass that adds it"
-    for name, value, limit, wanted in (
-        ("stage", action.stage, schedule.stages, kind is not Kind.NORM),
-        ("microbatch", action.microbatch, schedule.microbatches,
-         kind not in (Kind.NORM, Kind.UPDATE)),
-    ):  # fmt: skip
-        if wanted and not 0 <= value < limit:
-            return f"{name} is {value}; expected 0 to {limit - 1}"
-        if not wanted and value != WHOLE:
-            return f"is of the whole step; expected no {name}"
-    moved = action.state in (State.ACTIVATIONS, State.GRADIENTS)
-    if moved != (kind in _MOVES) or (not moved and action.state):
-        return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
-    if kind in _TRAINED and action.stage < schedule.first:
-        return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
-    return ""
 
 
 @dataclass
@@ -141,7 +100,7 @@ class _Play:
         held: list[set[int]] = [set() for _ in range(self.schedule.stages)]
         for worker, actions in enumerate(workers):
             for a in actions:
-                if a.kind in _MOVES:
+                if a.kind in MOVES:
                     self.ends.setdefault((a.kind, (a.state, a.stage, a.microbatch)), worker)
                 if a.kind in _AHEAD and 0 <= a.stage < self.schedule.stages:
                     held[a.stage].add(worker)
@@ -156,7 +115,7 @@ class _Play:
         if action.kind is Kind.NORM:
             self.reached.add(worker)
             return len(self.reached) < sum(map(bool, self.norms))
-        if action.kind not in _MOVES:
+        if action.kind not in MOVES:
             return False
         tensor = (action.state, action.stage, action.microbatch)
         other = self.ends.get((Kind.RECV if action.kind is Kind.SEND else Kind.SEND, tensor))
@@ -189,7 +148,7 @@ class _Play:
 
     def _needs(self, worker: int, action: Action) -> str:
         kind = action.kind
-        if kind in _MOVES:
+        if kind in MOVES:
             return self._move(worker, action)
         if kind is Kind.NORM:
             return self._gradients_missing(worker)
@@ -310,7 +269,9 @@ class _Play:
         sends = action.kind is Kind.SEND
         other = self.ends[Kind.RECV if sends else Kind.SEND, tensor]
         if sends:
-            return f"worker {other} does not receive what fills the {self.buffers} buffers: deadlock"
+            return (
+                f"worker {other} does not receive what fills the {self.buffers} buffers: deadlock"
+            )
         return f"waits for worker {other}, which does not send it: deadlock"
 
     def left(self) -> str:
@@ -318,7 +279,9 @@ class _Play:
         kinds = {key[0] for key in self.done}
         ahead = sorted(kinds & set(_AHEAD))
         if len(ahead) != 1:
-            return f"it holds {' and '.join(ahead) or 'no forward'}; expected one of {_AHEAD[0]}, .."
+            return (
+                f"it holds {' and '.join(ahead) or 'no forward'}; expected one of {_AHEAD[0]}, .."
+            )
         for m, path in enumerate(self.paths):
             for s in path:
                 if self._did(Kind(ahead[0]), s, m) is None:

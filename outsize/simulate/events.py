@@ -126,9 +126,7 @@ def run(nodes: Sequence[Node], slowdown: Mapping[frozenset[str], float] | None =
             " for it; break the circle"
         )
     workers = 1 + max((node.worker for node in nodes), default=-1)
-    return Run(
-        tuple(nodes), tuple(graph.starts), tuple(graph.ends), workers, tuple(graph.before)
-    )
+    return Run(tuple(nodes), tuple(graph.starts), tuple(graph.ends), workers, tuple(graph.before))
 
 
 class _Graph:

@@ -15,6 +15,7 @@ from outsize.schedule.pipelines.pipeline import Pipeline, neighbours
 from outsize.simulate.events import Node, Run, run
 from outsize.trace import Event, Trace
 
+MIB = 2**20
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _Made = tuple[int, bool, int, int]  # worker, whether a gradient, stage, microbatch
 
@@ -60,18 +61,33 @@ class Played:
     actions: tuple[tuple[Action, ...], ...]
 
     def trace(self) -> Trace:
-        """For pictures and comparison; the memory is bytes where a unit's microbatch is one MiB."""
-        events = [
-            Event(
-                node.worker, node.lane, action.kind.value, action.stage, action.microbatch, start, end
-            )
-            for node, start, end, actions in zip(
-                self.run.nodes, self.run.starts, self.run.ends, self.actions, strict=True
-            )
-            for action in actions
-        ]
+        """What takes time, for pictures and comparison.
+
+        Memory is that of the worker that holds most, a microbatch of a unit being one MiB.
+        """
+        most = max(range(self.run.workers), key=self.run.peaks.__getitem__)
+        rows = zip(self.run.nodes, self.run.starts, self.run.ends, self.actions, strict=True)
+        events, live = [], 0.0
+        for node, start, end, actions in rows:
+            peak = live + node.takes
+            if node.worker == most:
+                live = peak - node.gives
+            shown = {"device/activations": round(live * MIB)} if node.worker == most else {}
+            highest = round(peak * MIB) if node.worker == most else 0
+            events += [
+                Event(
+                    node.worker, node.lane, action.kind.value, action.stage, action.microbatch,
+                    start, end, shown, highest,
+                )
+                for action in actions
+                if end > start
+            ]  # fmt: skip
         events.sort(key=lambda event: (event.worker, event.lane, event.start))
-        return Trace("foretold", tuple(events), {"schedule": self.pipeline.name})
+        meta = {
+            "schedule": self.pipeline.name,
+            "memory": f"of worker {most}; a microbatch of its layers is drawn as 1 MiB",
+        }
+        return Trace("foretold", tuple(events), meta)
 
 
 def play(pipeline: Pipeline, times: Times) -> Played:
@@ -108,7 +124,9 @@ class _Links:
         self.made: dict[_Made, int] = {}
         self.sent: dict[tuple[State, int, int], int] = {}
         self.last = [-1] * len(pipeline.schedule.workers)  # the last step before NORM
-        paths = pipeline.paths or (range(pipeline.schedule.stages),) * pipeline.schedule.microbatches
+        paths = (
+            pipeline.paths or (range(pipeline.schedule.stages),) * pipeline.schedule.microbatches
+        )
         self.paths = [neighbours(path) for path in paths]
         for i, (worker, step) in enumerate(steps):
             for action in step:

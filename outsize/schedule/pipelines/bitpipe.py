@@ -14,9 +14,7 @@ from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
 from outsize.schedule.place import two_way, waved
 
 
-def bitpipe(
-    devices: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL
-) -> Pipeline:
+def bitpipe(devices: int, microbatches: int, chunks: int = 2, costs: Costs = EQUAL) -> Pipeline:
     """Half of the microbatches from each end, `chunks` passes each."""
     basic("BitPipe", devices, microbatches, chunks)
     even("BitPipe", "devices", devices)

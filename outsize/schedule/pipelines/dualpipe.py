@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV: two streams of microbatches, a forward of one with a backward of the other.
+"""DualPipe and DualPipeV: two streams, a forward of one with a backward of the other.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the deepseek-ai/DualPipe repository (V: Qi et
 al., "DualPipe could be better without the Dual", 2025). DualPipe holds every stage twice and sends
@@ -9,7 +9,6 @@ worker is idle for (stages / 2 - 1)(FB + B - 3W), FB being a forward and a backw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outsize.schedule.action import Action
@@ -23,7 +22,7 @@ from outsize.schedule.pipelines.pipeline import (
     of_weight,
     pipeline,
 )
-from outsize.schedule.place import Placement, looped, one_way, two_way, waved
+from outsize.schedule.place import Placement, looped, two_way, waved
 
 
 def dualpipe(devices: int, microbatches: int) -> Pipeline:

@@ -31,9 +31,7 @@ _SLACK = 1e-9  # sums of shares such as 1 / 3
 _EVEN = Costs(1.0, 0.5, 0.5)  # a backward as long as a forward: the orders that papers draw
 
 
-def best_greedy(
-    place: Placement, costs: Costs, held: int, paths: Paths = ()
-) -> list[list[Action]]:
+def best_greedy(place: Placement, costs: Costs, held: int, paths: Paths = ()) -> list[list[Action]]:
     """The shortest orders of several runs of the rule, with at most `held` units on a worker.
 
     paths: the stages of each microbatch, where not all in order.
@@ -52,10 +50,22 @@ def best_greedy(
     return min(tries, key=lambda orders: makespan(place, orders, ticks, paths))
 
 
+def greedy(place: Placement, costs: Costs, held: int, under_way: int) -> list[list[Action]] | None:
+    """The rule's orders, with at most `under_way` microbatches in the pipeline at once.
+
+    None where every worker is full and none has a backward to do, which cannot be when no more are
+    under way than may be held.
+    """
+    return _Play(place, costs, held, under_way, ()).go()
+
+
 def makespan(
     place: Placement, orders: list[list[Action]], costs: Costs, paths: Paths = ()
 ) -> float:
-    """When the last worker ends, if each plays its order as soon as inputs allow."""
+    """When the last worker ends, if each plays its order as soon as inputs allow.
+
+    Infinite where the orders wait for each other.
+    """
     around = [neighbours(path) for path in paths or plain_paths(place)]
     seconds = {
         Kind.FORWARD: costs.forward,
@@ -88,13 +98,16 @@ def makespan(
                 ends[made] = (now[w], w)
                 if made in waiting:
                     todo.append(waiting.pop(made))
-    return max(now)
+    ended = all(i == len(order) for i, order in zip(at, orders, strict=True))
+    return max(now) if ended else float("inf")
 
 
 class _Play:
     """The state of one run."""
 
-    def __init__(self, place: Placement, costs: Costs, held: int, under_way: int, paths: Paths) -> None:
+    def __init__(
+        self, place: Placement, costs: Costs, held: int, under_way: int, paths: Paths
+    ) -> None:
         self.paths = paths or plain_paths(place)
         self.around = [neighbours(path) for path in self.paths]
         self.place, self.held, self.under_way = place, held + _SLACK, under_way

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from outsize.schedule.action import Action, Kind, Lane, State
 from outsize.schedule.place import Placement
@@ -79,7 +80,7 @@ def plain_paths(place: Placement) -> Paths:
 
 def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
     """(the stage before, the stage after) of each stage of a path, where there is one."""
-    return dict(zip(path[1:], path, strict=False)), dict(zip(path, path[1:], strict=False))
+    return dict(zip(path[1:], path, strict=False)), dict(pairwise(path))
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ NAMES = tuple(_ENTRIES)
 def make(name: str, shape: Shape) -> Pipeline:
     """The named schedule of a shape. Raises OutsizeError for unknown names, for what the schedule
     does not take, and where its conditions do not hold."""
-    entry = _ENTRIES.get(name)
+    plain = {known.replace("-", ""): known for known in NAMES}
+    entry = _ENTRIES.get(plain.get(name.lower().replace("-", "").replace("_", ""), ""))
     if entry is None:
         raise OutsizeError(f"schedule {name!r}: unknown{nearest(name, NAMES)}")
     for option in ("chunks", "waves", "skip"):

@@ -29,9 +29,7 @@ def skip_pipe(
     at_least("SkipPipe", "microbatches", microbatches, devices)
     if not 0 <= skip <= 0.5:
         nearest = min(max(skip, 0.0), 0.5)
-        raise OutsizeError(
-            f"SkipPipe: skip is {skip}; expected 0 to 0.5; the nearest is {nearest}"
-        )
+        raise OutsizeError(f"SkipPipe: skip is {skip}; expected 0 to 0.5; the nearest is {nearest}")
     left_out = int(skip * devices)
     place = one_way(devices, looped(devices, 1), microbatches)
     tries = [

@@ -136,7 +136,7 @@ class _Plan:
         worker.held -= 1
 
     def _fill(self, kind: int, way: int, w: int, greedy: bool) -> None:
-        """Weight gradients while a worker waits; one more where the wait is above what is allowed."""
+        """Weight gradients while a worker waits; one more where it waits too long."""
         worker, arrival = self.workers[w], self._arrival(kind, way, w) or 0.0
         while worker.weights and worker.now + self.costs.of_weight <= arrival:
             self._weight(w)
