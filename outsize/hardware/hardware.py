@@ -7,6 +7,7 @@ where and when it comes from, because catalogues mix these and a plan must not.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 from outsize.errors import OutsizeError, nearest
 
 UNITS = ("FLOP/s", "B/s", "B", "s")
-TIERS = ("device", "host", "disk")
+NAME = r"[A-Za-z][A-Za-z0-9_-]*"  # of a tier
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Tier:
-    """A place where bytes rest: capacity in bytes, and rates towards the device where known."""
+    """A place where bytes rest: capacity in bytes, and rates towards the device where known.
 
-    name: Literal["device", "host", "disk"]
+    "device", "host", "disk", or a name that somebody declared, such as "cxl".
+    """
+
+    name: str
     bytes: int
     read: Rate | None = None
     write: Rate | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in TIERS:
-            raise OutsizeError(f"tier {self.name!r}{nearest(self.name, TIERS)}")
+        if not re.fullmatch(NAME, self.name):
+            raise OutsizeError(f"tier {self.name!r}; expected a letter, then letters, digits, _, -")
         if self.bytes < 0:
             raise OutsizeError(f"tier {self.name}: {self.bytes} bytes, expected 0 or more")
 

@@ -11,23 +11,28 @@ the plan needs, by `dataclasses.replace`, since a store in memory takes all of t
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.hardware import host
+from outsize.hardware import Rate, Tier, host
+from outsize.hardware.disk import disk_rates
+from outsize.hardware.hardware import NAME
 from outsize.memory.disk import DiskStore
 from outsize.memory.sizes import parse_bytes
-from outsize.memory.store import MemoryStore, Store
+from outsize.memory.store import MemoryStore, Store, pool
 
 SAFETY = 0.9  # of a disk's free space, where no size is given: logs and checkpoints grow as well
 RESERVED = ("device", "host", "disk")
+SAMPLE = 128 << 20  # bytes moved to measure a tier in memory: more than caches hold
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def memory_tier(text: str) -> TierSpec:
     """What `--tier` says. OutsizeError where it has another form or a name that is taken."""
     name, equals, rest = text.partition("=")
     path, size = _split("--tier", rest) if equals else ("", None)
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or not path or size is None:
+    if not re.fullmatch(NAME, name) or not path or size is None:
         raise OutsizeError(f"--tier {text}: expected NAME=PATH:SIZE, such as cxl=/mnt/cxl:64GiB")
     if name in RESERVED:
         raise OutsizeError(f"--tier {text}: {name!r} is a tier already; choose another name")
@@ -97,6 +102,43 @@ def open_stores(specs: Iterable[TierSpec]) -> Iterator[dict[str, Store]]:
         yield {spec.name: stack.enter_context(closing(_opened(spec))) for spec in specs}
 
 
+def measured(spec: TierSpec, date: str, clock: Callable[[], float] = time.perf_counter) -> Tier:
+    """The tier with the rates at which its store reads and writes, found by doing so; the same for
+    planning as what the probe finds. Striped folders are as fast as the slowest times their number;
+    those on one disk share it. OutsizeError where it cannot be opened.
+    """
+    if spec.medium == "memory":
+        return Tier(spec.name, spec.bytes, *_memory_rates(spec, date, clock))
+    ways = zip(*(disk_rates(folder, date, clock=clock) for folder in spec.paths), strict=True)
+    read, write = (_together(rates, spec.paths) for rates in ways)
+    return Tier(spec.name, spec.bytes, read, write)
+
+
+def _together(rates: Sequence[Rate], folders: tuple[Path, ...]) -> Rate:
+    """The rate of all folders, each taking an equal share, from the rate of each alone."""
+    shares = [r.value / on for r, on in zip(rates, _on_its_disk(folders), strict=True)]
+    return replace(rates[0], value=min(shares) * len(folders))
+
+
+def _memory_rates(spec: TierSpec, date: str, clock: Callable[[], float]) -> tuple[Rate, Rate]:
+    """(read, write) between the tier and RAM, by one thread, the best of ROUNDS."""
+    size = min(SAMPLE, spec.bytes)
+    with open_stores([replace(spec, bytes=size)]) as stores:
+        store, data = stores[spec.name], pool(size)
+        place = store.reserve(size)
+        spent: dict[str, list[float]] = {"read": [], "write": []}
+        for _ in range(ROUNDS):
+            for way, move in (("write", store.write), ("read", store.read)):
+                start = clock()
+                move(place, data)
+                spent[way].append(clock() - start)
+    note = "copied by one thread"
+    read, write = (
+        Rate(size / min(spent[way]), "B/s", "probe", date, note=note) for way in ("read", "write")
+    )
+    return read, write
+
+
 def _opened(spec: TierSpec) -> Store:
     if spec.medium == "disk":
         return DiskStore(spec.name, spec.paths, spec.bytes)
@@ -106,9 +148,14 @@ def _opened(spec: TierSpec) -> Store:
 
 def _free(folders: tuple[Path, ...]) -> int:
     """Bytes that equal shares in all folders may take together."""
-    disks = Counter(folder.stat().st_dev for folder in folders)
-    share = min(host.disk_free(f) // disks[f.stat().st_dev] for f in folders)
-    return int(SAFETY * share) * len(folders)
+    shares = zip(folders, _on_its_disk(folders), strict=True)
+    return int(SAFETY * min(host.disk_free(f) // on for f, on in shares)) * len(folders)
+
+
+def _on_its_disk(folders: tuple[Path, ...]) -> list[int]:
+    """For each folder how many of them lie on the same disk."""
+    disks = [folder.stat().st_dev for folder in folders]
+    return [disks.count(disk) for disk in disks]
 
 
 def _split(option: str, text: str) -> tuple[str, int | None]:

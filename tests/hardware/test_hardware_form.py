@@ -143,8 +143,9 @@ def test_tier_by_name() -> None:
         example().tier("host")
 
 
-def test_hardware_needs_devices_and_known_tiers() -> None:
+def test_hardware_needs_devices_and_tiers_with_names() -> None:
     with pytest.raises(OutsizeError, match="without devices"):
         Hardware((), (), (), "by hand")
-    with pytest.raises(OutsizeError, match="did you mean 'host'"):
-        Tier("hots", 1)  # type: ignore[arg-type]
+    with pytest.raises(OutsizeError, match="tier 'my tier'; expected a letter"):
+        Tier("my tier", 1)
+    assert Tier("cxl-2", 1).name == "cxl-2"

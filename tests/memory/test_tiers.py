@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.hardware import host
+from outsize.hardware import Rate, Tier, host
 from outsize.memory.disk import DiskStore
 from outsize.memory.store import MemoryStore
-from outsize.memory.tiers import TierSpec, disk_tier, host_tier, memory_tier, open_stores
+from outsize.memory.tiers import (
+    SAMPLE,
+    TierSpec,
+    disk_tier,
+    host_tier,
+    measured,
+    memory_tier,
+    open_stores,
+)
 
 GIB = 1 << 30
 
@@ -47,17 +55,23 @@ def test_a_disk_without_a_size_takes_most_of_what_is_free(two: tuple[Path, Path]
     assert disk_tier(f"{a},{b}").bytes == 90 * GIB, "two folders of one disk share what is free"
 
 
-def test_the_slower_filled_of_two_disks_decides(
-    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = two
+@pytest.fixture
+def apart(two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second folder lies on another disk."""
     real = Path.stat
 
     class Other:
         st_dev = -1
-        st_mode = real(b).st_mode
+        st_mode = real(two[1]).st_mode
 
-    monkeypatch.setattr(Path, "stat", lambda path, **more: Other if path == b else real(path))
+    monkeypatch.setattr(Path, "stat", lambda path, **_: Other if path == two[1] else real(path))
+
+
+@pytest.mark.usefixtures("apart")
+def test_the_fuller_of_two_disks_decides(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
     monkeypatch.setattr(host, "disk_free", lambda folder: (10 if folder == b else 100) * GIB)
     assert disk_tier(f"{a},{b}").bytes == 18 * GIB
 
@@ -168,3 +182,40 @@ def test_what_was_opened_is_closed_when_another_cannot_be(two: tuple[Path, Path]
         open_stores([same, same]),
     ):
         raise AssertionError("opened")
+
+
+def test_a_tier_in_memory_is_measured_by_using_it(two: tuple[Path, Path]) -> None:
+    ticks = iter([0.0, 4.0, 4.0, 9.0, 9.0, 11.0, 11.0, 15.0, 15.0, 18.0, 18.0, 24.0])
+    spec = TierSpec("cxl", "memory", (two[0],), GIB)
+    tier = measured(spec, "d", lambda: next(ticks))
+    note = "copied by one thread"
+    assert tier == Tier(
+        "cxl",
+        GIB,
+        read=Rate(SAMPLE / 4, "B/s", "probe", "d", note=note),
+        write=Rate(SAMPLE / 2, "B/s", "probe", "d", note=note),
+    )
+    assert list(two[0].iterdir()) == []
+
+
+@pytest.mark.parametrize(("disks", "expected"), [(1, (3, 10)), (2, (6, 20))])
+def test_striped_folders_are_as_fast_as_the_slowest_times_their_number(
+    disks: int,
+    expected: tuple[float, float],
+    two: tuple[Path, Path],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from outsize.memory import tiers
+
+    def rates(folder: Path, date: str, clock: object) -> tuple[Rate, Rate]:
+        read, write = (3.0, 20.0) if folder == two[0] else (5.0, 10.0)
+        return Rate(read, "B/s", "probe", date), Rate(write, "B/s", "probe", date)
+
+    monkeypatch.setattr(tiers, "disk_rates", rates)
+    if disks == 2:
+        request.getfixturevalue("apart")
+    tier = measured(disk_tier(f"{two[0]},{two[1]}:4MiB"), "d")
+    assert tier.read is not None and tier.write is not None
+    assert (tier.name, tier.bytes) == ("disk", 4 << 20)
+    assert (tier.read.value, tier.write.value) == expected
