@@ -97,6 +97,18 @@ def test_places_lie_one_after_another_and_the_missing_bytes_are_named() -> None:
     assert store.reserve(7 * ALIGN - 5) == Place(3 * ALIGN, 7 * ALIGN - 5)
 
 
+def test_a_view_is_the_place_itself(store: MemoryStore) -> None:
+    store.reserve(1)
+    place, data = store.reserve(BLOCK + 3), noise(BLOCK + 3)
+    store.write(place, data)
+    view = store.view(place)
+    assert torch.equal(view, data)
+    view.fill_(9)
+    out = torch.empty_like(data)
+    store.read(place, out)
+    assert bool((out == 9).all())
+
+
 def test_a_closed_store_says_so(store: MemoryStore) -> None:
     place = store.reserve(8)
     store.close()
