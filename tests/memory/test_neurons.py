@@ -164,6 +164,10 @@ def test_predictors_find_the_neurons_of_a_low_rank_layer(tmp_path):
     inputs = predict.inputs_of(model, documents)
     options = predict.Fit(rank=8, recall=1.0)
     fitted = [predict.fit(b.mlp, x, options) for b, x in zip(model.blocks, inputs, strict=True)]
+    state_ = torch.get_rng_state()
+    again = predict.fit(model.blocks[0].mlp, inputs[0], options)
+    assert torch.equal(again.narrow_RD, fitted[0].narrow_RD)
+    assert torch.equal(torch.get_rng_state(), state_)
     new = predict.inputs_of(model, [torch.randint(0, 61, (64,))])
     for block, predictor, x in zip(model.blocks, fitted, new, strict=True):
         active, guessed = block.mlp.up(x) > 0, predictor(x)
