@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outsize.schedule.action import Action, Kind, Lane, State
+from outsize.schedule.action import Action, Kind, State
+from outsize.schedule.pipelines.weave import Move, woven
 from outsize.schedule.place import Placement
 from outsize.schedule.schedule import Schedule
 
@@ -63,11 +63,11 @@ def pipeline(
     approximate: str = "",
 ) -> Pipeline:
     """Join compute orders by sends and receives, and end every worker with NORM and UPDATE."""
-    moves = _moves(placement, orders, together, paths)
+    joined = woven(orders, _moves(placement, orders, together, paths), together)
     workers = []
-    for worker, order in enumerate(orders):
+    for worker, actions in enumerate(joined):
         held = [s for s in range(placement.stages) if worker in placement.holders(s)]
-        actions = [*_joined(worker, order, moves), Action(Kind.NORM)]
+        actions = [*actions, Action(Kind.NORM)]
         workers.append((*actions, *(Action(Kind.UPDATE, s) for s in held)))
     schedule = Schedule(placement.stages, placement.microbatches, tuple(workers))
     return Pipeline(name, placement, schedule, together, paths, approximate)
@@ -83,78 +83,25 @@ def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
     return dict(zip(path[1:], path, strict=False)), dict(pairwise(path))
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A tensor from one worker's action to another's. Positions are in the two compute orders."""
-
-    state: State
-    stage: int
-    microbatch: int
-    sender: int
-    made: int
-    receiver: int
-    used: int
-
-    def action(self, kind: Kind) -> Action:
-        """Either end of the move."""
-        return Action(kind, self.stage, self.microbatch, Lane.NETWORK, state=self.state)
-
-
 def _moves(
-    placement: Placement,
-    orders: Sequence[Order],
-    together: frozenset[Pair],
-    paths: Paths,
-) -> list[_Move]:
-    """Every tensor that changes its worker, by sender, in the order in which it is made."""
-    where = {  # of each action: its worker and its slots, before and behind a pair that runs as one
-        (a.kind in _BACK, a.stage, a.microbatch): (w, first, last)
-        for w, order in enumerate(orders)
-        for a, first, last in _slots(order, together)
-        if a.kind in (Kind.FORWARD, *_BACK)
+    placement: Placement, orders: Sequence[Order], together: frozenset[Pair], paths: Paths
+) -> list[Move]:
+    """Every tensor that changes its worker."""
+    around = [neighbours(path) for path in paths or plain_paths(placement)]
+    where = {
+        (action.kind in _BACK, action.stage, action.microbatch): worker
+        for worker, order in enumerate(orders)
+        for action in order
+        if action.kind in (Kind.FORWARD, *_BACK)
     }
     moves = []
-    for (back, stage, microbatch), (sender, _, made) in where.items():
-        path = paths[microbatch] if paths else range(placement.stages)
-        before, after = neighbours(path)
-        to = (before if back else after).get(stage)
-        user = None if to is None else where.get((back, to, microbatch))
-        if to is not None and user is not None and user[0] != sender:
+    for (back, stage, microbatch), sender in where.items():
+        to = around[microbatch][not back].get(stage)
+        receiver = None if to is None else where.get((back, to, microbatch))
+        if to is not None and receiver is not None and receiver != sender:
             state = State.GRADIENTS if back else State.ACTIVATIONS
             named = to if back else stage  # a gradient bears the name of the output it belongs to
-            moves.append(_Move(state, named, microbatch, sender, made, user[0], user[1]))
+            tensor = (state, named, microbatch)
+            made, used = (back, stage, microbatch), (back, to, microbatch)
+            moves.append(Move(tensor, sender, receiver, made, used))
     return moves
-
-
-def _slots(order: Order, together: frozenset[Pair]) -> Iterator[tuple[Action, int, int]]:
-    """(action, the first and the last position of the step that it runs in)."""
-    paired = False
-    for i, action in enumerate(order):
-        joins = action.kind is Kind.FORWARD and (action.stage, action.microbatch) in together
-        yield action, i - paired, i + joins
-        paired = joins
-
-
-def _joined(worker: int, order: Order, moves: Iterable[_Move]) -> Iterator[Action]:
-    """A worker's order with its receives before and its sends behind each action.
-
-    Tensors from one worker to another are received in the order in which they are sent, so each
-    is received no later than any that was sent after it is used.
-    """
-    arriving: dict[int, list[_Move]] = defaultdict(list)
-    leaving: dict[int, list[_Move]] = defaultdict(list)
-    channels: dict[int, list[_Move]] = defaultdict(list)
-    for move in moves:
-        if move.sender == worker:
-            leaving[move.made].append(move)
-        if move.receiver == worker:
-            channels[move.sender].append(move)
-    for channel in channels.values():
-        latest = len(order)
-        for move in reversed(channel):
-            latest = min(latest, move.used)
-            arriving[latest].insert(0, move)
-    for i, action in enumerate(order):
-        yield from (move.action(Kind.RECV) for move in arriving[i])
-        yield action
-        yield from (move.action(Kind.SEND) for move in leaving[i])
