@@ -203,3 +203,19 @@ def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(OutsizeError, match="rank"):
         predict.fit(model.blocks[0].mlp, torch.ones(3, 24))
     assert torch.isfinite(model(IDS)).all()  # and the model is as it was
+
+
+def test_a_disk_that_fails_halfway_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    model = model_of("gated")
+    before, write = state(model), rows.RowFile.write
+
+    def failing(self, first, data):
+        if first >= 96:  # the second block
+            raise OutsizeError("disk full")
+        write(self, first, data)
+
+    monkeypatch.setattr(rows.RowFile, "write", failing)
+    with pytest.raises(OutsizeError, match="disk full"):
+        flash_mlp(model, tmp_path)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
