@@ -31,6 +31,7 @@ from outsize.simulate.sample import Sample, expand, sample
 # Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
 # gave 1,640, 1,750, 1,780 tokens/s in float32 and 3,800, 4,050, 4,340 in bfloat16.
 TOKENS_AT_ONCE = 4096
+LEAST_CHUNK = 64  # tokens of a chunk of the sequence: a tile of our attention
 LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
 
 
@@ -186,9 +187,24 @@ def _candidates(wish: Wish, segments: int) -> Iterator[Plan]:
     if wish.recompute is None:
         yield from _graded(smallest, wish, segments)
     tight = replace(smallest, stages=_stages(wish, segments, segments - 2))
+    long, short = _sequence_chunks(wish, tight)
+    if long > short:
+        yield replace(tight, loss_chunk=_loss_chunk(wish, 128), sequence_chunk=long)
     for tokens in (128, 32):
         tile = tokens if wish.mlp_tile is None else wish.mlp_tile
-        yield replace(tight, loss_chunk=_loss_chunk(wish, tokens), mlp_tile=tile)
+        logits = _loss_chunk(wish, tokens)
+        yield replace(tight, loss_chunk=logits, mlp_tile=tile, sequence_chunk=short)
+
+
+def _sequence_chunks(wish: Wish, tight: Plan) -> tuple[int, int]:
+    """Tokens of a microbatch in a block at once: an eighth, then so few that the rest of a step
+    needs more; or as the user says."""
+    tokens = tight.microbatch_rows * wish.sequence
+    whole = any(stage.whole for stage in tight.stages) and not wish.split_backward
+    if wish.sequence_chunk is not None or not whole or tokens < 2 * LEAST_CHUNK:
+        return tight.sequence_chunk, tight.sequence_chunk
+    long, short = (max(LEAST_CHUNK, -(-tokens // parts)) for parts in (8, 32))
+    return long, short
 
 
 def _graded(plan: Plan, wish: Wish, segments: int) -> Iterator[Plan]:

@@ -121,6 +121,21 @@ def test_the_smallest_plan_runs_in_what_it_was_foretold(candidates):
         job.step(Batch(ids, ids.clone(), ((0, 9, 32), (0, 32), (0, 1, 2, 32), (0, 31, 32))))
 
 
+def test_long_rows_come_in_chunks_last():
+    """The smallest candidate of all; what the user fixes is kept, and asks for recompute."""
+    wish = replace(WISH, rows=1, sequence=256, documents=(0, 256))
+    plans = list(_candidates(wish, 5))
+    assert [plan.sequence_chunk for plan in plans[-3:]] == [0, 64, 64]
+    longer = list(_candidates(replace(wish, sequence=4096), 5))
+    assert [plan.sequence_chunk for plan in longer[-4:]] == [0, 512, 128, 128]
+    tight, last = (foretell(CONFIG, wish, plans[i], HARDWARE).peak for i in (-3, -1))
+    assert last < 0.8 * tight
+    fixed = list(_candidates(replace(wish, sequence_chunk=100), 5))
+    assert all(plan.sequence_chunk == 100 and plan.stages[1].whole for plan in fixed)
+    split = _candidates(replace(wish, split_backward=True), 5)
+    assert not any(plan.sequence_chunk for plan in split)
+
+
 def test_what_is_fixed_stays_fixed():
     wish = replace(
         WISH, microbatch_rows=3, recompute=("mlp",), loss_chunk=0, mlp_tile=5, split_backward=True,
