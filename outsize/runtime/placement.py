@@ -242,7 +242,7 @@ class Placement:
         order = visits(self.base, self.residency)
         ahead = stream.resident - 1
         pool = stream.pool or least(order, self.pooled, ahead, stream.returned)
-        anew = [name for name in self.pooled if name.startswith(State.GRADIENTS)]
+        anew = [name for name in self.pooled if not name.startswith(State.PARAMETERS)]
         made = arrange(order, self.pooled, pool, ahead, stream.returned, stream.policy, made=anew)
         return {name: (made.offsets[name], size) for name, size in self.pooled.items()}
 

@@ -39,7 +39,9 @@ def compile_plan(
     again = frozenset(
         s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from
     )
-    return Schedule(len(plan.stages), plan.microbatches, (tuple(actions),), again, trainable_from)
+    return Schedule(
+        len(plan.stages), plan.microbatches, (tuple(actions),), again, trainable_from, None, behind
+    )
 
 
 def compile_forward(stages: int, microbatches: int) -> Schedule:

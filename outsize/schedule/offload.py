@@ -58,14 +58,19 @@ class _Pool:
     present: dict[Item, _Stay] = field(default_factory=dict)
     stays: list[_Stay] = field(default_factory=list)
     left: dict[Room, int] = field(default_factory=dict)  # the last action that used a room
+    changed: dict[Item, int] = field(default_factory=dict)  # the last action that changed an item
 
-    def enter(self, name: Item, at: int, earliest: int, new: bool) -> None:
-        """Bring an item in for action `at`; throws out what shares its room."""
+    def enter(
+        self, name: Item, at: int, earliest: int, new: bool, loads: Iterable[Item] = ()
+    ) -> None:
+        """Bring an item in for action `at`; throws out what shares its room. loads: what is read
+        for it: not before that was written."""
         room = self.rooms[name]
         for other in [o for o in self.present if overlap(self.rooms[o], room)]:
             self.leave(other)
         used = (last for other, last in self.left.items() if overlap(other, room))
-        free = max(earliest, *(last + 1 for last in used), 0)
+        written = (self.changed.get(other, -1) for other in loads)
+        free = max(earliest, *(last + 1 for last in (*used, *written)), 0)
         stay = _Stay(name, None if new else free, at)
         self.present[name] = stay
         self.stays.append(stay)
@@ -76,9 +81,10 @@ class _Pool:
 
     def begin(self) -> frozenset[Item]:
         """A new step: what is there still, of what may be used again."""
-        kept = [n for n in self.present if not n.startswith(State.GRADIENTS)]
+        # Gradients are made anew, and parts of an update take them along.
+        kept = [n for n in self.present if n.startswith(State.PARAMETERS)]
         self.present = {name: _Stay(name, None, -1) for name in kept}
-        self.stays, self.left = list(self.present.values()), {}
+        self.stays, self.left, self.changed = list(self.present.values()), {}, {}
         return frozenset(kept)
 
 
@@ -116,18 +122,20 @@ def _play(
     turn = {number: place for place, number in enumerate(busy)}
     known: set[Item] = set()  # gradients that exist in this step
     for number, (needed, places) in enumerate(runs):
-        for index in places:
-            _outdate(residency, actions[index], index, pool)
         if not needed:
+            for index in places:
+                _outdate(residency, actions[index], index, pool)
             continue
         window = -(-(turn[number] - ahead) // returned) * returned
         earliest = runs[busy[max(0, min(window, turn[number]))]][1][0]
         for name in sorted(needed):
             new = name not in known and residency.adds(actions[places[0]], name)
             if new or name not in pool.present:
-                pool.enter(name, places[0], earliest, new)
+                loads = residency.loads(_move(Kind.FETCH, Lane.FETCH, name))
+                pool.enter(name, places[0], earliest, new, loads)
             known.add(name)
         for index in places:
+            _outdate(residency, actions[index], index, pool)
             _touch(residency, actions[index], index, needed, pool)
 
 
@@ -149,7 +157,7 @@ def _touch(
         stay = pool.present[name]
         stay.last = index
         if residency.changes(action, name):
-            stay.changed = index
+            stay.changed = pool.changed[name] = index
         if residency.consumes(action, name):
             stay.dead = True
 

@@ -23,7 +23,8 @@ class Schedule:
 
     recompute: the stages whose FORWARD keeps only its input. first: the first stage that is
     trained; those before it have no backward pass. residency: what passes through the pool of the
-    device tier, where anything does.
+    device tier, where anything does. behind: a stage is updated behind its own backward pass,
+    not after NORM.
     """
 
     stages: int
@@ -32,6 +33,7 @@ class Schedule:
     recompute: frozenset[int] = frozenset()
     first: int = 0
     residency: Residency | None = None
+    behind: bool = False
 
     def to_text(self) -> str:
         """The stable text form; `from_text` gives back an equal schedule."""

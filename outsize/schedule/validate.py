@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.holding import Holding
+from outsize.schedule.residency import Residency
 from outsize.schedule.schedule import Schedule
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
@@ -42,8 +44,15 @@ def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> 
 
 
 def _range(schedule: Schedule, action: Action) -> str:
+    moves = action.kind in (Kind.FETCH, Kind.EVICT)
+    if moves != bool(action.state):
+        return f"{action.kind} moves {action.state.value or 'nothing'}; expected the other way"
+    lane = {Kind.FETCH: Lane.FETCH, Kind.EVICT: Lane.EVICT}.get(action.kind, Lane.COMPUTE)
+    if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
+        return f"is on the lane {action.lane}; expected {lane}"
     per_stage = action.kind is not Kind.NORM
-    per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE)
+    whole = moves and action.state is not State.ACTIVATIONS
+    per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
     for name, value, limit, wanted in (
         ("stage", action.stage, schedule.stages, per_stage),
         ("microbatch", action.microbatch, schedule.microbatches, per_microbatch),
@@ -54,7 +63,15 @@ def _range(schedule: Schedule, action: Action) -> str:
             return f"is of the whole step; expected no {name}"
     if action.kind in _TRAINED and action.stage < schedule.first:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
-    return ""
+    return _part(schedule, action)
+
+
+def _part(schedule: Schedule, action: Action) -> str:
+    parts = 0 if schedule.residency is None else schedule.residency.parts.get(action.stage, 0)
+    in_part = action.kind is Kind.UPDATE or action.state is State.OPTIMIZER
+    if not in_part or not parts:
+        return "" if action.part == WHOLE else "is of a part; expected the whole stage"
+    return "" if 0 <= action.part < parts else f"part is {action.part}; expected 0 to {parts - 1}"
 
 
 @dataclass
@@ -66,11 +83,19 @@ class _Play:
     peak: int = 0
     done: set[tuple[Kind, State, int, int, int]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        own = tuple((s,) for s in range(schedule.stages))
+        self.residency = schedule.residency or Residency(own)
+        self.holding = Holding(self.residency, schedule.stages - 1, schedule.first)
+
     def step(self, action: Action) -> str:
         """Play one action; gives the reason why it cannot run, or nothing."""
+        if action.kind in (Kind.FETCH, Kind.EVICT):
+            return self.holding.step(action)
         if action.key in self.done:
             return "runs a second time"
-        reason = self._needs(action)
+        reason = self._needs(action) or self.holding.step(action)
         self.done.add(action.key)
         self.peak = max(self.peak, self.live + action.workspace)
         self.live += sum(count for where, count in action.allocates if where.startswith("device/"))
@@ -103,8 +128,19 @@ class _Play:
                 return "comes after NORM, which has summed the gradients already"
         elif kind is Kind.NORM:
             return self._gradients_missing()
+        elif kind is Kind.UPDATE and self.schedule.behind:
+            return self._incomplete(s)
         elif kind is Kind.UPDATE and not self._has(Kind.NORM, WHOLE):
             return "comes before NORM"
+        return ""
+
+    def _incomplete(self, stage: int) -> str:
+        """Which gradient a stage's parameters still lack."""
+        for s in range(self.schedule.first, self.schedule.stages):
+            if stage in self.residency.uses[s]:
+                reason = self._gradient_missing(s)
+                if reason:
+                    return reason
         return ""
 
     def _needs_backward(self, s: int, m: int, last: int) -> str:
@@ -122,12 +158,18 @@ class _Play:
 
     def _gradients_missing(self) -> str:
         for s in range(self.schedule.first, self.schedule.stages):
-            for m in range(self.schedule.microbatches):
-                if not self._back(s, m):
-                    return f"the gradient of stage {s}, microbatch {m} was not produced"
-                split = self._has(Kind.BACKWARD_INPUT, s, m)
-                if split and not self._has(Kind.BACKWARD_WEIGHT, s, m):
-                    return f"the weight gradient of stage {s}, microbatch {m} was not produced"
+            reason = self._gradient_missing(s)
+            if reason:
+                return reason
+        return ""
+
+    def _gradient_missing(self, s: int) -> str:
+        for m in range(self.schedule.microbatches):
+            if not self._back(s, m):
+                return f"the gradient of stage {s}, microbatch {m} was not produced"
+            split = self._has(Kind.BACKWARD_INPUT, s, m)
+            if split and not self._has(Kind.BACKWARD_WEIGHT, s, m):
+                return f"the weight gradient of stage {s}, microbatch {m} was not produced"
         return ""
 
     def finish(self) -> str:
@@ -140,9 +182,11 @@ class _Play:
         if not self._has(Kind.NORM, WHOLE):
             return self._gradients_missing() or "NORM is missing"
         for s in range(self.schedule.first, self.schedule.stages):
-            if not self._has(Kind.UPDATE, s):
-                return f"UPDATE of stage {s} is missing"
-        return ""
+            parts = self.residency.parts.get(s, 0)
+            for part in range(parts) if parts else (WHOLE,):
+                if (Kind.UPDATE, State.NONE, s, WHOLE, part) not in self.done:
+                    return f"UPDATE of stage {s} is missing"
+        return next(self.holding.left(), "")
 
     def _tokens_missing(self, kinds: set[Kind]) -> str:
         if len(kinds) > 1:
