@@ -111,13 +111,16 @@ def test_it_serves_the_decoder_and_no_other_path_ran(monkeypatch):
     assert all(map(torch.equal, got, same))
 
 
-def test_bitwise_the_same_every_time_whatever_the_threads():
-    tensors, threads = made((64, 64), 2), torch.get_num_threads()
+@pytest.mark.parametrize(("kv_heads", "bounds"), [(2, BOUNDS), (1, (0, 1800))])
+def test_bitwise_the_same_every_time_whatever_the_threads(kv_heads, bounds):
+    """Also of one key head and one document, whose tasks could meet."""
+    tensors, threads = made((32, 32), kv_heads, bounds=bounds), torch.get_num_threads()
     try:
-        first = results(attention.attend, tensors, 0.125, None)
-        for count in (1, 2, 3, 2):
+        torch.set_num_threads(1)
+        first = results(attention.attend, tensors, 0.125, None, bounds)
+        for count in (2, 3, 4, 2, 3, 4):
             torch.set_num_threads(count)
-            again = results(attention.attend, tensors, 0.125, None)
+            again = results(attention.attend, tensors, 0.125, None, bounds)
             assert all(map(torch.equal, first, again))
     finally:
         torch.set_num_threads(threads)
