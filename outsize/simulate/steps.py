@@ -171,5 +171,7 @@ def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
     takes = sum(share for a in step if a.kind is Kind.FORWARD)
     gives = sum(share for a in step if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
     needs = tuple(j for a in step for j in links.needs(worker, a) if j != i)
-    lag = times.transfer if step[0].kind is Kind.RECV else 0.0
-    return Node(worker, step[0].lane.value, seconds, needs, lag, takes, gives)
+    lane, lag = step[0].lane.value, 0.0
+    if step[0].kind is Kind.RECV:  # links do not wait for each other
+        lane, lag = f"{lane} from {links.steps[needs[0]][0]}", times.transfer
+    return Node(worker, lane, seconds, needs, lag, takes, gives)
