@@ -3,6 +3,10 @@ memory, as foretold."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
 import plain
 import pytest
 import torch
@@ -11,12 +15,13 @@ from subjects import CONFIGS, VOCAB, base_plan, config_of
 from outsize.errors import OutsizeError
 from outsize.hardware import catalogue
 from outsize.memory import Ledger
+from outsize.memory.store import MemoryStore
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage
-from outsize.plan.plan import per_segment
-from outsize.runtime import Job, NativeFlow
+from outsize.plan.plan import Rest, per_segment
+from outsize.runtime import Job, NativeFlow, spill
 from outsize.runtime.adopted import AdoptedFlow
 from outsize.search import Wish, foretell
 from outsize.simulate.counter import Counter
@@ -72,10 +77,11 @@ def far(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-4))
 
 
-def check(model, plan, data, reference) -> None:
+def check(model, plan, data, reference, stores: Any = MappingProxyType({})) -> None:
     losses, norms, expected = reference
     assert any(norm > CLIP for norm in norms), "the test must clip"
-    job = Job(NativeFlow(model, plan), plan, AdamW(weight_decay=0.1), clip=CLIP)
+    flow, optimizer = NativeFlow(model, plan), AdamW(weight_decay=0.1)
+    job = Job(flow, plan, optimizer, clip=CLIP, stores=stores)
     for step, (batch, lr) in enumerate(zip(data, RATES, strict=True)):
         assert abs(float(job.step(batch, lr)) - losses[step]) <= 1e-10 * losses[step]
         assert abs(job.report.norm - norms[step]) <= 1e-10 * norms[step]
@@ -118,6 +124,18 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_plans(name, data, llama):
     check(built("llama"), plan_of(**PLANS[name]), data, llama)
+
+
+@pytest.mark.parametrize("stages", [BLOCK, PLANS["stages of several blocks"]["stages"]])
+def test_inputs_that_rest_below_the_device(stages, data, llama, monkeypatch):
+    """Checkpoints off the device, as in ALST."""
+    monkeypatch.setattr(spill, "LEAST", 1)
+    rest = Rest(activations="host")
+    stages = tuple(replace(s, rest=rest) if s.whole else s for s in stages)
+    host = MemoryStore("host", 1 << 20)
+    check(built("llama"), plan_of(stages=stages), data, llama, {"host": host})
+    assert host.bytes_written > 0
+    host.close()
 
 
 FROZEN = {
