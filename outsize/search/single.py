@@ -17,6 +17,7 @@ from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.memory import Ledger, format_bytes
+from outsize.memory.tiers import TierSpec
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
@@ -41,6 +42,8 @@ class Wish:
 
     documents: cumulative offsets (0, ..., sequence) of the documents in a row where every row has
     the same; None where rows hold documents of any lengths, and the costliest are foretold.
+    tiers: below the device, on which states may rest, the preferred ones first; the hardware of a
+    forecast has a tier of the same name with measured rates for each.
     """
 
     rows: int
@@ -57,6 +60,7 @@ class Wish:
     approximate: tuple[str, ...] = ()
     documents: tuple[int, ...] | None = None
     sequence_chunk: int | None = None
+    tiers: tuple[TierSpec, ...] = ()
 
 
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
