@@ -62,6 +62,10 @@ def action_of(event: Any) -> str:
 
 def sort_of(event: Any) -> str:
     """The row of the table that an event's own time belongs to."""
+    if event.name.startswith("mkldnn::"):
+        return "matrix products"
+    if event.name.startswith("outsize::attention"):
+        return "attention"
     if not event.name.startswith(ATEN):
         return "Python and autograd"
     if action_of(event) in FINISHING:

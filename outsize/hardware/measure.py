@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize.hardware.hardware import Attention, Matmul, Rate
+from outsize.kernels import attention
+from outsize.kernels.product import linear
 
 Shape = tuple[int, int, int]  # T, I, O of (T, I) x (I, O)
 
@@ -85,7 +87,7 @@ def matmuls(device: torch.device, quick: bool, timer: Timer, date: str) -> Itera
                 continue
             x_TI = _numbers((T, I), dtype, device)
             w_OI = _numbers((O, I), dtype, device)
-            rate = 2 * T * I * O / timer(partial(F.linear, x_TI, w_OI), device)
+            rate = 2 * T * I * O / timer(torch.no_grad()(partial(linear, x_TI, w_OI, None)), device)
             yield Matmul(T, I, O, dtype, Rate(rate, "FLOP/s", "probe", date))
 
 
@@ -103,11 +105,14 @@ def _attention(
         rate = Rate(products * T * T * HEAD_SIZE * HEADS / spent, "FLOP/s", "probe", date)
         return Attention(T, HEADS, HEAD_SIZE, dtype, direction, rate)
 
-    shape = (1, HEADS, T, HEAD_SIZE)
+    shape = (T, HEADS, HEAD_SIZE)
     q, k, v = (_numbers(shape, dtype, device).requires_grad_() for _ in range(3))
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if attention.fits(q, k, v):
+            return attention.attend(q, k, v, (0, T), HEAD_SIZE**-0.5, None)
+        a, b, c = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return F.scaled_dot_product_attention(a, b, c, is_causal=True)
 
     with torch.no_grad():
         yield entry("forward", 2, timer(forward, device))

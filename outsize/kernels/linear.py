@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize.kernels import product
 from outsize.kernels.accumulate import accumulate
 
 
@@ -30,7 +31,7 @@ class GradSink(Protocol):
 def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     """grad += a @ b, accumulated in the dtype of `grad`."""
     if grad.dtype == a.dtype:
-        grad.addmm_(a, b)
+        product.add_product(grad, a, b)
     else:
         accumulate(grad, a @ b)
 
@@ -41,13 +42,13 @@ class _SinkLinear(torch.autograd.Function):
         # The weight rests on ctx, not among the saved tensors: the sink knows it by identity.
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
-        return F.linear(x, weight, bias)
+        return product.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
-        gx = gy @ weight if ctx.needs_input_grad[0] else None
+        gx = product.product(gy, weight) if ctx.needs_input_grad[0] else None
         gy_TO, x_TI = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
         if weight.requires_grad:
             ctx.sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))

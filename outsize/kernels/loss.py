@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.kernels import native
+from outsize.kernels import native, product
 from outsize.kernels.linear import GradSink, add_product
 
 IGNORE = -100  # target of a token that has none
@@ -35,7 +35,7 @@ def _logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tens
         if bias_V is not None:
             out_CV.add_(bias_V)
     elif bias_V is None:
-        torch.mm(h_CD, weight_VD.t(), out=out_CV)
+        product.put_product(h_CD, weight_VD.t(), out_CV)
     else:
         torch.addmm(bias_V, h_CD, weight_VD.t(), out=out_CV)
 
@@ -131,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if head.scale != 1.0:
                 logits_CV.mul_(head.scale)
             g_CV = logits_CV.to(h_TD.dtype)
-            torch.mm(g_CV, weight_VD, out=gh_TD[start : start + size])
+            product.put_product(g_CV, weight_VD, gh_TD[start : start + size])
             head.accumulate(weight_VD, bias_V, g_CV, h_CD)
         ctx.gh_TD = gh_TD
         return loss

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
 
-_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "attention.cpp")))
+_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "attention.cpp", "sparse.cpp")))
 _HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
@@ -58,6 +58,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "checksum": (c_uint64, (_P, _N)),
     "attention": (None, (_I, *[_P] * 8, _N, _F, _I)),
     "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _I)),
+    "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
+    "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
+    "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
 }
 
 

@@ -9,18 +9,7 @@ N elements, B = ceil(N / 64) words of the bitmap, G groups, Z non-zeros.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from ctypes import c_int, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,14 +18,6 @@ from outsize.kernels import native
 
 WORD = 64  # elements of a word of the bitmap
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_SOURCE = Path(__file__).with_name("sparse.cpp")
-_P, _I, _N = c_void_p, c_int, c_int64
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
-    "pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
-    "unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
-}
 
 
 def mark(x_N: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -113,61 +94,4 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     """The passes, for tensors that lie one element behind another on the CPU."""
     if any(x.device.type != "cpu" or not x.is_contiguous() for x in tensors):
         return None
-    return library()
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The passes, built where no process did before; None where they cannot be."""
-    path = next(filter(None, map(shutil.which, native._COMPILERS)), None)
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(base) if base else Path.home() / ".cache"
-    return load(path, cache / "outsize" / "kernels")
-
-
-def load(compiler: str | None, cache: Path) -> ctypes.CDLL | None:
-    """The passes from `cache`, built with `compiler` (a path) if they are not there or damaged."""
-    if compiler is None or native.library() is None:  # which has warned of it
-        return None
-    try:
-        path = cache / f"sparse-{_key(compiler)}.so"
-        return _declared(ctypes.CDLL(str(path)) if native._sealed(path) else _build(compiler, path))
-    except (OSError, subprocess.SubprocessError) as error:
-        logging.getLogger(__name__).warning("sparse.cpp cannot be used: %s", error)
-        return None
-
-
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(found, f"outsize_sparse_{name}")
-        function.restype, function.argtypes = result, arguments
-    return found
-
-
-def _key(compiler: str) -> str:
-    """What the library depends on: its source, and all that native.cpp's depends on."""
-    digest = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
-    digest.update(native._key(compiler).encode())
-    return digest.hexdigest()
-
-
-def _build(compiler: str, path: Path) -> ctypes.CDLL:
-    """Compile and load; the next process finds it at `path`, where that can be written."""
-    with tempfile.TemporaryDirectory(prefix="outsize-") as folder:
-        made = Path(folder) / path.name
-        _compile(compiler, made)
-        with contextlib.suppress(OSError):
-            native._keep(made.read_bytes(), path)
-        return ctypes.CDLL(str(made))
-
-
-def _compile(compiler: str, target: Path) -> None:
-    """For this very processor if the compiler knows how, for any of its kind otherwise."""
-    tuned = native._TUNED.get(platform.machine(), ())
-    for flags in ((*native._FLAGS, *tuned), native._FLAGS):
-        command = [compiler, *flags, str(_SOURCE), "-o", str(target), *native._runtimes()]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=native._SECONDS)
-        if run.returncode == 0:
-            return
-    last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-    raise OSError(f"{compiler} failed with status {run.returncode}: {last}")
+    return native.library()

@@ -67,6 +67,8 @@ class Counter(TorchDispatchMode):
             self._product(args[0], args[1])
         elif func in _ADDED_PRODUCTS:
             self._product(args[1], args[2])
+        elif name == "mkldnn::_linear_pointwise":
+            self._product(args[0], args[1].t())
         elif "flash_attention" in name or "efficient_attention" in name:
             self._attention(func, args, kwargs)
         elif name.startswith("outsize::attention"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.kernels import sparse as kernels
+from outsize.kernels import native
 from outsize.memory import sparse
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
@@ -32,8 +32,8 @@ def bits(x):
 @pytest.fixture(params=["native", "plain"])
 def passes(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(kernels, "library", lambda: None)
-    elif kernels.library() is None:
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
         pytest.skip("no C++ compiler")
 
 
@@ -66,11 +66,11 @@ def test_patterns_that_arithmetic_would_change(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_images_are_those_of_the_twins(dtype, monkeypatch):
-    if kernels.library() is None:
+    if native.library() is None:
         pytest.skip("no C++ compiler")
     x = weights(2 * sparse.GROUP + 130, 0.4, dtype)
     image = sparse.pack(x)
-    monkeypatch.setattr(kernels, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert torch.equal(sparse.pack(x), image)
     # And what numpy says of the same bytes.
     nonzero = x.numpy() != 0 if dtype != torch.bfloat16 else x.view(torch.int16).numpy() != 0
@@ -129,7 +129,7 @@ def test_a_damaged_image_is_refused():
 
 
 def test_starts_that_lie_never_read_past_the_values():
-    if kernels.library() is None:
+    if native.library() is None:
         pytest.skip("no C++ compiler")
     x = weights(3 * sparse.GROUP, 0.5, torch.bfloat16)
     for group, start in ((1, 10**12), (2, -(10**12)), (3, 0)):
