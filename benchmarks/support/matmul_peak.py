@@ -1,7 +1,7 @@
 """This machine's matmul peak: the best of several calls on square matrices, in FLOP/s by dtype.
 
-By torch.mm, and in float32 by oneDNN too, whichever is faster: on AMD processors MKL, which torch.mm
-calls, leaves half of the vectors idle, and half of a peak is no peak.
+By torch.mm, and in float32 by oneDNN too, whichever is faster: on AMD processors MKL, which
+torch.mm calls, leaves half of the vectors idle, and half of a peak is no peak.
 """
 
 from __future__ import annotations
