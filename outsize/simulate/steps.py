@@ -61,7 +61,7 @@ class Played:
     actions: tuple[tuple[Action, ...], ...]
 
     def trace(self) -> Trace:
-        """What takes time, for pictures and comparison.
+        """What takes time, for pictures and comparison; of two that run as one the second beside.
 
         Memory is that of the worker that holds most, a microbatch of a unit being one MiB.
         """
@@ -76,10 +76,10 @@ class Played:
             highest = round(peak * MIB) if node.worker == most else 0
             events += [
                 Event(
-                    node.worker, node.lane, action.kind.value, action.stage, action.microbatch,
-                    start, end, shown, highest,
+                    node.worker, node.lane if i == 0 else f"{node.lane} beside",
+                    action.kind.value, action.stage, action.microbatch, start, end, shown, highest,
                 )
-                for action in actions
+                for i, action in enumerate(actions)
                 if end > start
             ]  # fmt: skip
         events.sort(key=lambda event: (event.worker, event.lane, event.start))
@@ -92,6 +92,10 @@ class Played:
 
 def play(pipeline: Pipeline, times: Times) -> Played:
     """Simulate a pipeline's schedule."""
+    if times.stages and len(times.stages) != pipeline.schedule.stages:
+        raise OutsizeError(
+            f"times: factors of {len(times.stages)} stages; expected {pipeline.schedule.stages}"
+        )
     steps = [
         (worker, step)
         for worker, actions in enumerate(pipeline.schedule.workers)

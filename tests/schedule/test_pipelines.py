@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outsize.errors import OutsizeError
+from outsize.schedule import Schedule
 from outsize.schedule.pipelines import (
     NAMES,
     Costs,
@@ -194,6 +195,15 @@ def test_more_waves_wait_less():
     waits = [idle(hanayo(4, 4, waves)) for waves in (1, 2, 4)]
     assert waits[0] > waits[1] > waits[2]
     assert waits[0] < idle(one_f_one_b(4, 4))
+    for microbatches in (4, 8, 16):  # what a wave waits does not grow with the microbatches
+        got = run(hanayo(4, microbatches))
+        assert max(got.idle_in_makespan) == 6 and max(got.peaks) <= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_form_says_all_of_a_schedule(name):
+    schedule = make(name, Shape(4, 8)).schedule
+    assert Schedule.from_text(schedule.to_text()) == schedule
 
 
 def test_skipping_stages_is_named_and_saves_time():

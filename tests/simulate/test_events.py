@@ -8,7 +8,7 @@ import time
 import pytest
 
 from outsize.errors import OutsizeError
-from outsize.schedule.pipelines import one_f_one_b, zb_h1
+from outsize.schedule.pipelines import dualpipe, one_f_one_b, zb_h1
 from outsize.simulate.events import Node, run
 from outsize.simulate.steps import Times, play
 
@@ -133,6 +133,8 @@ def test_transfers_and_slow_stages_count():
         assert got.makespan == pytest.approx(3 * devices + 2 * (devices - 1) * transfer)
     slow = play(one_f_one_b(2, 1), Times(1, 1, 1, stages=(1.0, 3.0))).run
     assert slow.makespan == pytest.approx(3 + 9)
+    with pytest.raises(OutsizeError, match="factors of 2 stages; expected 3"):
+        play(one_f_one_b(3, 1), Times(1, 1, 1, stages=(1.0, 3.0)))
 
 
 def test_the_trace_has_what_takes_time_and_the_fullest_workers_memory():
@@ -141,5 +143,7 @@ def test_the_trace_has_what_takes_time_and_the_fullest_workers_memory():
     assert trace.span() == played.run.makespan
     assert len(trace.events) == 3 * 4 * 3  # forwards and both gradients; no step of no length
     assert trace.peak() == max(played.run.peaks) * 2**20
+    paired = play(dualpipe(2, 4), Times(1, 1, 1)).trace()
+    assert {event.lane for event in paired.events} == {"compute", "compute beside"}
     with pytest.raises(OutsizeError, match="expected seconds"):
         Times(1, -1, 1)

@@ -7,6 +7,7 @@ wave schedules are this rule on their placements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -31,10 +32,17 @@ _SLACK = 1e-9  # sums of shares such as 1 / 3
 _EVEN = Costs(1.0, 0.5, 0.5)  # a backward as long as a forward: the orders that papers draw
 
 
-def best_greedy(place: Placement, costs: Costs, held: int, paths: Paths = ()) -> list[list[Action]]:
+def best_greedy(
+    place: Placement,
+    costs: Costs,
+    held: int,
+    paths: Paths = (),
+    also: Sequence[list[list[Action]]] = (),
+) -> list[list[Action]]:
     """The shortest orders of several runs of the rule, with at most `held` units on a worker.
 
-    paths: the stages of each microbatch, where not all in order.
+    paths: the stages of each microbatch, where not all in order. also: orders from elsewhere, taken
+    where they are shorter.
 
     The rule runs for the costs and for backwards as long as forwards, with any number of
     microbatches under way, and with few: what helps now may hinder later. Ties go to the first.
@@ -47,7 +55,7 @@ def best_greedy(place: Placement, costs: Costs, held: int, paths: Paths = ()) ->
         for under_way in allowed
         if (orders := _Play(place, rule, held, under_way, paths).go()) is not None
     )
-    return min(tries, key=lambda orders: makespan(place, orders, ticks, paths))
+    return min((*tries, *also), key=lambda orders: makespan(place, orders, ticks, paths))
 
 
 def greedy(place: Placement, costs: Costs, held: int, under_way: int) -> list[list[Action]] | None:

@@ -61,6 +61,7 @@ def woven(
     for move in moves:
         making[move.made].append(move)
     using: dict[_Key | None, Move] = {move.used: move for move in moves}
+
     def advance(w: int) -> bool:
         """The next send, receive or step of a worker; False where it must wait."""
         worker = workers[w]
