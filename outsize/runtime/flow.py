@@ -84,8 +84,11 @@ class Record:
     graph of its outputs. Not the outputs themselves: those belong to who reads them, so that what
     a stage holds does not depend on what the next one does."""
 
-    def __init__(self, run: Any, inputs: list[Tensor], spill: Spill | None = None) -> None:
+    def __init__(
+        self, run: Any, inputs: list[Tensor], spill: Spill | None = None, own: bool = True
+    ) -> None:
         self.run, self.inputs, self.spill = run, inputs, spill
+        self._own = own  # nobody else reads these input tensors: they may be emptied
         self.edges: list[GradientEdge | None] = []
         self._handles: list[Handle | None] = []
 
@@ -96,7 +99,7 @@ class Record:
             outputs = self.run(self.inputs)
         if keep:
             self.edges = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
-        if self.spill is not None:
+        if self.spill is not None and self._own:
             self._handles = self.spill.hold(self.inputs)
         return [out.detach() for out in outputs]
 

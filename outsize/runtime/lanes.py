@@ -48,8 +48,12 @@ class _Board:
     def wait(self, places: Iterable[int]) -> None:
         for place in places:
             self.done[place].wait()
-            if self.fault is not None:
-                raise self.fault
+            self.check()
+
+    def check(self) -> None:
+        """Raise the fault of whichever lane had one."""
+        if self.fault is not None:
+            raise self.fault
 
     def fail(self, fault: BaseException) -> None:
         self.fault = self.fault or fault
@@ -115,6 +119,7 @@ class Lanes:
                 player.prepare(index, action)
                 queues[action.lane].put(index)
                 continue
+            board.check()
             board.wait(self._settled.get(index, ()))
             self._settle(index, player)
             board.wait(self._waits[index])

@@ -101,9 +101,26 @@ class Placement:
         others = (self.stage_of[u] for i in range(here.first, here.last) for u in self.uses[i])
         return tuple(dict.fromkeys((stage, *others)))
 
+    @cached_property
+    def adapted(self) -> frozenset[int]:
+        """Stages whose small trainable part stays on the device with its gradients and optimizer
+        states, while the frozen rest of its parameters streams and is never written."""
+        found = []
+        for stage, chunks in enumerate(self.chunks_of):
+            rest = self.plan.stages[stage].rest
+            numels = {True: 0, False: 0}
+            for chunk in chunks:
+                numels[self.tables[chunk].trainable] += self.tables[chunk].numel
+            if rest.gradients == rest.optimizer == DEVICE and 0 < numels[True] < numels[False]:
+                found.append(stage)
+        return frozenset(found)
+
     def tier(self, chunk: int, what: str) -> str:
         """Where a state of a chunk rests."""
-        rest = self.plan.stages[self.stage_of[self.tables[chunk].segment]].rest
+        stage = self.stage_of[self.tables[chunk].segment]
+        rest = self.plan.stages[stage].rest
+        if what == PARAMETERS and self.tables[chunk].trainable and stage in self.adapted:
+            return DEVICE
         kinds = {PARAMETERS: rest.parameters, GRADIENTS: rest.gradients}
         return kinds.get(what, rest.optimizer)
 
@@ -146,14 +163,18 @@ class Placement:
         stages = range(len(plan.stages))
         learning = {self.stage_of[t.segment] for t in self.tables if t.trainable}
         below = [s for s in stages if plan.stages[s].rest.gradients != DEVICE and s in learning]
+        streamed = [c for c in range(len(self.tables)) if self.tier(c, PARAMETERS) != DEVICE]
+        changed = {c for c in streamed if self.tables[c].trainable}
+        where = {c: self.stage_of[self.tables[c].segment] for c in streamed}
         return Residency(
             tuple(self.stage_uses(s) for s in stages),
-            frozenset(s for s in stages if plan.stages[s].rest.parameters != DEVICE),
+            frozenset(where.values()),
             frozenset(below),
             {s: len(pieces) for s, pieces in self.pieces.items()},
             plan.update == "behind" and not plan.stream.host,
             frozenset(stages) if self.dtypes.master is None else frozenset(),
             frozenset(s for s in stages if plan.stages[s].spills),
+            fixed=frozenset(where.values()) - {where[c] for c in changed},
         )
 
     @cached_property
@@ -174,7 +195,7 @@ class Placement:
     def _whole(self, chunks: Sequence[int], what: str) -> Iterator[Span]:
         for chunk in chunks:
             for name, dtype in self.held(chunk):
-                if name == what:
+                if name == what and self.tier(chunk, what) != DEVICE:
                     yield Span(chunk, what, 0, self.tables[chunk].numel, dtype, 0)
 
     def bundle(self, stage: int, piece: Piece) -> Iterator[Span]:
@@ -210,7 +231,8 @@ class Placement:
         found: dict[int, tuple[Lane, ...]] = {}
         for stage, pieces in self.pieces.items():
             rest = self.plan.stages[stage].rest
-            at_rest = every and {rest.optimizer, rest.gradients} <= self.host
+            reached = {rest.parameters} <= {DEVICE, *self.host}
+            at_rest = every and reached and {rest.optimizer, rest.gradients} <= self.host
             found[stage] = tuple(
                 Lane.HOST if at_rest and (part + 1) % every else Lane.COMPUTE
                 for part in range(len(pieces))

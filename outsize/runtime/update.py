@@ -7,6 +7,7 @@ arithmetic is the same on all of them, element for element.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +37,14 @@ Range = tuple[int, int, int, int]  # first, last, group, step
 
 
 @dataclass
+class _Work:
+    """The update of one chunk: its ranges, and the elements that still wait for it."""
+
+    ranges: list[Range]
+    left: int
+
+
+@dataclass
 class Updates:
     """Updates chunks of a residence. scale: what gradients are multiplied by, of this step."""
 
@@ -45,7 +54,12 @@ class Updates:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        self._ranges: dict[int, list[Range]] = {}  # of chunks that are being updated in parts
+        self._work: dict[int, _Work] = {}  # of chunks that are being updated in parts
+        self._lock = threading.Lock()  # parts of one chunk may be updated on several lanes
+
+    def reset(self) -> None:
+        """Forget updates that were cut off."""
+        self._work.clear()
 
     def run(self, action: Action, lr: float, touched: set[str], outdated: bool) -> None:
         """An UPDATE on the device. outdated: the parameters' room has to be written too."""
@@ -86,7 +100,6 @@ class Updates:
         touched: set[str],
         outdated: bool = False,
     ) -> None:
-        chunk = self.residence.chunks[piece.chunk]
         weights = here.get(MASTER, here[PARAMETERS])
         gradients = here[GRADIENTS]
         states = {name: here[name] for name in self.optimizer.states}
@@ -110,9 +123,17 @@ class Updates:
             flat.copy_(here[PARAMETERS])
         if (piece.chunk, GRADIENTS) not in self.residence.homes:
             gradients.zero_()
-        if piece.last == chunk.table.numel:
-            self._ranges.pop(piece.chunk, None)
-            touched.difference_update(slot.name for slot in chunk.table.slots)
+        self._done(piece, touched)
+
+    def _done(self, piece: Piece, touched: set[str]) -> None:
+        """A chunk whose last part is done waits for the gradients of the next step."""
+        with self._lock:
+            work = self._work[piece.chunk]
+            work.left -= piece.last - piece.first
+            if not work.left:
+                del self._work[piece.chunk]
+                slots = self.residence.chunks[piece.chunk].table.slots
+                touched.difference_update(slot.name for slot in slots)
 
     def _of(self, piece: Piece, touched: Collection[str]) -> Iterator[Range]:
         """The ranges of parameters within a piece that are updated alike.
@@ -120,9 +141,11 @@ class Updates:
         A parameter that no gradient reached is left alone, as torch.optim leaves one without.
         """
         chunk = self.residence.chunks[piece.chunk]
-        if piece.first == 0:
-            self._ranges[piece.chunk] = _ranges(chunk, touched)
-        for first, last, group, step in self._ranges[piece.chunk]:
+        with self._lock:
+            if piece.chunk not in self._work:  # whichever part comes first
+                self._work[piece.chunk] = _Work(_ranges(chunk, touched), chunk.table.numel)
+            ranges = self._work[piece.chunk].ranges
+        for first, last, group, step in ranges:
             first, last = max(first, piece.first), min(last, piece.last)
             if first < last:
                 yield first, last, group, step

@@ -18,6 +18,7 @@ from outsize.schedule.residency import Item, Residency, Room, item, overlap
 from outsize.schedule.schedule import Schedule
 
 SPILL_AHEAD = 2  # compute actions before the one that reads activations: when they are asked for
+SPILL_GONE = 3  # compute actions after which they can have gone: one writes, at the next they go
 
 
 def visits(schedule: Schedule, residency: Residency) -> tuple[frozenset[Item], ...]:
@@ -200,9 +201,9 @@ def _spill(
             made[here] = index
         elif here in made:
             left = made.pop(here)
-            if index - left <= SPILL_AHEAD:  # it is read before it could be gone
+            if index - left <= SPILL_GONE:  # it is read before it could be gone
                 continue
             move = Action(Kind.EVICT, *here, Lane.EVICT, state=State.ACTIVATIONS)
             after[left].append(move)
             back = replace(move, kind=Kind.FETCH, lane=Lane.FETCH)
-            before[max(left + 1, index - SPILL_AHEAD)].append(back)
+            before[max(left + SPILL_GONE, index - SPILL_AHEAD)].append(back)

@@ -44,7 +44,8 @@ class Residency:
     update takes gradients and parameters from the pool, right behind the backward pass; else from
     their tiers. own: stages whose parameters are their own master copy. spills: the stages whose
     activations rest below. rooms: of every item that passes through the pool. start: items that
-    are there when the schedule begins.
+    are there when the schedule begins. fixed: stages whose parameters below are all frozen: they
+    are read and never written.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -56,6 +57,7 @@ class Residency:
     spills: frozenset[int] = frozenset()
     rooms: Mapping[Item, Room] = field(default_factory=dict)
     start: frozenset[Item] = frozenset()
+    fixed: frozenset[int] = frozenset()
 
     def needs(self, action: Action, last: int, first: int) -> Iterator[Item]:
         """What an action computes with in the pool. last: the last stage, whose FORWARD makes
@@ -79,7 +81,7 @@ class Residency:
         if bundled:
             yield item(State.OPTIMIZER, s, part)
         if self.direct or not bundled:
-            yield from self._of(State.PARAMETERS, self.parameters, (s,))
+            yield from self._of(State.PARAMETERS, self.parameters - self.fixed, (s,))
             yield from self._of(State.GRADIENTS, self.gradients, (s,))
 
     def adds(self, action: Action, needed: Item) -> bool:
