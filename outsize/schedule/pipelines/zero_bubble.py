@@ -169,7 +169,10 @@ class _Plan:
             self._put(_I, s)
 
     def _extra(self) -> list[int]:
-        """Forwards of each worker between its first and its first gradient: fewer on each next."""
+        """Forwards of each worker between its first and its first gradient.
+
+        Fewer on each next worker, unless they are all that there are.
+        """
         last = len(self.workers) - 1
         extra = [0] * (last + 1)
         back = self.workers[last].now + self.costs.of_input  # when the gradient leaves a stage
@@ -182,7 +185,7 @@ class _Plan:
                 extra[s] += 1
             back = max(now, arrival) + self.costs.of_input
         for s in range(1, last + 1):
-            while extra[s] and extra[s] >= extra[s - 1]:
+            while extra[s - 1] <= extra[s] < self.microbatches - 1 and extra[s]:
                 extra[s] -= 1
         return extra
 
