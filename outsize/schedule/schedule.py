@@ -5,15 +5,19 @@ is moved stands behind the kind, a part behind its stage:
 
     0 FORWARD 1 0 compute device/activations+1024 workspace=2048
     0 FETCH.optimizer 1#0 * fetch
+
+The first line has the numbers, and update=behind where that is so; what passes through the pool
+follows in lines of its own (lines.py).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError, nearest
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.lines import Collected, lines_of, numbers, read_numbers
 from outsize.schedule.residency import Residency
 
 
@@ -37,11 +41,13 @@ class Schedule:
 
     def to_text(self) -> str:
         """The stable text form; `from_text` gives back an equal schedule."""
-        again = ",".join(map(str, sorted(self.recompute))) or "-"
         lines = [
-            f"schedule stages={self.stages} microbatches={self.microbatches} recompute={again}"
-            f" first={self.first} workers={len(self.workers)}"
+            f"schedule stages={self.stages} microbatches={self.microbatches}"
+            f" recompute={numbers(self.recompute)} first={self.first} workers={len(self.workers)}"
+            + (" update=behind" if self.behind else "")
         ]
+        if self.residency is not None:
+            lines += lines_of(self.residency)
         for worker, actions in enumerate(self.workers):
             lines += [f"{worker} {action}" for action in actions]
         return "\n".join(lines) + "\n"
@@ -50,34 +56,40 @@ class Schedule:
     def from_text(text: str) -> Schedule:
         """Read the text form; errors name the line."""
         lines = text.splitlines()
-        stages, microbatches, again, first, count = _head(lines[0] if lines else "")
-        workers: list[list[Action]] = [[] for _ in range(count)]
+        made = _head(lines[0] if lines else "")
+        workers: list[list[Action]] = [[] for _ in made.workers]
+        collected = Collected(made.stages)
         for number, line in enumerate(lines[1:], start=2):
-            if line.strip():
-                worker, action = _action(line, number)
-                if not 0 <= worker < count:
-                    raise OutsizeError(
-                        f"schedule line {number}: worker is {worker}; expected 0 to {count - 1}"
-                    )
-                workers[worker].append(action)
-        return Schedule(stages, microbatches, tuple(map(tuple, workers)), again, first)
+            if not line.strip() or collected.line(line, number):
+                continue
+            worker, action = _action(line, number)
+            if not 0 <= worker < len(workers):
+                raise OutsizeError(
+                    f"schedule line {number}: worker is {worker}; expected 0 to {len(workers) - 1}"
+                )
+            workers[worker].append(action)
+        return replace(made, workers=tuple(map(tuple, workers)), residency=collected.made)
 
 
 _HEAD = re.compile(
-    r"schedule stages=(\d+) microbatches=(\d+) recompute=(-|\d+(?:,\d+)*) first=(\d+) workers=(\d+)"
+    r"schedule stages=(\d+) microbatches=(\d+) recompute=(-|\d+(?:,\d+)*) first=(\d+)"
+    r" workers=(\d+)( update=behind)?"
 )
 
 
-def _head(line: str) -> tuple[int, int, frozenset[int], int, int]:
+def _head(line: str) -> Schedule:
+    """The schedule without its actions."""
     match = _HEAD.fullmatch(line.strip())
     if match is None:
         raise OutsizeError(
-            f"schedule line 1: {line!r}; expected"
-            " 'schedule stages=S microbatches=M recompute=-|s,s... first=F workers=W'"
+            f"schedule line 1: {line!r}; expected 'schedule stages=S microbatches=M"
+            " recompute=-|s,s... first=F workers=W', perhaps with ' update=behind'"
         )
-    stages, microbatches, again, first, workers = match.groups()
-    recompute = frozenset(int(s) for s in again.split(",") if s != "-")
-    return int(stages), int(microbatches), recompute, int(first), int(workers)
+    stages, microbatches, again, first, workers, behind = match.groups()
+    return Schedule(
+        int(stages), int(microbatches), ((),) * int(workers), frozenset(read_numbers(again)),
+        int(first), None, bool(behind),
+    )  # fmt: skip
 
 
 def _action(line: str, number: int) -> tuple[int, Action]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed import ALL, job_of, memory, plan_of, resting
 
 from outsize.errors import OutsizeError
 from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
 from outsize.schedule.action import WHOLE, State
+from outsize.schedule.residency import Residency, item
 
 INDEX = st.one_of(st.just(WHOLE), st.integers(0, 9))
 BYTES = st.tuples(
@@ -27,13 +29,36 @@ ACTIONS = st.builds(
     state=st.sampled_from(list(State)),
     part=INDEX,
 )
+STAGES = st.integers(0, 4)
+SETS = st.frozensets(STAGES)
+ITEMS = st.builds(
+    item,
+    st.sampled_from([State.PARAMETERS, State.GRADIENTS, State.OPTIMIZER]),
+    STAGES,
+    st.sampled_from([WHOLE, 0, 3]),
+)
+
+
+@st.composite
+def residencies(draw):
+    rooms = draw(st.dictionaries(ITEMS, st.tuples(st.integers(0, 2**50), st.integers(0, 2**50))))
+    return Residency(
+        tuple(draw(st.lists(st.lists(STAGES).map(tuple), min_size=5, max_size=5))),
+        draw(SETS), draw(SETS), draw(st.dictionaries(STAGES, st.integers(1, 99))),
+        draw(st.booleans()), draw(SETS), draw(SETS), rooms,
+        frozenset(name for name in rooms if draw(st.booleans())), draw(SETS),
+    )  # fmt: skip
+
+
 SCHEDULES = st.builds(
     Schedule,
-    st.integers(1, 9),
+    st.just(5),
     st.integers(1, 9),
     st.lists(st.lists(ACTIONS, max_size=5).map(tuple), max_size=4).map(tuple),
     st.frozensets(st.integers(0, 8)),
     st.integers(0, 8),
+    st.none() | residencies(),
+    st.booleans(),
 )
 
 
@@ -75,6 +100,32 @@ def test_a_text_written_by_hand_is_read_and_proved():
     assert validate(Schedule.from_text(text), static=1000) == 1000 + 120 + 15
 
 
+def test_a_streamed_schedule_is_read_back_and_proved():
+    plan = resting(plan_of(order="layer", update="behind"), **ALL)
+    with memory() as stores:
+        schedule = job_of(plan, stores, clip=None).schedule
+    text = schedule.to_text()
+    assert Schedule.from_text(text) == schedule
+    assert validate(Schedule.from_text(text)) == validate(schedule)
+    lines = text.splitlines()
+    assert lines[0].endswith(" workers=1 update=behind")
+    assert lines[1] == (
+        "residency parameters=0,1,2,3,4 gradients=0,1,2,3,4 own=0,1,2,3,4 spills=0,1,2,3,4"
+        " fixed=- direct=1"
+    )
+    assert lines[2:7] == [f"uses {s} {s}" for s in range(5)]
+    assert lines[7:12] == [f"parts {s} 1" for s in range(5)]
+    offset, size = schedule.residency.rooms["optimizer 3#0"]
+    assert f"room optimizer 3#0 {offset} {size}" in lines
+    assert [line for line in lines if line.startswith("start ")] == [
+        f"start {name}" for name in sorted(schedule.residency.start)
+    ]
+
+
+STREAMS = (
+    "schedule stages=1 microbatches=1 recompute=- first=0 workers=1\n"
+    "residency parameters=0 gradients=- own=0 spills=- fixed=- direct=0\n"
+)
 HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
 
 
@@ -93,6 +144,19 @@ HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
         (HEAD + "0 FORWARD 0 0 compute device/activations", "has no signed number of bytes"),
         (HEAD + "0 FORWARD 0 0 compute device/activations5", "has no signed number of bytes"),
         (HEAD + "0 FORWARD 0 0 compute workspace=much", "line 2"),
+        (HEAD.replace("\n", " update=ahead\n"), "line 1: .*perhaps with ' update=behind'"),
+        (HEAD + "uses 0 0", "line 2: 'uses 0 0'; expected one line 'residency"),
+        (STREAMS + STREAMS.splitlines()[1], "line 3: .*expected one line 'residency"),
+        (STREAMS.replace("own=0", "own=x"), r"line 2: .*expected 'residency parameters=-\|s,s"),
+        (STREAMS.replace("own=0", "own=1"), "line 2: .*expected stages from 0 to 0"),
+        (STREAMS, "line 2: the residency has 'uses' lines of 0 stages; expected one for each of 1"),
+        (STREAMS + "uses 0 1", "line 3: 'uses 0 1'; expected stages from 0 to 0"),
+        (STREAMS + "uses 0 0\nuses 0 0", "line 4: 'uses 0 0'; expected one line for each"),
+        (STREAMS + "parts 0", "line 3: 'parts 0'; expected 'parts STAGE NUMBER'"),
+        (STREAMS + "parts 7 2", "line 3: 'parts 7 2'; expected stages from 0 to 0"),
+        (STREAMS + "room weights 0 0 9", "line 3: .*expected 'room STATE STAGE"),
+        (STREAMS + "room parameters 0 0", "line 3: .*expected 'room STATE STAGE"),
+        (STREAMS + "start parameters 0", "line 3: .*expected an item that has a room"),
     ],
 )
 def test_what_is_not_the_form_is_refused_with_its_line(text, message):
