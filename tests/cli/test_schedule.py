@@ -56,7 +56,7 @@ def test_compare_ranks_and_says_why_not(invoke):
     words = ("--devices", 4, "--microbatches", 4, "--memory", 3)
     ranked = figures(invoke, "compare", *words)
     spans = [one["makespan"] for one in ranked if one["makespan"] is not None]
-    assert spans == sorted(spans) and len(ranked) == 16
+    assert spans == sorted(spans) and len(ranked) == 17
     assert all(one["peak"] <= 3 for one in ranked if one["peak"] is not None)
     why = {one["schedule"]: one["why"] for one in ranked}
     assert why["gpipe"] == "holds 4 microbatches, above the cap of 3"

@@ -14,7 +14,7 @@ from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
 from outsize.schedule.pipelines.registry import NAMES, Shape, make
 from outsize.schedule.pipelines.skip_pipe import skip_pipe
 from outsize.schedule.pipelines.zb_v import zb_v
-from outsize.schedule.pipelines.zero_bubble import zb_h1, zb_h2, zero_bubble
+from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2, zero_bubble
 
 __all__ = [
     "EQUAL",
@@ -36,6 +36,7 @@ __all__ = [
     "skip_pipe",
     "v_half",
     "v_min",
+    "zb_2p",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -20,7 +20,7 @@ from outsize.schedule.pipelines.one_f_one_b import one_f_one_b
 from outsize.schedule.pipelines.pipeline import Pipeline
 from outsize.schedule.pipelines.skip_pipe import skip_pipe
 from outsize.schedule.pipelines.zb_v import zb_v
-from outsize.schedule.pipelines.zero_bubble import zb_h1, zb_h2
+from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ _ENTRIES: Mapping[str, _Entry] = MappingProxyType({
     "breadth-first": _chunked(breadth_first),
     "zb-h1": _timed(zb_h1),
     "zb-h2": _timed(zb_h2),
+    "zb-2p": _timed(zb_2p),
     "zb-v": _timed(zb_v),
     "v-half": _plain(v_half),
     "v-min": _plain(v_min),
