@@ -7,11 +7,13 @@ or shards of it. The manifest comes last.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from outsize.checkpoint.crc import file_crc32
@@ -30,7 +32,21 @@ from outsize.errors import OutsizeError
 WEIGHTS = "weights"
 _WEIGHTS_STEM = "model"  # Hugging Face's name for the files of the weights
 
-Named = tuple[str, str, Tensor]  # group, name, tensor
+
+@dataclass(frozen=True)
+class Later:
+    """A tensor that `make` gives when it is written, and that nobody holds before or after."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Named = tuple[str, str, Tensor | Later]  # group, name, tensor
 
 
 def write_contents(
@@ -43,8 +59,9 @@ def write_contents(
 ) -> None:
     """Fill the empty `directory`, its manifest last, and sync it all.
 
-    Tensors are taken one at a time and let go shard by shard. OSError, or OutsizeError caused by
-    one, where the system refuses.
+    Tensors are taken one at a time and let go shard by shard; those that are made later are there
+    one at a time, made in the order in which those of their group came. OSError, or OutsizeError
+    caused by one, where the system refuses.
     """
     if files is not None:
         files(directory)
@@ -97,12 +114,12 @@ class _Shards:
 
     directory: Path
     shard_bytes: int
-    waiting: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict)
+    waiting: dict[str, list[tuple[str, Tensor | Later]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # bytes waiting
     written: dict[str, list[FileEntry]] = field(default_factory=dict)
     seen: set[tuple[str, str]] = field(default_factory=set)
 
-    def add(self, group: str, name: str, tensor: Tensor) -> None:
+    def add(self, group: str, name: str, tensor: Tensor | Later) -> None:
         assert group.isidentifier() and group != _WEIGHTS_STEM, f"{group!r} cannot name files"
         assert (group, name) not in self.seen, f"{name!r} comes twice in {group!r}"
         if tensor.dtype not in CODES:
@@ -138,7 +155,12 @@ class _Shards:
         shards = self.written.setdefault(group, [])
         specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in waiting]
         path = self.directory / _part(group, len(shards))
-        shards.append(_describe(group, specs, write_tensors(path, specs, waiting)))
+        shards.append(_describe(group, specs, write_tensors(path, specs, _made(waiting))))
+
+
+def _made(waiting: Iterable[tuple[str, Tensor | Later]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in waiting:
+        yield name, tensor.make() if isinstance(tensor, Later) else tensor
 
 
 def _describe(group: str, specs: Iterable[Spec], written: Written) -> FileEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     help="With --resume: what to do when the last checkpoint is damaged.",
 )
 @click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB.")
+@click.option("--host-memory", metavar="SIZE", help="RAM beside it where states may rest.")
+@click.option("--disk", metavar="DIR[:SIZE]", help="Folder where states may rest; DIR,DIR: both.")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="NAME=PATH:SIZE",
+    help="Memory with a path, such as CXL, where states may rest; repeatable.",
+)
 @click.option("--explain", is_flag=True, help="Print every value and its origin; start nothing.")
 @click.pass_context
 def train(
@@ -34,6 +44,9 @@ def train(
     resume: Path | None,
     on_damage: Literal["refuse", "previous"],
     memory: str | None,
+    host_memory: str | None,
+    disk: str | None,
+    tiers: tuple[str, ...],
     explain: bool,
 ) -> None:
     """Train a model as the file RUN (YAML) says.
@@ -48,7 +61,9 @@ def train(
     from outsize.cli.show import console
     from outsize.train.resolve import resolve
 
-    said = resolve(run, (*sets, *(() if memory is None else (f"memory={memory}",))))
+    options = {"memory": memory, "host_memory": host_memory, "disk": disk}
+    places = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    said = resolve(run, (*sets, *places, *([f"tiers={json.dumps(tiers)}"] if tiers else ())))
     from outsize.train import run as runs
 
     if resume is not None:

@@ -60,6 +60,18 @@ def build(
     return model
 
 
+def shells(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A decoder whose parameters have shape, dtype and device, but one element of memory each: for
+    a job that fills its chunks one after the other and makes them the parameters' memory."""
+    model = build(config, dtype=dtype)
+
+    def shell(_: str, x: Tensor) -> Tensor:
+        return torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
+
+    _place(model, set(_names(model)), shell)
+    return model
+
+
 def rest(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of parameter `name` in a model of `dtype`."""
     return torch.promote_types(torch.float32, dtype) if stays_float32(name) else dtype
@@ -88,16 +100,28 @@ def materialise(model: Decoder, segment: str, fill: Fill) -> None:
 
 def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
     """A fill for `materialise` that makes initial values on `device`, in each parameter's dtype."""
-    initial = dict(initial_values(model))
+    draw = initial_draw(model, seed)
 
     def fill(name: str, parameter: Tensor) -> Tensor:
         out = torch.empty_like(parameter, device=device, requires_grad=False)
-        start = initial[name]
-        if start.std:
-            return fill_normal(out, seed, name, std=start.std)
-        return out.fill_(start.value)
+        draw(name, out)
+        return out
 
     return fill
+
+
+def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
+    """Writes initial values by parameter name into a tensor of the parameter's shape."""
+    initial = dict(initial_values(model))
+
+    def draw(name: str, out: Tensor) -> None:
+        start = initial[name]
+        if start.std:
+            fill_normal(out, seed, name, std=start.std)
+        else:
+            out.fill_(start.value)
+
+    return draw
 
 
 def initial_values(model: Decoder) -> Iterator[tuple[str, Initial]]:

@@ -33,6 +33,11 @@ class Stored:
     split: Convert
     merge: Convert
 
+    @property
+    def unchanged(self) -> bool:
+        """The one stored tensor is the native one."""
+        return self.split is _same
+
 
 def layout(config: DecoderConfig) -> tuple[Stored, ...]:
     """All stored tensors in model order; a tied head is not listed."""

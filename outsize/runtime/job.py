@@ -34,7 +34,7 @@ from outsize.schedule.action import WHOLE
 from outsize.schedule.residency import moved
 from outsize.trace.trace import Event, Trace
 
-Fill = Callable[[str, Tensor], Tensor]
+Fill = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ class Job:
     parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
     norm. ledger: counts bytes while the job works, and raises over its budget.
     collective: who else trains. stores: by name, the tiers below the device; the caller closes
-    them. fill: gives the values of parameters that are on the meta device, by name.
+    them. fill: writes the values of the parameter of a name into a tensor, for parameters that have
+    no memory of their own (outsize/models/build.py, `shells`).
     """
 
     def __init__(
@@ -169,8 +170,7 @@ class Job:
         self.gradients = Gradients(self.chunks, self.owners)
         flow.attach(self.gradients)
         self._wrapped = list(self._wrap())
-        self._turns = Turns(self.schedule, self.placement)
-        self._lanes = Lanes(self.schedule, device)
+        self.follow(self.schedule)
         self._steps: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: lambda a: self._walks[a.microbatch].recompute(a.stage),
@@ -202,15 +202,18 @@ class Job:
         for index in range(len(self.placement.tables)):
             chunk = residence.make(index)
             self._spills.kept.add(chunk.parameters.untyped_storage()._cdata)
-            flats = {what: residence.blank(index, what) for what in self._weights(index)}
-            for slot in chunk.table.slots:
-                parameter = self.owners[slot.name]
-                with torch.no_grad():
-                    value = parameter if fill is None else fill(slot.name, parameter)
-                    for flat in flats.values():
-                        slot.of(flat).copy_(value)
-                parameter.data = slot.of(chunk.parameters)
-                del value
+            flats = residence.staged(index, tuple(self._weights(index)))
+            first, *others = flats.values()
+            with torch.no_grad():
+                for slot in chunk.table.slots:
+                    parameter = self.owners[slot.name]
+                    if fill is not None:
+                        fill(slot.name, slot.of(first))
+                    for flat in (first, *others) if fill is None else ():
+                        slot.of(flat).copy_(parameter)
+                    parameter.data = slot.of(chunk.parameters)
+                for flat in others if fill is not None else ():
+                    flat.copy_(first)
             for what, flat in flats.items():
                 residence.write(index, what, flat)
 
@@ -233,6 +236,11 @@ class Job:
                     elif name and stage.spills and name in stage.spill:
                         part.forward = spilling(part, self._spills)
                         yield part
+
+    def follow(self, schedule: Schedule) -> None:
+        """Play a schedule from now on: one that `validate` has passed, over the same rooms."""
+        self.schedule, self._turns = schedule, Turns(schedule, self.placement)
+        self._lanes = Lanes(schedule, self.residence.device)
 
     def close(self) -> None:
         """Give the model back as an ordinary module; its parameters stay views of the chunks.
@@ -369,6 +377,7 @@ class Job:
         self._spills.reset()
         self._missing.clear()
         self.gradients.reset()
+        self.updates.reset()
         self.residence.forget()
         for chunk in self.chunks:
             if chunk.gradients is not None:
@@ -381,6 +390,7 @@ class Job:
                 part = self.flow.part(self._batch, *self.plan.rows_of(m))
             self._walks[m] = self.flow.begin(part, self._factor, partial(self._spill_of, m))
         walk = self._walks[m]
+        self._spill_of(m, action.stage)  # of a stage without blocks it stays empty
         walk.forward(action.stage)
         if action.stage == len(self.plan.stages) - 1:
             assert walk.loss is not None
@@ -461,9 +471,13 @@ class Job:
 
     def _evaluate(self, parts: list[Any]) -> float:
         schedule = self.placement.evaluation(len(parts))
-        self.residence.ensure(start_of(schedule))
-        reader = Reader(self.residence, self.flow, parts)
-        Lanes(schedule, self.residence.device).play(reader, time.perf_counter())
+        try:
+            self.residence.ensure(start_of(schedule))
+            reader = Reader(self.residence, self.flow, parts)
+            Lanes(schedule, self.residence.device).play(reader, time.perf_counter())
+        except BaseException:
+            self.residence.forget()
+            raise
         return sum(reader.losses)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -472,26 +486,25 @@ class Job:
         Views of the device's buffers; of what rests below, of a copy of one chunk at a time: use
         each before the next.
         """
-        for index, chunk in enumerate(self.chunks):
-            flat = self.residence.read(index, self._master(index))
-            for slot in chunk.table.slots:
-                yield slot.name, slot.of(flat)
+        for index in range(len(self.chunks)):
+            yield from self._named(index, self._master(index), "")
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states by "parameter.state", as `weights` gives weights."""
         for index, chunk in enumerate(self.chunks):
-            names = self.optimizer.states if chunk.table.trainable else ()
-            flats = {name: self.residence.read(index, name) for name in names}
-            for slot in chunk.table.slots:
-                for name, flat in flats.items():
-                    yield f"{slot.name}.{name}", slot.of(flat)
+            for what in self.optimizer.states if chunk.table.trainable else ():
+                yield from self._named(index, what, f".{what}")
+
+    def _named(self, index: int, what: str, suffix: str) -> Iterator[tuple[str, Tensor]]:
+        flat = self.residence.read(index, what)
+        for slot in self.chunks[index].table.slots:
+            yield f"{slot.name}{suffix}", slot.of(flat)
 
     def state_names(self) -> Iterator[str]:
         """The names that `optimizer_state` gives."""
         for chunk in self.chunks:
-            for slot in chunk.table.slots:
-                for name in self.optimizer.states if chunk.table.trainable else ():
-                    yield f"{slot.name}.{name}"
+            for what in self.optimizer.states if chunk.table.trainable else ():
+                yield from (f"{slot.name}.{what}" for slot in chunk.table.slots)
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -502,36 +515,48 @@ class Job:
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name. What rests below is read chunk by chunk: asked for in the order
         of the model, each is read once; a tensor stays good."""
-        where = {s.name: (i, s) for i, chunk in enumerate(self.chunks) for s in chunk.table.slots}
-        last: dict[int, Tensor] = {}
+        read = self.reader()
+        return lambda name: read(name, None)
 
-        def read(name: str) -> Tensor:
+    def reader(self) -> Callable[[str, str | None], Tensor]:
+        """Gives the named optimizer state of a parameter, or (None) its weight, as `weight_reader`
+        does: it holds one state of one chunk."""
+        where = {s.name: (i, s) for i, chunk in enumerate(self.chunks) for s in chunk.table.slots}
+        last: dict[tuple[int, str], Tensor] = {}
+
+        def read(name: str, state: str | None) -> Tensor:
             index, slot = where[name]
-            if index not in last:
+            key = (index, state or self._master(index))
+            if key not in last:
                 last.clear()
-                last[index] = self.residence.read(index, self._master(index))
-            return slot.of(last[index])
+                last[key] = self.residence.read(*key)
+            return slot.of(last[key])
 
         return read
 
-    def load(self, value: Callable[[str], Tensor], state: Callable[[str, Tensor], None]) -> None:
-        """Replace every weight and optimizer state, one chunk at a time.
+    def load(self, value: Fill | None, state: Fill) -> None:
+        """Replace every weight (value None: they stay) and every optimizer state, one at a time.
 
-        value(parameter name) gives a weight; state("parameter.state", out) fills a state.
+        value(parameter name, out) writes a weight into a tensor, state("parameter.state", out) a
+        state.
         """
         for index, chunk in enumerate(self.chunks):
-            flats = {what: self.residence.read(index, what) for what in self._weights(index)}
-            names = self.optimizer.states if chunk.table.trainable else ()
-            states = {name: self.residence.read(index, name) for name in names}
-            with torch.no_grad():
-                for slot in chunk.table.slots:
-                    found = value(slot.name)
-                    for flat in flats.values():
-                        slot.of(flat).copy_(found)
-                    for name, flat in states.items():
-                        state(f"{slot.name}.{name}", slot.of(flat))
-            for what, flat in (flats | states).items():
-                self.residence.write(index, what, flat)
+            if value is not None:
+                self._replace(index, tuple(self._weights(index)), "", value)
+            for what in self.optimizer.states if chunk.table.trainable else ():
+                self._replace(index, (what,), f".{what}", state)
+
+    def _replace(self, index: int, whats: tuple[str, ...], suffix: str, fill: Fill) -> None:
+        """Fill the first of these states of a chunk anew; the others are the same, rounded."""
+        flats = self.residence.staged(index, whats)
+        first, *others = flats.values()
+        with torch.no_grad():
+            for slot in self.chunks[index].table.slots:
+                fill(f"{slot.name}{suffix}", slot.of(first))
+            for flat in others:
+                flat.copy_(first)
+        for what, flat in flats.items():
+            self.residence.write(index, what, flat)
 
     def _master(self, index: int) -> str:
         return MASTER if self.residence.has(index, MASTER) else PARAMETERS

@@ -16,7 +16,7 @@ from torch import Tensor
 from outsize.errors import OutsizeError, nearest
 from outsize.memory import Chunk
 from outsize.memory.chunk import Account
-from outsize.memory.store import MemoryStore, Place, Store, pool
+from outsize.memory.store import MemoryStore, Place, Store, pool, rounded
 from outsize.plan import DEVICE
 from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Piece, Placement, Span
 from outsize.schedule import State
@@ -141,8 +141,9 @@ class Residence:
         rooms = self.placement.rooms
         for name in sorted(start - self.present):
             lost = {other for other in self.present if overlap(rooms[other], rooms[name])}
-            self.present = (self.present - lost) | {name}
+            self.present = self.present - lost
             self.fetch(name)
+            self.present |= {name}
         self.present = start
 
     def forget(self) -> None:
@@ -161,18 +162,41 @@ class Residence:
         if home is None:
             return self._buffer(chunk, what)
         numel = self.placement.tables[chunk].numel
-        if (chunk, what, 0) in self._zero:
-            return torch.zeros(numel, dtype=home.dtype)
         flat = torch.empty(numel, dtype=home.dtype)
-        home.store.read(home.place, flat)
+        for first, last in self._cuts(chunk, what):
+            if (chunk, what, first) in self._zero:
+                flat[first:last] = 0
+            else:
+                home.store.read(home.place, flat[first:last], first * home.dtype.itemsize)
         return flat
 
-    def blank(self, chunk: int, what: str) -> Tensor:
-        """Where a whole new state of a chunk is made: the buffer itself, or one to `write`."""
-        home = self.homes.get((chunk, what))
-        if home is None:
-            return self._buffer(chunk, what)
-        return torch.empty(self.placement.tables[chunk].numel, dtype=home.dtype)
+    def _cuts(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
+        """What of a state below is read at once: parts, where some may not be written yet."""
+        numel = self.placement.tables[chunk].numel
+        firsts = sorted(f for c, w, f in self._zero if (c, w) == (chunk, what))
+        if not firsts:
+            yield 0, numel
+            return
+        stage = self.placement.stage_of[self.placement.tables[chunk].segment]
+        pieces = self.placement.pieces[stage]
+        yield from ((p.first, p.last) for p in pieces if p.chunk == chunk)
+
+    def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
+        """Where whole new states of a chunk are made, to be given to `write`: the buffers
+        themselves, and for what rests below tensors, in the pool where they fit in it together."""
+        numel = self.placement.tables[chunk].numel
+        below = {w: self.homes[chunk, w].dtype for w in whats if (chunk, w) in self.homes}
+        sizes = {what: rounded(numel * dtype.itemsize) for what, dtype in below.items()}
+        if sum(sizes.values()) > self.pool.nbytes:
+            made = {what: torch.empty(numel, dtype=dtype) for what, dtype in below.items()}
+        else:
+            self.forget()
+            rooms = self.pool[: sum(sizes.values())].split(list(sizes.values())) if sizes else ()
+            made = {
+                what: room[: numel * dtype.itemsize].view(dtype)
+                for (what, dtype), room in zip(below.items(), rooms, strict=True)
+            }
+        return {what: made[what] if what in made else self._buffer(chunk, what) for what in whats}
 
     def resting(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The states of a piece that rest on tiers of memory, where they rest."""

@@ -110,6 +110,9 @@ class RunConfig:
         None, "of the computation; bfloat16 has a float32 master copy"
     )
     memory: str | int | None = _key(None, "most bytes on the device, as 2GiB; more is refused")
+    host_memory: str | int | None = _key(None, "RAM beside the device's, where states may rest")
+    disk: str | None = _key(None, "folders where states may rest, as DIR[,DIR][:SIZE]")
+    tiers: tuple[str, ...] = _key((), "memory with a path where states may rest: NAME=PATH:SIZE")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where it runs")
     threads: int | None = _key(None, "of the processor")
     output: str | None = _key(None, "directory of the run: metrics, checkpoints, timeline")
@@ -119,17 +122,21 @@ class RunConfig:
 SHORT: Mapping[str, str] = MappingProxyType({"model": "model.name", "data": "data.path"})
 
 # What a resumed run may change: nothing here has a say in any number that the run computes,
-# other than how long it goes on.
+# other than how long it goes on. Memory and tiers change where states rest; what of a plan decides
+# in which order sums are taken stays as it was (outsize/train/setup.py, FIXED).
 MAY_CHANGE = frozenset(
     {
         "data.cache",
         "device",
+        "disk",
+        "host_memory",
         "memory",
         "output",
         "sample.prompt",
         "sample.temperature",
         "sample.tokens",
         "threads",
+        "tiers",
         "train.evaluate_every",
         "train.evaluate_tokens",
         "train.keep",

@@ -10,35 +10,37 @@ runs/mine/sample.txt      what the trained model wrote
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from outsize.checkpoint import hub
 from outsize.checkpoint.opened import Checkpoint, DamageError
-from outsize.checkpoint.store import OnDamage, Store
+from outsize.checkpoint.store import OnDamage
+from outsize.checkpoint.store import Store as Checkpoints
 from outsize.data import Data, DataConfig, TrainStream, open_data
 from outsize.decode.samplers import Sampling
-from outsize.decode.text import stream_text
 from outsize.errors import OutsizeError
-from outsize.memory import meter
-from outsize.models.build import build, materialise, segments
-from outsize.models.decoder import Decoder
+from outsize.memory import Meter, meter
+from outsize.memory.store import Store
+from outsize.models.build import initial_draw, shells
 from outsize.plan import from_yaml, to_yaml
 from outsize.runtime import Job, NativeFlow
 from outsize.train.config import MAY_CHANGE
+from outsize.train.filling import hub_fill
 from outsize.train.loop import Loop, closing, resume_command
 from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics
 from outsize.train.model import subject_of
 from outsize.train.resolve import Resolved, apply_text
+from outsize.train.sample import sample
 from outsize.train.setup import Setup, calibrated, optimizer_of, set_up, settled
 from outsize.train.show import bytes_table, foretold, plan_table, values_table
-from outsize.train.state import Place, place_of, restore, same_run
+from outsize.train.state import Place, place_of, restore, same_run, weights_of
 from outsize.train.stop import Stop
+from outsize.train.tiers import opened
 
 RUN, PLAN, SAMPLE = "run.yaml", "plan.yaml", "sample.txt"
 
@@ -80,7 +82,7 @@ def resume(
     """
     recorded = recorded_values(directory)
     resolved = _changed(recorded, changes, directory)
-    store = Store(directory, resolved.get("train.keep"))
+    store = Checkpoints(directory, resolved.get("train.keep"))
     with store:
         try:
             found = None if store.latest() is None else store.load(on_damage=on_damage)
@@ -92,7 +94,7 @@ def resume(
 
 
 def _go_on(
-    store: Store,
+    store: Checkpoints,
     found: Checkpoint | None,
     recorded: Resolved,
     resolved: Resolved,
@@ -111,6 +113,7 @@ def _go_on(
     setup = set_up(resolved, from_yaml(_read(directory / PLAN)), model)
     ready = _ready(setup, console)
     _write(directory / RUN, ready.setup.resolved.to_yaml())
+    _write(directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
     return _train(ready, store, found, console)
 
 
@@ -159,9 +162,9 @@ def _tell_threads(recorded: Resolved, resolved: Resolved, console: Console) -> N
         )
 
 
-def _store(setup: Setup) -> Store:
+def _store(setup: Setup) -> Checkpoints:
     assert setup.config.output is not None
-    return Store(setup.config.output, setup.config.train.keep)
+    return Checkpoints(setup.config.output, setup.config.train.keep)
 
 
 def _show_plan(setup: Setup, console: Console) -> None:
@@ -202,30 +205,47 @@ def _ready(setup: Setup, console: Console) -> Ready:
     return Ready(setup, data, stream)
 
 
-def _train(ready: Ready, store: Store, found: Checkpoint | None, console: Console) -> int:
+def _train(ready: Ready, store: Checkpoints, found: Checkpoint | None, console: Console) -> int:
     setup, data, stream = ready.setup, ready.data, ready.stream
     keys = setup.config.train
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
-    ledger = meter(setup.device, setup.plan.budget)
-    model = _model(setup, found)
-    flow = NativeFlow(model, setup.plan)
-    job = Job(flow, setup.plan, optimizer_of(setup.config), clip=keys.clip, ledger=ledger)
-    if found is not None:
-        place = replace(restore(found, job, setup.subject.config), steps=keys.steps)
-        assert stream.resume(place.cursor) == place.step
-        console.print(f"going on from step {place.step} of {place.steps}", markup=False)
-    saved = None if found is None else found.step
-    measure = Measure(ledger, place.step, place.steps)
-    with Stop() as stop, Metrics(store.directory, place.step) as metrics:
-        loop = Loop(setup, data, job, store, metrics, measure, place, stream, saved)
-        with closing(job):
-            loop.run(console, stop)
-        if not loop.place.finished:
-            _say_stopped(loop, console)
-            return stop.code
-        _finish(loop, model, console)
+    with Stop() as stop, opened(setup.tiers, setup.plan, setup.forecast.below) as stores:
+        ledger = meter(setup.device, setup.plan.budget)
+        job = _job(setup, found, ledger, stores)
+        if found is not None:
+            place = replace(restore(found, job), steps=keys.steps)
+            assert stream.resume(place.cursor) == place.step
+            console.print(f"going on from step {place.step} of {place.steps}", markup=False)
+        saved = None if found is None else found.step
+        measure = Measure(ledger, place.step, place.steps)
+        with Metrics(store.directory, place.step) as metrics:
+            loop = Loop(setup, data, job, store, metrics, measure, place, stream, saved)
+            with closing(job):
+                loop.run(console, stop)
+                if not loop.place.finished:
+                    _say_stopped(loop, console)
+                    return stop.code
+                _finish(loop, console)
     return 0
+
+
+def _job(setup: Setup, found: Checkpoint | None, ledger: Meter, stores: Mapping[str, Store]) -> Job:
+    """The job, its weights where they rest: drawn, of the model's directory, or of `found`."""
+    config, plan, keys = setup.subject.config, setup.plan, setup.config
+    # In the precision that the optimizer updates.
+    dtype = getattr(torch, plan.precision.master or plan.precision.compute)
+    model = shells(config, dtype, setup.device)
+    if found is not None:
+        fill = weights_of(found, config)
+    elif keys.model.weights == "random":
+        fill = initial_draw(model, keys.train.seed)
+    else:
+        assert setup.subject.directory is not None
+        fill = hub_fill(setup.subject.directory, config)
+    optimizer, clip = optimizer_of(keys), keys.train.clip
+    flow = NativeFlow(model, plan)
+    return Job(flow, plan, optimizer, clip=clip, ledger=ledger, stores=stores, fill=fill)
 
 
 def _say_stopped(loop: Loop, console: Console) -> None:
@@ -234,10 +254,10 @@ def _say_stopped(loop: Loop, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _finish(loop: Loop, model: Decoder, console: Console) -> None:
+def _finish(loop: Loop, console: Console) -> None:
     """The sample, and foretold against measured."""
     setup, directory = loop.setup, loop.store.directory
-    _sample(setup, model, directory, console)
+    _sample(setup, loop.job, directory, console)
     if not (loop.measure.times or loop.measure.slow):
         return
     loop.measure.write(directory, setup.forecast, setup.config.model.name)
@@ -249,13 +269,12 @@ def _finish(loop: Loop, model: Decoder, console: Console) -> None:
     console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
 
 
-def _sample(setup: Setup, model: Decoder, directory: Path, console: Console) -> None:
+def _sample(setup: Setup, job: Job, directory: Path, console: Console) -> None:
     own = setup.config.sample
     if not own.tokens:
         return
     sampling = Sampling(own.temperature, seed=setup.config.train.seed)
-    pieces = stream_text(model, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
-    text = own.prompt + "".join(pieces)
+    text = sample(job, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
     _write(directory / SAMPLE, text)
     console.rule("sample")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -278,22 +297,6 @@ def _data(setup: Setup, console: Console) -> Data:
             setup.subject.config.vocab,
             lambda done, total: status.update(f"reading data: {done / max(total, 1):.0%}"),
         )
-
-
-def _model(setup: Setup, found: Checkpoint | None) -> Decoder:
-    """The model in the precision that the optimizer updates; its values come later if `found`."""
-    precision = setup.plan.precision
-    dtype = getattr(torch, precision.master or precision.compute)
-    config, device = setup.subject.config, setup.device
-    if found is not None:
-        model = build(config, dtype=dtype)
-        for segment, _ in segments(model):
-            materialise(model, segment, lambda _, x: torch.empty_like(x, device=device))
-        return model
-    if setup.config.model.weights == "random":
-        return build(config, setup.config.train.seed, dtype, device)
-    assert setup.subject.directory is not None
-    return hub.load(setup.subject.directory, dtype, device)
 
 
 def _read(path: Path) -> str:

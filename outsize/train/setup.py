@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from outsize.data import Batch, TrainStream
+from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
-from outsize.memory import parse_bytes
+from outsize.memory import format_bytes, parse_bytes
+from outsize.memory.tiers import TierSpec
 from outsize.optim import LearningRate, Optimizer
 from outsize.optim import parse as parse_optimizer
 from outsize.plan import Plan, Precision
@@ -23,10 +25,12 @@ from outsize.train import derive
 from outsize.train.config import RunConfig
 from outsize.train.model import Subject, subject
 from outsize.train.resolve import DERIVED, Resolved
+from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates foretell to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
-FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
+# What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
+FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "sequence_chunk", "order")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Setup:
     subject: Subject
     hardware: Hardware
     forecast: Forecast
+    tiers: tuple[TierSpec, ...] = ()  # below the device, as declared
 
     @property
     def config(self) -> RunConfig:
@@ -68,13 +73,16 @@ def set_up(
     if model is None:
         resolved, model = subject(resolved)
     hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
+    specs = declared(resolved.config)
+    hardware = with_tiers(hardware, specs)
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
-    wish = wish_of(resolved)
+    wish = wish_of(resolved, specs)
+    check_memory(hardware, wish.budget, specs)
     if plan is None:
         foretold = _chosen(model, wish, hardware, fit)
     else:
-        foretold = foretell(model.config, wish, replace(plan, budget=wish.budget), hardware)
-    return Setup(resolved, model, hardware, foretold)
+        foretold = _continued(model, wish, plan, hardware)
+    return Setup(resolved, model, hardware, foretold, specs)
 
 
 def calibrated(setup: Setup, stream: TrainStream) -> Setup:
@@ -85,7 +93,7 @@ def calibrated(setup: Setup, stream: TrainStream) -> Setup:
     """
     plan = setup.plan
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
-    if trial > TRIAL_SECONDS:
+    if trial > TRIAL_SECONDS or setup.forecast.below:  # what streams may not fit all at once
         return setup
     batch, threads = stream.batch(0), setup.resolved.get("threads")
     all_threads = _timed(setup, batch)
@@ -118,8 +126,8 @@ def settled(setup: Setup) -> Setup:
     return replace(setup, resolved=derive.output(resolved))
 
 
-def wish_of(resolved: Resolved) -> Wish:
-    """What the user has fixed of the plan."""
+def wish_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> Wish:
+    """What the user has fixed of the plan. specs: the tiers below the device."""
     config = resolved.config
     assert config.train.sequence is not None and config.train.batch_tokens is not None
     assert config.precision is not None
@@ -140,6 +148,7 @@ def wish_of(resolved: Resolved) -> Wish:
         sequence_chunk=config.plan.sequence_chunk,
         split_backward=config.plan.split_backward,
         approximate=config.plan.approximate,
+        tiers=specs,
     )
 
 
@@ -158,9 +167,38 @@ def rates_of(config: RunConfig) -> LearningRate:
 
 
 def _chosen(model: Subject, wish: Wish, hardware: Hardware, fit: bool) -> Forecast:
-    made = choose(model.config, wish, hardware)
-    free = int(FREE * hardware.tier("device").bytes)
-    if wish.budget is not None or not fit or made.peak <= free:
+    if wish.budget is not None or not fit:
+        return choose(model.config, wish, hardware)
+    made = choose(model.config, replace(wish, tiers=()), hardware)
+    free = plannable(hardware, wish.tiers)
+    if made.peak <= free:
         return made
-    made = choose(model.config, replace(wish, budget=free), hardware)
+    try:
+        made = choose(model.config, replace(wish, budget=free), hardware)
+    except OutsizeError as error:
+        raise OutsizeError(f"{format_bytes(free)} may be planned with here: {error}") from None
     return replace(made, plan=replace(made.plan, budget=None))
+
+
+def _continued(model: Subject, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
+    """The plan of a run that goes on; where it does not fit the memory that there is now, or lacks
+    a tier, another that gives the same numbers."""
+    plan = replace(plan, budget=wish.budget)
+    wish = replace(wish, **{name: getattr(plan, name) for name in FIXED if name != "order"})
+    missing = named(plan) - {spec.name for spec in wish.tiers}
+    if not missing:
+        made = foretell(model.config, wish, plan, hardware)
+        if wish.budget is None or made.peak <= wish.budget:
+            return made
+    if wish.budget is None and missing:
+        wish = replace(wish, budget=plannable(hardware, wish.tiers))
+    chosen = choose(model.config, wish, hardware).plan
+    kept = {name: getattr(plan, name) for name in FIXED}
+    made = foretell(model.config, wish, replace(chosen, **kept, budget=plan.budget), hardware)
+    if wish.budget is not None and made.peak > wish.budget:
+        raise OutsizeError(
+            f"memory of {format_bytes(wish.budget)} is too small to go on with the same numbers:"
+            f" {made.peak - wish.budget} bytes missing; set memory above"
+            f" {-(-made.peak // 2**20)}MiB"
+        )
+    return made

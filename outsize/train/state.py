@@ -8,23 +8,28 @@ from (seed, name or sample), so the seed and the step are the whole random state
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.contents import Later, Named
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
 from outsize.data import Cursor
 from outsize.errors import OutsizeError
+from outsize.models.build import rest
 from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored, layout
 from outsize.runtime import Job
+from outsize.runtime.job import Fill
 from outsize.train.config import MAY_CHANGE
+from outsize.train.filling import filling
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
 
@@ -60,29 +65,30 @@ def save(store: Store, job: Job, config: DecoderConfig, resolved: Resolved, plac
     return store.save(place.step, _tensors(job, layout(config)), _meta(job, resolved, place), files)
 
 
-def restore(checkpoint: Checkpoint, job: Job, config: DecoderConfig) -> Place:
-    """Put a checkpoint's weights, optimizer state and counts into a job; returns where it was.
+def restore(checkpoint: Checkpoint, job: Job) -> Place:
+    """Put a checkpoint's optimizer state and counts into a job that was filled with its weights
+    (`weights_of`); returns where it was.
 
-    OutsizeError, naming the tensor, for one of another model or optimizer.
+    OutsizeError, naming the tensor, for one of another optimizer.
     """
-    _check_names(checkpoint, job, layout(config))
-    entries = {name: entry for entry in layout(config) for name in entry.ours}
-    last: dict[str, Tensor] = {}  # of the entry that was split last: its parameters come together
-
-    def value(name: str) -> Tensor:
-        if name not in last:
-            entry = entries[name]
-            theirs = tuple(checkpoint.tensor(WEIGHTS, other) for other in entry.theirs)
-            last.clear()
-            last.update(zip(entry.ours, entry.split(theirs), strict=True))
-        return _fitting(checkpoint, name, job.owners[name], last[name])
+    _check_names(checkpoint, OPTIMIZER, set(job.state_names()))
 
     def state(name: str, out: Tensor) -> None:
         checkpoint.tensor(OPTIMIZER, name, out=out)
 
-    job.load(value, state)
+    job.load(None, state)
     job.restore_counts(_counts(checkpoint.meta.get("updates"), job.owners))
     return place_of(checkpoint)
+
+
+def weights_of(checkpoint: Checkpoint, config: DecoderConfig) -> Fill:
+    """Writes a checkpoint's weights into tensors, by parameter name, for a job to be filled with.
+
+    OutsizeError, naming the tensor, where the checkpoint is of another model.
+    """
+    stored = layout(config)
+    _check_names(checkpoint, WEIGHTS, {name for entry in stored for name in entry.theirs})
+    return filling(stored, partial(checkpoint.tensor, WEIGHTS))
 
 
 def place_of(checkpoint: Checkpoint) -> Place:
@@ -127,40 +133,52 @@ def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
     }
 
 
-def _tensors(job: Job, stored: tuple[Stored, ...]) -> Iterator[tuple[str, str, Tensor]]:
-    """(group, name, tensor) in Hugging Face's names; copies exist for one entry at a time."""
-    weights = job.weight_reader()
+def _tensors(job: Job, stored: tuple[Stored, ...]) -> Iterator[Named]:
+    """(group, name, tensor) in Hugging Face's names, each made when it is written: of what rests
+    below the device there is one state of one chunk at a time, and one merged entry."""
+    read = job.reader()
     for entry in stored:
-        theirs = entry.merge(tuple(weights(name) for name in entry.ours))
-        for name, tensor in zip(entry.theirs, theirs, strict=True):
-            yield WEIGHTS, name, tensor
-    for name, tensor in job.optimizer_state():
-        yield OPTIMIZER, name, tensor
+        made = _Merged(entry, read)
+        shapes = tuple(_shape_of(name, job) for name in entry.ours)
+        for index, like in enumerate(entry.merge(shapes)):
+            later = Later(like.dtype, tuple(like.shape), partial(made.take, index))
+            yield WEIGHTS, entry.theirs[index], later
+    for name in job.state_names():
+        owner, _, state = name.rpartition(".")
+        shape, dtype = tuple(job.owners[owner].shape), job.placement.dtypes.optimizer
+        yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
 
 
-def _check_names(checkpoint: Checkpoint, job: Job, stored: tuple[Stored, ...]) -> None:
+def _shape_of(name: str, job: Job) -> Tensor:
+    """A weight without its values."""
+    dtype = rest(name, job.weights_dtype)
+    return torch.empty(job.owners[name].shape, dtype=dtype, device="meta")
+
+
+@dataclass
+class _Merged:
+    """The stored tensors of one entry, merged when the first is asked for, each given once."""
+
+    entry: Stored
+    read: Callable[[str, str | None], Tensor]
+    left: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, index: int) -> Tensor:
+        if index not in self.left:
+            ours = tuple(self.read(name, None) for name in self.entry.ours)
+            self.left.update(enumerate(self.entry.merge(ours)))
+        return self.left.pop(index)
+
+
+def _check_names(checkpoint: Checkpoint, group: str, names: set[str]) -> None:
     """Everything is there, and nothing else, before anything is overwritten."""
-    wanted = {
-        WEIGHTS: {name for entry in stored for name in entry.theirs},
-        OPTIMIZER: set(job.state_names()),
-    }
-    for group, names in wanted.items():
-        found = set(checkpoint.names(group))
-        for name in sorted(names ^ found):
-            what = "lacks" if name in names else "has an unexpected"
-            raise OutsizeError(
-                f"checkpoint {checkpoint.path} {what} tensor {name!r} of its {group}; expected a"
-                " checkpoint of the same model and optimizer"
-            )
-
-
-def _fitting(checkpoint: Checkpoint, name: str, owner: Tensor, found: Tensor) -> Tensor:
-    if owner.shape != found.shape:
+    found = set(checkpoint.names(group))
+    for name in sorted(names ^ found):
+        what = "lacks" if name in names else "has an unexpected"
         raise OutsizeError(
-            f"checkpoint {checkpoint.path}: {name} has shape {tuple(found.shape)}, expected"
-            f" {tuple(owner.shape)}: it is of another model"
+            f"checkpoint {checkpoint.path} {what} tensor {name!r} of its {group}; expected a"
+            " checkpoint of the same model and optimizer"
         )
-    return found
 
 
 def _counts(found: Any, weights: Mapping[str, object]) -> dict[str, int]:

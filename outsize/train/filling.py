@@ -1,0 +1,72 @@
+"""Where the values of a run's first step come from, written parameter by parameter into a job.
+
+The model has no memory of its own before: a job makes its chunks one by one, asks for the values of
+each and puts them where they rest, so that starting takes no more than training does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.hub import Described, describe
+from outsize.errors import OutsizeError
+from outsize.models.config import DecoderConfig
+from outsize.models.names import Stored
+from outsize.runtime.job import Fill
+
+
+class Read(Protocol):
+    """Gives a stored tensor by its name in Hugging Face's files."""
+
+    def __call__(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Into `out`, of any dtype, or newly allocated."""
+
+
+def filling(stored: Iterable[Stored], read: Read) -> Fill:
+    """Writes native parameters from stored tensors: straight into their place where they are the
+    same, else by way of the tensors of one entry."""
+    entries = {name: entry for entry in stored for name in entry.ours}
+    waiting: dict[str, Tensor] = {}  # split with one that was asked for: they come together
+
+    def fill(name: str, out: Tensor) -> None:
+        entry = entries[name]
+        if entry.unchanged:
+            read(entry.theirs[0], out)
+            return
+        if name not in waiting:
+            theirs = tuple(read(other) for other in entry.theirs)
+            waiting.update(zip(entry.ours, entry.split(theirs), strict=True))
+        out.copy_(waiting.pop(name))
+
+    return fill
+
+
+def hub_fill(directory: Path, config: DecoderConfig) -> Fill:
+    """Writes the weights of a Hugging Face directory. OutsizeError, naming file and tensor, for
+    weights that are missing, unexpected, misshapen or damaged."""
+    found = describe(directory, config)
+    _check_tied_head(found, config)
+
+    def read(name: str, out: Tensor | None = None) -> Tensor:
+        return found.shards.read(found.names[name], out)
+
+    return filling(found.stored, read)
+
+
+def _check_tied_head(found: Described, config: DecoderConfig) -> None:
+    """Files may hold a tied head beside the embedding; another one would be another model."""
+    outer, shards = config.names.outer, found.shards
+    head = f"{outer['epilogue.head']}.weight"
+    if not config.tied or head not in shards.where:
+        return
+    tokens = found.names[f"{outer['prologue.tokens']}.weight"]
+    if not torch.equal(shards.read(head), shards.read(tokens)):
+        raise OutsizeError(
+            f"{shards.where[head].path}: tensor {head!r} is not the token embedding, expected"
+            " equal ones: set tie_word_embeddings to false in config.json"
+        )
