@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 
 from outsize.checkpoint import hub
 from outsize.checkpoint.hub import save
 from outsize.data import Tokenizer, open_tokenizer
+from outsize.decode.generate import PREFILL_TOKENS, Forward, check_request
 from outsize.decode.generate import generate as generate_tokens
 from outsize.decode.samplers import Sampling
-from outsize.decode.text import stream_text
+from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
+from outsize.memory import parse_bytes
 from outsize.models.decoder import Decoder
+from outsize.runtime.fit import Request
+from outsize.runtime.streamed import Streamed
 from outsize.runtime.tokens import TokenPlayer
 from outsize.train.directory import model_directory
 from outsize.train.prepare import prepare
@@ -25,26 +29,68 @@ __all__ = ["generate", "load", "prepare", "save"]
 BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
 
 
+@overload
 def load(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     weights: Literal["required", "random"] = "required",
     seed: int = 0,
-) -> Decoder:
+    *,
+    memory: None = None,
+    disk: str | Path | None = None,
+    sparse: bool = False,
+) -> Decoder: ...
+@overload
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Literal["required", "random"] = "required",
+    seed: int = 0,
+    *,
+    memory: str | int,
+    disk: str | Path | None = None,
+    sparse: bool = False,
+) -> Streamed: ...
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    weights: Literal["required", "random"] = "required",
+    seed: int = 0,
+    *,
+    memory: str | int | None = None,
+    disk: str | Path | None = None,
+    sparse: bool = False,
+) -> Decoder | Streamed:
     """The model of a run, of one of its checkpoints, or of a Hugging Face decoder directory:
     `model(input_ids) -> logits`.
 
     dtype None keeps that of the files. weights="random" takes the config.json alone and draws
     initial values from `seed`. Memory while loading is the model and one block. Raises OutsizeError
     naming file and tensor where something is unknown, missing or damaged.
+
+    memory ("2GiB"): most bytes of tensors on the device. The model may be larger: its weights stay
+    in its files and are read as they are needed, and `generate` gives the same tokens. disk: the
+    folder for weights that must be converted first (transposed ones, another dtype), the system's
+    for temporary files by default; sparse: keep those of a pruned model there as bitmap images.
     """
-    return hub.load(model_directory(Path(path)), dtype, device, weights, seed)
+    directory = model_directory(Path(path))
+    if memory is None:
+        if disk is not None or sparse:
+            raise OutsizeError("disk and sparse go with memory; pass memory='2GiB' or leave them")
+        return hub.load(directory, dtype, device, weights, seed)
+    if weights != "required":
+        raise OutsizeError(
+            f"weights = {weights!r} with memory; expected 'required': values are read from files"
+        )
+    return Streamed(directory, parse_bytes(memory), dtype, device, disk, sparse)
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: Decoder | Streamed,
     prompt: str | Sequence[int],
     max_tokens: int = 128,
     *,
@@ -55,6 +101,7 @@ def generate(
     stop: Collection[str] = (),
     tokenizer: str | Path | Tokenizer | None = None,
     on_text: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> str | list[int]:
     """What follows a prompt: text for a text, token ids for token ids.
 
@@ -62,15 +109,26 @@ def generate(
     and the smallest set of probability top_p where given. A token depends on (seed, its index)
     only. stop: strings before which the text ends. tokenizer: a directory with tokenizer.json, or
     "bytes"; None takes that of the directory which the model was loaded from. on_text sees the
-    text in pieces as it comes. Raises OutsizeError for settings out of range.
+    text in pieces as it comes; on_ready, before the first token, a line about what a model within
+    a memory budget keeps and reads, "" for others. Raises OutsizeError for settings out of range,
+    and for a budget that is too small.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
-    player = TokenPlayer(model)
+    if isinstance(prompt, str):
+        text = tokenizer_of(model, tokenizer)
+        ids: Sequence[int] = prompt_ids(text, prompt)
+    else:
+        ids = prompt
+    decoder, player, at_once = _player(model, ids, max_tokens, temperature > 0)
+    if on_ready is not None:
+        on_ready(str(model.outlook) if isinstance(model, Streamed) else "")
     if not isinstance(prompt, str):
-        return generate_tokens(model, prompt, max_tokens, sampling, forward=player)
+        return generate_tokens(
+            decoder, ids, max_tokens, sampling, forward=player, prefill_tokens=at_once
+        )
     pieces = []
     for piece in stream_text(
-        model, tokenizer_of(model, tokenizer), prompt, max_tokens, sampling, stop, forward=player
+        decoder, text, prompt, max_tokens, sampling, stop, forward=player, prefill_tokens=at_once
     ):
         pieces.append(piece)
         if on_text is not None:
@@ -78,7 +136,21 @@ def generate(
     return "".join(pieces)
 
 
-def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) -> Tokenizer:
+def _player(
+    model: Decoder | Streamed, ids: Sequence[int], new: int, drawn: bool
+) -> tuple[Decoder, Forward, int]:
+    """The decoder, what plays its steps, and how many tokens of a prompt are fed at once."""
+    if not isinstance(model, Streamed):
+        return model, TokenPlayer(model), PREFILL_TOKENS
+    check_request(model.decoder, ids, new)
+    reading = model.ready(Request(len(ids), new, drawn))
+    assert model.outlook is not None
+    return model.decoder, reading, model.outlook.fit.slice
+
+
+def tokenizer_of(
+    model: Decoder | Streamed, named: str | Path | Tokenizer | None = None
+) -> Tokenizer:
     """The tokenizer that a model goes with: the one named, its directory's, or bytes."""
     if named is not None and not isinstance(named, (str, Path)):
         return named

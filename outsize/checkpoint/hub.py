@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.files import read_json
+from outsize.checkpoint.files import Entry, read_json
 from outsize.checkpoint.shards import INDEX, SINGLE, SUMS, Shards, open_shards, sums_json
 from outsize.checkpoint.writing import Spec, Written, sync_directory, write_json, write_tensors
 from outsize.errors import OutsizeError
@@ -71,17 +72,48 @@ def load(
         return build(config, seed, dtype or _config_dtype(config), device)
     if weights != "required":
         raise OutsizeError(f"weights = {weights!r}, expected 'required' or 'random'")
+    found = describe(path, config)
+    model, fill = found.model, found.fill(dtype, device)
+    for segment, _ in segments(model):
+        materialise(model, segment, fill)
+    _check_tied_head(found.shards, model)
+    return model
+
+
+@dataclass(frozen=True)
+class Described:
+    """A Hugging Face directory whose weights are known but not read.
+
+    model: on the meta device. names: the name in the files of each stored tensor, by its usual one.
+    """
+
+    model: Decoder
+    shards: Shards
+    names: Mapping[str, str]
+    stored: tuple[Stored, ...]
+
+    def entry(self, name: str) -> tuple[Path, Entry]:
+        """The file and the span of a stored tensor, by its usual name."""
+        return self.shards.where[self.names[name]].path, self.shards.entry(self.names[name])
+
+    def fill(self, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> Fill:
+        """Reads parameters, for `materialise`. The parts of a group are asked for together."""
+        return _reader(self.shards, self.names, self.stored, dtype, device)
+
+
+def describe(path: str | Path, config: DecoderConfig | None = None) -> Described:
+    """What a directory holds: every header, name, shape and dtype is checked, no weight is read.
+
+    config: where it is known already. OutsizeError as of `load`.
+    """
+    config = config or read_config(path)
     shards = open_shards(Path(path))
     model = build(config)
+    model.origin = Path(path)
     stored = layout(config)
     names = _match(shards, config, stored)
     _check(shards, names, model, stored)
-    fill = _reader(shards, names, stored, dtype, device)
-    for segment, _ in segments(model):
-        materialise(model, segment, fill)
-    _check_tied_head(shards, model)
-    model.origin = Path(path)
-    return model
+    return Described(model, shards, names, stored)
 
 
 def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -39,7 +39,12 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+        return sum(map(self.bytes_of, self._layers))
+
+    def bytes_of(self, layer: int) -> int:
+        """Of a layer that has been used."""
+        k_NGLK, v_NGLW = self._layers[layer]
+        return k_NGLK.nbytes + v_NGLW.nbytes
 
     def extend(
         self, slots: Sequence[int], counts: Sequence[int], ahead: Sequence[int] | None = None

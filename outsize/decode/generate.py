@@ -60,6 +60,7 @@ def generate(
     stop: Collection[int] = (),
     on_token: Callable[[int], None] | None = None,
     forward: Forward | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[int]:
     """The tokens that follow the prompt `ids`: at most `max_new_tokens`, the last one a token of
     `stop` if one was drawn. `on_token` sees each as it is drawn.
@@ -68,7 +69,7 @@ def generate(
     positions for.
     """
     new = []
-    for token in stream_tokens(model, ids, max_new_tokens, sampling, stop, forward):
+    for token in stream_tokens(model, ids, max_new_tokens, sampling, stop, forward, prefill_tokens):
         new.append(token)
         if on_token is not None:
             on_token(token)
@@ -82,11 +83,13 @@ def stream_tokens(
     sampling: Sampler = GREEDY,
     stop: Collection[int] = (),
     forward: Forward | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[int]:
     """As `generate`, one token at a time; what is not asked for is not computed."""
     check_request(model, ids, max_new_tokens)
     request = Request(tuple(ids), max_new_tokens, sampling, frozenset(stop))
-    steps = run([request], forward or direct(model), model.prologue.tokens.weight.device)
+    device = model.prologue.tokens.weight.device
+    steps = run([request], forward or direct(model), device, prefill_tokens)
     return (token for _, token in steps)
 
 

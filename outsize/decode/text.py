@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
-from outsize.decode.generate import GREEDY, Forward, stream_tokens
+from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Forward, stream_tokens
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
@@ -70,6 +70,11 @@ class StopStrings:
         return 0
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The tokens that a text begins with."""
+    return [tokenizer.start, *tokenizer.encode(prompt)]
+
+
 def stream_text(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -79,15 +84,16 @@ def stream_text(
     stop_strings: Collection[str] = (),
     stop: Collection[int] | None = None,
     forward: Forward | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[str]:
     """The text that follows `prompt`, in pieces that are never empty, as it comes.
 
     Ends before the first of `stop_strings`, at a token of `stop` (by default the tokenizer's eos)
     or after `max_new_tokens`. OutsizeError, before anything is computed, as of `generate`.
     """
-    ids = [tokenizer.start, *tokenizer.encode(prompt)]
+    ids = prompt_ids(tokenizer, prompt)
     ends = frozenset((tokenizer.eos,) if stop is None else stop)
-    tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward)
+    tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward, prefill_tokens)
     return _pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from outsize.decode.cache import CachedAttend
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context
-from outsize.schedule import Action, Kind, compile_tokens, validate
+from outsize.schedule import Kind, compile_tokens, validate
 
 
 class TokenPlayer:
@@ -37,16 +37,19 @@ class TokenPlayer:
         context = self.model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
         carry = ids_T
         for action in schedule.workers[0]:
-            carry = self._act(action, carry, context, bounds)
+            carry = apply_stage(self.model, action.stage, carry, context)
         return carry
 
-    def _act(
-        self, action: Action, carry: Tensor, context: Context, bounds: tuple[int, ...]
-    ) -> Tensor:
-        model, stage = self.model, action.stage
-        if stage == 0:
-            return model.prologue(carry, context)  # type: ignore[no-any-return]
-        if stage <= len(model.blocks):
-            return model.blocks[stage - 1](carry, context)  # type: ignore[no-any-return]
-        last_N = torch.tensor(bounds[1:], device=carry.device) - 1
-        return model.epilogue.logits(model.epilogue(carry[last_N], context))
+
+def apply_stage(
+    model: Decoder, stage: int, carry: Tensor, context: Context, last: bool = True
+) -> Tensor:
+    """A stage's part of a step: ids_T through the prologue, x_TD through a block, and at the end
+    the logits, of the last token of each sequence or, last=False, of every token."""
+    if stage == 0:
+        return model.prologue(carry, context)  # type: ignore[no-any-return]
+    if stage <= len(model.blocks):
+        return model.blocks[stage - 1](carry, context)  # type: ignore[no-any-return]
+    if last:
+        carry = carry[torch.tensor(context.bounds[1:], device=carry.device) - 1]
+    return model.epilogue.logits(model.epilogue(carry, context))
