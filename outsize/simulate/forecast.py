@@ -10,7 +10,7 @@ from outsize.memory import KINDS, Ledger
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job
 from outsize.runtime.placement import Placement
-from outsize.schedule import Action, Kind, Schedule, State, validate
+from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
 from outsize.schedule.action import WHOLE
 from outsize.schedule.residency import moved as item_of
 from outsize.simulate.counter import Work
@@ -117,6 +117,7 @@ class Clock:
         if cost is None:
             return 0.0
         whole = duration(cost.work, self.hardware.devices[0])
+        whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
         return whole if action.part == WHOLE else whole * self._share(action)
 
     def _share(self, action: Action) -> float:
@@ -131,17 +132,29 @@ class Clock:
             cost = self.costs.actions.get(moved(action))
             size = 0 if cost is None else abs(sum(cost.allocates.values()))
             tier = self.placement.plan.stages[action.stage].rest.activations
-            return size / self._rate(tier, fetch)
+            return size / rate(self.hardware, tier, fetch)
         total = 0.0
         for span in self.placement.spans[item_of(action)]:
             if span.load if fetch else span.store:
-                total += span.bytes / self._rate(self.placement.tier(span.chunk, span.what), fetch)
+                tier = self.placement.tier(span.chunk, span.what)
+                total += span.bytes / rate(self.hardware, tier, fetch)
         return total
 
-    def _rate(self, tier: str, fetch: bool) -> float:
-        known = self.hardware.tier(tier)
-        rate = known.read if fetch else known.write
-        return self.hardware.devices[0].bandwidth.value / 2 if rate is None else rate.value
+
+def rate(hardware: Hardware, tier: str, fetch: bool) -> float:
+    """Bytes a second between a tier and the device; where it was not measured, those of a copy."""
+    known = hardware.tier(tier)
+    found = known.read if fetch else known.write
+    return hardware.devices[0].bandwidth.value / 2 if found is None else found.value
+
+
+def host_share(hardware: Hardware) -> float:
+    """How many times longer an update takes on the host than on the device: both move bytes and
+    little else. Where the device is the host's own processor, as long."""
+    device = hardware.devices[0]
+    if device.kind == "cpu":
+        return 1.0
+    return max(1.0, device.bandwidth.value / rate(hardware, "host", True))
 
 
 def duration(work: Work, device: Device) -> float:

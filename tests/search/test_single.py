@@ -19,7 +19,8 @@ from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.search import Wish, choose, foretell, native_makers
-from outsize.search.single import _candidates, facts_of_model
+from outsize.search.candidates import candidates as candidates_of
+from outsize.search.wish import facts_of_model
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
@@ -81,7 +82,7 @@ def test_a_sample_has_one_layer_of_each_sort():
 
 @pytest.fixture(scope="module")
 def candidates():
-    return [foretell(CONFIG, WISH, plan, HARDWARE) for plan in _candidates(WISH, 5)]
+    return [foretell(CONFIG, WISH, plan, HARDWARE) for plan in candidates_of(WISH, 5)]
 
 
 def test_candidates_hold_ever_less(candidates):
@@ -124,15 +125,15 @@ def test_the_smallest_plan_runs_in_what_it_was_foretold(candidates):
 def test_long_rows_come_in_chunks_last():
     """The smallest candidate of all; what the user fixes is kept, and asks for recompute."""
     wish = replace(WISH, rows=1, sequence=256, documents=(0, 256))
-    plans = list(_candidates(wish, 5))
+    plans = list(candidates_of(wish, 5))
     assert [plan.sequence_chunk for plan in plans[-3:]] == [0, 64, 64]
-    longer = list(_candidates(replace(wish, sequence=4096), 5))
+    longer = list(candidates_of(replace(wish, sequence=4096), 5))
     assert [plan.sequence_chunk for plan in longer[-4:]] == [0, 512, 128, 128]
     tight, last = (foretell(CONFIG, wish, plans[i], HARDWARE).peak for i in (-3, -1))
     assert last < 0.8 * tight
-    fixed = list(_candidates(replace(wish, sequence_chunk=100), 5))
+    fixed = list(candidates_of(replace(wish, sequence_chunk=100), 5))
     assert all(plan.sequence_chunk == 100 and plan.stages[1].whole for plan in fixed)
-    split = _candidates(replace(wish, split_backward=True), 5)
+    split = candidates_of(replace(wish, split_backward=True), 5)
     assert not any(plan.sequence_chunk for plan in split)
 
 

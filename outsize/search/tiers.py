@@ -1,0 +1,274 @@
+"""Where states rest: how many blocks' optimizer states, gradients and parameters lie below, and on
+which tier; what that holds on the device and what it moves.
+
+Graded, never all or nothing. Each kind goes below for the first n segments, the kind that moves the
+fewest bytes for each byte saved first: optimizer states and gradients are read and written once a
+step, parameters are read twice at least. Estimates here only narrow the choice; what is chosen is
+forecast exactly (outsize/simulate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from outsize.memory.store import rounded
+from outsize.memory.tiers import TierSpec
+from outsize.plan import DEVICE, Plan, Rest
+from outsize.runtime.placement import GRADIENTS, PARAMETERS
+from outsize.simulate.rehearse import Facts
+
+OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
+APART = (OPTIMIZER, GRADIENTS, PARAMETERS)
+BEHIND = (GRADIENTS, OPTIMIZER, PARAMETERS)  # gradients that are used at once never leave the pool
+NEAR_FIRST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # by bytes moved for each held: the nearest tier
+
+Below = Mapping[str, frozenset[int]]  # by kind, the segments whose state of that kind rests below
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of a model's states by kind and segment, as a plan's precision holds them.
+
+    chunks: by segment, elements and bytes of optimizer states of each of its chunks. own: the
+    parameters are their own master copy, so an update reads them.
+    """
+
+    bytes: Mapping[str, tuple[int, ...]]
+    chunks: tuple[tuple[tuple[int, int], ...], ...]
+    uses: tuple[tuple[int, ...], ...]
+    own: bool
+    whole: bool
+
+    @property
+    def segments(self) -> int:
+        return len(self.uses)
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return sum(map(sum, self.bytes.values()))
+
+    def of(self, below: Below) -> int:
+        """Bytes that rest below."""
+        return sum(self.bytes[kind][i] for kind, segments in below.items() for i in segments)
+
+
+def states(facts: Facts, plan: Plan) -> States:
+    """Those of a model under a plan's precision; each segment is a stage."""
+    placement = facts.placement(plan)
+    count = plan.segments
+    held = {kind: [0] * count for kind in APART}
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for index, table in enumerate(facts.tables):
+        mine = 0
+        for what, dtype in placement.held(index):
+            kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
+            size = table.numel * dtype.itemsize
+            held[kind][table.segment] += size
+            mine += size if kind == OPTIMIZER else 0
+        if mine:
+            chunks[table.segment].append((table.numel, mine))
+    own = plan.precision.master is None
+    sizes = {kind: tuple(sizes) for kind, sizes in held.items()}
+    return States(sizes, tuple(map(tuple, chunks)), facts.uses, own, facts.whole)
+
+
+def levels(count: int) -> int:
+    """The last level of `graded`, at which everything rests below."""
+    return len(APART) * count
+
+
+def graded(count: int, level: int, kinds: Sequence[str] = APART) -> Below:
+    """Level 0: all on the device. Each level more puts one segment's state below: of the first
+    kind the blocks from the first, the prologue and the epilogue, then of the next kind."""
+    order = (*range(1, count - 1), 0, count - 1) if count > 1 else (0,)
+    return {
+        kind: frozenset(order[: max(0, min(count, level - place * count))])
+        for place, kind in enumerate(kinds)
+    }
+
+
+def placed(
+    states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]
+) -> tuple[tuple[Rest, ...], str] | None:
+    """By segment, the tiers on which its states rest, and the one of activations that are spilled;
+    None where the tiers are too small.
+
+    What moves most bytes for each byte held takes the first tier that still has room.
+    """
+    free = {tier.name: tier.bytes for tier in tiers}
+    where = {(kind, i): DEVICE for kind in APART for i in range(states.segments)}
+    wanted = [(kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
+    activations = _take(free, spilled) if spilled else DEVICE
+    if activations is None:
+        return None
+    for kind, i in wanted:
+        found = _take(free, _on_tier(states, kind, i))
+        if found is None:
+            return None
+        where[kind, i] = found
+    rests = (
+        Rest(*(where[kind, i] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)))
+        for i in range(states.segments)
+    )
+    return tuple(rests), activations
+
+
+def _take(free: dict[str, int], size: int) -> str | None:
+    for name in free:
+        if size <= free[name]:
+            free[name] -= size
+            return name
+    return None
+
+
+def _on_tier(states: States, kind: str, segment: int) -> int:
+    """Bytes of a state on a tier, where each of its tensors begins a page."""
+    pages = 4 * max(1, len(states.chunks[segment]))
+    return rounded(states.bytes[kind][segment]) + pages * rounded(1)
+
+
+# -- the pool ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How states that rest below pass through the pool, as far as its size depends on it."""
+
+    resident: int = 2
+    part: int = 1 << 22
+    behind: bool = False
+
+
+def pool_bytes(states: States, below: Below, passing: Passing) -> int:
+    """The fullest window of `resident` visits: about the least pool that a plan can have."""
+    runs = [visit for visit in _visits(states, below, passing) if visit]
+    ahead = [*runs, *runs[: passing.resident - 1]]
+    most = 0
+    for start in range(len(runs)):
+        window: dict[str, int] = {}
+        for visit in ahead[start : start + passing.resident]:
+            window |= visit
+        most = max(most, sum(map(rounded, window.values())))
+    return most
+
+
+def _visits(states: States, below: Below, passing: Passing) -> Iterator[dict[str, int]]:
+    """Bytes by item of what is needed together, in the order of a step of one microbatch."""
+    last = states.segments - 1
+    for i in range(last):
+        yield _needed(states, below, i, (PARAMETERS,))
+    for i in range(last, -1, -1):
+        yield _needed(states, below, i, (PARAMETERS, GRADIENTS))
+        if passing.behind:
+            yield from _updates(states, below, i, passing)
+    if not passing.behind:
+        yield from chain.from_iterable(
+            _updates(states, below, i, passing) for i in range(last + 1)
+        )
+
+
+def _needed(states: States, below: Below, segment: int, kinds: Sequence[str]) -> dict[str, int]:
+    uses = dict.fromkeys((segment, *states.uses[segment]))
+    return {
+        f"{kind} {i}": states.bytes[kind][i] for kind in kinds for i in uses if i in below[kind]
+    }
+
+
+def _updates(
+    states: States, below: Below, segment: int, passing: Passing
+) -> Iterator[dict[str, int]]:
+    """Visits of a segment's update; of its parts, which are alike, as many as a window may hold."""
+    both = {
+        f"{kind} {segment}": states.bytes[kind][segment]
+        for kind in (PARAMETERS, GRADIENTS)
+        if segment in below[kind]
+    }
+    if segment not in below[OPTIMIZER] or not states.chunks[segment]:
+        yield both
+        return
+    for chunk, (numel, size) in enumerate(states.chunks[segment]):
+        step = numel if states.whole else passing.part
+        taken = size if passing.behind else size + sum(
+            states.bytes[kind][segment] * numel // _numel(states, segment)
+            for kind in (PARAMETERS, GRADIENTS)
+            if segment in below[kind]
+        )
+        for part in range(min(-(-numel // step), passing.resident + 1)):
+            share = min(step, numel - part * step)
+            name = f"optimizer {segment}#{chunk}.{part}"
+            yield {name: taken * share // numel} | (both if passing.behind else {})
+
+
+def _numel(states: States, segment: int) -> int:
+    return sum(numel for numel, _ in states.chunks[segment])
+
+
+# -- what moves -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a step by tier: read and written during the passes, and during the updates."""
+
+    passes: tuple[Mapping[str, int], Mapping[str, int]]
+    updates: tuple[Mapping[str, int], Mapping[str, int]]
+
+
+def moved(states: States, rests: Sequence[Rest], behind: bool, rounds: int) -> Moved:
+    """What a step moves where nothing stays in the pool. rounds: times that the passes go through
+    the model: 1 in layer order, else the number of microbatches."""
+    books: list[dict[str, int]] = [{}, {}, {}, {}]  # read, written; the same of the updates
+
+    def add(book: int, tier: str, size: int) -> None:
+        if tier != DEVICE:
+            books[book][tier] = books[book].get(tier, 0) + size
+
+    late = 0 if behind else 2
+    for i, rest in enumerate(rests):
+        parameters, gradients, optimizer = (
+            states.bytes[kind][i] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)
+        )
+        add(0, rest.parameters, 2 * rounds * parameters)
+        if gradients:  # frozen parameters are not updated
+            add(late + 1, rest.parameters, parameters)
+            if states.own and not behind:
+                add(2, rest.parameters, parameters)
+        add(0, rest.gradients, (rounds - 1) * gradients)
+        add(1, rest.gradients, (rounds - behind) * gradients)
+        if not behind:
+            add(2, rest.gradients, gradients)
+        add(late, rest.optimizer, optimizer)
+        add(late + 1, rest.optimizer, optimizer)
+    return Moved((books[0], books[1]), (books[2], books[3]))
+
+
+# -- updates where states rest ----------------------------------------------------------------------
+
+
+def every(over_device: float, at_rest: float, most: int = 64) -> int:
+    """Of how many parts one should be updated on the device, 0 for all of them.
+
+    over_device: seconds of a part there, the slowest of bringing it, updating it and taking it
+    back, which overlap; at_rest: seconds of one updated where it rests. Both go on at once, so n
+    parts take max(over_device, (n - 1) at_rest); the n with the least of that for each part.
+    (Maurya et al., "Deep Optimizer States", 2024, balance the same two.)
+    """
+    best, cost = 0, over_device
+    for n in range(2, most + 1):
+        each = max(over_device, (n - 1) * at_rest) / n
+        if each < cost:
+            best, cost = n, each
+    return best
+
+
+def with_rests(plan: Plan, rests: Sequence[Rest], spill: str) -> Plan:
+    """The plan with these tiers; its stages that spill their activations do it to `spill`."""
+    stages = tuple(
+        replace(stage, rest=replace(rest, activations=spill if stage.spills else DEVICE))
+        for stage, rest in zip(plan.stages, rests, strict=True)
+    )
+    return replace(plan, stages=stages)
