@@ -64,10 +64,14 @@ class Spill:
     owner: Spills
     store: Store
     parts: bool  # only named parts of the stage spill, each with hooks of its own
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)  # noted here first
+    uses: list[Entry] = field(default_factory=list)  # these, and those that another noted before
+    wanted: bool = False  # it was asked for again: what has not gone stays
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps instead of a tensor."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor  # its bytes alone do not say what it is
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST or storage._cdata in self.owner.kept:
             return tensor
@@ -77,14 +81,12 @@ class Spill:
         return Handle(entry, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _entry(self, tensor: Tensor) -> Entry:
-        storage = tensor.untyped_storage()
-        for entry in self.owner.entries():
-            if entry.flat is not None and entry.flat.untyped_storage()._cdata == storage._cdata:
-                return entry
-        numel = storage.nbytes() // tensor.element_size()
-        flat = tensor.detach().as_strided((numel,), (1,), 0)
-        entry = Entry(flat, numel, tensor.dtype, tensor.device)
-        self.entries.append(entry)
+        entry = self.owner.find(tensor)
+        if entry is None:
+            entry = _noted(tensor)
+            self.entries.append(entry)
+        if not any(entry is known for known in self.uses):
+            self.uses.append(entry)
         return entry
 
     @contextmanager
@@ -107,7 +109,7 @@ class Spill:
             return []
         handles: list[Handle | None] = []
         for tensor in inputs:
-            packed = self.pack(tensor.detach())
+            packed = self.pack(tensor.data)
             handles.append(packed if isinstance(packed, Handle) else None)
             if isinstance(packed, Handle):
                 # The graph accumulates into this tensor: its shape must stay.
@@ -118,16 +120,16 @@ class Spill:
 
     def write(self) -> None:
         """Write what is not on the tier yet."""
-        for entry in self.entries:
+        for entry in self.uses:
             if entry.flat is not None and not entry.written:
-                place = self.owner.place(self.store, entry.bytes)
-                self.store.write(place, entry.flat)
-                entry.place, entry.written = place, True
+                entry.place = self.owner.place(self.store, entry.bytes)
+                self.store.write(entry.place, entry.flat)
+                entry.written = True
 
     def release(self) -> None:
-        """Let go what is on the tier, unless somebody else holds it."""
-        for entry in self.entries:
-            if entry.flat is None or not entry.written:
+        """Let go what is on the tier, unless somebody else holds it or it was asked for again."""
+        for entry in self.uses:
+            if self.wanted or entry.flat is None or not entry.written:
                 continue
             if torch._C._storage_Use_Count(entry.flat.untyped_storage()._cdata) <= _OURS:
                 entry.flat = None
@@ -136,7 +138,8 @@ class Spill:
 
     def allocate(self) -> list[Entry]:
         """Room for what is not there; gives what has to be read."""
-        missing = [entry for entry in self.entries if entry.flat is None]
+        self.wanted = True
+        missing = [entry for entry in self.uses if entry.flat is None]
         for entry in missing:
             entry.flat = torch.empty(entry.numel, dtype=entry.dtype, device=entry.device)
         return missing
@@ -159,18 +162,21 @@ class Spills:
         self._free: dict[tuple[str, int], list[Place]] = {}  # places of steps before, by size
 
     def begin(self, stage: int, microbatch: int, store: Store, parts: bool) -> Spill:
-        """A new one."""
-        spill = self._live[stage, microbatch] = Spill(self, store, parts)
-        return spill
+        """That of a stage, whose blocks share it."""
+        return self._live.setdefault((stage, microbatch), Spill(self, store, parts))
 
     def of(self, stage: int, microbatch: int) -> Spill:
         """The one of a stage and microbatch."""
         return self._live[stage, microbatch]
 
-    def entries(self) -> Iterator[Entry]:
-        """Everything noted of the microbatches under way."""
-        for spill in self._live.values():
-            yield from spill.entries
+    def find(self, tensor: Tensor) -> Entry | None:
+        """What was noted of a tensor's storage by the stages under way, if anything."""
+        here = tensor.untyped_storage()._cdata
+        entries = (entry for spill in self._live.values() for entry in spill.entries)
+        for entry in entries:
+            if entry.flat is not None and entry.flat.untyped_storage()._cdata == here:
+                return entry
+        return None
 
     def place(self, store: Store, nbytes: int) -> Place:
         """A place for so many bytes: one of an earlier step, or a new one."""
@@ -202,6 +208,14 @@ def spilling(module: nn.Module, spills: Spills) -> Callable[..., Any]:
             return plain(*args, **kwargs)
 
     return forward
+
+
+def _noted(tensor: Tensor) -> Entry:
+    """An entry for a tensor's whole storage. `data` makes tensors that are views of no other, so
+    that the entry is one reference to the storage."""
+    numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+    flat = tensor.data.as_strided((numel,), (1,), 0).data
+    return Entry(flat, numel, tensor.dtype, tensor.device)
 
 
 def restore(inputs: list[Tensor], handles: list[Handle | None]) -> None:
