@@ -175,7 +175,15 @@ class Placement:
             frozenset(stages) if self.dtypes.master is None else frozenset(),
             frozenset(s for s in stages if plan.stages[s].spills),
             fixed=frozenset(where.values()) - {where[c] for c in changed},
+            hosts=frozenset(s for s in self.pieces if self._in_memory(s)),
         )
+
+    def _in_memory(self, stage: int) -> bool:
+        """Whether a stage's parts can be updated where they rest."""
+        rest = self.plan.stages[stage].rest
+        reached = rest.parameters == DEVICE or rest.parameters in self.host
+        below = self.plan.update == "apart" and {rest.optimizer, rest.gradients} <= self.host
+        return reached and below
 
     @cached_property
     def spans(self) -> Mapping[Item, tuple[Span, ...]]:
@@ -230,9 +238,7 @@ class Placement:
         every = self.plan.stream.host
         found: dict[int, tuple[Lane, ...]] = {}
         for stage, pieces in self.pieces.items():
-            rest = self.plan.stages[stage].rest
-            reached = {rest.parameters} <= {DEVICE, *self.host}
-            at_rest = every and reached and {rest.optimizer, rest.gradients} <= self.host
+            at_rest = every and self._in_memory(stage)
             found[stage] = tuple(
                 Lane.HOST if at_rest and (part + 1) % every else Lane.COMPUTE
                 for part in range(len(pieces))
@@ -250,9 +256,13 @@ class Placement:
         return compile_plan(self.plan, self.first, self.lanes)
 
     @cached_property
+    def _visits(self) -> tuple[frozenset[Item], ...]:
+        return visits(self.base, self.residency, self.plan.stream.parts)
+
+    @cached_property
     def pooled(self) -> Mapping[Item, int]:
         """Bytes of the items that pass through the pool: not those updated where they rest."""
-        needed = {name for visit in visits(self.base, self.residency) for name in visit}
+        needed = {name for visit in self._visits for name in visit}
         return {name: size for name, size in self.sizes.items() if name in needed}
 
     @cached_property
@@ -261,7 +271,7 @@ class Placement:
         if not self.pooled:
             return {}
         stream = self.plan.stream
-        order = visits(self.base, self.residency)
+        order = self._visits
         ahead = stream.resident - 1
         pool = stream.pool or least(order, self.pooled, ahead, stream.returned)
         anew = [name for name in self.pooled if not name.startswith(State.PARAMETERS)]
@@ -289,7 +299,7 @@ class Placement:
             return base
         stream = self.plan.stream
         placed = replace(residency, rooms=self.rooms)
-        return offload(base, placed, stream.resident - 1, stream.returned)
+        return offload(base, placed, stream.resident - 1, stream.returned, stream.parts)
 
 
 def _packed(spans: Iterator[Span]) -> tuple[Span, ...]:

@@ -1,8 +1,9 @@
 """What a schedule holds where, for the validator: newest bytes, stale ones, bytes about to be lost.
 
-Every item has a version: how often it was changed. The pool and the tier each have the version they
-were given last. An action is refused that would compute with stale bytes, fetch stale ones, throw
-the only copy of newer ones out, or find its activations away.
+A cell is one part of one state of a stage: what is updated at once. It has a version, how often it
+was changed, and every copy of it, on its tier or in a room of the pool, has the version that it was
+given last. An action is refused that would compute with stale bytes, move stale ones, throw the
+only copy of newer ones out, or find its activations away.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.residency import Item, Residency, item, moved, overlap
 
+Cell = tuple[State, int, int]  # state, stage, part
 _PASSES = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_NOTHING = -1  # the version of bytes that nobody has written
 
 
 class Holding:
@@ -20,19 +23,56 @@ class Holding:
 
     def __init__(self, residency: Residency, last: int, first: int) -> None:
         self.residency, self._last, self._first = residency, last, first
-        self._newest: dict[Item, int] = {}
-        self._tier: dict[Item, int] = {}
-        self._pool: dict[Item, int] = dict.fromkeys(residency.start, 0)
+        self._newest: dict[Cell, int] = {}
+        self._tier: dict[Cell, int] = {}
+        self._pool = {name: dict.fromkeys(self._cells(name), 0) for name in residency.start}
         self._begun: set[Item] = set()  # gradients of this step
-        self._spent: set[Item] = set()  # gradients that the update has had
-        self._unwritten: dict[Item, set[int]] = {}  # parts whose new parameters are not written
-        self._away: set[tuple[int, int]] = set()  # activations that have left
+        self._spent: set[Cell] = set()  # gradients that the update has had
+        self._kept: set[tuple[int, int]] = set()  # activations that wait for a pass, and of these
+        self._away: set[tuple[int, int]] = set()  # those that have left
+
+    def begin(self) -> str:
+        """Why the schedule cannot begin with what it expects to find, or nothing."""
+        rooms = self.residency.rooms
+        for name in sorted(self.residency.start):
+            if not name.startswith(State.PARAMETERS) or name not in rooms:
+                return f"begins with {name}; expected parameters that have a room"
+            if any(o != name and overlap(rooms[o], rooms[name]) for o in self.residency.start):
+                return f"begins with {name}, whose room is another's too"
+        return ""
 
     def step(self, action: Action) -> str:
         """Go past an action; gives the reason why it cannot run, or nothing."""
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self._move(action)
         return self._compute(action)
+
+    # -- cells ----------------------------------------------------------------------------------
+
+    def _cells(self, name: Item) -> tuple[Cell, ...]:
+        """What an item's room holds."""
+        word, _, where = name.partition(" ")
+        stage, _, part = where.partition("#")
+        s, state = int(stage), State(word)
+        if not part:
+            return tuple((state, s, p) for p in range(max(1, self.residency.parts.get(s, 0))))
+        return ((state, s, int(part)), *self._bundled(s, int(part)))
+
+    def _bundled(self, s: int, part: int) -> Iterator[Cell]:
+        """What comes and goes with a part of the optimizer states."""
+        residency = self.residency
+        for state, stages in (
+            (State.PARAMETERS, residency.parameters), (State.GRADIENTS, residency.gradients)
+        ):  # fmt: skip
+            if s in stages and not residency.direct:
+                yield (state, s, part)
+
+    def _now(self, cell: Cell) -> int:
+        return self._newest.get(cell, 0)
+
+    def _change(self, cell: Cell) -> int:
+        self._newest[cell] = self._now(cell) + 1
+        return self._newest[cell]
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -42,70 +82,98 @@ class Holding:
         name = moved(action)
         if name not in self.residency.rooms:
             return f"moves {name}, which has no room in the pool"
-        return self._fetch(action, name) if action.kind is Kind.FETCH else self._evict(action, name)
+        return self._fetch(name) if action.kind is Kind.FETCH else self._evict(name)
 
     def _activations(self, action: Action) -> str:
         here = (action.stage, action.microbatch)
         if action.stage not in self.residency.spills:
             return "moves activations that stay on the device"
-        if (action.kind is Kind.FETCH) != (here in self._away):
+        away = here in self._away
+        if here not in self._kept or (action.kind is Kind.FETCH) != away:
             return "moves activations that are not there"
-        (self._away.discard if action.kind is Kind.FETCH else self._away.add)(here)
+        (self._away.discard if away else self._away.add)(here)
         return ""
 
-    def _fetch(self, action: Action, name: Item) -> str:
-        for needed in self.residency.loads(action):
-            if self._tier.get(needed, 0) != self._newest.get(needed, 0):
-                return f"reads {needed}, whose newest bytes are not on its tier"
-            if needed.startswith(State.GRADIENTS) and needed not in self._begun:
-                return f"reads {needed}, which no backward pass has made in this step"
-            if self._unwritten.get(needed):
-                return f"reads {needed}, of which parts are not written yet"
+    def _loaded(self, cell: Cell, name: Item) -> bool:
+        """Whether a FETCH of an item reads this cell: weights that an update makes anew it leaves."""
+        bundled = name.startswith(State.OPTIMIZER) and cell[0] is State.PARAMETERS
+        return not bundled or cell[1] in self.residency.own
+
+    def _fetch(self, name: Item) -> str:
+        cells = self._cells(name)
+        for cell in cells:
+            reason = self._resting(cell) if self._loaded(cell, name) else ""
+            if reason:
+                return reason
         reason = self._enter(name)
-        self._pool[name] = self._newest.get(name, 0)
+        self._pool[name] = {
+            cell: self._now(cell) if self._loaded(cell, name) else _NOTHING for cell in cells
+        }
         return reason
+
+    def _resting(self, cell: Cell) -> str:
+        """Why what is on the tier cannot be read, or nothing."""
+        name = item(cell[0], cell[1])
+        if cell[0] is State.GRADIENTS and name not in self._begun:
+            return f"reads {name}, which no backward pass has made in this step"
+        if self._tier.get(cell, 0) != self._now(cell):
+            return f"reads {name}, whose newest bytes are not on its tier"
+        return ""
 
     def _enter(self, name: Item) -> str:
         """Throw out what shares the room of an item."""
         rooms = self.residency.rooms
         for other in [o for o in self._pool if overlap(rooms[o], rooms[name])]:
-            version = self._pool.pop(other)
-            if version > self._tier.get(other, 0) and other not in self._spent:
+            cells = self._pool.pop(other)
+            if any(self._only(cell, version) for cell, version in cells.items()):
                 return f"would lose {other}, whose newest bytes are nowhere else"
         return ""
 
-    def _evict(self, action: Action, name: Item) -> str:
+    def _only(self, cell: Cell, version: int) -> bool:
+        """Whether a copy that is no longer in the pool was the only one of the newest bytes."""
+        if version != self._now(cell) or cell in self._spent:
+            return False
+        elsewhere = (held.get(cell) for held in self._pool.values())
+        return self._tier.get(cell, 0) != version and version not in elsewhere
+
+    def _evict(self, name: Item) -> str:
         if name not in self._pool:
             return f"writes {name}, which is not in the pool"
-        self._tier[name] = self._pool[name]
-        for other in self.residency.stores(action)[1:]:
-            parts = self._unwritten.get(other, set())
-            parts.discard(action.part)
-            if not parts:
-                self._tier[other] = self._newest.get(other, 0)
+        stage = self._cells(name)[0][1]
+        if name.startswith(State.PARAMETERS) and stage in self.residency.fixed:
+            return f"writes {name}, which is frozen"
+        for cell, version in self._pool[name].items():
+            if cell[0] is State.GRADIENTS and not name.startswith(State.GRADIENTS):
+                continue
+            if version != self._now(cell):
+                return f"writes {name}, which is not in the pool as it is now"
+            self._tier[cell] = version
         return ""
 
     # -- computing ------------------------------------------------------------------------------
 
     def _compute(self, action: Action) -> str:
-        if action.kind in _PASSES and (action.stage, action.microbatch) in self._away:
-            return "its activations are not there"
+        here = (action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD and action.stage >= self._first:
+            self._kept.add(here)
+        if action.kind in _PASSES:
+            self._kept.discard(here)
+            if here in self._away:
+                return "its activations are not there"
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
-            reason = self._fresh(self.residency.loads(action))
-            return reason or self._outdate(action)
-        for name in self.residency.needs(action, self._last, self._first):
-            reason = self._need(action, name)
-            if reason:
-                return reason
-        return self._outdate(action)
-
-    def _fresh(self, names: tuple[Item, ...]) -> str:
-        for name in names:
-            if self._tier.get(name, 0) != self._newest.get(name, 0):
-                return f"reads {name}, whose newest bytes are not on its tier"
-        return ""
+            return self._at_rest(action)
+        needed = tuple(self.residency.needs(action, self._last, self._first))
+        reasons = (self._need(action, name) for name in needed)
+        reason = next(filter(None, reasons), "")
+        lost = [name for name in needed if name not in self._pool]
+        if not reason and lost:
+            reason = f"needs {lost[0]}, whose room is that of something else that it needs"
+        if not reason and action.kind is Kind.UPDATE:
+            self._updated(action, needed)
+        return reason
 
     def _need(self, action: Action, name: Item) -> str:
+        """Why an item cannot be computed with, or nothing."""
         residency = self.residency
         if name not in residency.rooms:
             return f"needs {name}, which has no room in the pool"
@@ -113,47 +181,66 @@ class Holding:
             reason = self._enter(name)
             if reason:
                 return reason
-            self._pool[name] = self._newest[name] = self._tier.get(name, 0)
             self._begun.add(name)
-        if self._pool.get(name) != self._newest.get(name, 0):
-            return f"needs {name}, which is not in the pool as it is now"
-        if residency.changes(action, name):
-            self._newest[name] = self._pool[name] = self._newest.get(name, 0) + 1
-        if residency.consumes(action, name):
-            self._spent.add(name)
+            self._pool[name] = {cell: self._now(cell) for cell in self._cells(name)}
+        held = self._pool.get(name, {})
+        for cell in self._read(action, name):
+            if held.get(cell) != self._now(cell):
+                return f"needs {name}, which is not in the pool as it is now"
+            if residency.adds(action, name):
+                held[cell] = self._change(cell)
         return ""
 
-    def _outdate(self, action: Action) -> str:
-        """A part's update changes parameters that rest below."""
-        residency = self.residency
-        if action.kind is not Kind.UPDATE or action.part == WHOLE or residency.direct:
-            return ""
-        name = item(State.PARAMETERS, action.stage)
-        if action.stage not in residency.parameters:
-            return ""
-        self._newest[name] = self._newest.get(name, 0) + 1
-        on_host = action.lane is Lane.HOST
-        if on_host:
-            self._tier[name] = self._newest[name]
-            self._pool.pop(name, None)
-        elif name in self._pool:
-            self._pool[name] = self._newest[name]
-        if not on_host:
-            self._unwritten.setdefault(name, set()).add(action.part)
+    def _read(self, action: Action, name: Item) -> Iterator[Cell]:
+        """The cells of an item that an action computes with."""
+        for cell in self._cells(name):
+            if action.kind is not Kind.UPDATE or (
+                action.part in (WHOLE, cell[2]) and self._loaded(cell, name)
+            ):
+                yield cell
+
+    def _updated(self, action: Action, needed: tuple[Item, ...]) -> None:
+        """An update on the device: new versions of what it changes, wherever it writes them."""
+        s = action.stage
+        parts = range(max(1, self.residency.parts.get(s, 0)))
+        for part in parts if action.part == WHOLE else (action.part,):
+            self._spent.add((State.GRADIENTS, s, part))
+            for state in (State.PARAMETERS, State.OPTIMIZER):
+                cell = (state, s, part)
+                homes = [name for name in needed if cell in self._pool[name]]
+                same = item(State.PARAMETERS, s)  # the pool may hold the parameters still
+                if homes and state is State.PARAMETERS and same in self._pool:
+                    homes.append(same)
+                if homes:
+                    version = self._change(cell)
+                    for name in homes:
+                        self._pool[name][cell] = version
+
+    def _at_rest(self, action: Action) -> str:
+        """An update of what rests in memory, there."""
+        s, part = action.stage, action.part
+        if s not in self.residency.hosts:
+            return "is on the host; expected compute: its states do not rest in memory"
+        for cell in ((State.OPTIMIZER, s, part), *self._bundled(s, part)):
+            if cell[0] is State.PARAMETERS and s not in self.residency.own:
+                continue
+            reason = self._resting(cell)
+            if reason:
+                return reason
+        self._spent.add((State.GRADIENTS, s, part))
+        for cell in ((State.OPTIMIZER, s, part), *self._bundled(s, part)):
+            if cell[0] is not State.GRADIENTS:
+                self._tier[cell] = self._change(cell)
         return ""
 
     # -- the end --------------------------------------------------------------------------------
 
     def left(self) -> Iterator[str]:
         """What a whole step leaves undone."""
-        for name, version in sorted(self._pool.items()):
-            gone = name in self._spent or name.startswith(State.GRADIENTS)
-            if version > self._tier.get(name, 0) and not gone and not self._covered(name):
-                yield f"the newest bytes of {name} were not written"
-        for name, parts in self._unwritten.items():
-            if parts:
-                yield f"new parameters of {name} were not written"
-
-    def _covered(self, name: Item) -> bool:
-        """Parameters that the pool holds beside parts that were written."""
-        return name in self._unwritten and not self._unwritten[name]
+        for cell, version in sorted(self._newest.items()):
+            if cell[0] is not State.GRADIENTS and self._tier.get(cell, 0) != version:
+                yield f"the newest bytes of {item(*cell[:2])} were not written"
+        for name in sorted(self.residency.start):
+            held = self._pool.get(name, {})
+            if any(held.get(cell) != self._now(cell) for cell in self._cells(name)):
+                yield f"the pool does not hold {name}, with which the next step begins"

@@ -1,6 +1,6 @@
 """Residency as lines of a schedule's text form, behind its first line:
 
-    residency parameters=0,1 gradients=- own=0,1 spills=- fixed=- direct=0
+    residency parameters=0,1 gradients=- own=0,1 spills=- fixed=- hosts=- direct=0
     uses 0 0,1
     parts 1 2
     room optimizer 1#0 4096 8192
@@ -19,7 +19,7 @@ from dataclasses import fields
 from outsize.errors import OutsizeError
 from outsize.schedule.residency import Item, Residency, Room
 
-_SETS = ("parameters", "gradients", "own", "spills", "fixed")
+_SETS = ("parameters", "gradients", "own", "spills", "fixed", "hosts")
 _LIST = r"(-|\d+(?:,\d+)*)"
 _ITEM = r"((?:parameters|gradients|optimizer) \d+(?:#\d+)?)"
 _FORMS = {
@@ -130,11 +130,13 @@ class Collected:
                 f" {len(self._uses)} stages; expected one for each of {self._stages}"
             )
         *sets, direct = self._head
-        parameters, gradients, own, spills, fixed = (frozenset(read_numbers(s)) for s in sets)
+        parameters, gradients, own, spills, fixed, hosts = (
+            frozenset(read_numbers(stages)) for stages in sets
+        )
         uses = tuple(self._uses[s] for s in range(self._stages))
         return Residency(
             uses, parameters, gradients, self._parts, direct == "1", own, spills, self._rooms,
-            frozenset(self._start), fixed,
+            frozenset(self._start), fixed, hosts,
         )  # fmt: skip
 
 

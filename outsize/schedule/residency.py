@@ -45,7 +45,7 @@ class Residency:
     their tiers. own: stages whose parameters are their own master copy. spills: the stages whose
     activations rest below. rooms: of every item that passes through the pool. start: items that
     are there when the schedule begins. fixed: stages whose parameters below are all frozen: they
-    are read and never written.
+    are read and never written. hosts: stages whose parts can be updated where they rest.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -58,6 +58,7 @@ class Residency:
     rooms: Mapping[Item, Room] = field(default_factory=dict)
     start: frozenset[Item] = frozenset()
     fixed: frozenset[int] = frozenset()
+    hosts: frozenset[int] = frozenset()
 
     def needs(self, action: Action, last: int, first: int) -> Iterator[Item]:
         """What an action computes with in the pool. last: the last stage, whose FORWARD makes

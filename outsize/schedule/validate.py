@@ -30,6 +30,9 @@ def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> 
             f"schedule: {len(schedule.workers)} workers; one is what this runtime plays"
         )
     state = _Play(schedule, static)
+    reason = state.holding.begin()
+    if reason:
+        raise OutsizeError(f"schedule: {reason}")
     for position, action in enumerate(schedule.workers[0]):
         reason = _range(schedule, action) or state.step(action)
         if not reason and budget is not None and state.peak > budget:
@@ -44,6 +47,8 @@ def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> 
 
 
 def _range(schedule: Schedule, action: Action) -> str:
+    if action.kind in (Kind.SEND, Kind.RECV):
+        return "moves between workers; one worker plays this schedule"
     moves = action.kind in (Kind.FETCH, Kind.EVICT)
     if moves != bool(action.state):
         return f"{action.kind} moves {action.state.value or 'nothing'}; expected the other way"

@@ -46,7 +46,7 @@ def residencies(draw):
         tuple(draw(st.lists(st.lists(STAGES).map(tuple), min_size=5, max_size=5))),
         draw(SETS), draw(SETS), draw(st.dictionaries(STAGES, st.integers(1, 99))),
         draw(st.booleans()), draw(SETS), draw(SETS), rooms,
-        frozenset(name for name in rooms if draw(st.booleans())), draw(SETS),
+        frozenset(name for name in rooms if draw(st.booleans())), draw(SETS), draw(SETS),
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_a_streamed_schedule_is_read_back_and_proved():
     assert lines[0].endswith(" workers=1 update=behind")
     assert lines[1] == (
         "residency parameters=0,1,2,3,4 gradients=0,1,2,3,4 own=0,1,2,3,4 spills=0,1,2,3,4"
-        " fixed=- direct=1"
+        " fixed=- hosts=- direct=1"
     )
     assert lines[2:7] == [f"uses {s} {s}" for s in range(5)]
     assert lines[7:12] == [f"parts {s} 1" for s in range(5)]
@@ -124,7 +124,7 @@ def test_a_streamed_schedule_is_read_back_and_proved():
 
 STREAMS = (
     "schedule stages=1 microbatches=1 recompute=- first=0 workers=1\n"
-    "residency parameters=0 gradients=- own=0 spills=- fixed=- direct=0\n"
+    "residency parameters=0 gradients=- own=0 spills=- fixed=- hosts=- direct=0\n"
 )
 HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
 

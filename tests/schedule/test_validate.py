@@ -94,7 +94,7 @@ class Judge:
         """Whether a step by this schedule gives the plain result."""
         for name, weight in self.job.weights():
             weight.copy_(self.start[name])
-        self.job.schedule = schedule
+        self.job.follow(schedule)
         loss = float(self.job.step(self.batch))
         assert not any(chunk.gradients.any() for chunk in self.job.chunks if chunk.table.trainable)
         far = [

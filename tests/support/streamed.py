@@ -32,11 +32,11 @@ PIECE = 1 << 9  # elements of a part, where `small` is in force
 ALL = {"parameters": "disk", "gradients": "disk", "optimizer": "disk", "activations": "disk"}
 
 
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, piece: int = PIECE) -> None:
     """Tiny activations spill and tiny chunks are cut into parts; for stores in memory."""
     monkeypatch.setattr(spill_module, "LEAST", 64)
-    monkeypatch.setattr(plan_module, "PART", PIECE)
-    monkeypatch.setattr(stores_module, "BLOCK", 2 * PIECE)  # of two bytes an element at least
+    monkeypatch.setattr(plan_module, "PART", piece)
+    monkeypatch.setattr(stores_module, "BLOCK", 2 * piece)  # of two bytes an element at least
 
 
 def resting(plan: Plan, spill: tuple[str, ...] = (), **tiers: str) -> Plan:
