@@ -7,6 +7,7 @@ what changes the maths stands under `approximate`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +23,8 @@ UPDATES = ("apart", "behind")
 PART = 1 << 20  # elements: parts begin where a tier's checksums do, in every dtype
 APPROXIMATE = {
     "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
+    "zeroth-order": "two losses along a random direction in place of a gradient (MeZO, ZO2)",
+    "frozen-by-dynamics": "weights that change least are left alone for a while (SlimFit)",
 }
 
 
@@ -93,8 +96,9 @@ class Stream:
 
     resident: stages whose states are there at once (Superpipeline's k); returned: stages given
     back at a time (its k'). pool: bytes; 0: the least that holds `resident` stages. policy: what
-    else stays. part: elements of the optimizer states that are updated at a time. host: of every
-    so many parts one is updated on the device, the others where they rest, on tiers of memory
+    else stays. part: elements of the optimizer states that are updated at a time. parts: parts of
+    a stage's update that are there at once, with as many coming or going beside them. host: of
+    every so many parts one is updated on the device, the others where they rest, on tiers of memory
     (0: all on the device).
     """
 
@@ -103,10 +107,11 @@ class Stream:
     pool: int = 0
     policy: Literal["belady", "lru", "static"] = "belady"
     part: int = 1 << 22
+    parts: int = 1
     host: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("resident", "returned"):
+        for name in ("resident", "returned", "parts"):
             _positive(f"stream.{name}", getattr(self, name))
         if self.returned > self.resident:
             raise OutsizeError(
@@ -218,6 +223,12 @@ class Plan:
                 raise OutsizeError(
                     f"plan: approximate holds {name!r}{nearest(name, tuple(APPROXIMATE))}"
                 )
+        for name, other, found in _CLASHES:
+            if name in self.approximate and found(self):
+                raise OutsizeError(
+                    f"plan: approximate holds {name} and the plan has {other}, which do not go"
+                    " together: leave one of them out"
+                )
         precision = self.precision
         bare = precision.compute == "bfloat16" and precision.master is None
         if bare and "bfloat16-weights" not in self.approximate:
@@ -225,6 +236,12 @@ class Plan:
                 "plan: bfloat16 without a master copy loses updates under half an ulp;"
                 " set precision.master to float32, or name bfloat16-weights under approximate"
             )
+
+    def _rests(self, *states: str) -> bool:
+        """Whether one of these states of some stage rests below the device."""
+        return any(
+            getattr(stage.rest, state) != DEVICE for stage in self.stages for state in states
+        )
 
     @property
     def microbatches(self) -> int:
@@ -235,6 +252,25 @@ class Plan:
         """Rows [start, stop) of a microbatch."""
         start = microbatch * self.microbatch_rows
         return start, min(start + self.microbatch_rows, self.rows)
+
+
+# What a name under `approximate` cannot go with: it computes otherwise, or nothing would be done.
+_CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
+    (
+        "zeroth-order",
+        "states other than parameters below the device: there are none",
+        lambda p: p._rests("gradients", "optimizer", "activations"),
+    ),
+    ("zeroth-order", "recompute", lambda p: any(stage.recompute for stage in p.stages)),
+    ("zeroth-order", "split_backward", lambda p: p.split_backward),
+    ("zeroth-order", "update: behind", lambda p: p.update == "behind"),
+    ("zeroth-order", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
+    (
+        "frozen-by-dynamics",
+        "parameters or optimizer states below the device: what is frozen would move all the same",
+        lambda p: p._rests("parameters", "optimizer"),
+    ),
+)
 
 
 def _positive(name: str, value: int) -> None:
