@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,13 +15,17 @@ from rich.console import Console
 from outsize.checkpoint.store import Store
 from outsize.data import Batch, Data, TrainStream, ValidationStream
 from outsize.errors import OutsizeError
+from outsize.hardware.host import memory
+from outsize.memory import format_bytes
 from outsize.runtime import Job, Report
 from outsize.train.measure import Measure
-from outsize.train.metrics import Metrics
+from outsize.train.metrics import READ, WRITTEN, Metrics
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.setup import Setup, rates_of
 from outsize.train.state import Place, save
 from outsize.train.stop import Stop
+
+LOOK_SECONDS = 1.0  # between looks at the memory that the system allows
 
 
 def resume_command(directory: Path) -> str:
@@ -46,6 +51,8 @@ class Loop:
     saved: int | None = None
     speed: Speed = field(default_factory=Speed)
     bits_per_byte: float | None = None
+    limit: int = field(default_factory=lambda: memory().total)  # bytes that the process may hold
+    look: float = 0.0  # when to look at it again
 
     def run(self, console: Console, stop: Stop) -> None:
         """Train until the end or until `stop` was asked, then save.
@@ -78,13 +85,17 @@ class Loop:
                 self._save()
             if stop.asked():
                 return
+            if not last:
+                self._check_limit()
 
     def _step(self, batch: Batch, show: Progress) -> None:
         step = self.place.step
         lr = self.job.optimizer.lr * rates_of(self.setup.config).factor(step)
         counted = self.measure.watch(self.job, step)
+        before = moved_by(self.job)
         self.job.step(batch, lr=lr)
         report = self.job.report
+        moved = {name: now - before[name] for name, now in moved_by(self.job).items()}
         self.measure.add(report, counted)
         self.speed.add(report.seconds, report.count, counted)
         self.place = replace(
@@ -93,9 +104,9 @@ class Loop:
             tokens=self.place.tokens + report.count,
             cursor=self.stream.cursor(step + 1),
         )
-        self._record(report, lr, show)
+        self._record(report, lr, moved, show)
 
-    def _record(self, report: Report, lr: float, show: Progress) -> None:
+    def _record(self, report: Report, lr: float, moved: Mapping[str, int], show: Progress) -> None:
         step = self.place.step
         now, peak = self._memory()
         self.metrics.write(
@@ -109,10 +120,12 @@ class Loop:
                 "tokens_per_second": report.count / report.seconds,
                 "resident_bytes": now,
                 "resident_peak_bytes": peak,
+                **moved,
             }
         )
         left = self.speed.left(self.place.steps - step)
-        show.update(Status(step, report.loss, self.speed.tokens_per_second, now, peak, left))
+        speed = self.speed.tokens_per_second
+        show.update(Status(step, report.loss, speed, now, peak, left, sum(moved.values())))
 
     def _memory(self) -> tuple[int, int]:
         """Bytes now and at the peak: of the device, or of this process on a CPU."""
@@ -146,12 +159,36 @@ class Loop:
             f" (loss {nats / count:.3f} over {held.bytes:,} bytes)"
         )
 
+    def _check_limit(self) -> None:
+        """Save and end where the system has lowered what this process may hold below what its steps
+        take: the next one would be killed."""
+        if time.monotonic() < self.look:
+            return
+        self.look = time.monotonic() + LOOK_SECONDS
+        limit, peak = memory().total, resident()[1]
+        if limit >= min(self.limit, peak) or self.setup.device.type != "cpu":
+            return
+        self._save()
+        raise OutsizeError(
+            f"memory: this process may hold {format_bytes(limit)} now, but its steps take"
+            f" {format_bytes(peak)}: {peak - limit} bytes missing; raise the limit, or go on with"
+            " a smaller --memory"
+        )
+
     def _save(self) -> None:
         if self.saved == self.place.step:
             return
         self.metrics.flush()
         save(self.store, self.job, self.setup.subject.config, self.setup.resolved, self.place)
         self.saved = self.place.step
+
+
+def moved_by(job: Job) -> dict[str, int]:
+    """Bytes that a job has read from and written to its tiers so far, as metrics name them."""
+    found = {}
+    for name, store in job.stores.items():
+        found[f"{name}{READ}"], found[f"{name}{WRITTEN}"] = store.bytes_read, store.bytes_written
+    return found
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -33,6 +33,9 @@ TIMED = frozenset(
 )
 """Keys whose values differ from run to run; all others are the same, bit for bit."""
 
+READ, WRITTEN = "_bytes_read", "_bytes_written"
+"""Behind a tier's name: bytes of a step. They follow from the plan, which memory may change."""
+
 Record = Mapping[str, float | int | str]
 
 
@@ -101,7 +104,11 @@ class Metrics:
 def read_metrics(directory: Path, timed: bool = True) -> list[dict[str, Any]]:
     """The records of a run; timed=False leaves out what differs from run to run."""
     records = (json.loads(line) for line in _lines(directory / FILE, None))
-    return [{k: v for k, v in record.items() if timed or k not in TIMED} for record in records]
+    return [{k: v for k, v in record.items() if timed or not _varies(k)} for record in records]
+
+
+def _varies(key: str) -> bool:
+    return key in TIMED or key.endswith((READ, WRITTEN))
 
 
 def _lines(path: Path, last: int | None) -> Iterator[str]:

@@ -7,7 +7,8 @@ loss = job.step(batch)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,16 +22,22 @@ from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
 from outsize.memory import Meter, format_bytes, meter, parse_bytes
+from outsize.memory.store import Store
+from outsize.memory.tiers import TierSpec
 from outsize.models.adopt import find_blocks
 from outsize.models.decoder import Decoder
 from outsize.optim import SGD, AdamW, Optimizer, parse
-from outsize.plan import Plan, Precision
+from outsize.plan import DEVICE, Plan, Precision
 from outsize.plan.plan import BYTES, per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow, Report
 from outsize.runtime.flow import Flow
 from outsize.runtime.job import Group
+from outsize.runtime.placement import PARAMETERS
 from outsize.search import pick
 from outsize.simulate import Forecast, forecast
+from outsize.simulate.rehearse import Costs, nowhere, rehearse
+from outsize.train.foretelling import choose_tiered, wish_of
+from outsize.train.tiers import opened, specs_of, with_tiers
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -47,6 +54,7 @@ class Settings:
     recompute: tuple[str, ...] | None
     budget: int | None
     precision: Precision
+    tiers: tuple[TierSpec, ...] = ()
 
 
 def prepare(
@@ -61,6 +69,9 @@ def prepare(
     clip: float | None = None,
     recompute: Sequence[str] | None = None,
     precision: Literal["float32", "float64", "bfloat16"] | None = None,
+    host_memory: str | int | None = None,
+    disk: str | None = None,
+    tiers: Sequence[str] = (),
 ) -> Prepared:
     """Make a model ready to train under a plan; the plan is chosen at the first step.
 
@@ -75,8 +86,20 @@ def prepare(
     ("block",) or names of submodules of the blocks; None leaves it to the plan. precision:
     None keeps the model's own dtype, with a float32 master copy where that is bfloat16.
 
+    With memory, states that do not fit rest on tiers: host_memory, RAM beside it, as "4GiB"; disk,
+    folders as "DIR[,DIR][:SIZE]"; tiers, memory with a path as "NAME=PATH:SIZE". The model's
+    parameters move there at the first step, one chunk at a time, and have no values of their own
+    any more: `evaluate` computes with them, `weights` reads them, and the model's own forward is
+    refused until they are back on the device.
+
     Raises OutsizeError for a model that cannot be split, naming the module.
     """
+    specs = specs_of(host_memory, disk, tuple(tiers))
+    if specs and memory is None:
+        raise OutsizeError(
+            f"{specs[0].name!r} is a tier for what does not fit in memory, and memory is None;"
+            " expected bytes that the device may hold: pass memory='2GiB'"
+        )
     found = () if isinstance(model, Decoder) else tuple(find_blocks(model, blocks))
     if microbatches > 1 and not isinstance(model, Decoder) and (count is None or loss is None):
         raise OutsizeError(
@@ -94,6 +117,7 @@ def prepare(
         None if recompute is None else tuple(recompute),
         None if memory is None else parse_bytes(memory),
         _precision(model, precision),
+        specs,
     )
     return Prepared(model, optimizer, settings)
 
@@ -132,7 +156,10 @@ class Prepared:
         self._group_of = None if self._torch is None else _group_of(model, self._torch)
         self._job: Job | None = None
         self.forecast: Forecast | None = None
-        self._refuse_small_budget()
+        self._stack = ExitStack()  # of the stores, while there is a job
+        self._ours = False  # the forward at hand is the job's
+        if not settings.tiers:
+            self._refuse_small_budget()
 
     def _refuse_small_budget(self) -> None:
         """What is always there must fit, whatever the batch will be."""
@@ -186,23 +213,64 @@ class Prepared:
             self._job.updates.groups = _groups(self._torch)
             self._torch._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
             lr = 1.0
-        return self._job.step(batch, lr)
+        with self._computing():
+            return self._job.step(batch, lr)
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Sum of losses over a batch and what to divide it by, wherever the weights rest; after a
+        first step."""
+        if isinstance(self.model, Decoder):
+            batch = _tokens(batch)
+        rows = batch.ids_BS.shape[0] if isinstance(batch, Batch) else _rows(batch)
+        with self._computing():
+            return self._made.evaluate(batch, rows)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name; of what rests below, a copy of one chunk at a time: use each
+        before the next. After a first step."""
+        return self._made.weights()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def _refuse_forward(self, *_: Any) -> None:
+        if not self._ours:
+            raise OutsizeError(
+                f"{type(self.model).__name__}: its weights rest on tiers, so its own forward would"
+                " compute with others; call job.evaluate(batch), or read job.weights()"
+            )
 
     def close(self) -> None:
-        """Give the model back as an ordinary module."""
-        if self._job is not None:
-            self._job.close()
-            self._job = None
+        """Give the model back as an ordinary module. Parameters that rested on tiers are NaN from
+        then on: read `weights` before."""
+        try:
+            if self._job is not None:
+                self._job.close()
+                _forget(self._job)
+                self._job = None
+        finally:
+            self._stack.close()
 
     def _make(self, batch: Any) -> Job:
         settings = self.settings
         plans = list(self._plans(batch))
-        plan = plans[0]
+        plan, below = plans[0], dict[str, int]()
         if settings.budget is not None:
-            self.forecast = self._fit(plans, batch, probe())
-            plan = self.forecast.plan
+            self.forecast = self._fit(plans, batch, with_tiers(probe(), settings.tiers))
+            plan, below = self.forecast.plan, dict(self.forecast.below)
         ledger = None if settings.budget is None else meter(self._device(), settings.budget)
-        return self._job_of(self.model, settings.blocks, plan, ledger)
+        with ExitStack() as stack:
+            stores = stack.enter_context(opened(settings.tiers, plan, below))
+            job = self._job_of(self.model, settings.blocks, plan, ledger, stores)
+            if any(stage.rest.parameters != DEVICE for stage in plan.stages):
+                stack.callback(self.model.register_forward_pre_hook(self._refuse_forward).remove)
+            self._stack = stack.pop_all()
+        return job
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -235,8 +303,16 @@ class Prepared:
         def foretell(plan: Plan) -> Forecast:
             return forecast(plan, self._fake_job, lambda rows: _empty(batch, rows), hardware)
 
+        def rehearsed(plan: Plan) -> Costs:
+            return rehearse(plan, self._fake_job, lambda rows: _empty(batch, rows))
+
+        settings = self.settings
         try:
-            return pick(iter(plans), foretell, self.settings.budget)
+            if not settings.tiers:
+                return pick(iter(plans), foretell, settings.budget)
+            wish = wish_of(plans[0], self._optimizer, settings.clip)
+            wish = replace(wish, tiers=settings.tiers)
+            return choose_tiered(plans, wish, hardware, rehearsed)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise OutsizeError(
                 f"{type(self.model).__name__} cannot be foretold: its forward depends on values"
@@ -246,7 +322,7 @@ class Prepared:
     def _fake_job(self, plan: Plan, ledger: Meter) -> Job:
         """The same job over a copy of the model that has no memory. Called in a fake mode."""
         twin, blocks = _shadow(self.model, self.settings.blocks)
-        return self._job_of(twin, blocks, plan, ledger)
+        return self._job_of(twin, blocks, plan, ledger, nowhere(plan))
 
     def _job_of(
         self,
@@ -254,11 +330,12 @@ class Prepared:
         blocks: Sequence[tuple[str, nn.Module]],
         plan: Plan,
         ledger: Meter | None,
+        stores: Mapping[str, Store],
     ) -> Job:
         groups = None if self._torch is None else _groups(self._torch)
         return Job(
             self._flow(model, blocks, plan), plan, self._optimizer, groups, self._group_of,
-            self.settings.clip, ledger,
+            self.settings.clip, ledger, stores=stores,
         )  # fmt: skip
 
     def _flow(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> Flow:
@@ -270,6 +347,15 @@ class Prepared:
             model, blocks, plan, self.settings.loss or _own_loss,
             _cut if self.settings.microbatches > 1 else None, counter,
         )  # fmt: skip
+
+
+def _forget(job: Job) -> None:
+    """Parameters that rested below are views of a pool that holds something else."""
+    for index, table in enumerate(job.placement.tables):
+        for slot in table.slots if job.placement.tier(index, PARAMETERS) != DEVICE else ():
+            parameter = job.owners[slot.name]
+            lost = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = lost.expand(parameter.shape)
 
 
 def _first_blocks(segments: int, count: int) -> Any:

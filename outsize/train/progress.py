@@ -24,7 +24,7 @@ SMOOTH = 0.1  # weight of the newest step in what is shown of speed
 
 @dataclass(frozen=True)
 class Status:
-    """After a step. now and peak: bytes of memory; left: seconds."""
+    """After a step. now and peak: bytes of memory; left: seconds; moved: bytes between tiers."""
 
     step: int
     loss: float
@@ -32,14 +32,18 @@ class Status:
     now: int
     peak: int
     left: float
+    moved: int = 0
 
     def lines(self) -> tuple[str, str]:
         """As a person reads it: how it goes, what it holds. Each fits beside a bar."""
         return (
             f"loss {self.loss:.3f}  {self.tokens_per_second:,.0f} tokens/s"
             f"  {duration(self.left)} left",
-            f"memory {format_bytes(self.now)}, peak {format_bytes(self.peak)}",
+            f"memory {format_bytes(self.now)}, peak {format_bytes(self.peak)}{self._moved()}",
         )
+
+    def _moved(self) -> str:
+        return f", {format_bytes(self.moved)} moved" if self.moved else ""
 
 
 class Progress(Protocol):

@@ -1,0 +1,65 @@
+"""The plan of somebody's own model where its states may rest on tiers: the same search as a native
+decoder's, over rehearsals of the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from outsize.hardware import Hardware
+from outsize.optim import Optimizer
+from outsize.plan import Plan
+from outsize.search import Wish
+from outsize.search.streamed import choose_streamed
+from outsize.search.wish import memories
+from outsize.simulate import Forecast
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import Costs, Facts, bare
+
+
+@dataclass
+class Rehearsals:
+    """Forecasts of one module's plans; those that differ only in where states rest share one
+    rehearsal. rehearsed: one, of a plan with every state on the device."""
+
+    wish: Wish
+    hardware: Hardware
+    rehearsed: Callable[[Plan], Costs]
+    _known: dict[Plan, Costs] = field(default_factory=dict)
+    _facts: Facts | None = None
+
+    @property
+    def facts(self) -> Facts:
+        assert self._facts is not None, "a plan is rehearsed before anything else is asked"
+        return self._facts
+
+    def costs(self, plan: Plan) -> list[Costs]:
+        """Costs of a plan's actions: a list of one."""
+        key = bare(plan)
+        if key not in self._known:
+            made = self.rehearsed(plan)
+            self._facts = replace(made.facts, host=memories(self.wish))
+            self._known[key] = replace(made, facts=self._facts)
+        return [self._known[key]]
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """What a plan holds and takes."""
+        return compose(plan, self.costs(plan)[0], self.hardware)
+
+
+def choose_tiered(
+    plans: Sequence[Plan],
+    wish: Wish,
+    hardware: Hardware,
+    rehearsed: Callable[[Plan], Costs],
+) -> Forecast:
+    """The quickest way to compute one of the plans with states below that fits wish.budget.
+    OutsizeError where none does, with what is missing."""
+    oracle = Rehearsals(wish, hardware, rehearsed)
+    oracle.costs(plans[0])
+    return choose_streamed(oracle, plans)
+
+
+def wish_of(plan: Plan, optimizer: Optimizer, clip: float | None) -> Wish:
+    """What a plan fixes already."""
+    return Wish(plan.rows, plan.sequence, plan.precision, optimizer, clip, plan.budget)
