@@ -9,20 +9,22 @@ fits is taken.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from outsize.errors import OutsizeError
+from outsize.hardware import Hardware
 from outsize.memory import format_bytes
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
+from outsize.runtime.placement import GRADIENTS, PARAMETERS
 from outsize.schedule import Kind
 from outsize.search.tiers import (
     APART,
     BEHIND,
-    GRADIENTS,
     OPTIMIZER,
-    PARAMETERS,
     Passing,
     States,
     every,
@@ -31,18 +33,41 @@ from outsize.search.tiers import (
     moved,
     placed,
     pool_bytes,
+    shortage,
     states,
     with_rests,
 )
-from outsize.search.wish import Oracle
+from outsize.search.wish import Wish
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose, host_share, rate
+from outsize.simulate.rehearse import Costs, Facts
 
 EXACT = 3  # candidates that are forecast exactly
 TRIES = 4  # a plan that misses the budget by what an estimate could not know is tried again
 DEEP = (3, 4)  # stages in the pool at once that are tried once a plan is found, beside two
 WORTH = 0.99  # of the time: what is quicker by less is not worth another plan
 PAGE = 4096
+# How states pass, from what is quickest to what holds least: without a stage ahead nothing hides.
+PASSINGS = (Passing(), Passing(2, PART), Passing(1, PART))
+
+
+class Foretells(Protocol):
+    """What is asked for forecasts: a native decoder's `Oracle`, or rehearsals of a module."""
+
+    @property
+    def wish(self) -> Wish: ...
+
+    @property
+    def hardware(self) -> Hardware: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    def costs(self, plan: Plan) -> list[Costs]:
+        """Of a plan's actions, for each layout of a batch."""
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """With the costliest of the layouts."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +75,8 @@ class Way:
     """How a step is computed, whatever its states do.
 
     plan: its states on the device, stages that spill marked. dynamic: bytes beyond states, at
-    most. seconds, updates: of the passes and of the updates. spilled: bytes of activations that
-    leave in a step. layout: which of the wish's layouts holds most.
+    most. seconds, updates: of the passes and of the updates. spilled: bytes of activations on
+    their tier. layout: which of the wish's layouts holds most.
     """
 
     plan: Plan
@@ -76,18 +101,19 @@ class Choice:
 
     way: Way
     level: int
+    passing: Passing
     rests: tuple[Rest, ...]
     spill: str
     seconds: float
 
 
-def choose_streamed(oracle: Oracle, plans: Sequence[Plan]) -> Forecast:
+def choose_streamed(oracle: Foretells, plans: Sequence[Plan]) -> Forecast:
     """The quickest of the plans with states below that fits wish.budget.
 
     Raises OutsizeError where none does, with the missing bytes and the nearest budget that works,
     or the bytes that are missing on the tiers.
     """
-    search = _Search(oracle, states(oracle.facts, plans[0]))
+    search = Search(oracle, states(oracle.facts, plans[0]))
     found: list[Choice] = []
     ways: list[Way] = []
     for plan in plans:
@@ -101,9 +127,10 @@ def choose_streamed(oracle: Oracle, plans: Sequence[Plan]) -> Forecast:
     return search.least(ways) if made is None else made
 
 
-def _variants(oracle: Oracle, plan: Plan) -> Iterator[Plan]:
+def _variants(oracle: Foretells, plan: Plan) -> Iterator[Plan]:
     """A candidate in each order, with updates apart or behind, its activations here or below."""
     wish = oracle.wish
+    orders: tuple[Literal["layer", "microbatch"], ...]
     orders = ("layer", "microbatch") if plan.microbatches > 1 else ("layer",)
     whole = [stage.whole for stage in plan.stages[1:-1]]
     spills = (False, True) if all(whole) or not any(whole) else (False,)
@@ -120,10 +147,15 @@ def _variants(oracle: Oracle, plan: Plan) -> Iterator[Plan]:
                 yield made
 
 
-class _Search:
+def _beside(computing: float, moving: float, ahead: bool) -> float:
+    """Seconds of both: at once, or one after the other where nothing is fetched ahead."""
+    return max(computing, moving) if ahead else computing + moving
+
+
+class Search:
     """One search: the model's states, and what has been asked of the oracle."""
 
-    def __init__(self, oracle: Oracle, sizes: States) -> None:
+    def __init__(self, oracle: Foretells, sizes: States) -> None:
         self.oracle, self.sizes = oracle, sizes
         assert oracle.wish.budget is not None
         self.budget = oracle.wish.budget
@@ -143,12 +175,7 @@ class _Search:
                 updates += took if event.kind == Kind.UPDATE else 0.0
                 passes += 0.0 if event.kind == Kind.UPDATE else took
         resident = sum(top.static.values()) - top.static.get("data", 0)
-        spilled = sum(
-            -count
-            for action in top.schedule.workers[0]
-            if action.kind is Kind.EVICT
-            for _, count in action.allocates
-        )
+        spilled = sum(top.below.values())  # nothing else is below yet
         return Way(plan, top.peak - resident, passes, updates, spilled, layout)
 
     # -- estimates ----------------------------------------------------------------------------
@@ -162,31 +189,30 @@ class _Search:
     def fitted(self, way: Way, budget: int | None = None) -> Choice | None:
         """The way with as little below as the budget allows; None where that is too much."""
         budget = self.budget if budget is None else budget
-        passing = Passing(behind=way.behind)
-        low, high = 0, levels(self.sizes.segments)
-        if self.held(way, high, passing) > budget:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.held(way, middle, passing) <= budget:
-                high = middle
-            else:
-                low = middle + 1
-        return self.choice(way, low)
+        top = levels(self.sizes.segments)
+        for passing in (replace(one, behind=way.behind) for one in PASSINGS):
+            if self.held(way, top, passing) <= budget:
+                level = bisect_left(
+                    range(top), True, key=lambda n: self.held(way, n, passing) <= budget
+                )
+                return self.choice(way, level, passing)
+        return None
 
-    def choice(self, way: Way, level: int) -> Choice | None:
+    def choice(self, way: Way, level: int, passing: Passing) -> Choice | None:
         """A way at a level, None where the tiers are too small."""
         below = graded(self.sizes.segments, level, way.kinds)
         found = placed(self.sizes, below, way.spilled, self.tiers)
         if found is None:
-            missing = self.sizes.of(below) + way.spilled - sum(tier.bytes for tier in self.tiers)
+            missing = shortage(self.sizes, below, way.spilled, self.tiers)
             self.short = missing if self.short is None else min(missing, self.short)
             return None
         rests, spill = found
-        return Choice(way, level, rests, spill, self.seconds(way, rests, spill))
+        seconds = self.seconds(way, rests, spill, passing.resident > 1)
+        return Choice(way, level, passing, rests, spill, seconds)
 
-    def seconds(self, way: Way, rests: Sequence[Rest], spill: str) -> float:
-        """About a step's time: what the passes and the updates compute, or move if that is more."""
+    def seconds(self, way: Way, rests: Sequence[Rest], spill: str, ahead: bool) -> float:
+        """About a step's time: what the passes and the updates compute, or move if that is more;
+        both where nothing is fetched ahead."""
         rounds = 1 if way.plan.order == "layer" else way.plan.microbatches
         traffic = moved(self.sizes, rests, way.behind, rounds)
         passes, updates = (
@@ -198,8 +224,8 @@ class _Search:
         if spill != DEVICE:
             passes += way.spilled / rate(self.oracle.hardware, spill, True)
         if way.behind:
-            return max(way.seconds + way.updates, passes)
-        return max(way.seconds, passes) + max(way.updates, updates)
+            return _beside(way.seconds + way.updates, passes, ahead)
+        return _beside(way.seconds, passes, ahead) + _beside(way.updates, updates, ahead)
 
     # -- exact --------------------------------------------------------------------------------
 
@@ -207,54 +233,54 @@ class _Search:
         """The quickest of the most promising choices that fits, forecast exactly."""
         best: Forecast | None = None
         taken: Choice | None = None
-        tried = 0
-        for choice in sorted(found, key=lambda choice: choice.seconds):
-            if tried >= EXACT and best is not None:
+        for tried, choice in enumerate(sorted(found, key=lambda choice: choice.seconds)):
+            # An estimate is about what nothing is quicker than.
+            if best is not None and (tried >= EXACT or choice.seconds >= best.seconds):
                 break
-            if best is not None and choice.seconds >= best.seconds:
-                break  # an estimate is what nothing would be quicker than
-            tried += 1
             made = self.fitting(choice)
             if made is not None and (best is None or made.seconds < WORTH * best.seconds):
                 best, taken = made, choice
         if best is None or taken is None:
             return None
-        return self.whole(self.deeper(best, taken.way))
+        return self.oracle.forecast(self.deeper(best, taken.way).plan)
 
     def fitting(self, choice: Choice) -> Forecast | None:
         """The choice forecast; with more below where an estimate was too low."""
         goal, tried = self.budget, choice
         for _ in range(TRIES):
-            plan = self.plan(tried, Passing(behind=tried.way.behind))
+            plan = self.plan(tried)
             made = self.compose(plan, tried.way)
             if made is not None and made.peak <= self.budget:
                 return made
             goal -= PAGE if made is None else made.peak - self.budget
             again = self.fitted(choice.way, goal)
-            while again is not None and again.level == tried.level:
-                goal -= max(PAGE, (self.budget - goal))
+            while again is not None and (again.level, again.passing) == (
+                tried.level,
+                tried.passing,
+            ):
+                goal -= self.budget - goal
                 again = self.fitted(choice.way, goal)
             if again is None:
                 return None
             tried = again
         return None
 
-    def plan(self, choice: Choice, passing: Passing, pool: int | None = None) -> Plan:
+    def plan(self, choice: Choice, pool: int | None = None) -> Plan:
         """The plan of a choice, with a pool of all that is left, or of `pool` bytes."""
-        way = choice.way
+        way, passing = choice.way, choice.passing
         below = graded(self.sizes.segments, choice.level, way.kinds)
         if pool is None:
             left = self.budget - (way.dynamic + self.sizes.total - self.sizes.of(below))
             # A room for everything is enough; nothing streams where nothing is below.
             pool = max(0, min(left, 2 * self.sizes.total)) if choice.level else 0
         stream = replace(way.plan.stream, resident=passing.resident, part=passing.part, pool=pool)
-        stream = replace(stream, host=self.share(choice, passing))
+        stream = replace(stream, host=self.share(choice))
         made = replace(way.plan, stream=stream, budget=self.oracle.wish.budget)
         if not choice.level and choice.spill == DEVICE and made.microbatches == 1:
             made = replace(made, order="microbatch")
         return with_rests(made, choice.rests, choice.spill)
 
-    def share(self, choice: Choice, passing: Passing) -> int:
+    def share(self, choice: Choice) -> int:
         """`stream.host`, by the rates of the device and of the host."""
         memories, way = self.oracle.facts.host, choice.way
         mine = [r for r in choice.rests if {r.optimizer, r.gradients} <= memories]
@@ -289,7 +315,7 @@ class _Search:
     def deeper(self, best: Forecast, way: Way) -> Forecast:
         """With more stages in the pool at once, where that is quicker and fits."""
         for resident in DEEP:
-            if not best.plan.stream.pool:
+            if not best.plan.stream.pool or best.plan.stream.resident < 2:
                 break
             plan = replace(best.plan, stream=replace(best.plan.stream, resident=resident))
             made = self.compose(plan, way)
@@ -299,25 +325,20 @@ class _Search:
                 best = made
         return best
 
-    def whole(self, made: Forecast) -> Forecast:
-        """With the costliest of all layouts."""
-        return self.oracle.forecast(made.plan)
-
     # -- what cannot work ---------------------------------------------------------------------
 
     def least(self, ways: Sequence[Way]) -> Forecast:
         """The plan that needs the least of all, if that fits. OutsizeError with what is missing."""
-        tight = Passing(1, PART)
-        most = levels(self.sizes.segments)
+        tight, most = PASSINGS[-1], levels(self.sizes.segments)
 
         def peak(way: Way) -> int:
             return self.held(way, most, replace(tight, behind=way.behind))
 
         found: list[Forecast] = []
         for way in sorted(ways, key=peak)[:2]:
-            choice = self.choice(way, most)
+            choice = self.choice(way, most, replace(tight, behind=way.behind))
             if choice is not None:
-                found.append(self.oracle.forecast(self.plan(choice, tight, pool=0)))
+                found.append(self.oracle.forecast(self.plan(choice, pool=0)))
         if not found:
             raise self._tiers_short()
         smallest = min(found, key=lambda made: made.peak)

@@ -117,6 +117,14 @@ def placed(
     return tuple(rests), activations
 
 
+def shortage(states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]) -> int:
+    """Bytes by which the last tier is too small."""
+    free = {tier.name: tier.bytes for tier in tiers[:-1]}
+    wanted = [spilled] if spilled else []
+    wanted += [_on_tier(states, kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
+    return sum(size for size in wanted if _take(free, size) is None) - tiers[-1].bytes
+
+
 def _take(free: dict[str, int], size: int) -> str | None:
     for name in free:
         if size <= free[name]:
@@ -131,7 +139,7 @@ def _on_tier(states: States, kind: str, segment: int) -> int:
     return rounded(states.bytes[kind][segment]) + pages * rounded(1)
 
 
-# -- the pool ---------------------------------------------------------------------------------------
+# -- the pool -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,9 +174,7 @@ def _visits(states: States, below: Below, passing: Passing) -> Iterator[dict[str
         if passing.behind:
             yield from _updates(states, below, i, passing)
     if not passing.behind:
-        yield from chain.from_iterable(
-            _updates(states, below, i, passing) for i in range(last + 1)
-        )
+        yield from chain.from_iterable(_updates(states, below, i, passing) for i in range(last + 1))
 
 
 def _needed(states: States, below: Below, segment: int, kinds: Sequence[str]) -> dict[str, int]:
@@ -192,10 +198,15 @@ def _updates(
         return
     for chunk, (numel, size) in enumerate(states.chunks[segment]):
         step = numel if states.whole else passing.part
-        taken = size if passing.behind else size + sum(
-            states.bytes[kind][segment] * numel // _numel(states, segment)
-            for kind in (PARAMETERS, GRADIENTS)
-            if segment in below[kind]
+        taken = (
+            size
+            if passing.behind
+            else size
+            + sum(
+                states.bytes[kind][segment] * numel // _numel(states, segment)
+                for kind in (PARAMETERS, GRADIENTS)
+                if segment in below[kind]
+            )
         )
         for part in range(min(-(-numel // step), passing.resident + 1)):
             share = min(step, numel - part * step)
@@ -207,7 +218,7 @@ def _numel(states: States, segment: int) -> int:
     return sum(numel for numel, _ in states.chunks[segment])
 
 
-# -- what moves -------------------------------------------------------------------------------------
+# -- what moves -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,7 +257,7 @@ def moved(states: States, rests: Sequence[Rest], behind: bool, rounds: int) -> M
     return Moved((books[0], books[1]), (books[2], books[3]))
 
 
-# -- updates where states rest ----------------------------------------------------------------------
+# -- updates where states rest --------------------------------------------------------------------
 
 
 def every(over_device: float, at_rest: float, most: int = 64) -> int:

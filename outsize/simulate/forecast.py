@@ -9,7 +9,7 @@ from outsize.hardware import Device, Hardware
 from outsize.memory import KINDS, Ledger
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job
-from outsize.runtime.placement import Placement
+from outsize.runtime.placement import GRADIENTS, Placement
 from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
 from outsize.schedule.action import WHOLE
 from outsize.schedule.residency import moved as item_of
@@ -28,8 +28,8 @@ class Forecast:
     static: bytes by kind that are always there. segments: by segment of the model, its static
     bytes, the activations that one microbatch keeps of it, and the workspace of its costliest
     action. peak: highest bytes on the device tier; peak_by_kind: at that moment. flops: operations
-    of products and attention in a step, what recompute adds included. below: bytes of states on
-    each tier below the device.
+    of products and attention in a step, what recompute adds included. below: bytes on each tier
+    below the device, those of activations included.
     """
 
     plan: Plan
@@ -74,7 +74,8 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     )
     return Forecast(
         plan, schedule, static, _segments(plan, costs, held), trace.peak(),
-        kinds_at_peak(trace, static), trace.span(), flops, trace, _below(placement),
+        kinds_at_peak(trace, static), trace.span(), flops, trace,
+        _below(placement, _spilled(schedule, costs)),
     )  # fmt: skip
 
 
@@ -90,13 +91,29 @@ def _held(placement: Placement) -> list[dict[str, int]]:
     return made
 
 
-def _below(placement: Placement) -> dict[str, int]:
-    """By tier below the device, bytes of the states that rest there."""
+def _spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:
+    """By stage, the most bytes of its activations that are on their tier at once."""
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in schedule.workers[0]:
+        if action.state is not State.ACTIVATIONS or moved(action) not in costs.actions:
+            continue
+        size, stage = costs.actions[moved(action)].moves, action.stage
+        now[stage] = now.get(stage, 0) + (size if action.kind is Kind.EVICT else -size)
+        most[stage] = max(most.get(stage, 0), now[stage])
+    return most
+
+
+def _below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
+    """By tier below the device, bytes of the states and activations that rest there."""
     found: dict[str, int] = {}
+    for stage, size in spilled.items():
+        tier = placement.plan.stages[stage].rest.activations
+        found[tier] = found.get(tier, 0) + size
     for index, table in enumerate(placement.tables):
         for what, dtype in placement.held(index):
             tier = placement.tier(index, what)
-            if tier != DEVICE:
+            if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
                 found[tier] = found.get(tier, 0) + table.numel * dtype.itemsize
     return found
 
@@ -130,7 +147,7 @@ class Clock:
         fetch = action.kind is Kind.FETCH
         if action.state is State.ACTIVATIONS:
             cost = self.costs.actions.get(moved(action))
-            size = 0 if cost is None else abs(sum(cost.allocates.values()))
+            size = 0 if cost is None else cost.moves
             tier = self.placement.plan.stages[action.stage].rest.activations
             return size / rate(self.hardware, tier, fetch)
         total = 0.0

@@ -33,11 +33,13 @@ def moved(action: Action) -> Moved:
 @dataclass(frozen=True)
 class ActionCost:
     """allocates: bytes by kind that stay (negative: freed); workspace: bytes above what was live
-    before, while it runs; work: what it computes."""
+    before, while it runs; work: what it computes; moves: bytes of activations that it reads or
+    writes on their tier."""
 
     allocates: Mapping[str, int]
     workspace: int
     work: Work
+    moves: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,19 +109,23 @@ def bare(plan: Plan) -> Plan:
 
 
 class Nowhere:
-    """A store that keeps nothing: for tensors that have no bytes."""
+    """A store that keeps nothing, for tensors that have no bytes; it counts what it should move."""
 
     name = "nowhere"
-    bytes_read = bytes_written = 0
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = 0
 
     def reserve(self, nbytes: int) -> Place:
         return Place(0, nbytes)
 
     def write(self, place: Place, data: Tensor, at: int = 0) -> None:
         """Nothing to keep."""
+        self.bytes_written += data.nbytes
 
     def read(self, place: Place, out: Tensor, at: int = 0) -> None:
         """Nothing to give."""
+        self.bytes_read += out.nbytes
 
     def close(self) -> None:
         """Nothing to let go."""
@@ -138,10 +144,16 @@ def _play(job: Job, ledger: Ledger) -> dict[Moved, ActionCost]:
             if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
                 continue
             before, total = dict(ledger.live), ledger.total
+            passed = _passed(job)
             counter = Counter()
             with counter:
                 event = job.alone(index, action)
             delta = {k: ledger.live[k] - before[k] for k in before if ledger.live[k] != before[k]}
             workspace = max(0, event.peak - total)
-            costs[moved(action)] = ActionCost(delta, workspace, counter.work)
+            costs[moved(action)] = ActionCost(delta, workspace, counter.work, _passed(job) - passed)
     return costs
+
+
+def _passed(job: Job) -> int:
+    """Bytes that its stores have moved."""
+    return sum(store.bytes_read + store.bytes_written for store in job.stores.values())
