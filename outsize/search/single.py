@@ -21,7 +21,7 @@ from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
 
-__all__ = ["Wish", "choose", "facts_of_model", "foretell", "native_makers", "pick"]
+__all__ = ["Wish", "choose", "facts_of_model", "foretell", "native_makers", "oracle_of", "pick"]
 
 
 def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
@@ -29,11 +29,16 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
 
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
-    oracle = Oracle(config, wish, hardware, facts_of_model(config, wish))
+    oracle = oracle_of(config, wish, hardware)
     plans = candidates(wish, len(config.layers) + 2)
     if wish.tiers and wish.budget is not None:
         return choose_streamed(oracle, list(plans))
     return pick(plans, oracle.forecast, wish.budget)
+
+
+def oracle_of(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
+    """What foretells plans of a native decoder."""
+    return Oracle(config, wish, hardware, facts_of_model(config, wish))
 
 
 def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:

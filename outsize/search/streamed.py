@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.memory import format_bytes
+from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
 from outsize.runtime.placement import GRADIENTS, PARAMETERS
@@ -113,7 +114,9 @@ def choose_streamed(oracle: Foretells, plans: Sequence[Plan]) -> Forecast:
     Raises OutsizeError where none does, with the missing bytes and the nearest budget that works,
     or the bytes that are missing on the tiers.
     """
-    search = Search(oracle, states(oracle.facts, plans[0]))
+    assert oracle.wish.budget is not None
+    sizes = states(oracle.facts, plans[0])
+    search = Search(oracle, sizes, oracle.wish.budget, oracle.wish.tiers)
     found: list[Choice] = []
     ways: list[Way] = []
     for plan in plans:
@@ -136,15 +139,19 @@ def _variants(oracle: Foretells, plan: Plan) -> Iterator[Plan]:
     spills = (False, True) if all(whole) or not any(whole) else (False,)
     for order in orders:
         for spill in spills:
-            stages = plan.stages
+            made = replace(plan, order=order)
             if spill:
-                tier = wish.tiers[0].name
-                stages = tuple(replace(s, rest=Rest(activations=tier)) for s in stages)
-            made = replace(plan, order=order, stages=stages)
+                made = spilling(made, wish.tiers[0].name)
             if wish.clip is None:
                 yield replace(made, update="behind")
             if wish.clip is not None or any(tier.medium == "memory" for tier in wish.tiers):
                 yield made
+
+
+def spilling(plan: Plan, tier: str) -> Plan:
+    """The plan with the activations of all its stages on a tier."""
+    stages = (replace(stage, rest=Rest(activations=tier)) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
 
 
 def _beside(computing: float, moving: float, ahead: bool) -> float:
@@ -153,13 +160,13 @@ def _beside(computing: float, moving: float, ahead: bool) -> float:
 
 
 class Search:
-    """One search: the model's states, and what has been asked of the oracle."""
+    """One search: the model's states, the bytes of the device and of the tiers."""
 
-    def __init__(self, oracle: Foretells, sizes: States) -> None:
+    def __init__(
+        self, oracle: Foretells, sizes: States, budget: int, tiers: Sequence[TierSpec]
+    ) -> None:
         self.oracle, self.sizes = oracle, sizes
-        assert oracle.wish.budget is not None
-        self.budget = oracle.wish.budget
-        self.tiers = oracle.wish.tiers
+        self.budget, self.tiers = budget, tiers
         self.short: int | None = None  # fewest bytes that were missing on the tiers
 
     def way(self, plan: Plan) -> Way:
@@ -250,9 +257,9 @@ class Search:
         for _ in range(TRIES):
             plan = self.plan(tried)
             made = self.compose(plan, tried.way)
-            if made is not None and made.peak <= self.budget:
+            if made.peak <= self.budget:
                 return made
-            goal -= PAGE if made is None else made.peak - self.budget
+            goal -= made.peak - self.budget
             again = self.fitted(choice.way, goal)
             while again is not None and (again.level, again.passing) == (
                 tried.level,
@@ -301,8 +308,8 @@ class Search:
         resting = way.updates * host_share(hardware) + weights / rate(hardware, tier, True)
         return every(over, resting)
 
-    def compose(self, plan: Plan, way: Way) -> Forecast | None:
-        """With the costliest layout of the way; None where the pool is too small."""
+    def compose(self, plan: Plan, way: Way) -> Forecast:
+        """With the costliest layout of the way; where the pool is too small, the least there is."""
         costs = self.oracle.costs(plan)[way.layout]
         try:
             return compose(plan, costs, self.oracle.hardware)
@@ -319,7 +326,7 @@ class Search:
                 break
             plan = replace(best.plan, stream=replace(best.plan.stream, resident=resident))
             made = self.compose(plan, way)
-            if made is None or made.peak > self.budget:
+            if made.peak > self.budget:
                 break
             if made.seconds < WORTH * best.seconds:
                 best = made

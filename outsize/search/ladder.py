@@ -1,0 +1,100 @@
+"""The ladder: what each technique saves on the device and costs in time, one upon the other.
+
+Every rung is forecast like a plan to be run. All are exact: none changes a number that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outsize.errors import OutsizeError
+from outsize.plan import Plan
+from outsize.search.candidates import candidates
+from outsize.search.streamed import Foretells, Search, Way, spilling
+from outsize.search.tiers import Passing, levels, states
+from outsize.simulate import Forecast
+
+LIMITLESS = 1 << 60
+NAMES = {
+    "optimizer": "optimizer states below",
+    "gradients": "gradients below",
+    "parameters": "parameters below",
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One technique on top of those before. bytes: peak on the device; seconds: of a step; below:
+    bytes on the tiers."""
+
+    technique: str
+    bytes: int
+    seconds: float
+    below: int
+
+
+def ladder(oracle: Foretells, segments: int) -> list[Rung]:
+    """From everything on the device to as little there as can be."""
+    wish = replace(oracle.wish, budget=LIMITLESS)
+    plans = list(candidates(wish, segments))
+    rungs = [_rung(name, oracle.forecast(plan)) for name, plan in _computed(plans)]
+    if wish.tiers:
+        rungs += _streamed(oracle, plans)
+    return rungs
+
+
+def _rung(name: str, made: Forecast) -> Rung:
+    return Rung(name, made.peak, made.seconds, sum(made.below.values()))
+
+
+def _whole(plan: Plan) -> bool:
+    return all(stage.whole for stage in plan.stages[1:-1])
+
+
+def _computed(plans: list[Plan]) -> Iterator[tuple[str, Plan]]:
+    """How a step is computed with all states on the device."""
+    first = plans[0]
+    yield "everything on the device", first
+    least = min(plan.microbatch_rows for plan in plans)
+    if least < first.microbatch_rows:
+        fewest = replace(first, microbatch_rows=least)
+        yield f"microbatches of {least} row{'s' if least > 1 else ''}", fewest
+    again = next((plan for plan in plans if _whole(plan)), None)
+    if again is not None and not _whole(first):
+        yield "blocks computed again", again
+
+
+def _streamed(oracle: Foretells, plans: list[Plan]) -> Iterator[Rung]:
+    """States below, kind by kind, then activations, then the smallest way to compute."""
+    last = oracle.wish.tiers[-1]
+    tiers = (*oracle.wish.tiers[:-1], replace(last, bytes=LIMITLESS))
+    search = Search(oracle, states(oracle.facts, plans[0]), LIMITLESS, tiers)
+    again = next((plan for plan in plans if _whole(plan)), plans[-1])
+    update: Literal["apart", "behind"] = "behind" if oracle.wish.clip is None else "apart"
+    order: Literal["layer", "microbatch"] = "layer" if again.microbatches > 1 else "microbatch"
+    way = search.way(replace(again, order=order, update=update))
+    yield from _down(search, way)
+    top = levels(search.sizes.segments)
+    spilt = search.way(spilling(way.plan, last.name))
+    if spilt.dynamic < way.dynamic:
+        yield _forecast(search, spilt, top, "activations below")
+    small = replace(plans[-1], order=order, update=update)
+    if spilt.dynamic < way.dynamic:
+        small = spilling(small, last.name)
+    yield _forecast(search, search.way(small), top, "sequence, logits in chunks")
+
+
+def _down(search: Search, way: Way) -> Iterator[Rung]:
+    """One kind of state after the other; which is first depends on when updates are made."""
+    count = search.sizes.segments
+    for place, kind in enumerate(way.kinds, start=1):
+        yield _forecast(search, way, place * count, NAMES[kind])
+
+
+def _forecast(search: Search, way: Way, level: int, name: str) -> Rung:
+    choice = search.choice(way, level, Passing(behind=way.behind))
+    if choice is None:
+        raise OutsizeError("tiers without limits are too small; this is a bug")
+    return _rung(name, search.compose(search.plan(choice, pool=0), way))
