@@ -95,7 +95,7 @@ class Holding:
         return ""
 
     def _loaded(self, cell: Cell, name: Item) -> bool:
-        """Whether a FETCH of an item reads this cell: weights that an update makes anew it leaves."""
+        """Whether a FETCH of an item reads this cell: not the weights that a master copy makes."""
         bundled = name.startswith(State.OPTIMIZER) and cell[0] is State.PARAMETERS
         return not bundled or cell[1] in self.residency.own
 
