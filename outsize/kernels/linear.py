@@ -40,7 +40,8 @@ class _SinkLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink) -> Tensor:
         # The weight rests on ctx, not among the saved tensors: the sink knows it by identity.
-        ctx.save_for_backward(x)
+        # A weight that is frozen needs no x: nothing of it is kept.
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return product.linear(x, weight, bias)
 
@@ -49,8 +50,9 @@ class _SinkLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         gx = product.product(gy, weight) if ctx.needs_input_grad[0] else None
-        gy_TO, x_TI = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
-        if weight.requires_grad:
+        gy_TO = gy.reshape(-1, gy.shape[-1])
+        if x is not None:
+            x_TI = x.reshape(-1, x.shape[-1])
             ctx.sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
         if bias is not None and bias.requires_grad:
             ctx.sink(bias, lambda grad: grad.add_(gy_TO.sum(0)))
@@ -62,7 +64,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
 
     With a sink, gradients of weight and bias go to it and autograd sees none of them.
     """
-    if sink is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # as the pass that keeps gradients computes it, bit for bit
+        return product.linear(x, weight, bias)
+    if sink is None:
         return F.linear(x, weight, bias)
     if not x.requires_grad:  # the Function must be entered for its weight's sake
         x = x.detach().requires_grad_()

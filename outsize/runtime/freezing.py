@@ -1,0 +1,107 @@
+"""Layers that change least are left alone for a while: fewer gradients, fewer activations kept.
+
+Ardakani et al., "SlimFit: Memory-Efficient Fine-Tuning of Transformer-based Models Using Training
+Dynamics", 2023. A layer is one weight matrix, embedding or norm; biases are trained always. Its
+distance is the mean over its weights of |change / weight| in the last step that trained it. In
+every step the layers of the smallest distances are frozen, as many as the rate says; what is frozen
+keeps its distance, so that a layer comes back when the others have become calmer. At first
+distances are large and random: every layer has its turn.
+
+A frozen layer has no weight gradient, no update, no step of its moments, and keeps no input for the
+backward pass; the gradient of its input still flows. The paper's quantised and pruned activations
+are not here.
+
+    freezing = Freezing(job, rate=0.9)   # plan.approximate: [frozen-by-dynamics]
+    loss = freezing.step(batch)          # in place of job.step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.kernels.pieces import pieces
+from outsize.models.random import uniform
+from outsize.runtime.job import Job
+
+NAME = "frozen-by-dynamics"  # what `approximate` must name
+UNKNOWN = 1e10  # distances of layers that no step has trained yet are from here on
+
+
+class Freezing:
+    """Plays a job's steps with some layers frozen in each.
+
+    rate: the share of layers that is frozen, 0 to below 1. seed: of the order in which layers have
+    their first turn. distances: by layer, to go on with; a state to save is `distances`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rate: float,
+        seed: int = 0,
+        distances: Mapping[str, float] | None = None,
+    ) -> None:
+        if NAME not in job.plan.approximate:
+            raise OutsizeError(
+                f"plan: approximate is {list(job.plan.approximate)}; frozen layers change the"
+                f" maths: name {NAME} there"
+            )
+        if not 0 <= rate < 1:
+            raise OutsizeError(f"{NAME}: rate is {rate}; expected 0 or more and less than 1")
+        self.job, self.rate = job, rate
+        names = [n for n, p in job.owners.items() if p.requires_grad and _layer(n, p)]
+        first = uniform(seed, "freezing", 0, len(names))
+        self.distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
+        self.distances |= {n: float(d) for n, d in (distances or {}).items()}
+
+    def frozen(self) -> frozenset[str]:
+        """The layers that the next step leaves alone."""
+        count = int(self.rate * len(self.distances))
+        order = sorted(self.distances, key=self.distances.__getitem__)
+        return frozenset(order[:count])
+
+    def step(self, batch: Any, lr: float | None = None) -> Tensor:
+        """Job.step, with the calmest layers frozen."""
+        frozen = self.frozen()
+        active = [name for name in self.distances if name not in frozen]
+        read = self.job.weight_reader()
+        before = {name: read(name).clone() for name in active}
+        with self._still(frozen):
+            loss = self.job.step(batch, lr)
+        self._measure(before, self.job.weight_reader())
+        return loss
+
+    @contextmanager
+    def _still(self, names: frozenset[str]) -> Iterator[None]:
+        for name in names:
+            self.job.owners[name].requires_grad_(False)
+        try:
+            yield
+        finally:
+            for name in names:
+                self.job.owners[name].requires_grad_(True)
+
+    def _measure(self, before: dict[str, Tensor], read: Callable[[str], Tensor]) -> None:
+        for name in list(before):
+            self.distances[name] = distance(before.pop(name), read(name))
+
+
+def _layer(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 or name.rpartition(".")[2] == "weight"
+
+
+@torch.no_grad()
+def distance(before: Tensor, after: Tensor) -> float:
+    """Mean of |(after - before) / before| over the weights that were not 0; UNKNOWN if all were."""
+    total, count = 0.0, 0
+    for old, new in zip(pieces(before), pieces(after), strict=True):
+        there = old != 0
+        ratio = ((new - old) / old).abs_()[there]
+        total, count = total + float(ratio.double().sum()), count + ratio.numel()
+    return total / count if count else UNKNOWN
