@@ -8,15 +8,36 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outsize.train.setup import Setup
 
 
 @click.command()
 @click.argument("target", required=False)
+@click.option("--model", metavar="NAME", help="A preset or a Hugging Face directory, as TARGET.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
 @click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB.")
+@click.option("--host-memory", metavar="SIZE", help="RAM beside it where states may rest.")
+@click.option("--disk", metavar="DIR[:SIZE]", help="Folder where states may rest; DIR,DIR: both.")
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="NAME=PATH:SIZE",
+    help="Memory with a path, such as CXL, where states may rest; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
-def plan(target: str | None, sets: tuple[str, ...], memory: str | None, as_json: bool) -> None:
+def plan(
+    target: str | None,
+    model: str | None,
+    sets: tuple[str, ...],
+    memory: str | None,
+    host_memory: str | None,
+    disk: str | None,
+    tiers: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Foretell a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
     import json
 
@@ -25,8 +46,12 @@ def plan(target: str | None, sets: tuple[str, ...], memory: str | None, as_json:
     from outsize.train.resolve import resolve
 
     file, said = _target(target)
-    said += sets if memory is None else (*sets, f"memory={memory}")
-    resolved = resolve(file, said)
+    options = {
+        "model.name": model, "memory": memory, "host_memory": host_memory, "disk": disk,
+        "tiers": tiers or None,
+    }  # fmt: skip
+    given = (f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None)
+    resolved = resolve(file, (*said, *sets, *given))
     from outsize.train.setup import set_up
 
     setup = set_up(resolved, fit=False)
@@ -39,6 +64,29 @@ def plan(target: str | None, sets: tuple[str, ...], memory: str | None, as_json:
         out.print()
     for line in (show.foretold(setup.forecast), _fits(setup)):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if setup.tiers:
+        _print_tiers(setup, out)
+
+
+def _print_tiers(setup: Setup, out: Console) -> None:
+    """What rests on the tiers, the ladder of techniques and the thresholds."""
+    from outsize.search import ladder, oracle_of, thresholds
+    from outsize.search.tiers import states
+    from outsize.train import show
+    from outsize.train.setup import wish_of
+
+    made, config = setup.forecast, setup.subject.config
+    oracle = oracle_of(config, wish_of(setup.resolved, setup.tiers), setup.hardware)
+    limits = thresholds(made, states(oracle.facts, made.plan), setup.tiers, setup.hardware)
+    rungs = ladder(oracle, len(config.layers) + 2)
+    tables = (
+        show.tiers_table(made, setup.tiers, setup.hardware),
+        show.ladder_table(rungs),
+        show.thresholds_table(limits, made.plan),
+    )
+    for table in tables:
+        out.print()
+        out.print(table, markup=False)
 
 
 def _target(target: str | None) -> tuple[Path | None, tuple[str, ...]]:

@@ -15,7 +15,6 @@ from outsize.data import Batch
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import Optimizer
-from outsize.plan.plan import BYTES
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind
 from outsize.simulate.forecast import Forecast
@@ -42,7 +41,7 @@ def calibrate(
     model = build(chosen.config, seed=0, device=device)
     job = Job(NativeFlow(model, chosen.plan), chosen.plan, optimizer, clip=clip)
     times = _measure(job, batch_of(chosen.plan.rows))
-    norm = times.pop((Kind.NORM, -1)) * _parameters(made) / sum(c.table.numel for c in job.chunks)
+    norm = times.pop((Kind.NORM, -1)) * made.parameters / sum(c.table.numel for c in job.chunks)
 
     def seconds(action: Action) -> float:
         if action.kind is Kind.NORM:
@@ -53,10 +52,6 @@ def calibrate(
 
     trace = play(made.schedule, made.static, seconds)
     return replace(made, trace=trace, seconds=trace.span())
-
-
-def _parameters(made: Forecast) -> float:
-    return made.static["parameters"] / BYTES[made.plan.precision.compute]
 
 
 def _measure(job: Job, batch: Batch) -> dict[tuple[Kind, int], float]:

@@ -29,7 +29,7 @@ class Forecast:
     bytes, the activations that one microbatch keeps of it, and the workspace of its costliest
     action. peak: highest bytes on the device tier; peak_by_kind: at that moment. flops: operations
     of products and attention in a step, what recompute adds included. below: bytes on each tier
-    below the device, those of activations included.
+    below the device, those of activations included. parameters: of the model, wherever they are.
     """
 
     plan: Plan
@@ -42,6 +42,7 @@ class Forecast:
     flops: float
     trace: Trace
     below: Mapping[str, int] = field(default_factory=dict)
+    parameters: int = 0
 
 
 def forecast(
@@ -75,7 +76,7 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     return Forecast(
         plan, schedule, static, _segments(plan, costs, held), trace.peak(),
         kinds_at_peak(trace, static), trace.span(), flops, trace,
-        _below(placement, _spilled(schedule, costs)),
+        _below(placement, _spilled(schedule, costs)), sum(t.numel for t in placement.tables),
     )  # fmt: skip
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
+from outsize.hardware import Hardware
 from outsize.memory import KINDS, format_bytes
-from outsize.plan import explain
-from outsize.plan.plan import BYTES
+from outsize.memory.disk import staging_bytes
+from outsize.memory.tiers import TierSpec
+from outsize.plan import Plan, explain
+from outsize.search import Rung, Threshold
 from outsize.simulate import Forecast
+from outsize.simulate.forecast import rate
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
 
@@ -47,10 +51,69 @@ def bytes_table(forecast: Forecast) -> Table:
     return table
 
 
+def tiers_table(forecast: Forecast, specs: Sequence[TierSpec], hardware: Hardware) -> Table:
+    """What rests on each tier, at which rates, and what of it is RAM of this process beside the
+    device's budget."""
+    table = Table("tier", "holds", "of", "reads", "writes", "RAM", box=None, pad_edge=False)
+    on_cpu = hardware.devices[0].kind == "cpu"
+    for spec in specs:
+        held = forecast.below.get(spec.name, 0)
+        speeds = (f"{rate(hardware, spec.name, way) / 1e9:.2f} GB/s" for way in (True, False))
+        table.add_row(
+            spec.name, _bytes(held), format_bytes(spec.bytes), *speeds, _ram(spec, held, on_cpu)
+        )
+    return table
+
+
+def _ram(spec: TierSpec, held: int, on_cpu: bool) -> str:
+    """What a tier takes of RAM."""
+    if not held:
+        return "-"
+    beside = "beside the budget" if on_cpu else "of the host"
+    if spec.medium == "disk":
+        return f"{format_bytes(staging_bytes(len(spec.paths)))} of staging {beside}"
+    if not spec.paths:
+        return f"{format_bytes(held)} {beside}"
+    return f"{format_bytes(held)} mapped from {spec.paths[0]}"
+
+
+def ladder_table(rungs: Sequence[Rung]) -> Table:
+    """Each technique on top of those before: bytes saved on the device, and its cost in time."""
+    table = Table(
+        "ladder", "on the device", "saves", "below", "a step", "costs", box=None, pad_edge=False
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for before, rung in zip((None, *rungs), rungs, strict=False):
+        saves, costs = "-", "-"
+        if before is not None:
+            saved, more = before.bytes - rung.bytes, rung.seconds / before.seconds - 1
+            saves = format_bytes(saved) if saved >= 0 else f"-{format_bytes(-saved)}"
+            costs = f"{more:+.1%}"
+        table.add_row(
+            rung.technique, format_bytes(rung.bytes), saves, _bytes(rung.below),
+            time_of(rung.seconds), costs,
+        )  # fmt: skip
+    return table
+
+
+def thresholds_table(limits: Sequence[Threshold], plan: Plan) -> Table:
+    """From how many tokens on what streams is hidden, beside what the plan has."""
+    table = Table("hidden from", "tier", "tokens", "the plan has", "", box=None, pad_edge=False)
+    for limit in limits:
+        rows = plan.rows if limit.of == "step" else plan.microbatch_rows
+        has = rows * plan.sequence
+        name = limit.what if limit.hides else f"{limit.what}, a tenth of a step"
+        says = "reached" if has >= limit.tokens else "not reached"
+        needed = f"{limit.tokens:,.0f} a {limit.of}"
+        table.add_row(name, limit.tier, needed, f"{has:,}", says)
+    return table
+
+
 def foretold(forecast: Forecast) -> str:
     """One line: size, peak and time."""
     plan = forecast.plan
-    count = forecast.static["parameters"] // BYTES[plan.precision.compute]
+    count = forecast.parameters
     speed = ""
     if plan.sequence:
         speed = f" ({plan.rows * plan.sequence / forecast.seconds:,.0f} tokens/s)"
@@ -74,6 +137,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "peak": forecast.peak,
         "peak_by_kind": dict(forecast.peak_by_kind),
         "static": dict(forecast.static),
+        "below": dict(forecast.below),
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
         "flops": forecast.flops,
