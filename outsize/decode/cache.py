@@ -39,12 +39,11 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        return sum(map(self.bytes_of, self._layers))
+        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
 
-    def bytes_of(self, layer: int) -> int:
-        """Of a layer that has been used."""
-        k_NGLK, v_NGLW = self._layers[layer]
-        return k_NGLK.nbytes + v_NGLW.nbytes
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Of a layer that has been used: k_NGLK, v_NGLW."""
+        return self._layers[layer]
 
     def extend(
         self, slots: Sequence[int], counts: Sequence[int], ahead: Sequence[int] | None = None

@@ -4,7 +4,7 @@ its steps on tensors without bytes under the ledger that counts real ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read 
 # Of a vocabulary, in bytes an element, while a token is drawn: scores in float64, sorted, cumulated
 # and their copies (decode/samplers.py); the likeliest alone needs a mask.
 DRAWN, LIKELIEST = 64, 2
+SCALARS = 4096  # bytes: numbers of one element that the steps pass about
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,16 @@ def needs(model: Decoder, source: Source, request: Request, length: int) -> tupl
         measured = _Measured(fake, layers, request.capacity)
         work = max(measured.play(start, count) for start, count in steps)
     drawing = model.config.vocab * (DRAWN if request.drawn else LIKELIEST)
-    return measured.bytes, max(work, drawing)
+    return measured.bytes, max(work, drawing) + SCALARS
 
 
 def needs_of_rows(model: Decoder, source: Source, rows: int, length: int) -> int:
     """Most bytes besides weights while rows of `length` tokens go through, to all their logits."""
     with FakeTensorMode():
         fake, layers = _fake(model, source)
-        with Ledger() as ledger:
-            positions = torch.arange(length).repeat(rows)
-            play_fake(fake, layers, positions, tuple(range(0, rows * length + 1, length)), None)
-    return ledger.peak
+        bounds = tuple(range(0, rows * length + 1, length))
+        positions = torch.arange(length).repeat(rows)
+        return SCALARS + _peak(fake, (), lambda: play_fake(fake, layers, positions, bounds, None))
 
 
 def _fake(model: Decoder, source: Source) -> tuple[Decoder, dict[int, int]]:
@@ -131,15 +131,29 @@ class _Measured:
         """Most bytes that a step of `count` tokens after `start` ones has, but for the cache."""
         cache = KeyValueCache(1, self.capacity)
         self._step(cache, 1)  # its buffers are there before the step is measured
-        self.bytes = sum(cache.bytes_of(layer) * times for layer, times in self.layers.items())
+        buffers = {layer: cache.buffers(layer) for layer in self.layers}
+        self.bytes = sum(
+            sum(x.nbytes for x in buffers[layer]) * times for layer, times in self.layers.items()
+        )
         cache.lengths[0] = start
-        with Ledger() as ledger:
-            self._step(cache, count)
-        return ledger.peak
+        there = (x for pair in buffers.values() for x in pair)
+        return _peak(self.model, there, lambda: self._step(cache, count))
 
     def _step(self, cache: KeyValueCache, count: int) -> None:
         attend = cache.extend([0], [count])
         play_fake(self.model, self.layers, attend.positions(), attend.bounds, attend)
+
+
+def _peak(model: Decoder, there: Iterable[Tensor], work: Callable[[], None]) -> int:
+    """Most bytes that work makes beside the model and the tensors that are there already."""
+    with Ledger() as ledger:
+        for x in (*model.parameters(), *there):
+            if not x.is_meta:
+                ledger.see(x)
+        before = ledger.total
+        ledger.reset_peak()
+        work()
+    return ledger.peak - before
 
 
 def play_fake(
@@ -156,8 +170,9 @@ def play_fake(
     rows = min(len(positions_T), len(whole))
     small = nn.Parameter(whole.new_empty(rows, whole.shape[1]), requires_grad=False)
     model.prologue.tokens.weight = small
+    ids_T = torch.zeros_like(positions_T)  # there throughout, as who asked for the step has it
     with torch.no_grad():
-        carry = apply_stage(model, 0, torch.zeros_like(positions_T), context)
+        carry = apply_stage(model, 0, ids_T, context)
         model.prologue.tokens.weight = whole
         del small
         for layer in layers:

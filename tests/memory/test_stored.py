@@ -1,0 +1,86 @@
+"""Bytes of files read in place, against the files themselves."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.hardware.disk import OPERATION
+from outsize.memory.store import ALIGN
+from outsize.memory.stored import Copy, StoredFiles, operations
+
+SIZE = 2 * OPERATION + 12345
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[Path, bytes]:
+    made = {tmp_path / name: random.randbytes(SIZE) for name in ("a", "b")}
+    for path, content in made.items():
+        path.write_bytes(content)
+    return made
+
+
+def _some(files: dict[Path, bytes], count: int) -> list[Copy]:
+    copies, to = [], 0
+    for path in files:
+        start = 0
+        for _ in range(count):
+            start += random.choice((0, 1, 77, ALIGN, 3 * ALIGN))
+            length = random.choice((0, 3, 4000, 70_001, OPERATION + 17))
+            length = max(0, min(length, SIZE - start))
+            copies.append(Copy(path, start, to, length))
+            start, to = start + length, to + length + random.choice((0, 5, 64))
+    return copies
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_spans_of_several_files(files: dict[Path, bytes], seed: int) -> None:
+    random.seed(seed)
+    copies = _some(files, 8)
+    random.shuffle(copies)
+    end = max(copy.to + copy.bytes for copy in copies)
+    out = torch.full((end,), 111, dtype=torch.uint8)
+    expected = bytearray(out.numpy().tobytes())
+    for copy in copies:
+        expected[copy.to : copy.to + copy.bytes] = files[copy.path][copy.start : copy.stop]
+    reader = StoredFiles(files)
+    reader.read(operations(copies), out)
+    assert out.numpy().tobytes() == bytes(expected)
+    assert reader.bytes_read == sum(copy.bytes for copy in copies)
+    reader.close()
+
+
+def test_neighbours_share_an_operation_and_far_ones_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    near = [Copy(path, 100 + 50 * i, 50 * i, 50) for i in range(9)]
+    assert len(operations(near)) == 1
+    assert len(operations([*near, Copy(path, 1 << 20, 450, 8)])) == 2
+    (whole,) = operations([Copy(path, 5000, 0, 10)])
+    assert whole.start == ALIGN and whole.stop == 5010  # as far as is wanted: no file is longer
+    assert all(each.stop - each.start <= OPERATION for each in operations([Copy(path, 7, 0, SIZE)]))
+
+
+def test_a_file_cut_meanwhile(files: dict[Path, bytes]) -> None:
+    path = next(iter(files))
+    reader = StoredFiles(files)
+    os.truncate(path, 3 * ALIGN)
+    out = torch.zeros(2 * ALIGN, dtype=torch.uint8)
+    with pytest.raises(OutsizeError) as error:
+        reader.read(operations([Copy(path, 2 * ALIGN, 0, 2 * ALIGN)]), out)
+    assert str(error.value) == (
+        f"{path} is truncated: it ends at byte 12,288, expected 16,384 at least; copy or download"
+        " it again"
+    )
+    reader.read(operations([Copy(path, 5, 0, 2 * ALIGN)]), out)  # it can go on
+    assert out.numpy().tobytes() == files[path][5 : 5 + 2 * ALIGN]
+    reader.close()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OutsizeError, match=r"cannot read .*/x: No such file or directory"):
+        StoredFiles([tmp_path / "x"])
