@@ -18,7 +18,7 @@ from outsize.memory.arrange import arrange, least
 from outsize.memory.chunk import Dtypes
 from outsize.memory.store import rounded
 from outsize.plan import DEVICE, Plan
-from outsize.schedule import Lane, Schedule, State, compile_forward, compile_plan
+from outsize.schedule import Kind, Lane, Schedule, State, compile_forward, compile_plan
 from outsize.schedule.offload import offload, visits
 from outsize.schedule.residency import Item, Residency, Room, item
 
@@ -287,6 +287,19 @@ class Placement:
     def schedule(self) -> Schedule:
         """One step."""
         return self._streamed(self.base, self.residency)
+
+    @cached_property
+    def _leaving(self) -> frozenset[int]:
+        """The stages whose gradients go to their tier: none where updates take them from the pool,
+        but for those that come and go in between."""
+        actions = self.schedule.workers[0]
+        at_rest = (s for s, lanes in self.lanes.items() if Lane.HOST in lanes)
+        moved = (a.stage for a in actions if a.state is State.GRADIENTS and a.kind is Kind.EVICT)
+        return frozenset((*moved, *at_rest))
+
+    def leaves(self, segment: int) -> bool:
+        """Whether gradients of a segment need a place on their tier."""
+        return self.stage_of[segment] in self._leaving
 
     def evaluation(self, microbatches: int) -> Schedule:
         """So many microbatches forward, through the same rooms."""

@@ -69,7 +69,7 @@ class Residence:
         for index, table in enumerate(placement.tables):
             for what, dtype in placement.held(index):
                 tier = placement.tier(index, what)
-                if tier == DEVICE:
+                if tier == DEVICE or (what == GRADIENTS and not placement.leaves(table.segment)):
                     continue
                 if tier not in stores:
                     raise OutsizeError(
@@ -88,7 +88,7 @@ class Residence:
         placement, table = self.placement, self.placement.tables[index]
         flats: dict[str, Tensor] = {}
         for what, dtype in placement.held(index):
-            if (index, what) not in self.homes:
+            if placement.tier(index, what) == DEVICE:
                 kind = what if what in (PARAMETERS, GRADIENTS, MASTER) else "optimizer"
                 with self._account(kind):
                     flats[what] = _made(what, table.numel, dtype, self.device)

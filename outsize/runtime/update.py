@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outsize.memory import Chunk
 from outsize.optim import Optimizer
+from outsize.plan import DEVICE
 from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Piece
 from outsize.runtime.residence import Residence
 from outsize.schedule import Action, State
@@ -121,7 +122,7 @@ class Updates:
         if outdated:  # the pool holds the parameters still, as they were
             flat = self.residence.chunks[piece.chunk].parameters[piece.first : piece.last]
             flat.copy_(here[PARAMETERS])
-        if (piece.chunk, GRADIENTS) not in self.residence.homes:
+        if self.residence.placement.tier(piece.chunk, GRADIENTS) == DEVICE:
             gradients.zero_()
         self._done(piece, touched)
 

@@ -21,23 +21,37 @@ SPILL_AHEAD = 2  # compute actions before the one that reads activations: when t
 SPILL_GONE = 3  # compute actions after which they can have gone: one writes, at the next they go
 
 
-def visits(schedule: Schedule, residency: Residency) -> tuple[frozenset[Item], ...]:
-    """The items that are needed together, in order: what the rooms are arranged for."""
-    found = (needed for needed, _ in _visits(schedule, residency))
+def visits(schedule: Schedule, residency: Residency, parts: int = 1) -> tuple[frozenset[Item], ...]:
+    """The items that are needed together, in order: what the rooms are arranged for.
+
+    parts: parts of a stage's update that are there together."""
+    found = (needed for needed, _ in _visits(schedule, residency, parts))
     return tuple(needed for needed in found if needed)
 
 
-def _visits(schedule: Schedule, residency: Residency) -> list[tuple[frozenset[Item], list[int]]]:
-    """Runs of computing actions that need the same items, with the actions' places."""
+def _visits(
+    schedule: Schedule, residency: Residency, parts: int = 1
+) -> list[tuple[frozenset[Item], list[int]]]:
+    """Runs of computing actions that need the same items, with the actions' places; updates of
+    `parts` parts of a stage are one run."""
     runs: list[tuple[frozenset[Item], list[int]]] = []
     last, first = schedule.stages - 1, schedule.first
+    group: tuple[int, int] | None = None
     for index, action in enumerate(schedule.workers[0]):
         needed = frozenset(residency.needs(action, last, first))
-        if runs and runs[-1][0] == needed:
-            runs[-1][1].append(index)
+        before, group = group, _group(action, parts)
+        if runs and (runs[-1][0] == needed or (group is not None and group == before)):
+            runs[-1] = (runs[-1][0] | needed, [*runs[-1][1], index])
         else:
             runs.append((needed, [index]))
     return runs
+
+
+def _group(action: Action, parts: int) -> tuple[int, int] | None:
+    """Which updates of parts belong together; None: what is no update of a part."""
+    if action.kind is not Kind.UPDATE or action.part == WHOLE or action.lane is Lane.HOST:
+        return None
+    return action.stage, action.part // parts
 
 
 @dataclass
@@ -90,14 +104,15 @@ class _Pool:
 
 
 def offload(
-    schedule: Schedule, residency: Residency, ahead: int = 1, returned: int = 1
+    schedule: Schedule, residency: Residency, ahead: int = 1, returned: int = 1, parts: int = 1
 ) -> Schedule:
     """The schedule with what passes through the pool fetched and evicted.
 
-    ahead: stages that may be fetched before the one at work; returned: given back at a time.
+    ahead: stages that may be fetched before the one at work; returned: given back at a time; parts:
+    parts of a stage's update that are there together.
     """
     pool = _Pool(residency.rooms)
-    runs = _visits(schedule, residency)
+    runs = _visits(schedule, residency, parts)
     start: frozenset[Item] = frozenset()
     for _ in range(2):  # the second time begins with what a step leaves there
         start = pool.begin()
@@ -118,7 +133,7 @@ def _play(
     ahead: int,
     returned: int,
 ) -> None:
-    actions = schedule.workers[0]
+    actions, last = schedule.workers[0], schedule.stages - 1
     busy = [number for number, (needed, _) in enumerate(runs) if needed]
     turn = {number: place for place, number in enumerate(busy)}
     known: set[Item] = set()  # gradients that exist in this step
@@ -129,15 +144,16 @@ def _play(
             continue
         window = -(-(turn[number] - ahead) // returned) * returned
         earliest = runs[busy[max(0, min(window, turn[number]))]][1][0]
-        for name in sorted(needed):
+        needs = {i: tuple(residency.needs(actions[i], last, schedule.first)) for i in places}
+        for name in dict.fromkeys(name for names in needs.values() for name in names):
             new = name not in known and residency.adds(actions[places[0]], name)
             if new or name not in pool.present:
                 loads = residency.loads(_move(Kind.FETCH, Lane.FETCH, name))
                 pool.enter(name, places[0], earliest, new, loads)
             known.add(name)
-        for index in places:
+        for index, names in needs.items():
             _outdate(residency, actions[index], index, pool)
-            _touch(residency, actions[index], index, needed, pool)
+            _touch(residency, actions[index], index, names, pool)
 
 
 def _outdate(residency: Residency, action: Action, index: int, pool: _Pool) -> None:
