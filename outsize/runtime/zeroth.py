@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,33 +27,19 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.memory import Meter, tables
-from outsize.memory.chunk import ChunkTable, Dtypes
+from outsize.memory.chunk import ChunkTable
 from outsize.memory.store import Store
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow, Walk
+from outsize.runtime.forwards import Zeroth, check, placement_of, schedule_of
 from outsize.runtime.job import Diverged, Fill, Report, dtypes_of, start_of
 from outsize.runtime.lanes import Lanes
 from outsize.runtime.perturb import MINUS, NONE, PLUS, Direction, Perturbed
-from outsize.runtime.placement import PARAMETERS, Placement
+from outsize.runtime.placement import PARAMETERS
 from outsize.runtime.residence import NO_STORES, Residence
-from outsize.schedule import Action, Kind, Schedule
-from outsize.schedule.holding import Holding
-from outsize.schedule.offload import offload
+from outsize.schedule import Action, Kind
 from outsize.schedule.residency import moved
 from outsize.trace.trace import Event, Trace
-
-NAME = "zeroth-order"  # what `approximate` must name
-
-
-@dataclass(frozen=True)
-class Zeroth:
-    """lr: step size, a hundredth or less of what a gradient takes. epsilon: how far the two losses
-    are taken from the weights. weight_decay: of matrices, decoupled. seed: of the directions."""
-
-    lr: float = 1e-6
-    epsilon: float = 1e-3
-    weight_decay: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ class ZerothJob:
         fill: Fill | None = None,
     ) -> None:
         self.optimizer = settings or Zeroth()
-        _check(plan, self.optimizer)
+        check(plan, self.optimizer)
         self.flow, self.plan, self.ledger, self.stores = flow, plan, ledger, stores
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
@@ -98,8 +84,8 @@ class ZerothJob:
         self.learns = tuple(table.trainable for table in layout)
         if not any(self.learns):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        self.placement = _placement(plan, layout)
-        self.schedule = self._compiled()
+        self.placement = placement_of(plan, layout)
+        self.schedule = schedule_of(self.placement, self.learns)
         self.device = next(iter(self.owners.values())).device
         with self._watch():
             self.residence = Residence(self.placement, stores, self.device, self._account)
@@ -119,23 +105,6 @@ class ZerothJob:
 
     def _watch(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.ledger is None else self.ledger
-
-    def _compiled(self) -> Schedule:
-        """A step: every stage updated, then forward for all microbatches with either sign."""
-        placement, count = self.placement, 2 * self.plan.microbatches
-        moving = {placement.stage_of[t.segment] for t, learns in self._tables() if learns}
-        actions: list[Action] = []
-        for s in range(len(self.plan.stages)):
-            actions += [Action(Kind.UPDATE, s)] if s in moving else []
-            actions += [Action(Kind.FORWARD, s, m) for m in range(count)]
-        stages = len(self.plan.stages)
-        base = Schedule(stages, count, (tuple(actions),), first=stages)
-        if not placement.rooms:
-            return base
-        stream = self.plan.stream
-        fixed = frozenset(range(stages)) - moving
-        passing = replace(placement.residency, rooms=placement.rooms, fixed=fixed)
-        return _proved(offload(base, passing, stream.resident - 1, stream.returned))
 
     def _tables(self) -> Iterator[tuple[ChunkTable, bool]]:
         return zip(self.placement.tables, self.learns, strict=True)
@@ -371,38 +340,6 @@ class ZerothJob:
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Go on from there; the weights were loaded before."""
         self._step, self._torn = max(counts.values(), default=0), False
-
-
-def _check(plan: Plan, settings: Zeroth) -> None:
-    if NAME not in plan.approximate:
-        raise OutsizeError(
-            f"plan: approximate is {list(plan.approximate)}; a job without gradients changes the"
-            f" maths: name {NAME} there"
-        )
-    for name in ("lr", "epsilon"):
-        value = getattr(settings, name)
-        if not value > 0 or not math.isfinite(value):
-            raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
-
-
-def _placement(plan: Plan, layout: Sequence[ChunkTable]) -> Placement:
-    """Weights alone, in the dtype of the master copy where the plan has one. A stage needs its own
-    only: what it computes with of others was copied when they were here."""
-    precision = plan.precision
-    held = getattr(torch, precision.master or precision.compute)
-    bare = tuple(replace(table, trainable=False) for table in layout)
-    uses = tuple((i,) for i in range(plan.segments))
-    return Placement(replace(plan, order="layer"), bare, uses, Dtypes(held, held, None, held), ())
-
-
-def _proved(schedule: Schedule) -> Schedule:
-    """Refuse a schedule in which weights would be missing, stale or lost."""
-    assert schedule.residency is not None
-    holding = Holding(schedule.residency, schedule.stages - 1, schedule.first)
-    reasons = [f"action {i} ({a}): {holding.step(a)}" for i, a in enumerate(schedule.workers[0])]
-    faults = [*(r for r in reasons if not r.endswith(": ")), *holding.left()]
-    assert not faults, faults[0]
-    return schedule
 
 
 @contextmanager
