@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from outsize.memory import Ledger, tables
-from outsize.memory.chunk import Dtypes, adopt
+from outsize.memory.chunk import Dtypes
+from outsize.plan import Plan
+from outsize.plan.plan import per_segment
+from outsize.runtime.placement import Placement
+from outsize.runtime.residence import Residence
 
 FP32 = Dtypes(torch.float32, torch.float32, None, torch.float32)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
@@ -57,51 +61,72 @@ def test_wide_parameters_have_a_chunk_of_their_own():
     (wide,) = [t for t in found if t.wide]
     assert [s.name for s in wide.slots] == ["b.correction"]
     before = made["b.correction"].detach().clone()
-    chunk = adopt(wide, made, MIXED, (), Ledger().kind)
-    assert chunk.parameters.dtype == torch.float32
-    assert torch.equal(made["b.correction"], before), "not rounded to bfloat16"
+    residence = residence_of(found, MIXED, ())
+    index = found.index(wide)
+    fill(residence, made)
+    assert residence.chunks[index].parameters.dtype == torch.float32
+    assert torch.equal(wide.slots[0].of(residence.chunks[index].parameters), before), "not rounded"
+
+
+def residence_of(layout, dtypes, states, account=None) -> Residence:
+    """The chunks of two segments, all of it on the device."""
+    plan = Plan(2, per_segment(2))
+    placement = Placement(plan, layout, ((0,), (1, 0)), dtypes, states)
+    residence = Residence(placement, {}, torch.device("cpu"), account or Ledger().kind)
+    for index in range(len(layout)):
+        residence.make(index)
+    return residence
+
+
+def fill(residence: Residence, made) -> None:
+    """Give the chunks the parameters' values, as a job does."""
+    for index, chunk in enumerate(residence.chunks):
+        whats = tuple(w for w in ("master", "parameters") if residence.has(index, w))
+        for what, flat in residence.staged(index, whats).items():
+            for slot in chunk.table.slots:
+                slot.of(flat).copy_(made[slot.name].detach())
+            residence.write(index, what, flat)
 
 
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
-def test_adopted_parameters_are_views_with_the_same_values(dtypes):
+def test_states_of_a_chunk_are_views_of_flat_buffers(dtypes):
     made, segments, group_of = parameters()
-    before = {n: p.detach().clone() for n, p in made.items()}
-    table = tables(segments, group_of)[0]
-    chunk = adopt(table, made, dtypes, ("one", "two"), Ledger().kind)
+    layout = tables(segments, group_of)
+    residence = residence_of(layout, dtypes, ("one", "two"))
+    fill(residence, made)
+    chunk = residence.chunks[0]
     for slot, views in chunk.views():
-        parameter = made[slot.name]
-        assert torch.equal(parameter, before[slot.name].to(dtypes.parameters))
-        assert torch.equal(views["weights"], before[slot.name]), "the master is not rounded"
+        value = slot.of(chunk.parameters)
+        assert torch.equal(value, made[slot.name].detach().to(dtypes.parameters))
+        assert torch.equal(views["weights"], made[slot.name].detach()), "the master is not rounded"
         start = chunk.parameters.data_ptr() + slot.offset * chunk.parameters.element_size()
-        assert parameter.data_ptr() == start
-        chunk.parameters[slot.offset] = 5.0
-        assert parameter.flatten()[0] == 5.0
+        assert value.data_ptr() == start
         views["one"].fill_(3.0)
         assert (chunk.optimizer["one"][slot.offset : slot.offset + slot.numel] == 3.0).all()
         assert not chunk.optimizer["two"].any() and not chunk.gradients.any()
     assert (chunk.master is None) is (dtypes.master is None)
+    assert residence.read(0, "one") is chunk.optimizer["one"], "the buffer itself"
 
 
 def test_publish_rounds_the_master_to_the_nearest_even():
     made, segments, group_of = parameters()
-    chunk = adopt(tables(segments, group_of)[0], made, MIXED, (), Ledger().kind)
+    residence = residence_of(tables(segments, group_of), MIXED, ())
+    fill(residence, made)
+    chunk = residence.chunks[0]
     half = 2.0**-8  # of one: bfloat16 has 8 bits, so 1 + half lies between two of its numbers
     chunk.master[:4] = torch.tensor([1 + half, 1 + 3 * half, 1 + half * 1.01, 1 - half / 4])
     chunk.publish()
     assert chunk.parameters[:4].tolist() == [1.0, 1 + 4 * half, 1 + 2 * half, 1.0]
     assert torch.equal(chunk.parameters, chunk.master.bfloat16())
-    assert made["a.large"].flatten()[0] == chunk.parameters[0]
 
 
 def test_bytes_follow_from_the_shapes_alone():
-    made, segments, group_of = parameters()
+    _, segments, group_of = parameters()
     ledger = Ledger()
     with ledger:
-        chunks = [
-            adopt(t, made, MIXED, ("m", "v"), ledger.kind) for t in tables(segments, group_of)
-        ]
+        residence = residence_of(tables(segments, group_of), MIXED, ("m", "v"), ledger.kind)
     trained, frozen = 15 + 3 + 35 + 1 + 4, 4 + 6
-    assert len(chunks) == 4
+    assert len(residence.chunks) == 4
     assert {k: v for k, v in ledger.live.items() if v} == {
         "parameters": 2 * (trained + frozen), "gradients": 4 * trained, "master": 4 * trained,
         "optimizer": 8 * trained,
@@ -110,8 +135,10 @@ def test_bytes_follow_from_the_shapes_alone():
 
 def test_frozen_chunks_have_nothing_but_parameters():
     made, segments, group_of = parameters()
-    frozen = next(t for t in tables(segments, group_of) if not t.trainable)
-    chunk = adopt(frozen, made, MIXED, ("m",), Ledger().kind)
-    assert chunk.gradients is None and chunk.master is None and not chunk.optimizer
-    chunk.publish()
-    assert chunk.weights is chunk.parameters
+    layout = tables(segments, group_of)
+    residence = residence_of(layout, MIXED, ("m",))
+    fill(residence, made)
+    frozen = next(c for c in residence.chunks if not c.table.trainable)
+    assert frozen.gradients is None and frozen.master is None and not frozen.optimizer
+    frozen.publish()
+    assert frozen.weights is frozen.parameters
