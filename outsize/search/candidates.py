@@ -37,6 +37,7 @@ def candidates(wish: Wish, segments: int) -> Iterator[Plan]:
         wish.split_backward,
         wish.budget,
         wish.approximate,
+        order=wish.order or "microbatch",
         sequence_chunk=wish.sequence_chunk or 0,
     )
     for rows in sizes:

@@ -135,6 +135,7 @@ def _variants(oracle: Foretells, plan: Plan) -> Iterator[Plan]:
     wish = oracle.wish
     orders: tuple[Literal["layer", "microbatch"], ...]
     orders = ("layer", "microbatch") if plan.microbatches > 1 else ("layer",)
+    orders = orders if wish.order is None else (wish.order,)
     whole = [stage.whole for stage in plan.stages[1:-1]]
     spills = (False, True) if all(whole) or not any(whole) else (False,)
     for order in orders:
@@ -195,15 +196,20 @@ class Search:
 
     def fitted(self, way: Way, budget: int | None = None) -> Choice | None:
         """The way with as little below as the budget allows; None where that is too much."""
+        for passing in (replace(one, behind=way.behind) for one in PASSINGS):
+            found = self.down(way, passing, budget)
+            if found is not None:
+                return found
+        return None
+
+    def down(self, way: Way, passing: Passing, budget: int | None = None) -> Choice | None:
+        """The same with a given passing."""
         budget = self.budget if budget is None else budget
         top = levels(self.sizes.segments)
-        for passing in (replace(one, behind=way.behind) for one in PASSINGS):
-            if self.held(way, top, passing) <= budget:
-                level = bisect_left(
-                    range(top), True, key=lambda n: self.held(way, n, passing) <= budget
-                )
-                return self.choice(way, level, passing)
-        return None
+        if self.held(way, top, passing) > budget:
+            return None
+        level = bisect_left(range(top), True, key=lambda n: self.held(way, n, passing) <= budget)
+        return self.choice(way, level, passing)
 
     def choice(self, way: Way, level: int, passing: Passing) -> Choice | None:
         """A way at a level, None where the tiers are too small."""
@@ -255,18 +261,14 @@ class Search:
         """The choice forecast; with more below where an estimate was too low."""
         goal, tried = self.budget, choice
         for _ in range(TRIES):
-            plan = self.plan(tried)
-            made = self.compose(plan, tried.way)
+            made = self.compose(self.plan(tried), tried.way)
             if made.peak <= self.budget:
                 return made
             goal -= made.peak - self.budget
-            again = self.fitted(choice.way, goal)
-            while again is not None and (again.level, again.passing) == (
-                tried.level,
-                tried.passing,
-            ):
+            again = self.down(choice.way, choice.passing, goal)
+            while again is not None and again.level == tried.level:
                 goal -= self.budget - goal
-                again = self.fitted(choice.way, goal)
+                again = self.down(choice.way, choice.passing, goal)
             if again is None:
                 return None
             tried = again
@@ -283,7 +285,8 @@ class Search:
         stream = replace(way.plan.stream, resident=passing.resident, part=passing.part, pool=pool)
         stream = replace(stream, host=self.share(choice))
         made = replace(way.plan, stream=stream, budget=self.oracle.wish.budget)
-        if not choice.level and choice.spill == DEVICE and made.microbatches == 1:
+        alone = not choice.level and choice.spill == DEVICE and made.microbatches == 1
+        if alone and self.oracle.wish.order is None:
             made = replace(made, order="microbatch")
         return with_rests(made, choice.rests, choice.spill)
 
@@ -320,16 +323,16 @@ class Search:
                        self.oracle.hardware)  # fmt: skip
 
     def deeper(self, best: Forecast, way: Way) -> Forecast:
-        """With more stages in the pool at once, where that is quicker and fits."""
+        """With more stages in the pool at once, where that is quicker: more overlaps, for more that
+        rests below."""
         for resident in DEEP:
-            if not best.plan.stream.pool or best.plan.stream.resident < 2:
+            if best.plan.stream.resident < 2 or not best.below:
                 break
-            plan = replace(best.plan, stream=replace(best.plan.stream, resident=resident))
-            made = self.compose(plan, way)
-            if made.peak > self.budget:
+            choice = self.down(way, replace(PASSINGS[0], resident=resident, behind=way.behind))
+            made = None if choice is None else self.fitting(choice)
+            if made is None or made.seconds >= WORTH * best.seconds:
                 break
-            if made.seconds < WORTH * best.seconds:
-                best = made
+            best = made
         return best
 
     # -- what cannot work ---------------------------------------------------------------------

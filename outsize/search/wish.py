@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,6 +50,7 @@ class Wish:
     documents: tuple[int, ...] | None = None
     sequence_chunk: int | None = None
     tiers: tuple[TierSpec, ...] = ()
+    order: Literal["microbatch", "layer"] | None = None
 
 
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]

@@ -168,37 +168,63 @@ def rates_of(config: RunConfig) -> LearningRate:
 
 def _chosen(model: Subject, wish: Wish, hardware: Hardware, fit: bool) -> Forecast:
     if wish.budget is not None or not fit:
-        return choose(model.config, wish, hardware)
+        return _choose(model, wish, hardware)
     made = choose(model.config, replace(wish, tiers=()), hardware)
     free = plannable(hardware, wish.tiers)
     if made.peak <= free:
         return made
-    try:
-        made = choose(model.config, replace(wish, budget=free), hardware)
-    except OutsizeError as error:
-        raise OutsizeError(f"{format_bytes(free)} may be planned with here: {error}") from None
+    made = _choose(model, replace(wish, budget=free), hardware)
     return replace(made, plan=replace(made.plan, budget=None))
+
+
+def _choose(model: Subject, wish: Wish, hardware: Hardware) -> Forecast:
+    """The plan; where nothing rests below the device, a refusal says that it could."""
+    try:
+        return choose(model.config, wish, hardware)
+    except OutsizeError as error:
+        if wish.tiers:
+            raise
+        raise OutsizeError(
+            f"{error}; or pass --disk DIR, where states may rest that do not fit"
+        ) from None
 
 
 def _continued(model: Subject, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
     """The plan of a run that goes on; where it does not fit the memory that there is now, or lacks
     a tier, another that gives the same numbers."""
     plan = replace(plan, budget=wish.budget)
-    wish = replace(wish, **{name: getattr(plan, name) for name in FIXED if name != "order"})
     missing = named(plan) - {spec.name for spec in wish.tiers}
     if not missing:
         made = foretell(model.config, wish, plan, hardware)
         if wish.budget is None or made.peak <= wish.budget:
             return made
-    if wish.budget is None and missing:
-        wish = replace(wish, budget=plannable(hardware, wish.tiers))
-    chosen = choose(model.config, wish, hardware).plan
-    kept = {name: getattr(plan, name) for name in FIXED}
-    made = foretell(model.config, wish, replace(chosen, **kept, budget=plan.budget), hardware)
-    if wish.budget is not None and made.peak > wish.budget:
+    budget = plannable(hardware, wish.tiers) if wish.budget is None else wish.budget
+    fixed = replace(
+        wish,
+        budget=budget,
+        microbatch_rows=plan.microbatch_rows,
+        loss_chunk=plan.loss_chunk,
+        mlp_tile=plan.mlp_tile,
+        sequence_chunk=plan.sequence_chunk,
+        order=plan.order,
+    )
+    chosen = _choose(model, fixed, hardware).plan
+    made = foretell(model.config, wish, _same_sums(plan, chosen), hardware)
+    if made.peak > budget:
         raise OutsizeError(
-            f"memory of {format_bytes(wish.budget)} is too small to go on with the same numbers:"
-            f" {made.peak - wish.budget} bytes missing; set memory above"
-            f" {-(-made.peak // 2**20)}MiB"
+            f"memory of {format_bytes(budget)} is too small to go on with the same numbers:"
+            f" {made.peak - budget} bytes missing; set memory above {-(-made.peak // 2**20)}MiB"
         )
     return made
+
+
+def _same_sums(plan: Plan, chosen: Plan) -> Plan:
+    """A plan as chosen, that takes sums in the order of `plan`. Blocks that run in chunks of the
+    sequence are those that did."""
+    stages = chosen.stages
+    if plan.sequence_chunk:
+        both = zip(plan.stages, chosen.stages, strict=True)
+        stages = tuple(replace(s, rest=new.rest, spill=new.spill) for s, new in both)
+    kept = replace(chosen, stages=stages, budget=plan.budget)
+    assert all(getattr(kept, name) == getattr(plan, name) for name in FIXED), (kept, plan)
+    return kept

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from run_files import DeathError, assert_same_run, files_of, wait_for_step
 from safetensors.torch import load_file
 
 from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
-
-
-class DeathError(Exception):
-    """What a run dies of here."""
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    """The tensor files of a run's last checkpoint."""
-    last = directory / (directory / "latest").read_text().strip()
-    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert files_of(one) == files_of(other)
-    assert read_metrics(one, timed=False) == read_metrics(other, timed=False)
 
 
 def test_a_run_from_start_to_end(runs) -> None:
@@ -136,16 +120,6 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(runs, monkeypat
         runs.train(output=cut)
     runs.resume(cut)
     assert_same_run(runs.home / "run", cut)
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    for _ in range(600):
-        if (run / "metrics.jsonl").exists() and any(
-            record["step"] >= step for record in read_metrics(run)
-        ):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached in 30 s")
 
 
 @pytest.mark.slow
