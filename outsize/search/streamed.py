@@ -255,7 +255,8 @@ class Search:
                 best, taken = made, choice
         if best is None or taken is None:
             return None
-        return self.oracle.forecast(self.deeper(best, taken.way).plan)
+        best = self.settled(self.deeper(best, taken.way), taken.way)
+        return self.oracle.forecast(best.plan)
 
     def fitting(self, choice: Choice) -> Forecast | None:
         """The choice forecast; with more below where an estimate was too low."""
@@ -334,6 +335,14 @@ class Search:
                 break
             best = made
         return best
+
+    def settled(self, best: Forecast, way: Way) -> Forecast:
+        """Without updates at rest where few parts, or lanes that wait, make them slower."""
+        if not best.plan.stream.host:
+            return best
+        plan = replace(best.plan, stream=replace(best.plan.stream, host=0))
+        alone = self.compose(plan, way)
+        return alone if alone.peak <= self.budget and alone.seconds < best.seconds else best
 
     # -- what cannot work ---------------------------------------------------------------------
 
