@@ -143,13 +143,16 @@ def _play(
                 _outdate(residency, actions[index], index, pool)
             continue
         window = -(-(turn[number] - ahead) // returned) * returned
-        earliest = runs[busy[max(0, min(window, turn[number]))]][1][0]
+        asking = runs[busy[max(0, min(window, turn[number]))]][1]
         needs = {i: tuple(residency.needs(actions[i], last, schedule.first)) for i in places}
-        for name in dict.fromkeys(name for names in needs.values() for name in names):
+        wanted = tuple(dict.fromkeys(name for names in needs.values() for name in names))
+        for place, name in enumerate(wanted):
             new = name not in known and residency.adds(actions[places[0]], name)
             if new or name not in pool.present:
+                # Spread over the visit at work, so that what that waits for is not held up.
+                earliest = asking[place * len(asking) // len(wanted)]
                 loads = residency.loads(_move(Kind.FETCH, Lane.FETCH, name))
-                pool.enter(name, places[0], earliest, new, loads)
+                pool.enter(name, places[0], min(earliest, places[0]), new, loads)
             known.add(name)
         for index, names in needs.items():
             _outdate(residency, actions[index], index, pool)
