@@ -52,6 +52,7 @@ from outsize.trace.text import write_text
 PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 BYTES_MOVED, BANDWIDTH, CLOCK, PEAK = 1.02, 0.9, 0.15, 0.95
 LIMIT = 3600.0
+ROUNDING = 64  # bytes: scalars that no rehearsal has
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Settings:
     activations: str
     resident: int
     pool: int
+    parts: int
     disk: str
     hardware: str
     result: str
@@ -83,7 +85,7 @@ class Settings:
 
     def plan(self) -> Plan:
         rest = Rest("disk", "disk", "disk", self.activations)
-        stream = Stream(self.resident, 1, self.pool)
+        stream = Stream(self.resident, 1, self.pool, parts=self.parts)
         return streaming.plan_of(self.config(), self.work(), rest, stream, update=self.update)
 
     def clip(self) -> float | None:
@@ -265,6 +267,7 @@ def main() -> int:
     parser.add_argument("--activations", choices=("device", "disk"), default="disk")
     parser.add_argument("--resident", type=int, default=2, help="stages in the pool at once")
     parser.add_argument("--pool", type=parse_bytes, default=0, help="0: the least")
+    parser.add_argument("--parts", type=int, default=11, help="of an update, in the pool together")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--trace", type=Path, help="trace.json; the HTML timeline goes beside it")
     parser.add_argument("--lenient", action="store_true", help="times may miss: a busy machine")
@@ -280,7 +283,7 @@ def main() -> int:
         settings = Settings(
             options.model, options.tokens, options.sequence, options.microbatches,
             options.precision, options.steps, options.update, options.activations,
-            options.resident, options.pool, str(options.disk), str(home / "hardware.yaml"),
+            options.resident, options.pool, options.parts, str(options.disk), str(home / "hardware.yaml"),
             str(home / "result.json"), str(options.trace.resolve()) if options.trace else "",
         )  # fmt: skip
         (home / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")

@@ -26,7 +26,7 @@ from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
-from outsize.simulate.sample import expand, sample
+from outsize.simulate.sample import Sample, expand
 from outsize.trace.trace import Event, Trace
 
 Fill = Callable[[str, Tensor], Tensor]
@@ -122,8 +122,13 @@ def with_tiers(hardware: Hardware, tiers: Iterable[Tier]) -> Hardware:
 
 
 def foretell_sampled(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
-    """The forecast of a given plan; one layer of each sort is rehearsed for all."""
-    chosen = sample(config, plan)
+    """The forecast of a given plan for a model of equal blocks. The first of three is rehearsed
+    for all: what a block spills needs others behind it to be gone before it is read."""
+    first, block, last = plan.stages[0], plan.stages[1], plan.stages[-1]
+    blocks = tuple(replace(block, first=i, last=i + 1) for i in (1, 2, 3))
+    small = replace(plan, segments=5, stages=(first, *blocks, replace(last, first=4, last=5)))
+    stands = (0, *[1] * len(config.layers), 4)
+    chosen = Sample(replace(config, layers=config.layers[:1] * 3), small, stands)
     costs = rehearse(chosen.plan, *native_makers(chosen.config, wish, wish.documents))
     return compose(plan, expand(costs, chosen, plan, facts_of_model(config, wish)), hardware)
 
