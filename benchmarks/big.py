@@ -283,8 +283,9 @@ def main() -> int:
         settings = Settings(
             options.model, options.tokens, options.sequence, options.microbatches,
             options.precision, options.steps, options.update, options.activations,
-            options.resident, options.pool, options.parts, str(options.disk), str(home / "hardware.yaml"),
-            str(home / "result.json"), str(options.trace.resolve()) if options.trace else "",
+            options.resident, options.pool, options.parts, str(options.disk),
+            str(home / "hardware.yaml"), str(home / "result.json"),
+            str(options.trace.resolve()) if options.trace else "",
         )  # fmt: skip
         (home / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
         command = [sys.executable, __file__, "--inside", str(home / "settings.json")]
