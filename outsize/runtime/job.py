@@ -83,6 +83,11 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 def _check(flow: Flow, plan: Plan, clip: float | None) -> None:
     """Refuse what cannot be, before anything is allocated."""
+    if "zeroth-order" in plan.approximate:
+        raise OutsizeError(
+            "plan: approximate holds zeroth-order, and this job computes gradients; use"
+            " outsize.runtime.zeroth.ZerothJob, or leave the name out"
+        )
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))
     for stage in plan.stages:

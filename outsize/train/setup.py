@@ -32,6 +32,12 @@ FASTER = 0.9  # of the time with all threads: one thread must be so much faster 
 # What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
 FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "sequence_chunk", "order")
 
+# Names under plan.approximate that a loop in Python carries out.
+BY_HAND = (
+    ("zeroth-order", "outsize.runtime.zeroth.ZerothJob"),
+    ("frozen-by-dynamics", "outsize.runtime.freezing.Freezing"),
+)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -131,6 +137,12 @@ def wish_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> Wish:
     config = resolved.config
     assert config.train.sequence is not None and config.train.batch_tokens is not None
     assert config.precision is not None
+    for name, where in BY_HAND:
+        if name in config.plan.approximate:
+            raise OutsizeError(
+                f"plan.approximate holds {name}, which `outsize train` does not carry out; use"
+                f" {where} from Python, or leave the name out"
+            )
     precision = Precision.named(config.precision)
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
