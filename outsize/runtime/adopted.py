@@ -292,9 +292,7 @@ class AdoptedWalk:
         if whole:
             self._check_again(entered)
             entered.replay = Replay(self._flow.blocks[entered.index])
-        entered.record = Record(
-            entered.call.run, entered.leaves, self._spill_of(stage), own=False
-        )
+        entered.record = Record(entered.call.run, entered.leaves, self._spill_of(stage), own=False)
         entered.given = entered.record.forward(not whole)
 
     def _check_again(self, entered: Entered) -> None:

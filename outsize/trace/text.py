@@ -4,7 +4,9 @@
     {"worker": 0, "lane": "compute", "kind": "FORWARD", "stage": 0, "microbatch": 0,
      "start": 0.0, "end": 0.5, "live": {"device/activations": 4096}, "peak": 8192}]}
 
-An action on one part of a stage has "part" too. Times are seconds, memory is bytes. Equal traces give equal text.
+An action on one part of a stage has "part" too.
+
+Times are seconds, memory is bytes. Equal traces give equal text.
 """
 
 from __future__ import annotations

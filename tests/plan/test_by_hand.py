@@ -1,4 +1,4 @@
-"""What a plan names under `approximate` and a command does not carry out is refused, not ignored."""
+"""What a plan names under `approximate` and a command does not carry out is refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ REFUSED = {
     "mlp_tile": (dict(mlp_tile=-1), "mlp_tile is -1; expected 0 or more"),
     "sequence_chunk": (dict(sequence_chunk=-1), "sequence_chunk is -1; expected 0 or more"),
     "chunks of nothing": (
-        dict(sequence_chunk=64), r"sequence_chunk is 64, but no stage has recompute \[block\]",
+        dict(sequence_chunk=64),
+        r"sequence_chunk is 64, but no stage has recompute \[block\]",
     ),
     "chunks kept": (
         dict(sequence_chunk=64, split_backward=True, stages=per_segment(5, ("block",))),
