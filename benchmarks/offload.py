@@ -106,6 +106,7 @@ def row(outcome: Outcome, unit: str) -> str:
     return (
         f"{outcome.name:11} {outcome.seconds:8.2f} s a {unit}, {format_bytes(outcome.ended.peak)}"
         f" in the group, {format_bytes(outcome.answer.resident)} resident"
+        f"; {', '.join(f'{value:.6g}' for value in outcome.answer.outcome)}"
     )
 
 
