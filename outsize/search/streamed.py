@@ -45,6 +45,7 @@ from outsize.simulate.rehearse import Costs, Facts
 
 EXACT = 3  # candidates that are forecast exactly
 TRIES = 4  # a plan that misses the budget by what an estimate could not know is tried again
+WIDE = (2, 4, 8)  # parts of a stage's update in the pool at once that are tried
 DEEP = (3, 4)  # stages in the pool at once that are tried once a plan is found, beside two
 WORTH = 0.99  # of the time: what is quicker by less is not worth another plan
 PAGE = 4096
@@ -255,7 +256,8 @@ class Search:
                 best, taken = made, choice
         if best is None or taken is None:
             return None
-        best = self.settled(self.deeper(best, taken.way), taken.way)
+        best = self.wider(self.deeper(best, taken.way), taken.way)
+        best = self.settled(best, taken.way)
         return self.oracle.forecast(best.plan)
 
     def fitting(self, choice: Choice) -> Forecast | None:
@@ -332,6 +334,19 @@ class Search:
             choice = self.down(way, replace(PASSINGS[0], resident=resident, behind=way.behind))
             made = None if choice is None else self.fitting(choice)
             if made is None or made.seconds >= WORTH * best.seconds:
+                break
+            best = made
+        return best
+
+    def wider(self, best: Forecast, way: Way) -> Forecast:
+        """With more parts of an update in the pool at once, where there is room and it is quicker:
+        disk and updates no longer take turns."""
+        for parts in WIDE:
+            if not best.below:
+                break
+            plan = replace(best.plan, stream=replace(best.plan.stream, parts=parts))
+            made = self.compose(plan, way)
+            if made.peak > self.budget or made.seconds >= WORTH * best.seconds:
                 break
             best = made
         return best
