@@ -85,7 +85,10 @@ class Lanes:
         events: list[Event] = []  # list.append is atomic
         threads = [
             threading.Thread(
-                target=self._lane, args=(queues[name], player, board, events, begin), daemon=True
+                target=self._lane,
+                args=(queues[name], player, board, events, begin),
+                daemon=True,
+                name=f"lane {name}",
             )
             for name in self._names
         ]
