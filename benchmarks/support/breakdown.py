@@ -44,9 +44,9 @@ def name_actions(job: Job) -> None:
     """Make every action of the job a range of the profile."""
     inner = job.act
 
-    def act(action: Action, begin: float) -> Event:
+    def act(index: int, action: Action, begin: float) -> Event:
         with record_function(PREFIX + action.kind.value):
-            return inner(action, begin)
+            return inner(index, action, begin)
 
     job.act = act  # type: ignore[method-assign]
 
