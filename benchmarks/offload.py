@@ -26,6 +26,7 @@ import torch
 from support.cgroup import Finished, run_capped
 from support.contest import Answer, Task
 from support.streaming import median, quick_fill
+from torch import Tensor
 
 from outsize.checkpoint import hub
 from outsize.memory.sizes import format_bytes, parse_bytes
@@ -67,8 +68,14 @@ def write_model(folder: Path) -> None:
     config = parse({**PRESETS["llama-1.1b"], "num_hidden_layers": LAYERS})
     model = build(config, None, torch.float32)
     fill = quick_fill(model, 0)
+
+    def made(name: str, parameter: Tensor) -> Tensor:
+        out = torch.empty(parameter.shape, dtype=parameter.dtype)
+        fill(name, out)
+        return out
+
     for segment, _ in segments(model):
-        materialise(model, segment, lambda name, p: fill(name, p).contiguous())
+        materialise(model, segment, made)
     hub.save(model, folder)
 
 

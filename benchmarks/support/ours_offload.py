@@ -27,9 +27,10 @@ def trained(task: Task) -> Answer:
     seconds, losses = [], []
     with open_stores([disk_tier(task.folder)]) as stores:
         model = streaming.shells(config, torch.float32)
+        stored = hub.describe(task.weights).fill(torch.float32)
         job = Job(
-            NativeFlow(model, plan), plan, AdamW(task.lr, weight_decay=0.0), stores=stores,
-            fill=hub.describe(task.weights).fill(torch.float32),
+            NativeFlow(model, plan), plan, AdamW(task.lr, (0.9, 0.999), weight_decay=0.0),
+            stores=stores, fill=lambda name, out: out.copy_(stored(name, out)),
         )  # fmt: skip
         for step in range(task.steps):
             ids = task.ids(step, config.vocab)

@@ -29,7 +29,7 @@ from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import Sample, expand
 from outsize.trace.trace import Event, Trace
 
-Fill = Callable[[str, Tensor], Tensor]
+Fill = Callable[[str, Tensor], None]
 BFLOAT16_ALL = Precision("bfloat16", None, "bfloat16", "bfloat16")  # under approximate only
 LOSS_CHUNK = 512
 
@@ -92,18 +92,18 @@ def shells(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
 
 
 def quick_fill(model: Decoder, seed: int) -> Fill:
-    """Initial values of the right deviation from PyTorch's generator: seconds for a billion, where
-    the exact normals of `build` take minutes."""
+    """Writes initial values of the right deviation from PyTorch's generator: seconds for a
+    billion, where the exact normals of `build` take minutes."""
     initial = dict(initial_values(model))
     generator = torch.Generator().manual_seed(seed)
 
-    def fill(name: str, parameter: Tensor) -> Tensor:
+    def fill(name: str, out: Tensor) -> None:
         start = initial[name]
-        if not start.std:
-            return torch.full((), start.value, dtype=parameter.dtype).expand(parameter.shape)
-        out = torch.empty(parameter.shape, dtype=parameter.dtype)
         bound = start.std * 3**0.5
-        return out.uniform_(-bound, bound, generator=generator)
+        if bound:
+            out.uniform_(-bound, bound, generator=generator)
+        else:
+            out.fill_(start.value)
 
     return fill
 
