@@ -95,22 +95,6 @@ class Chunk:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # updates that each parameter has had
 
-    @property
-    def weights(self) -> Tensor:
-        """What the optimizer updates: the master copy where there is one."""
-        return self.parameters if self.master is None else self.master
-
-    def views(self) -> Iterable[tuple[Slot, dict[str, Tensor]]]:
-        """For each parameter its weights and optimizer states, as views."""
-        for slot in self.table.slots:
-            state = {name: slot.of(flat) for name, flat in self.optimizer.items()}
-            yield slot, {"weights": slot.of(self.weights), **state}
-
-    def publish(self) -> None:
-        """Round the master copy into the parameters that the model computes with."""
-        if self.master is not None:
-            self.parameters.copy_(self.master)
-
 
 @dataclass(frozen=True)
 class Dtypes:

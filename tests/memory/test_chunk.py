@@ -95,29 +95,18 @@ def test_states_of_a_chunk_are_views_of_flat_buffers(dtypes):
     residence = residence_of(layout, dtypes, ("one", "two"))
     fill(residence, made)
     chunk = residence.chunks[0]
-    for slot, views in chunk.views():
+    weights = chunk.parameters if chunk.master is None else chunk.master
+    for slot in chunk.table.slots:
         value = slot.of(chunk.parameters)
         assert torch.equal(value, made[slot.name].detach().to(dtypes.parameters))
-        assert torch.equal(views["weights"], made[slot.name].detach()), "the master is not rounded"
+        assert torch.equal(slot.of(weights), made[slot.name].detach()), "the master is not rounded"
         start = chunk.parameters.data_ptr() + slot.offset * chunk.parameters.element_size()
         assert value.data_ptr() == start
-        views["one"].fill_(3.0)
+        slot.of(chunk.optimizer["one"]).fill_(3.0)
         assert (chunk.optimizer["one"][slot.offset : slot.offset + slot.numel] == 3.0).all()
         assert not chunk.optimizer["two"].any() and not chunk.gradients.any()
     assert (chunk.master is None) is (dtypes.master is None)
     assert residence.read(0, "one") is chunk.optimizer["one"], "the buffer itself"
-
-
-def test_publish_rounds_the_master_to_the_nearest_even():
-    made, segments, group_of = parameters()
-    residence = residence_of(tables(segments, group_of), MIXED, ())
-    fill(residence, made)
-    chunk = residence.chunks[0]
-    half = 2.0**-8  # of one: bfloat16 has 8 bits, so 1 + half lies between two of its numbers
-    chunk.master[:4] = torch.tensor([1 + half, 1 + 3 * half, 1 + half * 1.01, 1 - half / 4])
-    chunk.publish()
-    assert chunk.parameters[:4].tolist() == [1.0, 1 + 4 * half, 1 + 2 * half, 1.0]
-    assert torch.equal(chunk.parameters, chunk.master.bfloat16())
 
 
 def test_bytes_follow_from_the_shapes_alone():
@@ -140,5 +129,3 @@ def test_frozen_chunks_have_nothing_but_parameters():
     fill(residence, made)
     frozen = next(c for c in residence.chunks if not c.table.trainable)
     assert frozen.gradients is None and frozen.master is None and not frozen.optimizer
-    frozen.publish()
-    assert frozen.weights is frozen.parameters
