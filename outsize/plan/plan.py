@@ -191,6 +191,12 @@ class Plan:
                     f"plan: stage {index} holds segments [{stage.first}, {stage.last});"
                     f" expected it to begin at {at} and to hold one at least"
                 )
+            both = sorted(set(stage.recompute) & set(stage.spill))
+            if both:
+                raise OutsizeError(
+                    f"plan: stage {index} has {both[0]!r} in recompute and in spill: what is"
+                    " computed again keeps nothing that could rest elsewhere; leave one out"
+                )
             ends = stage.first == 0 or stage.last == self.segments
             if stage.whole and ends and self.segments > 1:
                 raise OutsizeError(

@@ -130,3 +130,8 @@ def test_explanations_state_what_the_plan_does():
     assert full["recompute"][0] == "block of 2 blocks, attention+mlp of 1 blocks"
     assert full["loss chunk"][0] == "1,024" and full["MLP tile"][0] == "64"
     assert full["budget"][0] == "1,073,741,824 bytes" and full["split backward"][0] == "yes"
+
+
+def test_a_part_is_computed_again_or_spilled_not_both():
+    with pytest.raises(OutsizeError, match="'mlp' in recompute and in spill"):
+        Plan(1, (Stage(0, 1, ("mlp",), spill=("attention", "mlp")),))
