@@ -168,8 +168,8 @@ class Job:
         self._spills = Spills(ledger)
         with self._watch():
             self.residence = Residence(self.placement, stores, device, self._account)
+            self.chunks = self.residence.chunks
             self._adopt(fill)
-        self.chunks = self.residence.chunks
         groups = groups or (Group(optimizer.weight_decay), Group(0.0))
         self.updates = Updates(self.residence, optimizer, groups)
         self.gradients = Gradients(self.chunks, self.owners)
@@ -185,6 +185,7 @@ class Job:
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
+        self._evaluations: dict[int, tuple[frozenset[str], Lanes]] = {}  # by their microbatches
         self._outdated = False  # the update at hand changes parameters that the pool holds still
         self._batch: Any = None
         self._torn = False  # some weights have had a step's update and some have not
@@ -204,23 +205,21 @@ class Job:
         """Move the parameters' values into chunks, one by one; the parameters become views."""
         residence = self.residence
         self._spills.kept = {residence.pool.untyped_storage()._cdata}
+        views: dict[str, Tensor] = {}
+
+        def take(name: str, out: Tensor) -> None:
+            parameter = self.owners[name]
+            if fill is None:
+                out.copy_(parameter)
+            else:
+                fill(name, out)
+            parameter.data = views[name]  # what it held before goes now
+
         for index in range(len(self.placement.tables)):
             chunk = residence.make(index)
             self._spills.kept.add(chunk.parameters.untyped_storage()._cdata)
-            flats = residence.staged(index, tuple(self._weights(index)))
-            first, *others = flats.values()
-            with torch.no_grad():
-                for slot in chunk.table.slots:
-                    parameter = self.owners[slot.name]
-                    if fill is not None:
-                        fill(slot.name, slot.of(first))
-                    for flat in (first, *others) if fill is None else ():
-                        slot.of(flat).copy_(parameter)
-                    parameter.data = slot.of(chunk.parameters)
-                for flat in others if fill is not None else ():
-                    flat.copy_(first)
-            for what, flat in flats.items():
-                residence.write(index, what, flat)
+            views |= {slot.name: slot.of(chunk.parameters) for slot in chunk.table.slots}
+            self._replace(index, tuple(self._weights(index)), "", take)
 
     def _weights(self, index: int) -> Iterator[str]:
         """The states of a chunk that hold its weights."""
@@ -475,11 +474,16 @@ class Job:
         return total, int(self.flow.count(batch).item())
 
     def _evaluate(self, parts: list[Any]) -> float:
-        schedule = self.placement.evaluation(len(parts))
+        count = len(parts)
+        if count not in self._evaluations:
+            schedule = self.placement.evaluation(count)
+            lanes = Lanes(schedule, self.residence.device)
+            self._evaluations[count] = (start_of(schedule), lanes)
+        start, lanes = self._evaluations[count]
         try:
-            self.residence.ensure(start_of(schedule))
+            self.residence.ensure(start)
             reader = Reader(self.residence, self.flow, parts)
-            Lanes(schedule, self.residence.device).play(reader, time.perf_counter())
+            lanes.play(reader, time.perf_counter())
         except BaseException:
             self.residence.forget()
             raise
