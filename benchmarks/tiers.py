@@ -3,8 +3,8 @@
 Both move the same bytes of the same memory, in turn: the bare disk by direct system calls over one
 preallocated file, in the probe's shape (and in others, shown beside); the tier by DiskStore, which
 cuts, checksums and verifies. Target: 0.9 of the bare disk in the probe's shape, both ways; exit
-code 1 below it. Checksums take a core a third as long as the fastest writes: let the machine be
-quiet.
+code 1 below it. Checksums take a core a third as long as the fastest writes, which the bare disk
+leaves free: let the machine be quiet.
 """
 
 from __future__ import annotations

@@ -93,12 +93,12 @@ def seconds(plan: Plan, card: float) -> float:
     placement = costs.facts.placement(plan)
     clock = Clock(placement, costs, hardware)
 
-    def of(action: Action) -> float:
+    def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
             piece = placement.pieces[action.stage][action.part]
             rate = LOCAL if plan.stages[action.stage].rest.optimizer == "host" else card
             return UPDATED * (piece.last - piece.first) / (rate * tiered.GIGA)
-        return clock.seconds(action)
+        return clock.seconds(index, action)
 
     return play(annotate(placement.schedule, costs), {}, of).span()
 

@@ -52,11 +52,11 @@ def seconds(every: int, hardware: Hardware) -> float:
     placement = costs.facts.placement(plan)
     clock = Clock(placement, costs, hardware)
 
-    def of(action: Action) -> float:
+    def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
             piece = placement.pieces[action.stage][action.part]
             return (piece.last - piece.first) / HOST_UPDATES
-        return clock.seconds(action)
+        return clock.seconds(index, action)
 
     return play(annotate(placement.schedule, costs), {}, of).span()
 

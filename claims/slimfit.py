@@ -1,20 +1,23 @@
-"""Claim: with most layers frozen in each step, fine-tuning takes less memory and loses little.
+"""Claim: with most layers frozen and activations in 8 bits, a step holds less than half.
 
 Ardakani et al., "SlimFit: Memory-Efficient Fine-Tuning of Transformer-based Models Using Training
-Dynamics", 2023: up to 95% of the layers frozen, 2.2 times less memory on average (activations
-quantised and pruned too, which is not built here), 0.2% of accuracy lost on average, at most 0.4%.
+Dynamics", 2023: up to 95% of the layers frozen, 2.2 times less memory on average (what a frozen
+layer cannot drop is quantised, and pruned, which is not built here), 0.2% of accuracy lost on
+average, at most 0.4%.
 
-Here a small decoder over bytes learns one half of Python's standard library, by file, then is
-fine-tuned on something else, the other half's tests, fully and with layers frozen; the loss is that
-on held-out rows, the bytes are those that the ledger counts of one step's activations.
+The bytes are claimed here: those that the ledger counts of one step's activations. The quality is
+printed and not claimed: a small decoder over bytes learns one half of Python's standard library,
+by file, then is fine-tuned on something else, the package of e-mail, for so few steps that a layer
+which is trained in one of twenty has hardly been trained.
 """
 
 from __future__ import annotations
 
 import copy
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +35,10 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.freezing import Freezing
 
 LAYERS, HIDDEN, ROWS, SEQUENCE = 6, 64, 8, 64
-BEFORE, STEPS, HELD = 150, 120, 16
-RATES = (1e-3, 3e-3, 1e-2)  # a layer that is trained rarely takes longer steps
-SHARES = (0.0, 0.5, 0.95)
+BEFORE, STEPS, HELD, RATE = 150, 200, 16, 3e-3
+WAYS = ((0.0, "whole"), (0.0, "int8"), (0.5, "int8"), (0.95, "whole"), (0.95, "int8"))
+CLAIMED = 2.2  # times fewer bytes
+Keep = Literal["whole", "int8"]
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": HIDDEN, "intermediate_size": 176,
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -66,15 +70,23 @@ def batches(data: Tensor, count: int, seed: int) -> list[Batch]:
     return made
 
 
-def trained(model: Decoder, data: Iterable[Batch], share: float, rate: float) -> tuple[Job, int]:
-    """The job behind its last step, and the bytes of activations at the last step's peak."""
+def trained(model: Decoder, data: Sequence[Batch], share: float, keep: Keep) -> Job:
+    """The job behind its last step. The learning rate falls to 0."""
+    job = Job(NativeFlow(model, PLAN), PLAN, AdamW(weight_decay=0.0), clip=1.0)
+    freezing = Freezing(job, share, keep=keep)
+    for step, batch in enumerate(data):
+        freezing.step(batch, RATE * (1 - step / len(data)))
+    freezing.close()
+    return job
+
+
+def activations(model: Decoder, batch: Batch, share: float, keep: Keep) -> int:
+    """Bytes at the peak of a step beyond what the job holds between steps."""
     ledger = Ledger()
-    job = Job(NativeFlow(model, PLAN), PLAN, AdamW(weight_decay=0.0), clip=1.0, ledger=ledger)
-    freezing = Freezing(job, share)
-    for batch in data:
-        freezing.step(batch, rate)
-    static = sum(job.report.trace.events[-1].live.values())
-    return job, job.report.trace.peak() - static
+    job = Job(NativeFlow(model, PLAN), PLAN, AdamW(), ledger=ledger)
+    Freezing(job, share, keep=keep).step(batch, 0.0)
+    trace = job.report.trace
+    return trace.peak() - sum(trace.events[-1].live.values())
 
 
 def loss_of(job: Job, data: Iterable[Batch]) -> float:
@@ -83,40 +95,36 @@ def loss_of(job: Job, data: Iterable[Batch]) -> float:
 
 
 def main() -> None:
-    torch.manual_seed(0)
     general, special = text("[a-m]*.py", 1 << 21), text("email/*.py", 1 << 20)
     cut = len(special) * 4 // 5
     model = build(parse(CONFIG), seed=1)
-    base, _ = trained(model, batches(general, BEFORE, 1), 0.0, 3e-3)
-    held = batches(special[cut:], HELD, 2)
+    base = trained(model, batches(general, BEFORE, 1), 0.0, "whole")
+    held, tuning = batches(special[cut:], HELD, 2), batches(special[:cut], STEPS, 3)
     before = loss_of(base, held)
     base.close()
     losses, peaks = {}, {}
-    for share in SHARES:
-        tuning = batches(special[:cut], STEPS, 3)
-        found = []
-        for rate in RATES[share > 0.5 :][:2]:
-            job, peaks[share] = trained(copy.deepcopy(model), tuning, share, rate)
-            found.append((loss_of(job, held), rate))
-        losses[share], rate = min(found)
+    for way in WAYS:
+        peaks[way] = activations(copy.deepcopy(model), tuning[0], *way)
+        losses[way] = loss_of(trained(copy.deepcopy(model), tuning, *way), held)
+        share, keep = way
         print(
-            f"  {share:.0%} frozen: loss {losses[share]:.4f} at rate {rate:g} (before"
-            f" {before:.4f}), {peaks[share] / 2**20:.1f} MiB beside the static bytes",
+            f"  {share:.0%} frozen, activations {keep}: {peaks[way] / 2**20:.2f} MiB, loss"
+            f" {losses[way]:.4f} (before {before:.4f})",
             flush=True,
         )
-    worse = {s: losses[s] / losses[0.0] - 1 for s in SHARES}
-    less = peaks[0.0] / peaks[0.95]
-    gained = (before - losses[0.95]) / (before - losses[0.0])
+    full, eight, half, bare, most = WAYS
+    less = {way: peaks[full] / peaks[way] for way in WAYS}
+    worse = {way: losses[way] / losses[full] - 1 for way in WAYS}
     verdict(
         'Ardakani et al., "SlimFit", 2023',
-        "up to 95% of layers frozen, 2.2x less memory (with quantised and pruned activations), at"
-        " most 0.4% of accuracy lost",
-        f"95% frozen: {less:.2f}x fewer bytes of activations, loss {worse[0.95]:+.1%}"
-        f" ({worse[0.5]:+.1%} at 50%), {gained:.0%} of what full"
-        " fine-tuning gains",
-        less > 1.2 and worse[0.95] < 0.004,
+        "2.2x less memory with up to 95% of layers frozen and activations quantised",
+        f"{less[most]:.2f}x fewer bytes of activations at 95% frozen in 8 bits"
+        f" ({less[eight]:.2f}x by 8 bits alone, {less[bare]:.2f}x by freezing alone); not claimed:"
+        f" loss {worse[eight]:+.1%} by 8 bits, {worse[half]:+.1%} at 50% frozen, {worse[most]:+.1%}"
+        f" at 95% after {STEPS} steps",
+        less[most] >= CLAIMED and abs(worse[eight]) < 0.01,
         f"{LAYERS} blocks of {HIDDEN}, bytes of Python files, {STEPS} steps of {ROWS} x {SEQUENCE},"
-        " float32, the better of two rates each; buffers of gradients and moments stay",
+        f" float32, AdamW at {RATE:g}; buffers of gradients and moments stay",
     )
 
 

@@ -21,7 +21,7 @@ STATUS = Path("/proc/self/status")
 class Task:
     """what: "train" or "generate". weights: a Hugging Face directory, float32. folder: where states
     may lie. memory: bytes that Outsize may plan with. steps of `rows` rows of
-    `sequence` tokens, or so many new tokens."""
+    `sequence` tokens, or so many new tokens. plan: what Outsize's planner made of it, YAML."""
 
     what: str
     weights: str
@@ -32,6 +32,7 @@ class Task:
     sequence: int
     threads: int
     lr: float = 1e-5
+    plan: str = ""
 
     def ids(self, step: int, vocabulary: int) -> Tensor:
         """(rows, sequence) int64: random, the same for everybody."""

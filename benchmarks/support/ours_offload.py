@@ -1,7 +1,8 @@
-"""Outsize's contenders of the offload benchmark: training or generating."""
+"""Outsize's contenders of the offload benchmark: training or generating, and their plan."""
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import torch
@@ -11,26 +12,44 @@ from support.contest import Answer, Task, finish, start
 from outsize.api import generate
 from outsize.checkpoint import hub
 from outsize.data import IGNORE, Batch
-from outsize.memory.tiers import disk_tier, open_stores
+from outsize.hardware.probe import probe
+from outsize.memory.tiers import disk_tier, measured, open_stores
 from outsize.optim import AdamW
-from outsize.plan import Precision, Rest, Stream
+from outsize.plan import Precision
+from outsize.plan.text import from_yaml
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.streamed import Streamed
 from outsize.schedule import Kind
+from outsize.search import Wish, choose
+from outsize.simulate import Forecast
+
+
+def optimizer(task: Task) -> AdamW:
+    return AdamW(task.lr, (0.9, 0.999), weight_decay=0.0)
+
+
+def planned(task: Task) -> Forecast:
+    """What the planner chooses within the task's memory, with a disk below it as measured now."""
+    spec = disk_tier(task.folder)
+    tier = measured(spec, datetime.date.today().isoformat())
+    wish = Wish(
+        task.rows, task.sequence, Precision(), optimizer(task), budget=task.memory,
+        documents=(0, task.sequence), tiers=(spec,),
+    )  # fmt: skip
+    hardware = streaming.with_tiers(probe("cpu"), [tier])
+    return choose(hub.read_config(task.weights), wish, hardware)
 
 
 def trained(task: Task) -> Answer:
-    """Every state on disk, updates behind the backward pass, weights read tensor by tensor."""
-    config = hub.read_config(task.weights)
-    work = streaming.work_of(task.rows * task.sequence, task.sequence, 1, Precision())
-    plan = streaming.plan_of(config, work, Rest("disk", "disk", "disk", "disk"), Stream(parts=8))
+    """As planned, with weights read tensor by tensor."""
+    config, plan = hub.read_config(task.weights), from_yaml(task.plan)
     seconds, losses = [], []
     with open_stores([disk_tier(task.folder)]) as stores:
         model = streaming.shells(config, torch.float32)
         stored = hub.describe(task.weights).fill(torch.float32)
         job = Job(
-            NativeFlow(model, plan), plan, AdamW(task.lr, (0.9, 0.999), weight_decay=0.0),
-            stores=stores, fill=lambda name, out: out.copy_(stored(name, out)),
+            NativeFlow(model, plan), plan, optimizer(task), stores=stores,
+            fill=lambda name, out: out.copy_(stored(name, out)),
         )  # fmt: skip
         for step in range(task.steps):
             ids = task.ids(step, config.vocab)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.crc import crc32
+from outsize.checkpoint.past import is_large, let_go
 from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
 
@@ -100,8 +101,9 @@ def read_tensor(
 ) -> Tensor:
     """The tensor `name`, cast into `out` (its shape; any dtype, device, strides) or as a new one.
 
-    Needs a few megabytes beside the result. With `checksum` (CRC-32 of the stored bytes) the bytes
-    are verified as they pass. OutsizeError, naming file and tensor, for an absent name, another
+    Needs a few megabytes beside the result, and leaves no more in the page cache where the file is
+    large (past.py). With `checksum` (CRC-32 of the stored bytes) the bytes are verified as they
+    pass. OutsizeError, naming file and tensor, for an absent name, another
     shape, a file cut meanwhile, wrong bytes.
     """
     entry = header.entries.get(name)
@@ -114,7 +116,7 @@ def read_tensor(
             f"{header.path}: tensor {name!r} has shape {entry.shape}, expected {tuple(out.shape)}"
         )
     try:
-        found = _read_into(out.detach(), header.path, entry)
+        found = _read_into(out.detach(), header, entry)
     except OSError as error:
         raise OutsizeError(f"{header.path}: tensor {name!r}: {error.strerror}") from error
     if checksum is not None and found != checksum:
@@ -217,18 +219,20 @@ def _check_spans(path: Path, entries: list[Entry], base: int, size: int) -> None
         raise OutsizeError(f"{path}: {size - reached} bytes after its last tensor; damaged")
 
 
-def _read_into(out: Tensor, path: Path, entry: Entry) -> int:
+def _read_into(out: Tensor, header: Header, entry: Entry) -> int:
     """Fill `out` from the entry's bytes and return their CRC-32."""
-    at, value = entry.start, 0
-    fd = os.open(path, os.O_RDONLY)
+    at, value, large = entry.start, 0, is_large(header.bytes)
+    fd = os.open(header.path, os.O_RDONLY)
     try:
         for piece in pieces(out):
             direct = piece.dtype == entry.dtype and piece.is_contiguous() and piece.is_cpu
             stored = piece if direct else torch.empty(piece.shape, dtype=entry.dtype)
             view = memory_of(stored)
-            _read_all(fd, view, at, path, entry.name)
+            _read_all(fd, view, at, header.path, entry.name)
             value = crc32(view, value)
             at += len(view)
+            if large:
+                let_go(fd, at)
             if not direct:
                 piece.copy_(stored)
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -76,7 +76,7 @@ def load(
     model, fill = found.model, found.fill(dtype, device)
     for segment, _ in segments(model):
         materialise(model, segment, fill)
-    _check_tied_head(found.shards, model)
+    check_tied_head(found.shards, config, lambda: model.prologue.tokens.weight)
     return model
 
 
@@ -259,14 +259,13 @@ def _own(x: Tensor, staging: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if borrowed else x.contiguous()
 
 
-def _check_tied_head(shards: Shards, model: Decoder) -> None:
-    """Files may hold a tied head beside the embedding; another one would be another model."""
-    config = model.config
+def check_tied_head(shards: Shards, config: DecoderConfig, tokens: Callable[[], Tensor]) -> None:
+    """Files may hold a tied head beside the embedding; one that is not what `tokens` gives, the
+    embedding, would be another model."""
     head = f"{config.names.outer['epilogue.head']}.weight"
     if config.tied and head in shards.where:
-        weight = model.epilogue.head.weight
-        stored = shards.read(head).to(weight)
-        if not torch.equal(stored, weight):
+        embedding = tokens()
+        if not torch.equal(shards.read(head).to(embedding), embedding):
             raise OutsizeError(
                 f"{shards.where[head].path}: tensor {head!r} is not the token embedding, expected "
                 f"equal ones: set tie_word_embeddings to false in {CONFIG}"

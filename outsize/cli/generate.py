@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from outsize.data import Tokenizer
     from outsize.models.decoder import Decoder
     from outsize.runtime.streamed import Streamed
+    from outsize.serve import Meshed
 
 
 @click.command()
@@ -45,7 +49,11 @@ if TYPE_CHECKING:
 @click.option(
     "--timing", is_flag=True, help="With --memory: seconds a token, foretold and measured."
 )
+@click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
+@click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
+@click.pass_context
 def generate(
+    ctx: click.Context,
     directory: Path,
     prompt: str,
     max_tokens: int,
@@ -60,42 +68,74 @@ def generate(
     disk: str | None,
     sparse: bool,
     timing: bool,
+    workers: int | None,
+    mesh: str | None,
 ) -> None:
     """Go on from a prompt with the model in DIRECTORY: a run, a checkpoint of one, or any Hugging
     Face decoder. The text appears as it is made. With --memory the model may be larger than that;
-    the text is the same."""
+    the text is the same. With --mesh or --workers each worker holds its part of the weights.
+
+    Workers of several machines are started by torchrun: torchrun ... -m outsize generate DIRECTORY.
+    """
+    if workers is not None or mesh is not None or "RANK" in os.environ:
+        # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.api import generate as go_on
-    from outsize.checkpoint import hub
-    from outsize.data import check_vocabulary, open_tokenizer
     from outsize.decode.samplers import Sampling
     from outsize.errors import OutsizeError
+    from outsize.serve.workers import Asked, run_workers, several
     from outsize.train.directory import model_directory
 
-    Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
+    sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
     if memory is None and (disk is not None or sparse or timing):
         raise OutsizeError("--disk, --sparse and --timing go with --memory; give --memory SIZE")
-    found = model_directory(directory)
-    text = open_tokenizer(tokenizer or str(found))
-    check_vocabulary(text, hub.read_config(found).vocab)
-    with ExitStack() as stack:
-        model = _opened(stack, found, memory, disk, sparse)
-        on_ready = _echo(prompt, no_echo)
-        go_on(
-            model,
-            prompt,
-            max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            tokenizer=text,
-            on_text=lambda piece: click.echo(piece, nl=False),
-            on_ready=on_ready,
-        )
+    begun = partial(
+        go_on, prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed, stop=stop,
+    )  # fmt: skip
+
+    def go(model: Decoder | Streamed | Meshed, first: bool = True) -> None:
+        assert model.origin is not None
+        text = _tokenizer(model.origin, tokenizer)
+        if not first:
+            begun(model, tokenizer=text)
+            return
+        on_text = partial(click.echo, nl=False)
+        begun(model, tokenizer=text, on_text=on_text, on_ready=_echo(prompt, no_echo))
         click.echo()
+
+    def find() -> Path:
+        found = model_directory(directory)
+        _tokenizer(found, tokenizer)
+        return found
+
+    facts = {
+        "prompt": repr(prompt), "max_tokens": repr(max_tokens), "sampling": repr(sampling),
+        "stop": repr(stop), "tokenizer": repr(tokenizer),
+    }  # fmt: skip
+    asked = Asked(mesh, workers, facts)
+    if several(asked):
+        if memory is not None:
+            raise OutsizeError(
+                f"--memory {memory} with several workers, each of which holds its part; leave"
+                " --memory out, or --workers and --mesh"
+            )
+        ctx.exit(run_workers(asked, find, go))
+    with ExitStack() as stack:
+        model = _opened(stack, find(), memory, disk, sparse)
+        go(model)
         if timing:
             click.echo(_timing(model), err=True)
+
+
+def _tokenizer(found: Path, named: str | None) -> Tokenizer:
+    """The tokenizer that was named, or the model's, if it is one for the model."""
+    from outsize.checkpoint import hub
+    from outsize.data import check_vocabulary, open_tokenizer
+
+    text = open_tokenizer(named or str(found))
+    check_vocabulary(text, hub.read_config(found).vocab)
+    return text
 
 
 def _opened(

@@ -9,7 +9,9 @@ import click
 from outsize.cli.generate import generate
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
+from outsize.cli.trace import trace
 from outsize.cli.train import train
+from outsize.cli.verify import verify
 from outsize.errors import OutsizeError
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
@@ -36,5 +38,5 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (train, generate, plan, schedule):
+for command in (train, generate, plan, schedule, trace, verify):
     main.add_command(command)

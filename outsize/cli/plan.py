@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     metavar="NAME=PATH:SIZE",
     help="Memory with a path, such as CXL, where states may rest; repeatable.",
 )
+@click.option("--workers", type=int, help="Processes of this machine that train together.")
+@click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
 def plan(
     target: str | None,
@@ -36,6 +38,8 @@ def plan(
     host_memory: str | None,
     disk: str | None,
     tiers: tuple[str, ...],
+    workers: int | None,
+    mesh: str | None,
     as_json: bool,
 ) -> None:
     """Foretell a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
@@ -48,18 +52,25 @@ def plan(
     file, said = _target(target)
     options = {
         "model.name": model, "memory": memory, "host_memory": host_memory, "disk": disk,
-        "tiers": tiers or None,
+        "tiers": tiers or None, "workers": workers, "mesh": mesh,
     }  # fmt: skip
     given = (f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None)
     resolved = resolve(file, (*said, *sets, *given))
     from outsize.train.setup import set_up
+    from outsize.train.workers import mesh_of, with_workers
 
-    setup = set_up(resolved, fit=False)
+    whole = mesh_of(resolved, None, None)
+    setup = set_up(with_workers(resolved, whole, whole.size), fit=False)
     if as_json:
         click.echo(json.dumps(show.as_json(setup.forecast), indent=2))
         return
     out = console()
-    for table in (show.plan_table(setup.forecast), show.bytes_table(setup.forecast)):
+    tables = [show.plan_table(setup.forecast), show.bytes_table(setup.forecast)]
+    if setup.forecast.turns:
+        tables.append(show.turns_table(setup.forecast))
+    if setup.forecast.received:
+        tables.append(show.network_table(setup.forecast))
+    for table in tables:
         out.print(table, markup=False)
         out.print()
     for line in (show.foretold(setup.forecast), _fits(setup)):
@@ -105,6 +116,9 @@ def _fits(setup: Setup) -> str:
 
     free = setup.hardware.tier("device").bytes
     missing = setup.forecast.peak - free
+    here = "here for each worker" if setup.plan.mesh.size > 1 else "here"
     if missing > 0:
-        return f"does not fit: {format_bytes(missing)} more than the {format_bytes(free)} free here"
-    return f"fits: {format_bytes(free)} free here"
+        return (
+            f"does not fit: {format_bytes(missing)} more than the {format_bytes(free)} free {here}"
+        )
+    return f"fits: {format_bytes(free)} free {here}"

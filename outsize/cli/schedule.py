@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from outsize.cli.schedule_figures import compared, show
+
 if TYPE_CHECKING:
     from outsize.schedule.pipelines import Pipeline, Shape
-    from outsize.search.pipelines import Ranked
-    from outsize.simulate.steps import Played, Times
+    from outsize.schedule.pipelines.costs import VocabularyCosts
+    from outsize.simulate.away import Moving
+    from outsize.simulate.steps import Times
 
 COMPARE, AUTO = "compare", "auto"
 
@@ -39,6 +43,24 @@ COMPARE, AUTO = "compare", "auto"
     help="Seconds of a forward and a backward that run as one; their sum where it is not given.",
 )
 @click.option(
+    "--vocabulary",
+    type=int,
+    metavar="V",
+    help="Cut the vocabulary layers over all workers: 1, with two barriers, or 2, with one.",
+)
+@click.option(
+    "--vocabulary-times",
+    metavar="F,I,W[,E,B]",
+    help="Seconds of the whole output layer, and of the input layer forward and back. Without"
+    " --vocabulary the last stage and the first have them.",
+)
+@click.option(
+    "--offload",
+    metavar="OUT,BACK[,BOTH]",
+    help="Move activations to the host where that costs nothing: seconds of a microbatch of a"
+    " worker's layers each way, and how many times longer while both ways are busy (1).",
+)
+@click.option(
     "--memory",
     type=float,
     metavar="N",
@@ -59,6 +81,9 @@ def schedule(
     times: str,
     comm_time: float,
     overlapped: float | None,
+    vocabulary: int | None,
+    vocabulary_times: str | None,
+    offload: str | None,
     memory: float | None,
     as_json: bool,
     html: Path | None,
@@ -70,39 +95,81 @@ def schedule(
     scheduler finds, or "compare" for all of them, the shortest first.
     """  # fmt: skip
     seconds = _times(times, comm_time, overlapped)
+    moving = _moving(offload)
+    tables = _vocabulary(vocabulary, vocabulary_times)
     if name.endswith(".csv"):
         _refuse("a CSV", devices=devices, microbatches=microbatches)
         _refuse("a CSV", chunks=chunks, waves=waves, skip=skip, memory=memory)
-        _one(_from_csv(Path(name)), seconds, as_json, html, to_csv)
+        made, priced = _cut(_from_csv(Path(name)), seconds, vocabulary, tables)
+        _one(made, priced, as_json, html, to_csv, moving)
         return
+    if name in (COMPARE, AUTO):
+        _refuse(name, offload=offload)
     shape = _shape(devices, microbatches, seconds, chunks, waves, skip)
     if name == COMPARE:
         _refuse(COMPARE, chunks=chunks, waves=waves, skip=skip, html=html, csv=to_csv)
-        _compared(shape, seconds, memory, as_json)
+        compared(shape, replace(seconds, vocabulary=tables), memory, vocabulary or 0, as_json)
         return
     if name == AUTO:
         from outsize.search.pipelines import automatic
 
         _refuse(AUTO, chunks=chunks, waves=waves, skip=skip)
-        _show(automatic(shape, seconds, memory), as_json, html, to_csv)
+        _refuse(AUTO, vocabulary=vocabulary, vocabulary_times=vocabulary_times)
+        show(automatic(shape, seconds, memory), as_json, html, to_csv)
         return
     from outsize.schedule.pipelines import make
 
     _refuse(f"{name!r}; `auto` and `compare` have it", memory=memory)
-    _one(make(name, shape), seconds, as_json, html, to_csv)
+    made, priced = _cut(make(name, shape), seconds, vocabulary, tables)
+    _one(made, priced, as_json, html, to_csv, moving)
 
 
 def _times(text: str, transfer: float, both: float | None) -> Times:
-    from outsize.errors import OutsizeError
     from outsize.simulate.steps import Times
 
-    try:
-        forward, of_input, of_weight = (float(word) for word in text.split(","))
-    except ValueError:
-        raise OutsizeError(
-            f"--times: {text!r}; expected three numbers of seconds, as 1,1.2,0.8"
-        ) from None
+    forward, of_input, of_weight = _seconds("--times", text, (3,))
     return Times(forward, of_input, of_weight, transfer, both)
+
+
+def _seconds(option: str, text: str, counts: tuple[int, ...]) -> list[float]:
+    from outsize.errors import OutsizeError
+
+    words = text.split(",")
+    try:
+        if len(words) in counts:
+            return [float(word) for word in words]
+    except ValueError:
+        pass
+    many = " or ".join({3: "three", 5: "five"}[count] for count in counts)
+    raise OutsizeError(f"{option}: {text!r}; expected {many} numbers of seconds, as 1,1.2,0.8")
+
+
+def _vocabulary(variant: int | None, text: str | None) -> VocabularyCosts | None:
+    """The output layer's times."""
+    from outsize.errors import OutsizeError
+    from outsize.schedule.pipelines.costs import VocabularyCosts
+
+    if text is not None:
+        return VocabularyCosts(*_seconds("--vocabulary-times", text, (3, 5)))
+    if variant is not None:
+        raise OutsizeError(
+            f"--vocabulary: {variant}, and no --vocabulary-times; expected the output layer's"
+            " seconds, as --vocabulary-times 2,2,2"
+        )
+    return None
+
+
+def _cut(
+    made: Pipeline, times: Times, variant: int | None, tables: VocabularyCosts | None
+) -> tuple[Pipeline, Times]:
+    """The schedule with its vocabulary cut where that is asked for, and all of its times."""
+    from outsize.schedule.pipelines import Costs
+    from outsize.schedule.pipelines.vocabulary import with_vocabulary
+
+    if variant is not None and tables is not None:
+        costs = Costs(times.forward, times.of_input, times.of_weight, times.transfer)
+        made = with_vocabulary(made, variant, costs, tables)
+    return made, replace(times, vocabulary=tables)
 
 
 def _shape(
@@ -126,8 +193,9 @@ def _refuse(what: str, **options: object) -> None:
 
     for option, value in options.items():
         if value is not None:
+            name = option.replace("_", "-")
             raise OutsizeError(
-                f"--{option}: {value}; there is no such choice for {what}; leave it out"
+                f"--{name}: {value}; there is no such choice for {what}; leave it out"
             )
 
 
@@ -142,117 +210,38 @@ def _from_csv(path: Path) -> Pipeline:
     return from_csv(text, path.name)
 
 
+def _moving(text: str | None) -> Moving | None:
+    """What activations take to the host and back."""
+    from outsize.errors import OutsizeError
+    from outsize.simulate.away import Moving
+
+    if text is None:
+        return None
+    try:
+        out, back, *both = (float(word) for word in text.split(","))
+        (shared,) = both or (1.0,)
+    except ValueError:
+        raise OutsizeError(
+            f"--offload: {text!r}; expected seconds out and back, as 0.5,0.5, and how many times"
+            " longer both take at once, as 0.5,0.5,2"
+        ) from None
+    return Moving(out, back, shared)
+
+
 def _one(
-    made: Pipeline, times: Times, as_json: bool, html: Path | None, to_csv: Path | None
-) -> None:
+    made: Pipeline, times: Times, as_json: bool, html: Path | None, to_csv: Path | None,
+    moving: Moving | None,
+) -> None:  # fmt: skip
     from outsize.schedule.prove import prove
     from outsize.simulate.steps import play
 
     prove(made.schedule, paths=made.paths)
-    _show(play(made, times), as_json, html, to_csv)
-
-
-def _show(played: Played, as_json: bool, html: Path | None, to_csv: Path | None) -> None:
-    """Print the figures, and write what was asked for."""
-    import json
-
-    from outsize.cli.show import console
-    from outsize.trace.text import write_text
-
-    figures = _figures(played)
-    if to_csv is not None:
-        from outsize.schedule.csv import to_csv as as_csv
-
-        write_text(as_csv(played.pipeline), to_csv)
-    if html is not None:
-        from outsize.report import write_timeline
-
-        write_timeline(html, played.trace(), title=f"Schedule {played.pipeline.name}")
-    if as_json:
-        click.echo(json.dumps(figures, indent=2))
+    if moving is None:
+        show(play(made, times), as_json, html, to_csv)
         return
-    out = console()
-    out.print(_table(played), markup=False)
-    for line in _lines(figures):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    from outsize.search.spilling import spilled
 
-
-def _figures(played: Played) -> dict[str, Any]:
-    """Seconds, and microbatches of a unit; lists have one entry a worker."""
-    run, made = played.run, played.pipeline
-    return {
-        "schedule": made.name,
-        "approximate": made.approximate,
-        "devices": made.placement.workers,
-        "microbatches": made.placement.microbatches,
-        "stages": made.placement.stages,
-        "makespan": _round(run.makespan),
-        "max_idle_in_makespan": _round(max(run.idle_in_makespan)),
-        "max_idle_in_rank_span": _round(max(run.idle_in_span)),
-        "idle_in_makespan": [_round(idle) for idle in run.idle_in_makespan],
-        "idle_in_rank_span": [_round(idle) for idle in run.idle_in_span],
-        "peak_act_per_rank": [_round(peak) for peak in run.peaks],
-    }
-
-
-def _round(seconds: float) -> float:
-    return round(seconds, 9) + 0.0  # no -0.0
-
-
-def _lines(figures: dict[str, Any]) -> list[str]:
-    share = figures["max_idle_in_makespan"] / figures["makespan"] if figures["makespan"] else 0.0
-    lines = [
-        f"{figures['schedule']}: {figures['devices']} devices, {figures['stages']} stages,"
-        f" {figures['microbatches']} microbatches",
-        f"makespan {figures['makespan']:g}, at most {figures['max_idle_in_makespan']:g} of it idle"
-        f" ({share:.1%}); {figures['max_idle_in_rank_span']:g} within a worker's own span",
-    ]
-    if figures["approximate"]:
-        lines.append(f"approximate: {figures['approximate']}")
-    return lines
-
-
-def _table(played: Played) -> Any:
-    from rich.table import Table
-
-    run, made = played.run, played.pipeline
-    table = Table("worker", "stages", "busy", "idle", "idle in span", "peak activations")
-    rows = zip(run.busy, run.idle_in_makespan, run.idle_in_span, run.peaks, strict=True)
-    for worker, values in enumerate(rows):
-        held = (s for s in range(made.placement.stages) if worker in made.placement.holders(s))
-        table.add_row(str(worker), " ".join(map(str, held)), *(f"{_round(v):g}" for v in values))
-    return table
-
-
-def _compared(shape: Shape, times: Times, memory: float | None, as_json: bool) -> None:
-    import json
-
-    from rich.table import Table
-
-    from outsize.cli.show import console
-    from outsize.search.pipelines import compare
-
-    ranked = compare(shape, times, memory)
-    if as_json:
-        click.echo(json.dumps([_ranked(one) for one in ranked], indent=2))
-        return
-    table = Table("schedule", "makespan", "idle", "peak activations", "why not")
-    for one in ranked:
-        row = _ranked(one)
-        words = (
-            "" if row[key] is None else f"{row[key]:g}" for key in ("makespan", "idle", "peak")
-        )
-        table.add_row(one.name, *words, one.why)
-    console().print(table, markup=False)
-
-
-def _ranked(one: Ranked) -> dict[str, Any]:
-    if one.played is None:
-        return {"schedule": one.name, "makespan": None, "idle": None, "peak": None, "why": one.why}
-    return {
-        "schedule": one.name,
-        "makespan": _round(one.makespan),
-        "idle": _round(max(one.played.run.idle_in_makespan)),
-        "peak": _round(one.peak),
-        "why": "",
-    }
+    _refuse("a schedule with --offload, whose moves the format cannot say", csv=to_csv)
+    found = spilled(made, times, moving)
+    prove(found.made.pipeline.schedule, paths=made.paths)
+    show(found.played, as_json, html, None, found)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     metavar="NAME=PATH:SIZE",
     help="Memory with a path, such as CXL, where states may rest; repeatable.",
 )
+@click.option("--workers", type=int, help="Processes on this machine that train together.")
+@click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
 @click.option("--explain", is_flag=True, help="Print every value and its origin; start nothing.")
 @click.pass_context
 def train(
@@ -47,12 +49,16 @@ def train(
     host_memory: str | None,
     disk: str | None,
     tiers: tuple[str, ...],
+    workers: int | None,
+    mesh: str | None,
     explain: bool,
 ) -> None:
     """Train a model as the file RUN (YAML) says.
 
     Without a file and without --set, a small model learns from the text of Python's standard
     library, in at most three minutes on two cores.
+
+    Workers of several machines are started by torchrun: torchrun ... -m outsize train RUN.
     """
     # OpenMP reads it when PyTorch is loaded. Threads that spin while they wait keep the others of a
     # busy machine from running: a step of the default run took 135 to 2,300 ms beside one other
@@ -61,21 +67,25 @@ def train(
     from outsize.cli.show import console
     from outsize.train.resolve import resolve
 
-    options = {"memory": memory, "host_memory": host_memory, "disk": disk}
+    options = {
+        "memory": memory, "host_memory": host_memory, "disk": disk, "workers": workers,
+        "mesh": mesh, "tiers": tiers or None,
+    }  # fmt: skip
     places = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    said = resolve(run, (*sets, *places, *([f"tiers={json.dumps(tiers)}"] if tiers else ())))
-    from outsize.train import run as runs
 
-    if resume is not None:
-        directory = _run_directory(resume)
-        if explain:
-            runs.explain(_laid_over(runs.recorded_values(directory), said), console())
-            return
-        ctx.exit(runs.resume(directory, _changes(said), on_damage, console()))
+    def said() -> Resolved:
+        return resolve(run, (*sets, *places))
+
+    directory = None if resume is None else _run_directory(resume)
     if explain:
-        runs.explain(said, console())
+        from outsize.train import run as runs
+
+        before = None if directory is None else runs.recorded_values(directory)
+        runs.explain(said() if before is None else _laid_over(before, said()), console())
         return
-    ctx.exit(runs.start(said, console()))
+    from outsize.train.workers import run_workers
+
+    ctx.exit(run_workers(said, directory, on_damage, console))
 
 
 def _run_directory(path: Path) -> Path:

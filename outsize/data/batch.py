@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.models.dropout import Noise
+
 IGNORE = -100  # the target that no loss counts; the value that PyTorch's cross-entropy ignores
 
 
@@ -20,12 +22,14 @@ class Batch:
 
     ids_BS and targets_BS are int64; `bounds` holds, for every row, the cumulative offsets
     (0, ..., S) of the documents in it, which attention never crosses. A target is the next token
-    of the same document, IGNORE where there is none.
+    of the same document, IGNORE where there is none. noise: dropout, if any; of a part of a step,
+    with the first token's place in the whole step.
     """
 
     ids_BS: Tensor
     targets_BS: Tensor
     bounds: tuple[tuple[int, ...], ...]
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = self.ids_BS.shape
@@ -45,7 +49,9 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """The microbatch of rows start .. stop - 1; the tensors are views."""
-        return Batch(self.ids_BS[start:stop], self.targets_BS[start:stop], self.bounds[start:stop])
+        here = slice(start, stop)
+        noise = None if self.noise is None else self.noise.at(start * self.ids_BS.shape[1])
+        return Batch(self.ids_BS[here], self.targets_BS[here], self.bounds[here], noise)
 
     def flat_bounds(self) -> tuple[int, ...]:
         """Cumulative document offsets (0, ..., T) for the rows laid flat, one after another."""
@@ -55,4 +61,4 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
-        return Batch(self.ids_BS.to(device), self.targets_BS.to(device), self.bounds)
+        return Batch(self.ids_BS.to(device), self.targets_BS.to(device), self.bounds, self.noise)

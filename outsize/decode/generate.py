@@ -46,7 +46,7 @@ def direct(model: Decoder) -> Forward:
         for block in model.blocks:
             x_TD = block(x_TD, ctx)
         last_N = torch.tensor(bounds[1:], device=x_TD.device) - 1
-        logits_NV: Tensor = model.epilogue.logits(model.epilogue(x_TD[last_N], ctx))
+        logits_NV: Tensor = model.epilogue.logits(model.epilogue(x_TD, ctx)[last_N])
         return logits_NV
 
     return forward

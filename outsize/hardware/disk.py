@@ -19,9 +19,8 @@ from outsize.errors import OutsizeError
 from outsize.hardware.hardware import Rate
 
 # One operation, and how many are under way on one disk. Measured on the reference machine's disk,
-# 1 to 8 MiB by 1 to 8 threads: 10.5 to 11.9 GB/s written and 5.2 to 5.8 read, all within 10%. Two
-# threads at least, so that the checksum of one operation hides under the transfer of another; four
-# keep the queue of a faster disk filled (8 MiB under way are 1 ms at 8 GB/s).
+# 1 to 8 MiB by 1 to 8 threads: 10.5 to 11.9 GB/s written and 5.2 to 5.8 read, all within 10%. Four
+# threads keep the queue of a faster disk filled (8 MiB under way are 1 ms at 8 GB/s).
 OPERATION = 2 << 20
 THREADS = 4
 SIZE = 256 << 20

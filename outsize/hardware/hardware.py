@@ -159,12 +159,14 @@ class Tier:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices, or a device and the host; bandwidth is per device."""
+    """What joins devices, or a device and the host; bandwidth is per device. joins: between
+    devices, so many neighbours of a machine; 0: all of them."""
 
     name: str  # "nvlink", "pcie", "network", ...
     between: Literal["devices", "device and host", "nodes"]
     bandwidth: Rate
     latency: Rate | None = None
+    joins: int = 0
 
     def __post_init__(self) -> None:
         _unit(f"link {self.name}: bandwidth", self.bandwidth, "B/s")

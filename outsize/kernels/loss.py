@@ -12,16 +12,19 @@ T tokens, C tokens of a chunk, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError
 from outsize.kernels import native, product
+from outsize.kernels.entropy import IGNORE, PLAIN, LossOptions, Vocabulary, check, plain
 from outsize.kernels.linear import GradSink, add_product
 
-IGNORE = -100  # target of a token that has none
+__all__ = ["IGNORE", "Head", "LossOptions", "Vocabulary", "chunked_loss", "plain", "wide"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +32,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> None:
+def logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> None:
+    """out = h @ weight.T + bias, in the dtype of out."""
     if out_CV.dtype != h_CD.dtype:
         out_CV.copy_(h_CD @ weight_VD.t())
         if bias_V is not None:
@@ -40,7 +44,7 @@ def _logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tens
         torch.addmm(bias_V, h_CD, weight_VD.t(), out=out_CV)
 
 
-def _soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+def soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | None:
     """Scale and soft-cap in place; gives the tanh that the backward pass needs, if any."""
     if scale != 1.0:
         logits_CV.mul_(scale)
@@ -51,25 +55,6 @@ def _soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | 
     return tanh_CV
 
 
-def plain(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
-    """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient.
-
-    The twin of outsize_cross_entropy; logits are at least float32 here.
-    """
-    valid_C = (targets_C != IGNORE).to(logits_CV.dtype)  # not bool: bool * float would be fp32
-    index_C1 = targets_C.clamp(min=0).unsqueeze(1)
-    top_C1 = logits_CV.amax(1, keepdim=True)
-    logits_CV.sub_(top_C1)
-    picked_C = logits_CV.gather(1, index_C1).squeeze(1)
-    logits_CV.exp_()
-    total_C1 = logits_CV.sum(1, keepdim=True)
-    losses_C = (total_C1.squeeze(1).log() - picked_C) * valid_C
-    if gradient:
-        logits_CV.mul_((valid_C.unsqueeze(1) * factor) / total_C1)
-        logits_CV.scatter_add_(1, index_C1, valid_C.unsqueeze(1) * -factor)
-    return losses_C.sum() * factor
-
-
 def _allocate(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=logits_CV.device)
 
@@ -77,12 +62,7 @@ def _allocate(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: boo
 def _run(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
     count, size = logits_CV.shape
     targets_C = targets_C.contiguous()
-    wrong_C = (targets_C != IGNORE) & ((targets_C < 0) | (targets_C >= size))
-    if wrong_C.any():
-        raise OutsizeError(
-            f"target {int(targets_C[wrong_C][0])} is no token of a vocabulary of {size};"
-            f" expected 0 to {size - 1}, or {IGNORE} where there is none"
-        )
+    check(targets_C, size)
     total = native.loaded().outsize_cross_entropy(
         *(native.CODES[logits_CV.dtype], logits_CV.data_ptr(), targets_C.data_ptr(), IGNORE),
         *(factor, gradient, count, size, native.threads()),
@@ -111,8 +91,8 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient: bool,
     ) -> Tensor:
         dtype = wide(h_TD.dtype)
-        fused = head.scale == 1.0 and head.softcap is None and native.served(h_TD, weight_VD)
-        chunk = torch.ops.outsize.cross_entropy.default if fused else plain
+        fused = head.bare(gradient) and native.served(h_TD, weight_VD)
+        chunk = torch.ops.outsize.cross_entropy.default if fused else head.entropy(gradient)
         loss = torch.zeros((), dtype=dtype, device=h_TD.device)
         gh_TD = torch.empty_like(h_TD) if gradient else None
         size = min(head.chunk, h_TD.shape[0])
@@ -121,8 +101,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, h_TD.shape[0], size):
             h_CD, targets_C = h_TD[start : start + size], targets_T[start : start + size]
             logits_CV = buffer_CV[: h_CD.shape[0]]
-            _logits(h_CD, weight_VD, bias_V, logits_CV)
-            tanh_CV = _soften(logits_CV, head.scale, head.softcap)
+            logits(h_CD, weight_VD, bias_V, logits_CV)
+            tanh_CV = soften(logits_CV, head.scale, head.softcap)
             loss += chunk(logits_CV, targets_C, head.factor, gradient)
             if gh_TD is None:
                 continue
@@ -143,23 +123,34 @@ class _ChunkedLoss(torch.autograd.Function):
         return gh_TD, None, None, None, None, None
 
 
+@dataclass(frozen=True)
 class Head:
     """What the loss needs to know of the head beside its weight.
 
     factor: what every token's loss is multiplied by, 1 / (valid targets of the whole step): the one
-    place where the loss is divided. chunk: tokens of a chunk. sink: receives the gradients.
+    place where the loss is divided. chunk: tokens of a chunk. sink: receives the gradients. scale,
+    softcap: of the logits. options: of the loss where gradients are made; a pass without gradients
+    gives the plain cross-entropy. vocabulary: where the weight holds some of its rows only; h's
+    gradient is then a summand, the sum over the workers is whole.
     """
 
-    def __init__(
-        self,
-        factor: float,
-        chunk: int,
-        sink: GradSink | None,
-        scale: float = 1.0,
-        softcap: float | None = None,
-    ) -> None:
-        self.factor, self.chunk, self.sink = factor, chunk, sink
-        self.scale, self.softcap = scale, softcap
+    factor: float
+    chunk: int
+    sink: GradSink | None
+    scale: float = 1.0
+    softcap: float | None = None
+    options: LossOptions = PLAIN
+    vocabulary: Vocabulary | None = None
+
+    def bare(self, gradient: bool) -> bool:
+        """Whether the fused pass knows all of it."""
+        added = gradient and self.options != PLAIN
+        return not added and self.vocabulary is None and self.scale == 1.0 and self.softcap is None
+
+    def entropy(self, gradient: bool) -> Callable[[Tensor, Tensor, float, bool], Tensor]:
+        """The pass that knows all of it."""
+        options = self.options if gradient else PLAIN
+        return partial(plain, options=options, vocabulary=self.vocabulary)
 
     def accumulate(self, weight: Tensor, bias: Tensor | None, g_CV: Tensor, h_CD: Tensor) -> None:
         """Hand the gradients of one chunk to the sink; they run at once: the buffer is reused."""
@@ -177,12 +168,14 @@ class Head:
 def chunked_loss(
     h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, head: Head
 ) -> Tensor:
-    """Sum over valid targets of the cross-entropy times head.factor: a scalar, at least fp32.
+    """Sum over valid targets of the loss times head.factor: a scalar, at least fp32.
 
     h_TD: hidden after the final norm; targets_T int64, IGNORE where none. Where gradients are on,
     they are made here: weight and bias go to head.sink, and the backward pass only hands h's on
     (so the result must be differentiated with gradient 1).
     """
+    if head.vocabulary is not None:
+        check(targets_T, head.vocabulary.size)
     gradient = torch.is_grad_enabled() and head.sink is not None
     if gradient and not h_TD.requires_grad:
         h_TD = h_TD.detach().requires_grad_()

@@ -30,7 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
 
-_SOURCES = tuple(map(Path(__file__).with_name, ("native.cpp", "attention.cpp", "sparse.cpp")))
+_SOURCES = tuple(
+    map(Path(__file__).with_name, ("native.cpp", "attention.cpp", "sparse.cpp", "shared.cpp"))
+)
 _HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
@@ -61,6 +63,18 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
     "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
     "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
+    "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
+    "shared_close": (None, (_P,)),
+    "shared_bytes": (_N, (_I, _N)),
+    "shared_abort": (None, (_P,)),
+    "shared_aborted": (_I, (_P,)),
+    "shared_state": (None, (_P, _I, _P)),
+    "shared_barrier": (_I, (_P, _I)),
+    "shared_all_reduce": (_I, (_P, _I, _I, _I, _P, _N)),
+    "shared_reduce_scatter": (_I, (_P, _I, _I, _P, _P, _P)),
+    "shared_all_gather": (_I, (_P, _I, _P, _P, _P)),
+    "shared_all_to_all": (_I, (_P, _I, _P, _P, _P, _P)),
+    "shared_broadcast": (_I, (_P, _I, _P, _N, _I)),
 }
 
 

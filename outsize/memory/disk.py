@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,7 +53,7 @@ class DiskStore:
 
     def __init__(self, name: str, directories: Sequence[Path], capacity: int) -> None:
         assert directories, "a tier on disk needs a folder"
-        self._counts = Counts(name, capacity)
+        self.name, self._counts = name, Counts(name, capacity)
         self._growing = threading.Lock()
         self._failure: str | None = None
         self._sums: dict[int, list[int | None]] = {}  # by offset of a place, then by block
@@ -76,10 +75,6 @@ class DiskStore:
         self._team = ThreadPoolExecutor(self._threads, thread_name_prefix=f"outsize-{name}")
 
     @property
-    def name(self) -> str:
-        return self._counts.name
-
-    @property
     def bytes_read(self) -> int:
         return self._counts.read
 
@@ -97,11 +92,54 @@ class DiskStore:
         return place
 
     def write(self, place: Place, data: Tensor, at: int = 0) -> None:
-        self._carry_out(place, data, at, inward=True)
+        self._check()
+        check_span(place, data, at)
+        end = _Memory(data)
+        parts = deque(cut(data.nbytes, at, end.direct))
+        due = deque(part for part in parts if not part.staged)
+
+        def move() -> None:
+            self._drain(parts, lambda part: self._put(place, end, part))
+            self._drain(due, note)
+
+        def note(part: Part) -> None:
+            self._note(place, part, end.address + part.start)
+
+        self._together(min(len(parts), self._threads), move, lambda: self._drain(due, note))
         self._counts.count(written=data.nbytes)
 
     def read(self, place: Place, out: Tensor, at: int = 0) -> None:
-        self._carry_out(place, out, at, inward=False)
+        self._check()
+        check_span(place, out, at)
+        end = _Memory(out)
+        parts = deque(cut(out.nbytes, at, end.direct))
+        team = min(len(parts), self._threads)
+        landed = queue.SimpleQueue[Part | None]()  # what nobody compared yet; None: a thread ended
+
+        def fetch(part: Part) -> None:
+            self._get(place, end, part)
+            if part.staged:
+                return  # compared in its buffer
+            if landed.qsize() < self._threads:
+                landed.put(part)
+            else:  # whoever compares is behind
+                compare(part)
+
+        def move() -> None:
+            try:
+                self._drain(parts, fetch)
+            finally:
+                landed.put(None)
+
+        def compare(part: Part) -> None:
+            self._compare(place, part, end.address + part.start)
+
+        def rest() -> None:
+            for _ in range(team):
+                for part in iter(landed.get, None):
+                    compare(part)
+
+        self._together(team, move, rest)
         self._counts.count(read=out.nbytes)
 
     def close(self) -> None:
@@ -118,28 +156,27 @@ class DiskStore:
         if self._failure is not None:
             raise OutsizeError(self._failure)
 
-    def _carry_out(self, place: Place, tensor: Tensor, at: int, inward: bool) -> None:
-        """All parts of one read or write; returns when none is under way any more."""
-        self._check()
-        check_span(place, tensor, at)
-        end = _Memory(tensor)
-        parts = deque(cut(tensor.nbytes, at, end.direct))
-        work = partial(self._work_off, parts, self._put if inward else self._get, place, end)
-        if len(parts) == 1:
-            work()  # a switch of threads would cost more than it overlaps
+    def _together(self, team: int, move: Callable[[], None], rest: Callable[[], None]) -> None:
+        """Threads move while the caller does the rest; when this returns nothing is under way.
+
+        The caller sums, which would only wait: where threads sum between two operations the disk
+        stands still, for some answer only when all that they were given is done (8.0 of 10.3 GB/s
+        written; 9.9 this way). One part is moved by the caller: a switch costs more than it saves.
+        """
+        if team <= 1:
+            if team:
+                move()
+                rest()
             return
-        jobs = [self._team.submit(work) for _ in range(min(len(parts), self._threads))]
-        wait(jobs)
+        jobs = [self._team.submit(move) for _ in range(team)]
+        try:
+            rest()
+        finally:
+            wait(jobs)
         for job in jobs:
             job.result()
 
-    def _work_off(
-        self,
-        parts: deque[Part],
-        move: Callable[[Place, _Memory, Part], None],
-        place: Place,
-        end: _Memory,
-    ) -> None:
+    def _drain(self, parts: deque[Part], work: Callable[[Part], None]) -> None:
         """One thread's share: parts as they come, since a job for each would cost a tenth of the
         time of a fast disk."""
         while True:
@@ -148,27 +185,37 @@ class DiskStore:
             except IndexError:
                 return
             self._check()
-            move(place, end, part)
+            work(part)
 
     def _put(self, place: Place, end: _Memory, part: Part) -> None:
+        """Write one part; where it goes through a buffer, which others need, its sums as well."""
         with self._buffer(end, part) as address:
             if part.staged:
                 end.copy(part, address, inward=True)
                 ctypes.memset(address + part.bytes, 0, rounded(part.bytes) - part.bytes)
-            for block, span in _blocks(part):
-                self._sums[place.offset][block] = checksum(address + span.start, len(span))
+                self._note(place, part, address)
             self._move(place.offset + part.at, address, rounded(part.bytes), inward=True)
 
     def _get(self, place: Place, end: _Memory, part: Part) -> None:
+        """Read one part; where it goes through a buffer, it is compared there."""
         with self._buffer(end, part) as address:
             self._move(place.offset + part.at, address, rounded(part.bytes), inward=False)
-            for block, span in _blocks(part):
-                expected = self._sums[place.offset][block]
-                assert expected is not None, f"block {block} of {place} is read before any write"
-                if checksum(address + span.start, len(span)) != expected:
-                    raise self._failed(self._altered(place.offset + block * BLOCK, len(span)))
             if part.staged:
+                self._compare(place, part, address)
                 end.copy(part, address, inward=False)
+
+    def _note(self, place: Place, part: Part, address: int) -> None:
+        """Remember the sums of a part that lies at an address."""
+        for block, span in _blocks(part):
+            self._sums[place.offset][block] = checksum(address + span.start, len(span))
+
+    def _compare(self, place: Place, part: Part, address: int) -> None:
+        """OutsizeError unless the bytes at an address are those that were written."""
+        for block, span in _blocks(part):
+            expected = self._sums[place.offset][block]
+            assert expected is not None, f"block {block} of {place} is read before any write"
+            if checksum(address + span.start, len(span)) != expected:
+                raise self._failed(self._altered(place.offset + block * BLOCK, len(span)))
 
     @contextmanager
     def _buffer(self, end: _Memory, part: Part) -> Iterator[int]:

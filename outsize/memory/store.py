@@ -144,13 +144,9 @@ class MemoryStore:
     def __init__(
         self, name: str, capacity: int, pinned: bool = False, path: Path | None = None
     ) -> None:
-        self._counts = Counts(name, capacity)
+        self.name, self._counts = name, Counts(name, capacity)
         self._map, buffer = _region(capacity) if path is None else _mapped(name, path, capacity)
         self._buffer: Tensor | None = _registered(buffer, name) if pinned else buffer
-
-    @property
-    def name(self) -> str:
-        return self._counts.name
 
     @property
     def bytes_read(self) -> int:

@@ -61,9 +61,9 @@ def host_tier(text: str) -> TierSpec:
     return TierSpec("host", "memory", (), size)
 
 
-def disk_tier(text: str) -> TierSpec:
-    """What `--disk` says; without a size, SAFETY times what is free. OutsizeError for a folder that
-    is not there or is named twice."""
+def disk_tier(text: str, near: int = 1) -> TierSpec:
+    """What `--disk` says for each of `near` workers of this machine; without a size, its part of
+    SAFETY times what is free. OutsizeError for a folder that is not there or is named twice."""
     listed, size = _split("--disk", text)
     folders = tuple(Path(part) for part in listed.split(","))
     for folder in folders:
@@ -74,7 +74,9 @@ def disk_tier(text: str) -> TierSpec:
             )
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise OutsizeError(f"--disk {text}: a folder is named twice; name each once")
-    return TierSpec("disk", "disk", folders, _free(folders) if size is None else size)
+    return TierSpec(
+        "disk", "disk", folders, max(1, _free(folders) // near) if size is None else size
+    )
 
 
 def memory_tier(text: str) -> TierSpec:

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.rope_name, self.rope = _rope(config, facts)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
-        q_THK = self._heads(self.q(x_TD), self.q_norm, ctx)
+        q_THK = self.heads(self.q(x_TD), self.q_norm, ctx)
         k_TGK, v_TGW = self.keys_values(x_TD, ctx)
         o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
         y_TD: Tensor = self.o(o_THW.flatten(-2))
@@ -54,10 +54,11 @@ class Attention(nn.Module):
 
     def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """k_TGK and v_TGW as they are attended to; each token's are its own."""
-        k_TGK = self._heads(self.k(x_TD), self.k_norm, ctx)
+        k_TGK = self.heads(self.k(x_TD), self.k_norm, ctx)
         return k_TGK, self.v(x_TD).unflatten(-1, (-1, self.value_size))
 
-    def _heads(self, x: Tensor, norm: Norm | None, ctx: Context) -> Tensor:
+    def heads(self, x: Tensor, norm: Norm | None, ctx: Context) -> Tensor:
+        """Queries or keys by head, normed and turned."""
         if norm is not None and self.whole_norm:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_size))

@@ -52,7 +52,12 @@ def build(
     """
     with torch.device("meta"):
         model = Decoder(config)
-    _place(model, set(_names(model)), lambda name, x: torch.empty_like(x, dtype=rest(name, dtype)))
+
+    def bare(name: str, x: Tensor) -> Tensor:
+        # empty_like on meta imports sympy: a good part of a second before a worker is there.
+        return torch.empty(x.shape, dtype=rest(name, dtype), device="meta")
+
+    _place(model, set(_names(model)), bare)
     if seed is not None:
         fill = initial_fill(model, seed, device)
         for segment, _ in segments(model):

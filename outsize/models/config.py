@@ -156,3 +156,5 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     init_std: float = 0.02
+    ladder_from: int | None = None  # layers from this on are a ladder (outsize/models/ladder.py)
+    ways: int = 1  # sub-layers of a layer beside one another (outsize/models/kraken.py)

@@ -10,21 +10,31 @@ T tokens, D hidden, V vocabulary, B rows, S tokens of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Union
 
 import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.attention import Attention, LatentAttention, LocalAttend
+from outsize.kernels.entropy import Vocabulary
+from outsize.models.attention import LocalAttend
+from outsize.models.branches import feed_forward, mixer
 from outsize.models.config import DecoderConfig
-from outsize.models.experts import ExpertMLP, LocalDispatch
+from outsize.models.dropout import Noise
+from outsize.models.experts import LocalDispatch
+from outsize.models.kraken import KrakenBlock, KrakenJoin
+from outsize.models.ladder import LadderBlock, LadderJoin
 from outsize.models.linear import Embedding, Linear
-from outsize.models.mlp import MLP
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
 from outsize.models.seams import Attend, Context, Dispatch
+
+AnyBlock = Union["Block", LadderBlock, KrakenBlock]
+Join = LadderJoin | KrakenJoin
+Drop = Callable[[Tensor], Tensor]
 
 
 class Prologue(nn.Module):
@@ -40,21 +50,25 @@ class Prologue(nn.Module):
         self.project = Linear(size, config.hidden) if size != config.hidden else None
 
     def forward(self, ids_T: Tensor, ctx: Context) -> Tensor:
-        x_TD: Tensor = self.tokens(ids_T)
+        return self.enter(self.tokens(ids_T), ctx)
+
+    def enter(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        """What follows the token embedding, of embed_size or D."""
         if self.scale != 1:  # rounded to the dtype of the weights, as those were trained
             x_TD = x_TD * x_TD.new_full((), self.scale)
         if self.project is not None:
             x_TD = self.project(x_TD)
         if self.positions is not None:
             x_TD = x_TD + self.positions(ctx.positions_T + self.offset)
-        return x_TD
+        return ctx.drop(x_TD, "embedding")
 
 
 class Block(nn.Module):
     """x_TD -> x_TD: attention and MLP with their norms.
 
     placement: "before" x + f(norm(x)); "after_branch" x + norm(f(x)); "around_branch" both;
-    "after_sum" norm(x + f(x)). Norms that a placement lacks are identities.
+    "after_sum" norm(x + f(x)). Norms that a placement lacks are identities. What is added to x
+    has dropout where the Context says so.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -65,42 +79,62 @@ class Block(nn.Module):
         def norm(wanted: bool) -> nn.Module:
             return Norm(config.hidden, config.norm) if wanted else nn.Identity()
 
+        self.layer = layer
         self.after_sum, self.parallel = config.placement == "after_sum", config.parallel
         self.attention_norm = norm(before)
-        mixer = Attention if config.latent is None else LatentAttention
-        self.attention: Attention | LatentAttention = mixer(config, layer)
+        self.attention = mixer(config, layer)
         self.attention_out_norm = norm(after)
         self.mlp_norm = norm(before)
-        self.mlp: nn.Module = _mlp(config, layer)
+        self.mlp = feed_forward(config, layer)
         self.mlp_out_norm = norm(after)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         attended_TD: Tensor = self.attention(self.attention_norm(x_TD), ctx)
+        drop_attended, drop_fed = (
+            partial(ctx.drop, name=f"{self.layer}.{part}") for part in ("attention", "mlp")
+        )
         if self.parallel:
             fed_TD: Tensor = self.mlp(self.mlp_norm(x_TD), ctx)
-            return x_TD + attended_TD + fed_TD
-        x_TD = self._add(x_TD, attended_TD, self.attention_out_norm)
-        return self._add(x_TD, self.mlp(self.mlp_norm(x_TD), ctx), self.mlp_out_norm)
+            return x_TD + drop_attended(attended_TD) + drop_fed(fed_TD)
+        x_TD = self.add(x_TD, attended_TD, self.attention_out_norm, drop_attended)
+        return self.add(x_TD, self.mlp(self.mlp_norm(x_TD), ctx), self.mlp_out_norm, drop_fed)
 
     def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """What the block's attention makes of its input for other tokens to attend to."""
         kv: tuple[Tensor, Tensor] = self.attention.keys_values(self.attention_norm(x_TD), ctx)
         return kv
 
-    def _add(self, x_TD: Tensor, branch_TD: Tensor, norm: nn.Module) -> Tensor:
-        y_TD: Tensor = norm(x_TD + branch_TD) if self.after_sum else x_TD + norm(branch_TD)
-        return y_TD
+    def add(
+        self, x_TD: Tensor, branch_TD: Tensor, norm: nn.Module, drop: Drop = lambda x: x
+    ) -> Tensor:
+        """The stream with what a branch gave; norm: the branch's own, behind it or behind both."""
+        if self.after_sum:
+            y_TD: Tensor = norm(x_TD + drop(branch_TD))
+            return y_TD
+        return x_TD + drop(norm(branch_TD))
 
 
-def _mlp(config: DecoderConfig, layer: int) -> nn.Module:
-    if config.layers[layer].experts:
-        return ExpertMLP(config)
-    inner = config.mlp_hidden
-    return MLP(config.hidden, inner, config.activation, config.gated, config.mlp_bias)
+def _block(config: DecoderConfig, layer: int) -> AnyBlock:
+    if config.ways > 1:
+        return KrakenBlock(config, layer)
+    ladder = config.ladder_from is not None and layer >= config.ladder_from
+    return LadderBlock(config, layer) if ladder else Block(config, layer)
+
+
+def _joiner(config: DecoderConfig) -> Join | None:
+    if config.ways > 1:
+        return KrakenJoin(config)
+    return None if config.ladder_from is None else LadderJoin(config)
+
+
+def typed(blocks: nn.ModuleList) -> list[AnyBlock]:
+    """A decoder's blocks, under their type."""
+    return [b for b in blocks if isinstance(b, Block | LadderBlock | KrakenBlock)]
 
 
 class Epilogue(nn.Module):
-    """x_TD -> h_TD, what the head multiplies; `logits` goes on from there."""
+    """x_TD -> h_TD, what the head multiplies; `logits` goes on from there. join: makes x_TD of what
+    blocks give that are wired otherwise."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -109,8 +143,12 @@ class Epilogue(nn.Module):
         self.norm = Norm(config.hidden, config.norm) if config.final_norm else nn.Identity()
         self.project = Linear(config.hidden, size) if size != config.hidden else None
         self.head = Linear(size, config.vocab, use="column")
+        self.vocabulary: Vocabulary | None = None  # for the loss, where some rows are elsewhere
+        self.join = _joiner(config)
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
+        if self.join is not None:
+            x_TD = self.join(x_TD, ctx)
         h_TD: Tensor = self.norm(x_TD)
         return h_TD if self.project is None else self.project(h_TD)
 
@@ -135,8 +173,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Path | None = None  # the directory that it was loaded from
+        # Of so many tokens, the first that this worker has between branches, where they are cut.
+        self.first_token: Callable[[int], int] = lambda tokens: 0
         self.prologue = Prologue(config)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(len(config.layers)))
+        self.blocks = nn.ModuleList(_block(config, i) for i in range(len(config.layers)))
         self.epilogue = Epilogue(config)
         if config.tied:
             self.epilogue.head.weight = self.prologue.tokens.weight
@@ -148,13 +188,14 @@ class Decoder(nn.Module):
         attend: Attend | None = None,
         dispatch: Dispatch | None = None,
         lengths: Sequence[int] | None = None,
+        noise: Noise | None = None,
     ) -> Context:
         """The Context of a microbatch.
 
         positions_T (int64): each token's position inside its document; bounds: cumulative
         offsets (0, ..., T) of the documents; lengths: tokens of each whole document, where only
-        its last ones are here. Raises OutsizeError for a document longer than a learned position
-        table.
+        its last ones are here; noise: their dropout. Raises OutsizeError for a document longer
+        than a learned position table.
         """
         config = self.config
         assert bounds[0] == 0 and bounds[-1] == len(positions_T), "bounds must cover the tokens"
@@ -171,8 +212,10 @@ class Decoder(nn.Module):
             name: tables(facts, positions_T, bounds, lengths, dtype)
             for name, facts in config.ropes.items()
         }
+        if noise is not None:
+            noise = noise.at(self.first_token(bounds[-1]))
         return Context(
-            positions_T, bounds, rope, attend or LocalAttend(), dispatch or LocalDispatch()
+            positions_T, bounds, rope, attend or LocalAttend(), dispatch or LocalDispatch(), noise
         )
 
     def hidden(self, ids_T: Tensor, ctx: Context) -> Tensor:

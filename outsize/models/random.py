@@ -34,10 +34,15 @@ _SINE = [
 ]  # sin z = z * sum of these * z^2k
 
 
+def bits(seed: int, name: str, start: int, stop: int) -> Words:
+    """Elements start..stop of the stream, 64 random bits each."""
+    words: Words = _stream(seed, name, start).random_raw(stop - start)
+    return words
+
+
 def uniform(seed: int, name: str, start: int, stop: int) -> Floats:
     """Elements start..stop of the stream, float64 in [0, 1)."""
-    words = _stream(seed, name, start).random_raw(stop - start)
-    return (words >> 11).astype(np.float64) * 2.0**-53
+    return (bits(seed, name, start, stop) >> 11).astype(np.float64) * 2.0**-53
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> Floats:

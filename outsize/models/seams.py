@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outsize.models.dropout import Noise
 from outsize.models.layout import clip
 
 
@@ -66,7 +67,8 @@ class Dispatch(Protocol):
 class Context:
     """What a block needs beside the hidden state; made once per microbatch.
 
-    rope maps the name of each rotary embedding to its cosines and sines, (T, dim / 2) each.
+    rope maps the name of each rotary embedding to its cosines and sines, (T, dim / 2) each. noise:
+    the dropout of these tokens, in training where it is wanted.
     """
 
     positions_T: Tensor
@@ -74,10 +76,16 @@ class Context:
     rope: Mapping[str, tuple[Tensor, Tensor]]
     attend: Attend
     dispatch: Dispatch
+    noise: Noise | None = None
+
+    def drop(self, x_TD: Tensor, name: str) -> Tensor:
+        """x_TD with dropout, if there is any. name: of the place in the model."""
+        return x_TD if self.noise is None else self.noise(x_TD, name)
 
     def at(self, start: int, stop: int, attend: Attend) -> Context:
         """The same for tokens start .. stop alone, which attend by other means."""
         here = slice(start, stop)
         rope = {name: (cos[here], sin[here]) for name, (cos, sin) in self.rope.items()}
         bounds = clip(self.bounds, start, stop)
-        return Context(self.positions_T[here], bounds, rope, attend, self.dispatch)
+        noise = None if self.noise is None else self.noise.at(start)
+        return Context(self.positions_T[here], bounds, rope, attend, self.dispatch, noise)

@@ -1,7 +1,8 @@
-"""The `Optimizer` seam: updates a flat range of a chunk, with PyTorch's fused kernels.
+"""The `Optimizer` seam: updates a range of a chunk, with PyTorch's fused kernels.
 
 An element-wise optimizer sees 1-D ranges that may begin and end inside a parameter; `layout` says
-so. A matrix optimizer will say "matrix" and receive whole parameters.
+so. A matrix optimizer says "matrix" and receives one whole parameter at a time, in its shape; what
+is no matrix of a block goes to its `rest`.
 
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, as torch.optim.AdamW.
 """
@@ -15,12 +16,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError, nearest
 from outsize.kernels.pieces import pieces
 
 
 class Optimizer(Protocol):
-    """Updates weights from gradients, one flat range at a time."""
+    """Updates weights from gradients, one range (or one matrix) at a time."""
 
     @property
     def lr(self) -> float: ...
@@ -30,6 +30,10 @@ class Optimizer(Protocol):
 
     @property
     def layout(self) -> Literal["elementwise", "matrix"]: ...
+
+    @property
+    def rest(self) -> Optimizer | None:
+        """What updates the parameters that are no matrices of blocks; None: it does so itself."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -57,6 +61,10 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     layout: Literal["elementwise"] = "elementwise"
+
+    @property
+    def rest(self) -> None:
+        return None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -122,6 +130,10 @@ class SGD:
     layout: Literal["elementwise"] = "elementwise"
 
     @property
+    def rest(self) -> None:
+        return None
+
+    @property
     def states(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
@@ -143,10 +155,6 @@ class SGD:
         weights.add_(direction, alpha=-lr)
 
 
-def parse(name: str, lr: float, weight_decay: float, betas: tuple[float, float]) -> Optimizer:
-    """The optimizer of a configuration. betas[0] is SGD's momentum."""
-    if name == "adamw":
-        return AdamW(lr, betas, weight_decay=weight_decay)
-    if name == "sgd":
-        return SGD(lr, betas[0], weight_decay)
-    raise OutsizeError(f"optimizer {name!r} is not known{nearest(name, ('adamw', 'sgd'))}")
+def taker(optimizer: Optimizer, matrices: bool) -> Optimizer:
+    """What updates the matrices of blocks, or (False) all other parameters."""
+    return optimizer if matrices or optimizer.rest is None else optimizer.rest

@@ -1,17 +1,23 @@
 """Plan: how a model is spread over hardware, as data."""
 
-from outsize.plan.plan import APPROXIMATE, DEVICE, Plan, Precision, Rest, Stage, Stream
+from outsize.plan.approximate import APPROXIMATE, Local
+from outsize.plan.plan import DEVICE, Plan, Precision, Rest, Stage, Stream
+from outsize.plan.spread import Pipelined, Sharding, zero
 from outsize.plan.text import explain, from_yaml, to_yaml
 
 __all__ = [
     "APPROXIMATE",
     "DEVICE",
+    "Local",
+    "Pipelined",
     "Plan",
     "Precision",
     "Rest",
+    "Sharding",
     "Stage",
     "Stream",
     "explain",
     "from_yaml",
     "to_yaml",
+    "zero",
 ]

@@ -7,11 +7,13 @@ what changes the maths stands under `approximate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, nearest
+from outsize.plan.approximate import APPROXIMATE, CLASHES, PARTIAL, Local
+from outsize.plan.spread import Pipelined, Sharding, share
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
@@ -21,11 +23,6 @@ POLICIES = ("belady", "lru", "static")
 ORDERS = ("microbatch", "layer")
 UPDATES = ("apart", "behind")
 PART = 1 << 20  # elements: parts begin where a tier's checksums do, in every dtype
-APPROXIMATE = {
-    "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
-    "zeroth-order": "two losses along a random direction in place of a gradient (MeZO, ZO2)",
-    "frozen-by-dynamics": "weights that change least are left alone for a while (SlimFit)",
-}
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of training on one device.
+    """One step of training.
 
     segments: their number in the model. stages: in order, covering every segment once.
     rows: rows of a step; microbatch_rows: rows of a microbatch. sequence: tokens a row (0 for
@@ -147,7 +144,10 @@ class Plan:
     update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
     backward pass ("behind": no clipping). stream: for states that rest below the device.
     sequence_chunk: tokens of a microbatch that are in a block at once where the block is recomputed
-    whole, and in the epilogue (0: all).
+    whole, and in the epilogue (0: all). local: settings of local-learning under `approximate`.
+    overlap: chunks of tokens in which products of branches go beside their sums over the tensor
+    axis (0: whole, one after the other). pipeline: how stages are played where the mesh has such an
+    axis; microbatches then go in the order of its schedule.
     """
 
     segments: int
@@ -165,11 +165,17 @@ class Plan:
     update: Literal["apart", "behind"] = "apart"
     stream: Stream = field(default_factory=Stream)
     sequence_chunk: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
+    shards: Sharding = field(default_factory=Sharding)
+    sequence_parallel: bool = False
+    local: Local = field(default_factory=Local)
+    overlap: int = 0
+    pipeline: Pipelined = field(default_factory=Pipelined)
 
     def __post_init__(self) -> None:
         for name in ("segments", "rows", "microbatch_rows"):
             _positive(name, getattr(self, name))
-        for name in ("sequence", "loss_chunk", "mlp_tile", "sequence_chunk"):
+        for name in ("sequence", "loss_chunk", "mlp_tile", "sequence_chunk", "overlap"):
             if getattr(self, name) < 0:
                 raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
         if self.budget is not None:
@@ -180,6 +186,7 @@ class Plan:
                     f"plan: {name} is {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
                 )
         self._check_stages()
+        self._check_spread()
         self._check_chunk()
         self._check_approximate()
 
@@ -209,6 +216,69 @@ class Plan:
                 f"plan: stages cover {at} segments of {self.segments}; every segment needs a stage"
             )
 
+    def _check_spread(self) -> None:
+        self.shards.check(self.mesh.data)
+        if self.rows < self.mesh.data:
+            raise OutsizeError(
+                f"plan: rows is {self.rows}, too few for {self.mesh.data} workers of the data axis;"
+                f" expected {self.mesh.data} or more"
+            )
+        if self.sequence_parallel and self.mesh.tensor == 1:
+            raise OutsizeError(
+                "plan: sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
+                " tensor axis 2 workers or more"
+            )
+        if self.sequence_parallel and self.sequence_chunk:
+            raise OutsizeError(
+                f"plan: sequence_parallel and sequence_chunk {self.sequence_chunk} both cut tokens;"
+                " set one of them to false or 0"
+            )
+        if self.overlap and self.mesh.tensor == 1:
+            raise OutsizeError(
+                f"plan: overlap is {self.overlap}, but mesh.tensor is 1: nothing is summed; set it"
+                " to 0, or give the tensor axis 2 workers or more"
+            )
+        if self.overlap and self.sequence_parallel and self.rests_below("activations"):
+            raise OutsizeError(
+                f"plan: overlap is {self.overlap} with sequence_parallel, while activations rest"
+                " below the device: they would leave before they have come; set overlap to 0"
+            )
+        for state, spread in (
+            ("parameters", self.shards.optimizer > 1),
+            ("gradients", self.mesh.data > 1),
+        ):
+            if spread and self.rests_below(state):
+                raise OutsizeError(
+                    f"plan: {state} rest below the device while {self.mesh.data} workers share them"
+                    f" ({self.shards}); let {state} rest on the device, or take mesh.data to 1"
+                )
+        if self.mesh.pipeline > 1:
+            self._check_pipeline()
+        alone = [n for n in self.approximate if n not in ("bfloat16-weights", PARTIAL)]
+        if alone and self.mesh.size > 1:
+            raise OutsizeError(
+                f"plan: approximate holds {alone[0]}, which runs on one worker; the mesh is"
+                f" {self.mesh}: leave it out, or take the mesh to 1"
+            )
+
+    def _check_pipeline(self) -> None:
+        axis = f"mesh.pipeline is {self.mesh.pipeline}"
+        if self.order == "layer":
+            raise OutsizeError(
+                f"plan: order is 'layer', but {axis}: a pipeline's schedule says the order; set it"
+                " to 'microbatch'"
+            )
+        if self.update == "behind":
+            raise OutsizeError(
+                f"plan: update is 'behind', but {axis}: stages are updated when all workers know"
+                " the norm; set it to 'apart'"
+            )
+        if self.mesh.pipeline > len(self.stages):
+            raise OutsizeError(
+                f"plan: {axis}, but the plan has {len(self.stages)} stages, and one without blocks"
+                f" cannot run; expected at most {len(self.stages)} workers"
+            )
+
     def _check_chunk(self) -> None:
         if not self.sequence_chunk:
             return
@@ -229,7 +299,7 @@ class Plan:
                 raise OutsizeError(
                     f"plan: approximate holds {name!r}{nearest(name, tuple(APPROXIMATE))}"
                 )
-        for name, other, found in _CLASHES:
+        for name, other, found in CLASHES:
             if name in self.approximate and found(self):
                 raise OutsizeError(
                     f"plan: approximate holds {name} and the plan has {other}, which do not go"
@@ -243,7 +313,7 @@ class Plan:
                 " set precision.master to float32, or name bfloat16-weights under approximate"
             )
 
-    def _rests(self, *states: str) -> bool:
+    def rests_below(self, *states: str) -> bool:
         """Whether one of these states of some stage rests below the device."""
         return any(
             getattr(stage.rest, state) != DEVICE for stage in self.stages for state in states
@@ -251,32 +321,29 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step; the last may have fewer rows."""
-        return -(-self.rows // self.microbatch_rows)
+        """Microbatches of a step on every worker; the last may have fewer rows. They are fewer and
+        larger than asked for where some worker has not as many rows."""
+        wanted = -(-self.rows_at(0)[1] // self.microbatch_rows)
+        return min(wanted, self.rows // self.mesh.data)
 
-    def rows_of(self, microbatch: int) -> tuple[int, int]:
-        """Rows [start, stop) of a microbatch."""
-        start = microbatch * self.microbatch_rows
-        return start, min(start + self.microbatch_rows, self.rows)
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of the largest microbatch."""
+        return self.rows_of(0)[1]
 
+    def rows_at(self, place: int) -> tuple[int, int]:
+        """Rows [start, stop) of the step that the worker at a place of the data axis takes. As
+        equal as they can be; the first workers have the most."""
+        return share(self.rows, self.mesh.data, place)
 
-# What a name under `approximate` cannot go with: it computes otherwise, or nothing would be done.
-_CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
-    (
-        "zeroth-order",
-        "states other than parameters below the device: there are none",
-        lambda p: p._rests("gradients", "optimizer", "activations"),
-    ),
-    ("zeroth-order", "recompute", lambda p: any(stage.recompute for stage in p.stages)),
-    ("zeroth-order", "split_backward", lambda p: p.split_backward),
-    ("zeroth-order", "update: behind", lambda p: p.update == "behind"),
-    ("zeroth-order", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
-    (
-        "frozen-by-dynamics",
-        "parameters or optimizer states below the device: what is frozen would move all the same",
-        lambda p: p._rests("parameters", "optimizer"),
-    ),
-)
+    def rows_of(self, microbatch: int, place: int = 0) -> tuple[int, int]:
+        """Rows [start, stop) of a microbatch, among those of its worker."""
+        start, stop = self.rows_at(place)
+        size, count = self.microbatch_rows, self.microbatches
+        own = stop - start
+        if (count - 1) * size < own <= count * size:
+            return microbatch * size, min((microbatch + 1) * size, own)
+        return share(own, count, microbatch)  # none is empty
 
 
 def _positive(name: str, value: int) -> None:

@@ -58,6 +58,7 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.sequence_chunk:
         meaning = "tokens in a recomputed block at once, forward and back, and in the epilogue"
         rows.append(("sequence chunk", _tokens(plan.sequence_chunk), meaning))
+    rows.extend(_spread(plan))
     rows.extend(_below(plan))
     if plan.split_backward:
         rows.append(("split backward", "yes", "weight gradients after input gradients"))
@@ -69,6 +70,27 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _tokens(count: int) -> str:
     return f"{count:,}" if count else "all"
+
+
+def _spread(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """What the workers share and how."""
+    mesh, shards = plan.mesh, plan.shards
+    if mesh.size > 1:
+        first, last = plan.rows_at(0)
+        each = f"{last - first} rows" if mesh.data > 1 else "all rows"
+        yield "workers", str(mesh.size), f"{mesh}; each takes {each} of a step"
+    if mesh.data > 1:
+        cut = f"{shards.parameters}, {shards.gradients}, {shards.optimizer}"
+        yield "shards", cut, "workers over which parameters, gradients, optimizer states are cut"
+    if plan.sequence_parallel:
+        yield "sequence parallel", "yes", "between branches, tokens are cut over the tensor axis"
+    if mesh.pipeline > 1:
+        yield "pipeline", plan.pipeline.schedule, f"order in which {mesh.pipeline} workers go on"
+        if plan.pipeline.vocabulary:
+            variant = f"variant {plan.pipeline.vocabulary}"
+            yield "vocabulary", variant, "every worker has rows of the embedding and of the head"
+        cuts = ", ".join(map(str, plan.pipeline.cuts)) or "even"
+        yield "cuts", cuts, "the stages at which the pipeline's second, third, ... begins"
 
 
 def _below(plan: Plan) -> Iterator[tuple[str, str, str]]:

@@ -12,23 +12,30 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from outsize.errors import OutsizeError
-from outsize.report.totals import KindTotal, busy, totals
+from outsize.report.tables import beyond_card, kinds_card, meta_card, workers_card
+from outsize.report.totals import busy
 from outsize.report.units import binary_bytes, seconds, signed_percent
-from outsize.trace import Trace
+from outsize.trace import Event, Trace, differences, pairs, waiting
 from outsize.trace.text import write_text
 
-KINDS = (  # the order of the legend; others follow by name
+KINDS = (  # the order of the legend, whatever state follows a dot; others follow by name
     *("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),
-    *("DECODE", "UPDATE", "SEND", "RECV", "GATHER", "RELEASE", "REDUCE", "FETCH", "EVICT"),
+    *("DECODE", "NORM", "UPDATE", "SEND", "RECV", "GATHER", "RELEASE", "REDUCE", "COLLECT"),
+    *("MERGE", "EMBED", "EMBED_BACKWARD", "OUTPUT_S", "OUTPUT_T", "EXCHANGE", "FETCH", "EVICT"),
 )
+CARDS = (beyond_card, kinds_card, workers_card, meta_card)  # from the top
 SCRIPTS = ("model", "lanes", "memory", "hand")  # one scope, in this order
-LANES = ("compute", "network", "copy", "host", "disk")  # from the top; others follow by name
+LANES = (  # from the top; others follow by name
+    *("compute", "compute beside", "exchange", "network", "merge", "send", "receive", "fetch"),
+    *("evict", "copy", "host", "disk"),
+)
 
 
 def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline") -> str:
@@ -43,7 +50,10 @@ def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline")
         raise OutsizeError(
             f"timeline of traces: {given}; expected one trace, or one foretold and one measured"
         )
-    ordered = sorted(traces, key=lambda trace: trace.source)  # foretold first
+    ordered = [  # foretold first; events of each as the script has them
+        replace(trace, events=tuple(sorted(trace.events, key=lambda e: (e.start, e.end))))
+        for trace in sorted(traces, key=lambda trace: trace.source)
+    ]
     page = files("outsize.report") / "page"
     parts = [(page / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     script = "\n".join(('"use strict";', "(() => {", *parts, "})();", ""))
@@ -54,8 +64,7 @@ def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline")
         policy=f"sha256-{digest}",
         style=(page / "timeline.css").read_text(encoding="utf-8"),
         tiles=_tiles(ordered, budget),
-        table=_table(ordered),
-        meta=_meta(ordered),
+        tables="".join(card(ordered) for card in CARDS),
         data=_script_json(_data(ordered, budget)),
         script=script,
     )
@@ -88,12 +97,38 @@ def _data(traces: Sequence[Trace], budget: int | None) -> dict[str, Any]:
         "keys": keys,
         "lanes": lanes,
         "budget": budget,
-        "traces": [_columns(trace, kinds, keys, lanes) for trace in traces],
+        "traces": [
+            _columns(trace, kinds, keys, lanes) | matches
+            for trace, matches in zip(traces, _matches(traces), strict=True)
+        ],
     }
 
 
+def _matches(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """By trace: each event's twin in the other one (-1: none), and of the measured one the seconds
+    beyond forecast (null where there is none)."""
+    if len(traces) == 1:
+        return [{"twin": [-1] * len(traces[0].events)}]
+    foretold, measured = traces
+    twins: list[list[int]] = [[-1] * len(trace.events) for trace in traces]
+    for i, j in pairs(foretold, measured):
+        twins[0][i], twins[1][j] = j, i
+    idle = waiting(foretold), waiting(measured)
+    beyond: list[float | None] = [None] * len(measured.events)
+    for j, i in enumerate(twins[1]):
+        if i >= 0:
+            took = _length(measured.events[j]) - idle[1][j]
+            beyond[j] = round(took - (_length(foretold.events[i]) - idle[0][i]), 9)
+    return [{"twin": twins[0]}, {"twin": twins[1], "beyond": beyond}]
+
+
+def _length(event: Event) -> float:
+    return event.end - event.start
+
+
 def _rank(name: str, order: tuple[str, ...]) -> tuple[int, str]:
-    return order.index(name) if name in order else len(order), name
+    base = name.partition(".")[0]
+    return order.index(base) if base in order else len(order), name
 
 
 def _columns(
@@ -101,7 +136,7 @@ def _columns(
 ) -> dict[str, Any]:
     """Times in seconds from the trace's own first start; live bytes -1 where an event is silent."""
     origin = min((event.start for event in trace.events), default=0.0)
-    events = sorted(trace.events, key=lambda event: (event.start, event.end))
+    events = trace.events
     lane_number = {lane: i for i, lane in enumerate(lanes)}
     kind_number = {kind: i for i, kind in enumerate(kinds)}
     return {
@@ -110,8 +145,10 @@ def _columns(
         "kind": [kind_number[e.kind] for e in events],
         "stage": [e.stage for e in events],
         "microbatch": [e.microbatch for e in events],
+        "part": [e.part for e in events],
         "start": [round(e.start - origin, 9) for e in events],
         "end": [round(e.end - origin, 9) for e in events],
+        "wait": [round(wait, 9) for wait in waiting(trace)],
         "peak": [e.peak for e in events],
         "live": [[e.live.get(key, 0) if e.live else -1 for e in events] for key in keys],
     }
@@ -127,16 +164,26 @@ def _subtitle(traces: Sequence[Trace]) -> str:
 
 def _tiles(traces: Sequence[Trace], budget: int | None) -> str:
     """The few figures that matter, foretold beside measured where there are both."""
+    spans = [seconds(trace.span()) for trace in traces]
+    tiles = [_tile("Makespan", traces, [trace.span() for trace in traces], spans)]
     peaks = [trace.peak() for trace in traces]
-    limit = "" if budget is None else f"of {binary_bytes(budget)} budget"
-    tiles = [
-        _tile("Makespan", traces, [t.span() for t in traces], [seconds(t.span()) for t in traces]),
-        _tile("Peak device memory", traces, peaks, [binary_bytes(p) for p in peaks], limit),
-    ]
+    if any(peaks) or budget is not None:
+        limit = "" if budget is None else f"of {binary_bytes(budget)} budget"
+        tiles.append(
+            _tile("Peak device memory", traces, peaks, [binary_bytes(p) for p in peaks], limit)
+        )
     if any(event.lane == "compute" for trace in traces for event in trace.events):
         part = [busy(trace, "compute") for trace in traces]
         tiles.append(_tile("Compute lanes busy", traces, part, [f"{p:.1%}" for p in part]))
+    late = differences(traces[0], traces[1])[:1] if len(traces) == 2 else []
+    for one in late:
+        where = f"{one.measured.name} on worker {one.measured.worker}"
+        tiles.append(_tile("Longest beyond forecast", (), [], [_signed(one.beyond)], where))
     return "\n".join(tiles)
+
+
+def _signed(beyond: float) -> str:
+    return f"{'+' if beyond > 0 else ''}{seconds(beyond)}".replace("-", "\N{MINUS SIGN}")
 
 
 def _tile(
@@ -152,44 +199,3 @@ def _tile(
         f'<span class="figure">{html.escape(texts[-1])}</span>'
         f'<span class="note">{under}</span></div>'
     )
-
-
-def _table(traces: Sequence[Trace]) -> str:
-    """Totals by kind of action; with two traces the foretold seconds and the difference too."""
-    main = totals(traces[-1])
-    before = {total.kind: total for total in totals(traces[0])} if len(traces) == 2 else {}
-    gone = [KindTotal(kind, 0, 0.0, 0.0) for kind in before if kind not in {t.kind for t in main}]
-    heads = ["Action", "Count", "Total", "Share of all action time", "Mean"]
-    heads += ["Foretold total", "Difference"] if len(traces) == 2 else []
-    rows = "\n".join(_row(total, before, len(traces) == 2) for total in (*main, *gone))
-    return (
-        "<thead><tr>"
-        + "".join(f'<th scope="col">{head}</th>' for head in heads)
-        + f"</tr></thead>\n<tbody>\n{rows}\n</tbody>"
-    )
-
-
-def _row(total: KindTotal, before: dict[str, KindTotal], compared: bool) -> str:
-    kind = html.escape(total.kind)
-    bar = f'<span class="share"><i style="width:{total.share:.2%}"></i></span>'
-    cells = [
-        f"{total.count:,}",
-        seconds(total.seconds),
-        f"{bar}<span>{total.share:.1%}</span>",
-        seconds(total.mean) if total.count else "–",
-    ]
-    if compared:
-        old = before.get(total.kind)
-        cells.append(seconds(old.seconds) if old else "–")
-        cells.append(signed_percent(total.seconds, old.seconds) if old else "–")
-    body = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f'<tr><th scope="row"><i class="swatch" data-kind="{kind}"></i>{kind}</th>{body}</tr>'
-
-
-def _meta(traces: Sequence[Trace]) -> str:
-    """What the traces say about themselves, as a list; nothing when they say nothing."""
-    items = [
-        f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
-        for key, value in sorted({kv for trace in traces for kv in trace.meta.items()})
-    ]
-    return f'<section class="card"><h2>Run</h2><dl>{"".join(items)}</dl></section>' if items else ""

@@ -5,14 +5,15 @@ and sleeps; the runtime runs the block when the schedule says so and hands the o
 the module computes between blocks ("glue") stays in its own code, of any shape: masks, skip
 connections, an encoder's output that every decoder block reads.
 
-Autograd is cut where a block's call enters and leaves. A tensor that enters is cut at its first
-use, once, however many blocks read it; gradients add up at the cut, and the glue that made it is
-differentiated when the first block that used it has been. The result is the plain gradient.
+On a pipeline every worker runs the glue from the batch, as far as its own blocks need it. Blocks of
+other workers give absent values (outsize/runtime/absent.py), except for those outputs that
+something later still needs (outsize/runtime/reach.py): they come from the worker before, and their
+gradients go back to it. Random numbers that glue draws are each worker's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import greenlet
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.plan import Plan
-from outsize.runtime.again import Call, Replay, leaf
-from outsize.runtime.flow import Record, SpillOf, no_spill
+from outsize.plan import Plan, Precision
+from outsize.plan.plan import per_segment
+from outsize.runtime.absent import Place, Source, absent_like, instead, parameters_instead
+from outsize.runtime.adopted_walk import AdoptedWalk, Share
+from outsize.runtime.flow import SpillOf, Way, no_spill
 from outsize.runtime.gradients import Gradients
+from outsize.runtime.reach import DRAW, Outlines, Reach, Tracer, find_reach
 
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
+Segments = list[tuple[str, list[tuple[str, nn.Parameter]]]]
 
 
 class AdoptedFlow:
@@ -33,10 +37,13 @@ class AdoptedFlow:
 
     blocks: (path, module) in the order in which they are called. loss: from the module's output and
     the batch, the sum of the losses and what to divide it by; None: the output is the loss itself.
+    reach: what the code between the blocks reads (`reach_of`). With it, parameters outside the
+    blocks are where they are read; without it, all of them are needed wherever a block is.
     """
 
     replay = True
     wide: frozenset[str] = frozenset()
+    rows = None
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class AdoptedFlow:
         loss: Callable[[Any, Any], Tensor],
         split: Callable[[Any, int, int], Any] | None = None,
         counter: Callable[[Any], Tensor] | None = None,
+        reach: Reach | None = None,
     ) -> None:
         if plan.sequence_chunk:
             raise OutsizeError(
@@ -53,15 +61,24 @@ class AdoptedFlow:
                 " adopted module, whose attention is not known apart from the rest of a block:"
                 " set it to 0, or load the model as a native decoder"
             )
+        if plan.pipeline.vocabulary:
+            raise OutsizeError(
+                f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}, but"
+                f" {type(model).__name__} is an adopted module, whose embedding and head stay"
+                " whole: set it to 0, or load the model as a native decoder"
+            )
         self.model, self.plan = model, plan
         self.paths = [path for path, _ in blocks]
         self.blocks = [block for _, block in blocks]
-        self.segments = _segments(model, blocks)
-        self.uses = _uses(model, self.blocks, self.segments)
+        self.outlines = Outlines(blocks)
         self._loss, self._split, self._counter = loss, split, counter
-        self._current: AdoptedWalk | None = None
+        self._current: AdoptedWalk | Tracer | None = None
+        self._reach = reach
+        self._shares: dict[frozenset[int], Share] = {}
         for index, block in enumerate(self.blocks):
             block.forward = self._entry(index, block.forward)
+        self.segments = _segments(model, blocks, self._reach)
+        self.uses = _uses(model, self.blocks, self.segments, self._reach)
 
     def _entry(self, index: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that gives the call over to the walk that is under way, if any."""
@@ -70,7 +87,11 @@ class AdoptedFlow:
             walk = self._current
             if walk is None or greenlet.getcurrent() is not walk.glue:
                 return plain(*args, **kwargs)
-            return walk.enter(index, plain, args, kwargs)
+            self._current = None  # what a block does inside is its own matter
+            try:
+                return walk.enter(index, plain, args, kwargs)
+            finally:
+                self._current = walk
 
         return forward
 
@@ -88,22 +109,110 @@ class AdoptedFlow:
     def part(self, batch: Any, start: int, stop: int) -> Any:
         return batch if self._split is None else self._split(batch, start, stop)
 
-    def begin(self, part: Any, factor: float, spill_of: SpillOf = no_spill) -> AdoptedWalk:
-        def whole() -> Tensor:
-            args, kwargs = arguments(part)
-            return self._loss(self.model(*args, **kwargs), part) * factor
+    def begin(
+        self,
+        part: Any,
+        factor: float,
+        spill_of: SpillOf = no_spill,
+        held: Collection[int] | None = None,
+        way: Way | None = None,
+    ) -> AdoptedWalk:
+        """held: the stages that are run here, where other workers run the others."""
+        share = None
+        if held is not None and len(held) < len(self.plan.stages):
+            share = self._share(frozenset(held), part)
+        return AdoptedWalk(self, lambda: self._whole(part) * factor, spill_of, share)
 
-        return AdoptedWalk(self, whole, spill_of)
+    def _whole(self, part: Any) -> Tensor:
+        args, kwargs = arguments(part)
+        return self._loss(self.model(*args, **kwargs), part)
 
-    def run_glue(self, walk: AdoptedWalk, value: Any) -> Any:
-        """Let the module's code run until it calls a block or ends."""
+    def run_glue(
+        self, walk: AdoptedWalk, switch: Callable[[], Any], places: Sequence[Place]
+    ) -> Any:
+        """Let the module's code run until it calls a block or ends. places: what stands where
+        parameters are meanwhile."""
         before, self._current = self._current, walk
         grad = torch.is_grad_enabled()
         try:
-            return walk.glue.switch(value)
+            with instead(places):
+                return switch()
         finally:
             torch.set_grad_enabled(grad)
             self._current = before
+
+    # -- one worker of a pipeline ----------------------------------------------------------------
+
+    def reach(self, part: Any) -> Reach:
+        """What the code between the blocks reads, found with the first batch."""
+        if self._reach is None:
+
+            def run(tracer: Tracer) -> Any:
+                self._current = tracer
+                try:
+                    return self._whole(part)
+                finally:
+                    self._current = None
+
+            blocks = list(zip(self.paths, self.blocks, strict=True))
+            self._reach = find_reach(self.model, blocks, self.outlines, run)
+        return self._reach
+
+    def crossing(self, stage: int) -> tuple[Source, ...]:
+        """What is needed behind a stage; once it is known what the code between blocks reads."""
+        assert self._reach is not None
+        return self._reach.crossing(self.plan.stages[stage].last - 1)
+
+    def _share(self, held: frozenset[int], part: Any) -> Share:
+        if held not in self._shares:
+            reach, stages = self.reach(part), self.plan.stages
+            segments = frozenset(i for s in held for i in range(stages[s].first, stages[s].last))
+            self._refuse_draws(reach, segments)
+            crossing = {s: self.crossing(s) for s in range(len(stages) - 1)}
+            sends = tuple(s for s in crossing if s in held and s + 1 not in held)
+            self._shares[held] = Share(segments, crossing, sends, self._standing(segments))
+        return self._shares[held]
+
+    def _refuse_draws(self, reach: Reach, segments: frozenset[int]) -> None:
+        draws = {s for sources in reach.inputs for s in sources if s.segment == DRAW}
+        for draw in sorted(draws):
+            users = reach.users(draw)
+            if segments.intersection(users) and not segments.issuperset(users):
+                names = [*self.paths, "the loss"]
+                first, last = names[users[0] - 1], names[users[-1] - 1]
+                raise OutsizeError(
+                    f"{draw} are used by {first} and by {last}, on different workers of the"
+                    " pipeline, of which each would draw its own; set dropout to 0, or put all"
+                    " workers on the data axis"
+                )
+
+    def _standing(self, segments: frozenset[int]) -> tuple[Place, ...]:
+        """Stand-ins for the parameters that nothing here reads."""
+        near = {u for i in segments for u in self.uses[i]}
+        far = {
+            id(p): absent_like(p, [Source(0, 0, name)])
+            for i, (_, named) in enumerate(self.segments)
+            for name, p in named
+            if i not in near
+        }
+        return tuple(parameters_instead(self.model, lambda p: far.get(id(p))))
+
+
+def reach_of(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    loss: Callable[[Any, Any], Tensor],
+    part: Any,
+) -> Reach:
+    """What the code between the blocks reads, for a batch of the kind that steps will have. The
+    module runs on shapes alone: nothing of it changes, no random number is used up."""
+    segments = len(blocks) + 2
+    plan = Plan(segments, per_segment(segments), 1, 1, 0, Precision.named("float32"))
+    flow = AdoptedFlow(model, blocks, plan, loss)
+    try:
+        return flow.reach(part)
+    finally:
+        flow.attach(None)
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -116,246 +225,47 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _segments(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
-) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Whatever belongs to no block (the head too), one segment a block, epilogue."""
-    inside = {id(p) for _, block in blocks for p in block.parameters()}
-    named = [(name, p) for name, p in model.named_parameters()]
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], reach: Reach | None
+) -> Segments:
+    """Whatever belongs to no block, one segment a block, epilogue: what the loss alone reads, where
+    that is known."""
+    named = list(model.named_parameters())
     of_block = [
         (path, [(n, p) for n, p in named if n.startswith(path + ".")]) for path, _ in blocks
     ]
+    inside = {name for _, parameters in of_block for name, _ in parameters}
+    end = set() if reach is None else _read_last(reach)
+    outside = [(n, p) for n, p in named if n not in inside]
     return [
-        ("outside the blocks", [(n, p) for n, p in named if id(p) not in inside]),
+        ("outside the blocks", [(n, p) for n, p in outside if n not in end]),
         *of_block,
-        ("epilogue", []),
+        ("epilogue", [(n, p) for n, p in outside if n in end]),
     ]
 
 
+def _read_last(reach: Reach) -> frozenset[str]:
+    """Names of parameters that only the last segment reads."""
+    last = len(reach.read) - 1
+    earlier = (reach.parameters(i) for i in range(last))
+    return reach.parameters(last) - frozenset[str]().union(*earlier)
+
+
 def _uses(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    segments: Sequence[tuple[str, Sequence[tuple[str, nn.Parameter]]]],
+    model: nn.Module, blocks: Sequence[nn.Module], segments: Segments, reach: Reach | None
 ) -> tuple[tuple[int, ...], ...]:
-    """By segment: itself, whatever is outside the blocks (glue runs at any time), shared owners."""
+    """By segment: itself, owners of what its block shares with others, and of what the code before
+    it reads: whatever is outside the blocks, where more is not known."""
     owner = {id(p): i for i, (_, named) in enumerate(segments) for _, p in named}
-    inside = (
-        {owner[id(p)] for p in block.parameters()} - {0, i} for i, block in enumerate(blocks, 1)
-    )
-    middle = ((i, 0, *sorted(others)) for i, others in enumerate(inside, start=1))
-    return ((0,), *middle, (len(blocks) + 1, 0))
-
-
-class _Cut(torch.autograd.Function):
-    """The outputs of a block as the module's code receives them; gradients go to the walk."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entered: Entered) -> tuple[Tensor, ...]:
-        ctx.entered = entered
-        ctx.set_materialize_grads(False)
-        given = tuple(out.detach() for out in entered.given)
-        ctx.mark_non_differentiable(*(out for out in given if not out.is_floating_point()))
-        return given
-
-    @staticmethod
-    def backward(ctx: Any, *gouts: Tensor | None) -> tuple[None, None]:
-        ctx.entered.collect(gouts)
-        return None, None
-
-
-class Entered:
-    """One block's call: the cuts of its inputs, its record, the gradients of its outputs."""
-
-    def __init__(
-        self,
-        index: int,
-        call: Call,
-        fresh: list[tuple[Tensor, Tensor]],
-        leaves: list[Tensor],
-        learns: bool,
-    ) -> None:
-        self.index, self.call, self.leaves, self.learns = index, call, leaves, learns
-        self.fresh = fresh  # (the glue's tensor, its cut) for those first used here
-        self.record: Record | None = None
-        self.replay: Replay | None = None
-        self.given: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
-
-    def collect(self, gouts: Sequence[Tensor | None]) -> None:
-        """Add gradients that the glue behind this block sends."""
-        if not self.gradients:
-            self.gradients = [None] * len(gouts)
-        for i, g in enumerate(gouts):
-            if g is not None:
-                have = self.gradients[i]
-                self.gradients[i] = g if have is None else have + g
-
-
-class AdoptedWalk:
-    """One microbatch through an adopted module."""
-
-    def __init__(
-        self, flow: AdoptedFlow, whole: Callable[[], Tensor], spill_of: SpillOf = no_spill
-    ) -> None:
-        self._flow, self._spill_of = flow, spill_of
-        self._train = torch.is_grad_enabled()
-        self.glue = greenlet.greenlet(lambda _: whole())
-        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the glue's tensor, its cut)
-        self._calls: list[Entered] = []
-        self._waiting: Entered | None = None
-        self._ended = False
-        self._output: Tensor | None = None
-        self.loss: Tensor | None = None
-
-    # -- called from the module's own code, inside the greenlet ----------------------------------
-
-    def enter(self, index: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Give a block's call over; comes back with the block's outputs."""
-        learns = torch.is_grad_enabled()  # the module may freeze a part of itself
-        call = Call(plain, args, kwargs)
-        fresh: list[tuple[Tensor, Tensor]] = []
-        leaves = [self._cut(tensor, fresh) if learns else tensor for tensor in call.tensors]
-        entered = Entered(index, call, fresh, leaves, learns)
-        parent = self.glue.parent
-        assert parent is not None
-        parent.switch(entered)
-        torch.set_grad_enabled(learns)
-        outs = entered.given
-        if learns:
-            outs = list(_Cut.apply(torch.empty(0, requires_grad=True), entered))  # type: ignore[no-untyped-call]
-        entered.given = []
-        return call.result(outs)
-
-    def _cut(self, tensor: Tensor, fresh: list[tuple[Tensor, Tensor]]) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        known = self._cuts.get(id(tensor))
-        if known is None:
-            known = self._cuts[id(tensor)] = (tensor, leaf(tensor))
-            fresh.append(known)
-        return known[1]
-
-    # -- called by the runtime -------------------------------------------------------------------
-
-    def _advance(self, value: Any) -> None:
-        arrived = self._flow.run_glue(self, value)
-        if isinstance(arrived, Entered):
-            self._check(arrived)
-            self._waiting = arrived
-        else:
-            self._ended, self._output = True, arrived
-
-    def _check(self, entered: Entered) -> None:
-        expected, paths = len(self._calls), self._flow.paths
-        if entered.index == expected:
-            return
-        name = paths[entered.index]
-        if entered.index < expected:
-            raise OutsizeError(
-                f"block {name!r} is called again after {paths[expected - 1]!r}; a block must be"
-                " called once, in order: name other blocks by a path pattern"
-            )
-        raise OutsizeError(
-            f"block {name!r} is called where {paths[expected]!r} was expected: blocks must be"
-            " called in the order of the module tree; name them in order by path patterns"
-        )
-
-    def forward(self, stage: int) -> None:
-        here = self._flow.plan.stages[stage]
-        with torch.set_grad_enabled(self._train):
-            for segment in range(here.first, here.last):
-                self._segment(segment, here.whole, stage)
-
-    def _segment(self, segment: int, whole: bool, stage: int) -> None:
-        last = len(self._flow.blocks) + 1
-        if segment == 0:
-            self._advance(None)
-            return
-        if segment == last:
-            self._end()
-            return
-        entered, self._waiting = self._waiting, None
-        if entered is None:
-            path = self._flow.paths[segment - 1]
-            raise OutsizeError(
-                f"block {path!r} is not called by the module's forward; leave it out"
-            )
-        self._calls.append(entered)
-        self._run_block(entered, whole, stage)
-        if segment < last - 1:
-            self._advance(None)
-
-    def _run_block(self, entered: Entered, whole: bool, stage: int) -> None:
-        if not entered.learns:
-            with torch.no_grad():
-                entered.given = entered.call.run(entered.leaves)
-            return
-        if whole:
-            self._check_again(entered)
-            entered.replay = Replay(self._flow.blocks[entered.index])
-        entered.record = Record(entered.call.run, entered.leaves, self._spill_of(stage), own=False)
-        entered.given = entered.record.forward(not whole)
-
-    def _check_again(self, entered: Entered) -> None:
-        """What is computed twice must not remember that it ran."""
-        for value in entered.call.rest:
-            if not isinstance(value, _PLAIN):
-                path = self._flow.paths[entered.index]
-                raise OutsizeError(
-                    f"block {path!r} receives a {type(value).__name__}, which may change while it"
-                    " runs, so it cannot be computed again; pass none (use_cache=False) or set"
-                    " recompute to nothing"
-                )
-
-    def _end(self) -> None:
-        self._advance(None)
-        if not self._ended:
-            assert self._waiting is not None
-            path = self._flow.paths[self._waiting.index]
-            raise OutsizeError(f"block {path!r} is called again at the end of the forward")
-        output = self._output
-        if not isinstance(output, Tensor) or output.ndim:
-            raise OutsizeError(
-                f"loss is {type(output).__name__}; expected a scalar tensor: pass"
-                " loss=function(output, batch)"
-            )
-        self.loss = output.detach()
-
-    def recompute(self, stage: int) -> None:
-        here = self._flow.plan.stages[stage]
-        for segment in range(here.first, here.last):
-            entered = self._calls[segment - 1]
-            if not entered.learns:
-                continue
-            assert entered.record is not None and entered.replay is not None
-            with entered.replay():
-                entered.record.again()
-
-    def backward(self, stage: int) -> None:
-        here = self._flow.plan.stages[stage]
-        for segment in reversed(range(here.first, here.last)):
-            if segment == len(self._flow.blocks) + 1:
-                output, self._output = self._output, None
-                assert output is not None
-                torch.autograd.backward(output, retain_graph=True)
-                continue
-            if segment:
-                self._backward_block(self._calls[segment - 1])
-            if segment == 0:
-                self._calls.clear()
-                self._cuts.clear()
-
-    def _backward_block(self, entered: Entered) -> None:
-        if entered.record is None:
-            return
-        gradients, entered.gradients = entered.gradients, []
-        if gradients:
-            entered.record.backward(gradients)
-        entered.record = None
-        # Glue graphs may share nodes (one mask, one encoder output), so they are retained; they
-        # go when the walk lets the tensors go.
-        pairs = [(made, cut.grad) for made, cut in entered.fresh if cut.grad is not None]
-        if pairs:
-            torch.autograd.backward(
-                [made for made, _ in pairs], [g for _, g in pairs], retain_graph=True
-            )
-        entered.fresh.clear()
+    names = {name: i for i, (_, named) in enumerate(segments) for name, _ in named}
+    last = len(blocks) + 1
+    found: list[tuple[int, ...]] = []
+    for i in range(last + 1):
+        mine = blocks[i - 1].parameters() if 0 < i < last else ()
+        others = {owner[id(p)] for p in mine}
+        if reach is None:
+            others.add(0)
+        else:  # the code before the first block runs in the prologue's turn
+            around = reach.read[1] if i == 0 else reach.parameters(i)
+            others |= {names[name] for name in around}
+        found.append((i, *sorted(others - {i})))
+    return tuple(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +18,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.runtime.again import leaf
 from outsize.runtime.spill import Handle, Spill, restore
+from outsize.runtime.vocabulary import Rows
 
 SpillOf = Callable[[int], Spill | None]
 
 
 def no_spill(stage: int) -> None:
     """Every activation stays."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A microbatch's number, and its first and last stage."""
+
+    microbatch: int
+    first: int
+    last: int
 
 
 class Walk(Protocol):
@@ -37,6 +48,19 @@ class Walk(Protocol):
     def recompute(self, stage: int) -> None: ...
 
     def backward(self, stage: int) -> None: ...
+
+    def take(self, stage: int) -> list[Tensor]:
+        """What a stage has given, let go: the next one is on another worker."""
+
+    def put(self, stage: int, tensors: list[Tensor]) -> None:
+        """What a stage has given on another worker."""
+
+    def take_gradient(self, stage: int) -> list[Tensor | None]:
+        """Gradients of the floating tensors that a stage has given, of those that `put` brought:
+        None where there is none. Let go."""
+
+    def put_gradient(self, stage: int, gradients: list[Tensor | None]) -> None:
+        """Gradients of the floating tensors that `take` has had of a stage."""
 
 
 class Flow(Protocol):
@@ -74,9 +98,21 @@ class Flow(Protocol):
     def part(self, batch: Any, start: int, stop: int) -> Any:
         """Rows [start, stop) of a batch."""
 
-    def begin(self, part: Any, factor: float, spill_of: SpillOf = no_spill) -> Walk:
+    @property
+    def rows(self) -> Rows | None:
+        """The rows that are here of a vocabulary that is cut over a pipeline."""
+
+    def begin(
+        self,
+        part: Any,
+        factor: float,
+        spill_of: SpillOf = no_spill,
+        held: Collection[int] | None = None,
+        way: Way | None = None,
+    ) -> Walk:
         """A walk of a part whose losses are multiplied by `factor`. spill_of: by stage, what
-        takes the activations that it keeps, where they leave the device."""
+        takes the activations that it keeps, where they leave the device. held: the stages that the
+        walk will run here, where it does not run all. way: of the microbatch, for `rows`."""
 
 
 class Record:
@@ -99,9 +135,10 @@ class Record:
             outputs = self.run(self.inputs)
         if keep:
             self.edges = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
+        given = [out.detach() for out in outputs]  # before: one may be an input as it came
         if self.spill is not None and self._own:
             self._handles = self.spill.hold(self.inputs)
-        return [out.detach() for out in outputs]
+        return given
 
     def again(self) -> None:
         """Run a second time, from the inputs alone, holding the graph."""
@@ -112,6 +149,8 @@ class Record:
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Differentiate; gives the inputs' gradients and lets everything go."""
         edges, self.edges = self.edges, []
+        if self.spill is not None:
+            self.spill.hand_over()
         pairs = [
             (edge, g)
             for edge, g in zip(edges, gradients, strict=True)

@@ -7,7 +7,8 @@ its weights are present (outsize/runtime/zeroth.py plays it).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.memory.chunk import ChunkTable, Dtypes
 from outsize.plan import Plan
+from outsize.runtime.flow import Flow
 from outsize.runtime.placement import Placement
 from outsize.schedule import Action, Kind, Schedule
 from outsize.schedule.holding import Holding
@@ -83,3 +85,23 @@ def _proved(schedule: Schedule) -> Schedule:
     faults = [*(r for r in reasons if not r.endswith(": ")), *holding.left()]
     assert not faults, faults[0]
     return schedule
+
+
+def uses_of(flow: Flow, placement: Placement) -> list[tuple[int, ...]]:
+    """By stage, the stages whose parameters it computes with, itself first."""
+    stage_of, stages = placement.stage_of, placement.plan.stages
+    used = ([stage_of[u] for i in range(x.first, x.last) for u in flow.uses[i]] for x in stages)
+    return [tuple(dict.fromkeys((s, *others))) for s, others in enumerate(used)]
+
+
+@contextmanager
+def still(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout and without changes to the running figures of norms."""
+    modules = [module for module in model.modules() if module.training]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True

@@ -8,7 +8,8 @@ keeps its distance, so that a layer comes back when the others have become calme
 distances are large and random: every layer has its turn.
 
 A frozen layer has no weight gradient, no update, no step of its moments, and keeps no input for the
-backward pass; the gradient of its input still flows. The paper's quantised and pruned activations
+backward pass; the gradient of its input still flows. What blocks keep all the same (norms, the
+gate, attention) may wait in 8 bits (outsize/runtime/compressed.py). The paper's pruned activations
 are not here.
 
     freezing = Freezing(job, rate=0.9)   # plan.approximate: [frozen-by-dynamics]
@@ -19,17 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, nearest
 from outsize.kernels.pieces import pieces
 from outsize.models.random import uniform
+from outsize.runtime.compressed import compressing
 from outsize.runtime.job import Job
 
 NAME = "frozen-by-dynamics"  # what `approximate` must name
+KEEP = ("whole", "int8")
 UNKNOWN = 1e10  # distances of layers that no step has trained yet are from here on
 
 
@@ -37,7 +40,8 @@ class Freezing:
     """Plays a job's steps with some layers frozen in each.
 
     rate: the share of layers that is frozen, 0 to below 1. seed: of the order in which layers have
-    their first turn. distances: by layer, to go on with; a state to save is `distances`.
+    their first turn. distances: by layer, to go on with; a state to save is `distances`. keep:
+    what blocks keep for the backward pass as it is ("whole"), or in 8 bits ("int8").
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Freezing:
         rate: float,
         seed: int = 0,
         distances: Mapping[str, float] | None = None,
+        keep: Literal["whole", "int8"] = "whole",
     ) -> None:
         if NAME not in job.plan.approximate:
             raise OutsizeError(
@@ -59,6 +64,26 @@ class Freezing:
         first = uniform(seed, "freezing", 0, len(names))
         self.distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
         self.distances |= {n: float(d) for n, d in (distances or {}).items()}
+        if keep not in KEEP:
+            raise OutsizeError(f"{NAME}: keep is {keep!r}{nearest(keep, KEEP)}")
+        if keep == "int8":
+            self._compress()
+
+    def _compress(self) -> None:
+        if self.job.plan.rests_below("activations"):
+            raise OutsizeError(
+                f"{NAME}: activations rest below the device and keep is 'int8', which do not go"
+                " together: leave one of them out"
+            )
+        chunks = (chunk.parameters for chunk in self.job.chunks)
+        kept = {flat.untyped_storage()._cdata for flat in chunks}
+        for block in self.job.flow.blocks:
+            block.forward = compressing(block, kept)
+
+    def close(self) -> None:
+        """Give the job's blocks their own forward back."""
+        for block in self.job.flow.blocks:
+            block.__dict__.pop("forward", None)
 
     def frozen(self) -> frozenset[str]:
         """The layers that the next step leaves alone."""

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from outsize.collectives import Alone, Collective
-from outsize.errors import OutsizeError, nearest
-from outsize.memory import ChunkTable, Meter, tables
-from outsize.memory.chunk import Dtypes
-from outsize.memory.store import MemoryStore, Store
+from outsize.collectives import Lone, World, along
+from outsize.errors import OutsizeError
+from outsize.memory import Meter, tables
+from outsize.memory.store import Store
+from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import Optimizer
-from outsize.plan import Plan, Precision
-from outsize.runtime.again import recomputed, tiled
-from outsize.runtime.flow import Flow, Walk
+from outsize.parallel.wholes import Wholes
+from outsize.plan import Plan
+from outsize.runtime.checks import (
+    by_shape,
+    check,
+    check_pipeline,
+    check_same,
+    check_world,
+    matrices_of,
+    placement_of,
+)
+from outsize.runtime.evaluation import Evaluation, start_of
+from outsize.runtime.everybody import Everybody
+from outsize.runtime.flow import Flow, Walk, Way
 from outsize.runtime.gradients import Compute, Gradients
 from outsize.runtime.lanes import Lanes
-from outsize.runtime.placement import MASTER, PARAMETERS, Placement
-from outsize.runtime.residence import NO_STORES, Residence
-from outsize.runtime.spill import Entry, Spill, Spills, spilling
+from outsize.runtime.passing import Passing, shapes_of, tensors_of
+from outsize.runtime.peers import Peers
+from outsize.runtime.residence import NO_STORES, Residence, transfer
+from outsize.runtime.spill import Entry, Spill, Spills
+from outsize.runtime.states import Fill as Fill
+from outsize.runtime.states import Stateful, States
 from outsize.runtime.turns import Turns
 from outsize.runtime.update import Updates
+from outsize.runtime.wrapped import wrapped
 from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
 from outsize.schedule.action import WHOLE
-from outsize.schedule.residency import moved
 from outsize.trace.trace import Event, Trace
 
-Fill = Callable[[str, Tensor], None]
+_NOWHERE = frozenset[int]()  # the stages of a microbatch that has none here
 
 
 @dataclass(frozen=True)
@@ -61,82 +74,18 @@ class Diverged(OutsizeError):
     """The gradient norm is not finite; the weights were left as they are."""
 
 
-def dtypes_of(precision: Precision) -> Dtypes:
-    """A plan's precision as torch dtypes."""
-    master = precision.master
-    return Dtypes(
-        getattr(torch, precision.compute),
-        getattr(torch, precision.gradients),
-        None if master is None else getattr(torch, master),
-        getattr(torch, precision.optimizer),
-    )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, dataclasses included."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _check(flow: Flow, plan: Plan, clip: float | None) -> None:
-    """Refuse what cannot be, before anything is allocated."""
-    if "zeroth-order" in plan.approximate:
-        raise OutsizeError(
-            "plan: approximate holds zeroth-order, and this job computes gradients; use"
-            " outsize.runtime.zeroth.ZerothJob, or leave the name out"
-        )
-    parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
-    known = ("block", *(part for part in parts if "." not in part))
-    for stage in plan.stages:
-        for field, names in (("recompute", stage.recompute), ("spill", stage.spill)):
-            for name in names:
-                if name != "block" and name not in parts:
-                    raise OutsizeError(
-                        f"plan: {field} holds {name!r}, which is no part of any block"
-                        f"{nearest(name, known)}"
-                    )
-    if plan.update == "behind" and clip is not None:
-        raise OutsizeError(
-            f"plan: update is 'behind' and gradients are clipped at {clip:g}: the norm is known"
-            " only when every stage has its gradient; set clip to null, or update to 'apart'"
-        )
-
-
-def _by_shape(owners: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The usual groups: matrices, and everything else."""
-    return {name: int(p.ndim < 2) for name, p in owners.items()}
-
-
-def _placement(
-    flow: Flow,
-    plan: Plan,
-    layout: tuple[ChunkTable, ...],
-    optimizer: Optimizer,
-    stores: Mapping[str, Store],
-) -> Placement:
-    uses = tuple(tuple(others) for others in flow.uses)
-    memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
-    whole = optimizer.layout == "matrix"
-    return Placement(plan, layout, uses, dtypes_of(plan.precision), optimizer.states, whole, memory)
-
-
-def start_of(schedule: Schedule) -> frozenset[str]:
-    """What a schedule expects to find in the pool."""
-    return frozenset() if schedule.residency is None else schedule.residency.start
-
-
-class Job:
+class Job(Stateful):
     """Holds the chunks of a model and plays schedules over them.
 
     flow: the model. plan: how a step runs. optimizer: the update. groups and group_of: settings by
     parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
     norm. ledger: counts bytes while the job works, and raises over its budget.
-    collective: who else trains. stores: by name, the tiers below the device; the caller closes
-    them. fill: writes the values of the parameter of a name into a tensor, for parameters that have
-    no memory of their own (outsize/models/build.py, `shells`).
+    stores: by name, the tiers below the device; the caller closes them. fill: writes the values of
+    the parameter of a name into a tensor, for parameters that have no memory of their own
+    (outsize/models/build.py, `shells`). world: the workers, this one among them; each makes a Job
+    of the same plan and calls the same methods in the same order. cuts: which part of a parameter
+    the model has here, where the tensor axis has several workers; `fill` still writes whole ones.
+    at: told what each thread is about to do, for who watches the workers (outsize/launch/pulse.py).
     """
 
     def __init__(
@@ -148,33 +97,49 @@ class Job:
         group_of: Mapping[str, int] | None = None,
         clip: float | None = None,
         ledger: Meter | None = None,
-        collective: Collective | None = None,
         stores: Mapping[str, Store] = NO_STORES,
         fill: Fill | None = None,
+        world: World | None = None,
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        at: Callable[[str], None] | None = None,
     ) -> None:
         self.flow, self.plan, self.optimizer, self.clip = flow, plan, optimizer, clip
         self.ledger, self.stores = ledger, stores
-        self.collective: Collective = collective or Alone()
+        self.world, self._at = world or Lone(), at
+        check_world(plan, self.world, cuts)
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
-        _check(flow, plan, clip)
-        layout = tables(named, group_of or _by_shape(self.owners), flow.wide)
-        self.placement = _placement(flow, plan, layout, optimizer, stores)
+        check(flow, plan, clip)
+        matrices = matrices_of(flow, optimizer, cuts)
+        layout = tables(named, group_of or by_shape(self.owners), flow.wide, matrices, cuts)
+        self.place = plan.mesh.index("data", self.world.rank)
+        self.placement = placement_of(flow, plan, layout, optimizer, stores, self.world)
+        check_pipeline(self.placement)
         if self.placement.first == len(plan.stages):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
         self.schedule = self.placement.schedule
         validate(self.schedule)
         device = next(iter(self.owners.values())).device
         self._spills = Spills(ledger)
+        self._all = Everybody(self.world, self.placement)
+        self.peers = Peers(self.world, self.placement)
+        line = along(self.world, "pipeline")
+        check_same(self.placement, line)
+        self.wholes = Wholes(cuts, along(self.world, "tensor"), line)
+        self.rows = flow.rows
+        self.passing: Passing | None = None
+        if self.placement.pipelining is not None:
+            self.passing = Passing(self.world, self.placement, device, self._account, self.rows)
         with self._watch():
-            self.residence = Residence(self.placement, stores, device, self._account)
+            self.residence = Residence(self.placement, stores, device, self._account, self.peers)
             self.chunks = self.residence.chunks
+            self.states = States(self.residence, self.wholes, self.owners, line)
             self._adopt(fill)
         groups = groups or (Group(optimizer.weight_decay), Group(0.0))
-        self.updates = Updates(self.residence, optimizer, groups)
+        self.updates = Updates(self.residence, optimizer, groups, self.wholes)
         self.gradients = Gradients(self.chunks, self.owners)
         flow.attach(self.gradients)
-        self._wrapped = list(self._wrap())
+        self._wrapped = list(wrapped(flow, plan, self._spills))
         self.follow(self.schedule)
         self._steps: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -185,11 +150,19 @@ class Job:
             Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
-        self._evaluations: dict[int, tuple[frozenset[str], Lanes]] = {}  # by their microbatches
+        if (rows := flow.rows) is not None:
+            self._steps |= {
+                Kind.EMBED: self._embed,
+                Kind.EMBED_BACKWARD: lambda a: rows.embed_backward(a.microbatch),
+                Kind.OUTPUT_S: lambda a: rows.score(a.microbatch),
+                Kind.OUTPUT_T: self._settle,
+            }
+        self._evaluation = Evaluation(self.residence, flow, self.passing)
         self._outdated = False  # the update at hand changes parameters that the pool holds still
         self._batch: Any = None
         self._torn = False  # some weights have had a step's update and some have not
         self._walks: dict[int, Walk] = {}
+        self._shapes: dict[int, Hashable] = {}  # by microbatch
         self._weight_work: dict[tuple[int, int], list[tuple[Tensor, Compute]]] = {}
         self._missing: dict[tuple[int, int], list[Entry]] = {}
 
@@ -212,34 +185,20 @@ class Job:
             if fill is None:
                 out.copy_(parameter)
             else:
-                fill(name, out)
+                self.wholes.cutting(fill)(name, out)
             parameter.data = views[name]  # what it held before goes now
 
         for index in range(len(self.placement.tables)):
             chunk = residence.make(index)
             self._spills.kept.add(chunk.parameters.untyped_storage()._cdata)
             views |= {slot.name: slot.of(chunk.parameters) for slot in chunk.table.slots}
-            self._replace(index, tuple(self._weights(index)), "", take)
-
-    def _weights(self, index: int) -> Iterator[str]:
-        """The states of a chunk that hold its weights."""
-        return (w for w in (MASTER, PARAMETERS) if self.residence.has(index, w))
-
-    def _wrap(self) -> Iterator[nn.Module]:
-        """Give the parts that are computed again, tiled or spilled another forward."""
-        blocks = self.flow.blocks
-        for stage in self.plan.stages:
-            for block in blocks[max(0, stage.first - 1) : max(0, stage.last - 1)]:
-                for name, part in block.named_modules():
-                    if self.plan.mlp_tile and name == "mlp":
-                        part.forward = tiled(part, self.plan.mlp_tile)
-                        yield part
-                    elif name and name in stage.recompute:
-                        part.forward = recomputed(part, self.flow.replay)
-                        yield part
-                    elif name and stage.spills and name in stage.spill:
-                        part.forward = spilling(part, self._spills)
-                        yield part
+            self.states.replace(index, tuple(self.states.weights_of(index)), "", take)
+        nothing: dict[torch.dtype, Tensor] = {}
+        for name, parameter in self.owners.items():
+            if name not in views:  # of a stage on other workers: its shape is all that stays
+                if parameter.dtype not in nothing:
+                    nothing[parameter.dtype] = parameter.data.new_full((), float("nan"))
+                parameter.data = nothing[parameter.dtype].expand(parameter.shape)
 
     def follow(self, schedule: Schedule) -> None:
         """Play a schedule from now on: one that `validate` has passed, over the same rooms."""
@@ -250,12 +209,16 @@ class Job:
         """Give the model back as an ordinary module; its parameters stay views of the chunks.
 
         Of what rests below the device, the parameters have the values that happen to be in the
-        pool: read `weights` before.
+        pool, and of stages on other workers none: read `weights` before.
         """
-        for part in self._wrapped:
+        for part, before in self._wrapped:
             del part.forward
+            if before is not None:
+                part.forward = before
         self.flow.attach(None)
         self.gradients.close()
+        if self.passing is not None:
+            self.passing.close()
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -269,13 +232,13 @@ class Job:
             raise OutsizeError(
                 "job: a step was cut off while it updated the weights; load a checkpoint to go on"
             )
-        count = self.collective.sum(self.flow.count(batch)).item()
+        count = self._all.count(self.flow.count(batch))
         if not count:
             raise OutsizeError("batch: no valid target in the whole step; expected one at least")
         self.ready(batch, count, lr)
         trace = self._play(begin)
         assert self._loss is not None
-        loss: Tensor = self.collective.sum(self._loss)
+        loss = self._loss
         self.report = Report(
             float(loss), self._norm_value, int(count), time.perf_counter() - begin, trace
         )
@@ -284,7 +247,7 @@ class Job:
     def ready(self, batch: Any, count: float, lr: float | None = None) -> None:
         """Set out on a step: its batch, the one number that losses are divided by, its rate."""
         if self.ledger is not None:
-            for tensor in _tensors(self._batch):  # the caller may keep it; the step does not
+            for tensor in tensors_of(self._batch):  # the caller may keep it; the step does not
                 self.ledger.release(tensor)
         self._batch, self._factor = batch, 1.0 / count
         self._lr = self.optimizer.lr if lr is None else lr
@@ -293,7 +256,7 @@ class Job:
         self._squares: dict[int, float] = {}
         if self.ledger is not None:
             with self.ledger.kind("data"):
-                for tensor in _tensors(batch):
+                for tensor in tensors_of(batch):
                     self.ledger.see(tensor)
 
     def _play(self, begin: float) -> Trace:
@@ -306,7 +269,7 @@ class Job:
             self._torn = self._updating
             self._abandon()
             raise
-        return Trace("measured", tuple(events))
+        return Trace("measured", tuple(events), begin=begin)
 
     def alone(self, index: int, action: Action) -> Event:
         """One action of a step, in its turn, on the calling thread whatever its lane."""
@@ -322,6 +285,9 @@ class Job:
         ledger = self.ledger
         if ledger is not None:
             ledger.reset_peak()
+        self._tell(action)
+        if self.passing is not None:
+            self.passing.sweep()
         start = time.perf_counter()
         for stage in self._turns.anew.get(index, ()):
             self._zero(stage)
@@ -329,6 +295,7 @@ class Job:
         self._steps[action.kind](action)
         for stage in self._turns.complete.get(index, ()):
             self._square(stage)
+        self._leave(index)
         end = time.perf_counter()
         live, peak = {}, 0
         if ledger is not None:
@@ -340,25 +307,62 @@ class Job:
     # -- other lanes ----------------------------------------------------------------------------
 
     def prepare(self, index: int, action: Action) -> None:
-        """Make room for activations that come back."""
-        if action.kind is Kind.FETCH and action.state is State.ACTIVATIONS:
+        """Make room for activations that come; what other workers compute with leaves."""
+        if action.kind in (Kind.SEND, Kind.RECV):
+            self._pass(index, action)
+        elif action.kind is Kind.EXCHANGE:
+            assert self.rows is not None
+            self.rows.announce(action.state, action.microbatch)
+        elif action.kind is Kind.FETCH and action.state is State.ACTIVATIONS:
             here = (action.stage, action.microbatch)
             with self._account("activations"):
                 self._missing[here] = self._spills.of(*here).allocate()
 
     def move(self, index: int, action: Action, begin: float) -> Event:
         """Run an action of another lane."""
+        self._tell(action)
         start = time.perf_counter()
         if action.kind is Kind.UPDATE:
             self._updating = True
             self.updates.at_rest(action, self._lr, self.gradients.touched)
+        elif action.kind in (Kind.SEND, Kind.RECV):
+            assert self.passing is not None
+            self.passing.move(action, self._shapes[action.microbatch])
+        elif action.kind is Kind.EXCHANGE:
+            assert self.rows is not None
+            self.rows.exchange(action.state, action.microbatch)
         elif action.state is State.ACTIVATIONS:
             self._move_activations(action)
-        elif action.kind is Kind.FETCH:
-            self.residence.fetch(moved(action))
         else:
-            self.residence.evict(moved(action))
+            transfer(self.residence, action, index in self._turns.sums)
         return _event(action, start - begin, time.perf_counter() - begin, {}, 0)
+
+    def _tell(self, action: Action) -> None:
+        if self._at is not None:
+            self._at(f"{action.label} {action.stage} {action.microbatch}")
+
+    def begin(self, microbatch: int) -> None:
+        """Take up a microbatch, before its first action."""
+        self._walk(microbatch)
+
+    def loss_bytes(self, microbatch: int) -> int:
+        """Of the loss that a microbatch under way keeps, once the last stage has run forward."""
+        loss = self._walks[microbatch].loss
+        return 0 if loss is None else loss.nbytes
+
+    def outputs(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What a stage has given, while the next one has not begun."""
+        walk = self._walks[microbatch]
+        found = walk.take(stage)
+        walk.put(stage, found)
+        return found
+
+    def _pass(self, index: int, action: Action) -> None:
+        assert self.passing is not None
+        m = action.microbatch
+        walk = self._walk(m)
+        self.passing.prepare(action, walk, self._shapes[m])
+        self._leave(index)
 
     def _move_activations(self, action: Action) -> None:
         here = (action.stage, action.microbatch)
@@ -380,6 +384,10 @@ class Job:
         self._weight_work.clear()
         self._spills.reset()
         self._missing.clear()
+        if self.passing is not None:
+            self.passing.reset()
+        if self.rows is not None:
+            self.rows.reset()
         self.gradients.reset()
         self.updates.reset()
         self.residence.forget()
@@ -387,19 +395,50 @@ class Job:
             if chunk.gradients is not None:
                 chunk.gradients.zero_()
 
-    def _forward(self, action: Action) -> None:
-        m = action.microbatch
-        if action.stage == 0:
+    def _walk(self, m: int) -> Walk:
+        """The walk of a microbatch; it begins with the first action that needs it."""
+        if m not in self._walks:
             with self._account("data"):
-                part = self.flow.part(self._batch, *self.plan.rows_of(m))
-            self._walks[m] = self.flow.begin(part, self._factor, partial(self._spill_of, m))
-        walk = self._walks[m]
-        self._spill_of(m, action.stage)  # of a stage without blocks it stays empty
+                part = self.flow.part(self._batch, *self.plan.rows_of(m, self.place))
+            self._shapes[m] = () if self.passing is None else shapes_of(part)
+            spill_of = partial(self._spill_of, m)
+            way = Way(m, self.schedule.begin(m), self.schedule.end(m))
+            held = self._turns.held.get(m, _NOWHERE) if self.schedule.role else None
+            self._walks[m] = self.flow.begin(part, self._factor, spill_of, held, way)
+        return self._walks[m]
+
+    def _handed(self, action: Action) -> Walk:
+        """The walk of an action, with what has come from other workers for it."""
+        walk = self._walk(action.microbatch)
+        if self.passing is not None:
+            self.passing.hand(action, walk)
+        return walk
+
+    def _forward(self, action: Action) -> None:
+        walk = self._handed(action)
+        self._spill_of(action.microbatch, action.stage)  # of a stage without blocks it stays empty
         walk.forward(action.stage)
-        if action.stage == len(self.plan.stages) - 1:
-            assert walk.loss is not None
-            loss = walk.loss.detach()
-            self._loss = loss if self._loss is None else self._loss + loss
+        if action.stage == len(self.plan.stages) - 1 and walk.loss is not None:
+            self._lose(walk.loss.detach())
+
+    def _lose(self, loss: Tensor) -> None:
+        """Add a loss: in place, and to a copy, for a graph may have saved the first one."""
+        if self._loss is None:
+            self._loss = loss.clone()
+        else:
+            self._loss += loss
+
+    def _embed(self, action: Action) -> None:
+        assert self.rows is not None
+        self._walk(action.microbatch)
+        self.rows.embed(action.microbatch)
+
+    def _settle(self, action: Action) -> None:
+        """The rest of the head; the loss is the same on all workers: the first one counts it."""
+        assert self.rows is not None
+        loss = self.rows.settle(action.microbatch)
+        if not self.placement.turn:
+            self._lose(loss)
 
     def _spill_of(self, microbatch: int, stage: int) -> Spill | None:
         if (stage, microbatch) not in self._turns.spilled:
@@ -409,20 +448,21 @@ class Job:
         return self._spills.begin(stage, microbatch, store, bool(here.spill))
 
     def _backward(self, action: Action) -> None:
-        self._walks[action.microbatch].backward(action.stage)
-        self._leave(action)
-
-    def _leave(self, action: Action) -> None:
-        """A microbatch whose first trainable stage is done has no more to say."""
+        self._handed(action).backward(action.stage)
         self._spills.end(action.stage, action.microbatch)
-        if action.stage == self.placement.first:
-            del self._walks[action.microbatch]
+
+    def _leave(self, index: int) -> None:
+        """A microbatch that nothing behind this place needs has no more to say."""
+        if index in self._turns.ends:
+            microbatch = self._turns.ends[index]
+            del self._walks[microbatch]
+            if self.rows is not None:
+                self.rows.end(microbatch)
 
     def _backward_input(self, action: Action) -> None:
         self.gradients.defer()
-        self._walks[action.microbatch].backward(action.stage)
+        self._backward(action)
         self._weight_work[action.stage, action.microbatch] = self.gradients.take()
-        self._leave(action)
 
     def _backward_weight(self, action: Action) -> None:
         for weight, compute in self._weight_work.pop((action.stage, action.microbatch)):
@@ -436,9 +476,9 @@ class Job:
                 gradients.zero_()
 
     def _square(self, stage: int) -> None:
-        """Sum the squares of gradients that are complete and about to leave."""
+        """Sum the squares of gradients that are complete: those that this worker updates."""
         for index in self.placement.chunks_of[stage]:
-            gradients = self.chunks[index].gradients
+            gradients = self.residence.updated_gradients(index)
             if gradients is not None:
                 norm = torch.linalg.vector_norm(gradients)
                 self._squares[index] = float(norm.double().square())
@@ -446,17 +486,19 @@ class Job:
     def _norm(self, action: Action) -> None:
         for stage in self._turns.at_norm:
             self._square(stage)
-        squares = sum(self._squares[index] for index in sorted(self._squares))
-        total = torch.tensor(squares, dtype=torch.float64)
-        self._norm_value = float(self.collective.sum(total).sqrt())
+        squares, loss = self._all.sums(self._squares, self._loss, self.gradients.touched)
+        self._norm_value, self._loss = squares**0.5, loss
         _finite(self._norm_value, "the weights were left unchanged")
         if self.clip is not None:
             self.updates.scale = min(1.0, self.clip / (self._norm_value + 1e-6))
 
     def _update(self, action: Action) -> None:
         if self.plan.update == "behind" and action.part in (WHOLE, 0):
+            if action.stage in self._turns.at_update:
+                self._square(action.stage)
             mine = self.placement.chunks_of[action.stage]
-            part = sum(self._squares[i] for i in mine if i in self._squares)
+            here = {i: self._squares[i] for i in mine if i in self._squares}
+            part = self._all.stage(action.stage, here, self.gradients.touched)
             _finite(part**0.5, "some weights may have been updated")
         self._updating = True
         self.updates.run(action, self._lr, self.gradients.touched, self._outdated)
@@ -465,148 +507,23 @@ class Job:
 
     @torch.no_grad()
     def evaluate(self, batch: Any, rows: int) -> tuple[float, int]:
-        """Sum of losses over a batch of `rows` rows, and the count of its valid targets."""
+        """Sum of losses over a batch of `rows` rows, and the count of its valid targets; of all
+        workers' batches, of one row at least each."""
         size = self.plan.microbatch_rows
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-        # What streams passes once for all microbatches; what is there needs them one by one.
-        groups = [cuts] if self.placement.rooms else [[cut] for cut in cuts]
-        total = sum(self._evaluate([self.flow.part(batch, *cut) for cut in g]) for g in groups)
-        return total, int(self.flow.count(batch).item())
-
-    def _evaluate(self, parts: list[Any]) -> float:
-        count = len(parts)
-        if count not in self._evaluations:
-            schedule = self.placement.evaluation(count)
-            lanes = Lanes(schedule, self.residence.device)
-            self._evaluations[count] = (start_of(schedule), lanes)
-        start, lanes = self._evaluations[count]
-        try:
-            self.residence.ensure(start)
-            reader = Reader(self.residence, self.flow, parts)
-            lanes.play(reader, time.perf_counter())
-        except BaseException:
-            self.residence.forget()
-            raise
-        return sum(reader.losses)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, in the precision that training continues from.
-
-        Views of the device's buffers; of what rests below, of a copy of one chunk at a time: use
-        each before the next.
-        """
-        for index in range(len(self.chunks)):
-            yield from self._named(index, self._master(index), "")
-
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Optimizer states by "parameter.state", as `weights` gives weights."""
-        for index, chunk in enumerate(self.chunks):
-            for what in self.optimizer.states if chunk.table.trainable else ():
-                yield from self._named(index, what, f".{what}")
-
-    def _named(self, index: int, what: str, suffix: str) -> Iterator[tuple[str, Tensor]]:
-        flat = self.residence.read(index, what)
-        for slot in self.chunks[index].table.slots:
-            yield f"{slot.name}{suffix}", slot.of(flat)
-
-    def state_names(self) -> Iterator[str]:
-        """The names that `optimizer_state` gives."""
-        for chunk in self.chunks:
-            for what in self.optimizer.states if chunk.table.trainable else ():
-                yield from (f"{slot.name}.{what}" for slot in chunk.table.slots)
-
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        """What training continues from is held in."""
-        dtypes = self.placement.dtypes
-        return dtypes.parameters if dtypes.master is None else dtypes.master
-
-    def weight_reader(self) -> Callable[[str], Tensor]:
-        """Gives a weight by name. What rests below is read chunk by chunk: asked for in the order
-        of the model, each is read once; a tensor stays good."""
-        read = self.reader()
-        return lambda name: read(name, None)
-
-    def reader(self) -> Callable[[str, str | None], Tensor]:
-        """Gives the named optimizer state of a parameter, or (None) its weight, as `weight_reader`
-        does: it holds one state of one chunk."""
-        where = {s.name: (i, s) for i, chunk in enumerate(self.chunks) for s in chunk.table.slots}
-        last: dict[tuple[int, str], Tensor] = {}
-
-        def read(name: str, state: str | None) -> Tensor:
-            index, slot = where[name]
-            key = (index, state or self._master(index))
-            if key not in last:
-                last.clear()
-                last[key] = self.residence.read(*key)
-            return slot.of(last[key])
-
-        return read
-
-    def load(self, value: Fill | None, state: Fill) -> None:
-        """Replace every weight (value None: they stay) and every optimizer state, one at a time.
-
-        value(parameter name, out) writes a weight into a tensor, state("parameter.state", out) a
-        state.
-        """
-        for index, chunk in enumerate(self.chunks):
-            if value is not None:
-                self._replace(index, tuple(self._weights(index)), "", value)
-            for what in self.optimizer.states if chunk.table.trainable else ():
-                self._replace(index, (what,), f".{what}", state)
-
-    def _replace(self, index: int, whats: tuple[str, ...], suffix: str, fill: Fill) -> None:
-        """Fill the first of these states of a chunk anew; the others are the same, rounded."""
-        flats = self.residence.staged(index, whats)
-        first, *others = flats.values()
-        with torch.no_grad():
-            for slot in self.chunks[index].table.slots:
-                fill(f"{slot.name}{suffix}", slot.of(first))
-            for flat in others:
-                flat.copy_(first)
-        for what, flat in flats.items():
-            self.residence.write(index, what, flat)
-
-    def _master(self, index: int) -> str:
-        return MASTER if self.residence.has(index, MASTER) else PARAMETERS
-
-    def update_counts(self) -> dict[str, int]:
-        """Updates that each parameter has had."""
-        return {name: n for chunk in self.chunks for name, n in chunk.steps.items()}
+        # What streams passes once for all microbatches, and a pipeline is full of them; what is
+        # there needs them one by one.
+        together = self.placement.rooms or self.passing is not None
+        groups = [cuts] if together else [[cut] for cut in cuts]
+        parts = ([self.flow.part(batch, *cut) for cut in group] for group in groups)
+        total = sum(map(self._evaluation.losses, parts))
+        total, count = self._all.evaluated(total, self.flow.count(batch))
+        return total, int(count)
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; the weights were loaded before."""
-        for chunk in self.chunks:
-            chunk.steps = {s.name: counts[s.name] for s in chunk.table.slots if s.name in counts}
+        super().restore_counts(counts)
         self._torn = False
-
-
-class Reader:
-    """Plays an evaluation: every microbatch forward, what streams beside it."""
-
-    def __init__(self, residence: Residence, flow: Flow, parts: Sequence[Any]) -> None:
-        self.residence, self.flow = residence, flow
-        self.walks = [flow.begin(part, 1.0) for part in parts]
-        self.losses = [0.0] * len(parts)
-
-    def act(self, index: int, action: Action, begin: float) -> Event:
-        """FORWARD of a stage."""
-        walk = self.walks[action.microbatch]
-        walk.forward(action.stage)
-        if walk.loss is not None:
-            self.losses[action.microbatch] = float(walk.loss)
-        return _event(action, 0.0, 0.0, {}, 0)
-
-    def prepare(self, index: int, action: Action) -> None:
-        """Rooms are there."""
-
-    def settle(self, index: int, action: Action) -> None:
-        """Nothing is let go."""
-
-    def move(self, index: int, action: Action, begin: float) -> Event:
-        """Parameters come."""
-        self.residence.fetch(moved(action))
-        return _event(action, 0.0, 0.0, {}, 0)
 
 
 def _event(action: Action, start: float, end: float, live: Mapping[str, int], peak: int) -> Event:

@@ -20,6 +20,9 @@ from outsize.schedule import Action, Lane, Schedule
 from outsize.schedule.waits import settled, waits
 from outsize.trace.trace import Event
 
+_TALKS = (Lane.NETWORK, Lane.SEND, Lane.RECEIVE, Lane.MERGE, Lane.EXCHANGE)  # with other workers
+_GRACE = 1.0  # seconds that such a lane has to end after a fault
+
 
 class Player(Protocol):
     """What carries actions out."""
@@ -102,8 +105,10 @@ class Lanes:
         finally:
             for each in queues.values():
                 each.put(None)
-            for thread in threads:
-                thread.join()
+            for name, thread in zip(self._names, threads, strict=True):
+                # After a fault nothing may ever come from the workers that a lane waits for: the
+                # fault must be said all the same, and ends this worker or its wait.
+                thread.join(_GRACE if board.fault is not None and name in _TALKS else None)
         if board.fault is not None:
             raise board.fault
         self._settle(len(self.actions), player)

@@ -5,7 +5,7 @@ T tokens of a microbatch, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,16 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, chunked_loss
 from outsize.models.build import segments
-from outsize.models.decoder import Block, Decoder
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import AnyBlock, Decoder, typed
+from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
 from outsize.plan import Plan, Stage
-from outsize.runtime.flow import Record, SpillOf, input_leaf, no_spill
+from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.sequence import ChunkRecord, chunked_sum
 from outsize.runtime.spill import Spill
+from outsize.runtime.vocabulary import Rows
+from outsize.schedule import State
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,30 @@ class Part:
     positions_T: Tensor
     targets_T: Tensor
     bounds: tuple[int, ...]
+    noise: Noise | None = None
+
+
+def check_noise(config: DecoderConfig, plan: Plan) -> None:
+    """Refuse dropout in rewired blocks that run in chunks: their masks would be other tokens'."""
+    rewired = config.ladder_from is not None or config.ways > 1
+    if rewired and plan.sequence_chunk:
+        raise OutsizeError(
+            f"plan: sequence_chunk is {plan.sequence_chunk} and the model, a ladder or Kraken,"
+            " trains with dropout, which do not go together: set one of them to 0"
+        )
 
 
 class NativeFlow:
-    """A Decoder as the runtime sees it. It draws no random numbers and has no buffers."""
+    """A Decoder as the runtime sees it. It draws no random numbers and has no buffers.
+
+    options: of the loss in training; a pass without gradients gives the plain cross-entropy.
+    """
 
     replay = False
 
-    def __init__(self, model: Decoder, plan: Plan) -> None:
-        self.model, self.plan = model, plan
-        self.blocks: list[Block] = [block for block in model.blocks if isinstance(block, Block)]
+    def __init__(self, model: Decoder, plan: Plan, options: LossOptions = PLAIN) -> None:
+        self.model, self.plan, self.options = model, plan, options
+        self.blocks: list[AnyBlock] = typed(model.blocks)
         self.device = next(model.parameters()).device
         named = dict(model.named_parameters())
         self.wide = frozenset(filter(stays_float32, named))
@@ -53,8 +73,9 @@ class NativeFlow:
             (i for i, (_, ps) in enumerate(self.segments) if any(p.requires_grad for _, p in ps)),
             len(self.segments),
         )
-        head = model.epilogue.head.weight
-        shared = any(head is p for _, p in self.segments[0][1])
+        head, variant = model.epilogue.head.weight, plan.pipeline.vocabulary
+        self.rows = Rows(model, variant) if variant else None
+        shared = not variant and any(head is p for _, p in self.segments[0][1])
         own = [(i,) for i in range(len(self.segments) - 1)]
         self.uses = (*own, (len(own), 0) if shared else (len(own),))
         self._sink: Gradients | None = None
@@ -73,14 +94,31 @@ class NativeFlow:
         ids, positions, targets = (
             t.reshape(-1).to(self.device) for t in (rows.ids_BS, rows.positions(), rows.targets_BS)
         )
-        return Part(ids, positions, targets, rows.flat_bounds())
+        return Part(ids, positions, targets, rows.flat_bounds(), rows.noise)
 
-    def begin(self, part: Part, factor: float, spill_of: SpillOf = no_spill) -> ChainWalk:
+    def begin(
+        self,
+        part: Part,
+        factor: float,
+        spill_of: SpillOf = no_spill,
+        held: Collection[int] | None = None,
+        way: Way | None = None,
+    ) -> ChainWalk:
         model = self.model
-        context = model.context(part.positions_T, part.bounds)
-        head = self._head(factor, part.ids_T.shape[0])
+        if part.noise is not None:
+            check_noise(model.config, self.plan)
+        context = model.context(part.positions_T, part.bounds, noise=part.noise)
+        head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
+        ends: Ends | None = None
+        if rows is not None:
+            assert way is not None, "rows of a vocabulary are of microbatches that have numbers"
+            here = (held is None or end in held for end in (way.first, way.last))
+            rows.begin(way.microbatch, part.ids_T, part.targets_T, head, *here)
+            ends = Ends(rows, way)
 
-        def prologue(_: Tensor) -> Tensor:
+        def prologue(given: Tensor) -> Tensor:
+            if rows is not None:
+                return model.prologue.enter(given, context)
             return model.prologue(part.ids_T, context)  # type: ignore[no-any-return]
 
         def loss_of(x_CD: Tensor, here: slice) -> Tensor:
@@ -91,6 +129,8 @@ class NativeFlow:
         chunk = self.plan.sequence_chunk
 
         def loss(x_TD: Tensor) -> Tensor:
+            if rows is not None:
+                return model.epilogue(x_TD, context)  # type: ignore[no-any-return]
             if chunk:
                 return chunked_sum(x_TD, loss_of, chunk)
             return loss_of(x_TD, slice(None))
@@ -106,13 +146,15 @@ class NativeFlow:
                 return ChunkRecord(blocks, context, chunk, x, spill)
             return Record(partial(_through, chain[here.first : here.last]), [x], spill)
 
-        return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of)
+        return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of, ends)
 
     def _head(self, factor: float, tokens: int) -> Head:
+        options = self.options if torch.is_grad_enabled() else PLAIN
         epilogue = self.model.epilogue
         sink: GradSink | None = None if self._sink is None else self._sink.now
         chunk = self.plan.loss_chunk or tokens
-        return Head(factor, chunk, sink, epilogue.logit_scale, epilogue.softcap)
+        scale, softcap = epilogue.logit_scale, epilogue.softcap
+        return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary)
 
 
 def _through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:
@@ -122,9 +164,39 @@ def _through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor
     return [x]
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Where a walk comes from and leads to, where the vocabulary is cut: its embedding comes from
+    all workers, and they make its losses."""
+
+    rows: Rows
+    way: Way
+
+    def enter(self, stage: int) -> Tensor | None:
+        """The input of a first stage."""
+        first = stage == self.way.first
+        return self.rows.take(State.ACTIVATIONS, self.way.microbatch) if first else None
+
+    def leave(self, stage: int, out: Tensor) -> None:
+        """A last stage's output."""
+        if stage == self.way.last:
+            self.rows.give(State.ACTIVATIONS, self.way.microbatch, out)
+
+    def back(self, stage: int) -> Tensor | None:
+        """The gradient of a last stage's output."""
+        last = stage == self.way.last
+        return self.rows.take(self.rows.back, self.way.microbatch) if last else None
+
+    def gone(self, stage: int, gradient: Tensor | None) -> None:
+        """The gradient of a first stage's input."""
+        if stage == self.way.first and gradient is not None:
+            self.rows.give(State.GRADIENTS, self.way.microbatch, gradient)
+
+
 class ChainWalk:
     """A walk along stages from one tensor to the next. record: how a stage runs on its input, and
-    what takes what it keeps."""
+    what takes what it keeps. ends: what is before the first stage and behind the last, where they
+    are not the ids and the loss."""
 
     def __init__(
         self,
@@ -133,8 +205,9 @@ class ChainWalk:
         trainable_from: int,
         start: Tensor,
         spill_of: SpillOf = no_spill,
+        ends: Ends | None = None,
     ) -> None:
-        self._spill_of = spill_of
+        self._spill_of, self._ends = spill_of, ends
         self._record, self._plan, self._trainable_from = record, plan, trainable_from
         self._carry: Tensor | None = start
         self._gradient: list[Tensor | None] = [None]
@@ -142,25 +215,55 @@ class ChainWalk:
         self.loss: Tensor | None = None
 
     def forward(self, stage: int) -> None:
-        here = self._plan.stages[stage]
-        assert self._carry is not None
-        carry, self._carry = self._carry, None
+        here, ends = self._plan.stages[stage], self._ends
+        entered = None if ends is None else ends.enter(stage)
+        carry, self._carry = self._carry if entered is None else entered, None
+        assert carry is not None
+        del entered
         train = torch.is_grad_enabled() and here.last > self._trainable_from
         spill = self._spill_of(stage) if train else None
-        x = input_leaf(carry, here.first > self._trainable_from)
+        x = input_leaf(carry, ends is not None or here.first > self._trainable_from)
         record = self._record(here, x, spill)
         del carry, x
         (out,) = record.forward(train and not here.whole)
         if train:
             self._records[stage] = record
+        if ends is not None:
+            ends.leave(stage, out)
+        if ends is not None and stage == ends.way.last:
+            return
         if stage == len(self._plan.stages) - 1:
             self.loss, self._gradient = out, [torch.ones_like(out)]
         else:
             self._carry = out
+
+    def take(self, stage: int) -> list[Tensor]:
+        """What a stage has given, for the worker that has the next one."""
+        carry, self._carry = self._carry, None
+        assert carry is not None
+        return [carry]
+
+    def put(self, stage: int, tensors: list[Tensor]) -> None:
+        """What a stage has given on another worker."""
+        (self._carry,) = tensors
+
+    def take_gradient(self, stage: int) -> list[Tensor | None]:
+        """The gradient of what a stage has given, for the worker that has it."""
+        gradient, self._gradient = self._gradient, []
+        return gradient
+
+    def put_gradient(self, stage: int, gradients: list[Tensor | None]) -> None:
+        """The gradient of what a stage has given, from the worker that has the next one."""
+        self._gradient = gradients
 
     def recompute(self, stage: int) -> None:
         self._records[stage].again()
 
     def backward(self, stage: int) -> None:
         gradient, self._gradient = self._gradient, []
+        back = None if self._ends is None else self._ends.back(stage)
+        if back is not None:
+            gradient = [back]
         self._gradient = self._records.pop(stage).backward(gradient)
+        if self._ends is not None:
+            self._ends.gone(stage, self._gradient[0])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from outsize.kernels.pieces import pieces
-from outsize.memory.chunk import Account
+from outsize.memory.chunk import Account, ChunkTable
 from outsize.memory.store import rounded
 from outsize.models.random import normal
 from outsize.runtime.residence import Residence
@@ -44,6 +44,22 @@ class Direction:
                 z = torch.from_numpy(values).view(piece.shape).to(piece.device)
                 to.copy_(z.add_(piece, alpha=keep))
             at = end
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a step has found and the weights have not had yet: keep * w + scale * z."""
+
+    direction: Direction
+    scale: float
+    decay: float
+
+    def apply(self, table: ChunkTable, flat: Tensor) -> None:
+        """On a chunk's weights."""
+        for slot in table.slots:
+            keep = 1.0 - self.decay * (len(slot.shape) > 1)
+            here = slot.of(flat)
+            self.direction.add(here, slot.name, self.scale, here, keep)
 
 
 def mirror(about: Tensor, x: Tensor, out: Tensor) -> None:

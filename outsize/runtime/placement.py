@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -17,12 +18,26 @@ from outsize.memory import ChunkTable
 from outsize.memory.arrange import arrange, least
 from outsize.memory.chunk import Dtypes
 from outsize.memory.store import rounded
+from outsize.parallel.shards import Shards, at_edges, even
 from outsize.plan import DEVICE, Plan
+from outsize.plan import plan as plans
 from outsize.schedule import Kind, Lane, Schedule, State, compile_forward, compile_plan
 from outsize.schedule.offload import offload, visits
+from outsize.schedule.pipelined import (
+    Pipelining,
+    computing,
+    forwards,
+    linked,
+    pipelining_of,
+    placed,
+)
 from outsize.schedule.residency import Item, Residency, Room, item
+from outsize.schedule.spread import spread
+from outsize.schedule.vocabulary_here import alone
 
 PARAMETERS, GRADIENTS, MASTER = "parameters", "gradients", "master"
+_NONE = frozenset[int]()
+_DEPTHS = {PARAMETERS: 1, GRADIENTS: 2}  # of cuts: optimizer states lie at 3
 
 
 @dataclass(frozen=True)
@@ -60,18 +75,84 @@ class Piece:
 class Placement:
     """Where the states of a plan's chunks go.
 
-    tables: of the chunks. uses: by segment, the segments whose parameters its computation reads.
-    states: names of the optimizer's. whole: an update needs whole chunks (matrix optimizers).
-    host: names of the tiers that are memory, where parts can be updated as they rest.
+    every: tables of the model's chunks. uses: by segment, the segments whose parameters its
+    computation reads.
+    states: names of the optimizer's; matrix: of those of matrices that are updated as wholes.
+    host: names of the tiers that are memory, where parts can be updated as they rest. index: this
+    worker's place on the data axis; turn: on the pipeline axis.
     """
 
     plan: Plan
-    tables: tuple[ChunkTable, ...]
+    every: tuple[ChunkTable, ...]
     uses: tuple[tuple[int, ...], ...]
     dtypes: Dtypes
     states: tuple[str, ...]
-    whole: bool = False
+    matrix: tuple[str, ...] = ()
     host: frozenset[str] = frozenset()
+    index: int = 0
+    turn: int = 0
+
+    # -- stages of a pipeline -------------------------------------------------------------------
+
+    @cached_property
+    def pipelining(self) -> Pipelining | None:
+        """How the stages lie on the workers of a pipeline, where there is one."""
+        if self.plan.mesh.pipeline == 1:
+            return None
+        uses = [self.stage_uses(s) for s in range(len(self.plan.stages))]
+        return pipelining_of(self.plan, self.first, uses, self.rows)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """The stages of whose parameters every worker of a pipeline has rows of its own."""
+        return tuple(sorted({self.stage_of[t.segment] for t in self.every if t.piped}))
+
+    def holders(self, table: ChunkTable) -> tuple[int, ...]:
+        """The places of the pipeline axis that have a chunk, or rows of their own of it."""
+        line = self.pipelining
+        if line is None:
+            return (0,)
+        if table.piped:
+            return tuple(range(self.plan.mesh.pipeline))
+        return line.holders[self.stage_of[table.segment]]
+
+    @cached_property
+    def tables(self) -> tuple[ChunkTable, ...]:
+        """Of the chunks that this worker has."""
+        if self.pipelining is None:
+            return self.every
+        return tuple(table for table in self.every if self.turn in self.holders(table))
+
+    # -- shards of workers ----------------------------------------------------------------------
+
+    @cached_property
+    def shards(self) -> Shards:
+        """How the states are cut over the data axis, seen from this worker."""
+        own = self.plan.shards
+        data = self.plan.mesh.data
+        return Shards(own.parameters, own.gradients, own.optimizer, data, self.index)
+
+    def extent(self, chunk: int, what: str, index: int | None = None) -> tuple[int, int]:
+        """Elements [first, last) of a state of a chunk that this worker holds between uses. index:
+        of another worker of the data axis."""
+        table = self.tables[chunk]
+        cut = at_edges(table.marks) if table.matrices else even
+        return self.shards.span(table.numel, _DEPTHS.get(what, 3), cut, index)
+
+    def passes(self, chunk: int, what: str) -> bool:
+        """Whether a chunk's whole parameters or gradients are in the pool at times only."""
+        degree = self.shards.parameters if what == PARAMETERS else self.shards.gradients
+        return degree > 1 or self.tier(chunk, what) != DEVICE
+
+    def _learning(self) -> frozenset[int]:
+        return frozenset(self.stage_of[t.segment] for t in self.tables if t.trainable)
+
+    @cached_property
+    def _summed(self) -> frozenset[int]:
+        """Stages with gradients that are parts of a sum."""
+        if self.plan.mesh.data > 1:
+            return self._learning()
+        return frozenset(self.stage_of[t.segment] for t in self.tables if t.partial)
 
     # -- chunks and stages ----------------------------------------------------------------------
 
@@ -92,7 +173,7 @@ class Placement:
     @cached_property
     def first(self) -> int:
         """The first stage that is trained; their number where none is."""
-        stages = (self.stage_of[t.segment] for t in self.tables if t.trainable)
+        stages = (self.stage_of[t.segment] for t in self.every if t.trainable)
         return min(stages, default=len(self.plan.stages))
 
     def stage_uses(self, stage: int) -> tuple[int, ...]:
@@ -126,15 +207,28 @@ class Placement:
 
     def held(self, chunk: int) -> Iterator[tuple[str, torch.dtype]]:
         """The states that a chunk has, with their dtypes."""
-        table = self.tables[chunk]
+        return self.states_in(self.tables[chunk])
+
+    def states_in(self, table: ChunkTable) -> Iterator[tuple[str, torch.dtype]]:
+        """The states of a chunk, of this worker or another, with their dtypes."""
         own = self.dtypes.parameters
         yield PARAMETERS, torch.promote_types(torch.float32, own) if table.wide else own
         if table.trainable:
             yield GRADIENTS, self.dtypes.gradients
             if self.dtypes.master is not None:
                 yield MASTER, self.dtypes.master
-            for name in self.states:
+            for name in self.names_of(table):
                 yield name, self.dtypes.optimizer
+
+    def states_of(self, chunk: int) -> tuple[str, ...]:
+        """Names of the optimizer states that a chunk has."""
+        return self.names_of(self.tables[chunk])
+
+    def names_of(self, table: ChunkTable) -> tuple[str, ...]:
+        """The same of a chunk of this worker or another."""
+        if not table.trainable:
+            return ()
+        return self.matrix if table.matrices else self.states
 
     # -- items and their spans ------------------------------------------------------------------
 
@@ -150,20 +244,21 @@ class Placement:
 
     def _pieces(self, chunk: int) -> Iterator[Piece]:
         table = self.tables[chunk]
-        if not table.trainable or not (self.states or self.dtypes.master):
+        if not table.trainable or not (self.states_of(chunk) or self.dtypes.master):
             return
-        step = table.numel if self.whole else self.plan.stream.part
-        for first in range(0, table.numel, step):
-            yield Piece(chunk, first, min(first + step, table.numel))
+        span = self.extent(chunk, MASTER)
+        for first, last in pairwise(table.cuts(self.plan.stream.part, plans.PART, span)):
+            yield Piece(chunk, first, last)
 
     @cached_property
     def residency(self) -> Residency:
         """What passes through the pool, without rooms."""
         plan = self.plan
         stages = range(len(plan.stages))
-        learning = {self.stage_of[t.segment] for t in self.tables if t.trainable}
-        below = [s for s in stages if plan.stages[s].rest.gradients != DEVICE and s in learning]
-        streamed = [c for c in range(len(self.tables)) if self.tier(c, PARAMETERS) != DEVICE]
+        learning = self._learning()
+        apart = self.shards.gradients > 1
+        below = [s for s in learning if apart or plan.stages[s].rest.gradients != DEVICE]
+        streamed = [c for c in range(len(self.tables)) if self.passes(c, PARAMETERS)]
         changed = {c for c in streamed if self.tables[c].trainable}
         where = {c: self.stage_of[self.tables[c].segment] for c in streamed}
         return Residency(
@@ -176,7 +271,16 @@ class Placement:
             frozenset(s for s in stages if plan.stages[s].spills),
             fixed=frozenset(where.values()) - {where[c] for c in changed},
             hosts=frozenset(s for s in self.pieces if self._in_memory(s)),
+            gathered=frozenset(where.values()) if self.shards.parameters > 1 else frozenset(),
+            summed=self._summed,
+            collected=learning if self.shards.optimizer > self.shards.parameters else frozenset(),
+            merged=learning & self._merged(),
         )
+
+    def _merged(self) -> frozenset[int]:
+        """Stages that this worker and others of the pipeline hold whole."""
+        line = self.pipelining
+        return frozenset(s for s in line.merged if self.turn in line.holders[s]) if line else _NONE
 
     def _in_memory(self, stage: int) -> bool:
         """Whether a stage's parts can be updated where they rest."""
@@ -203,7 +307,7 @@ class Placement:
     def _whole(self, chunks: Sequence[int], what: str) -> Iterator[Span]:
         for chunk in chunks:
             for name, dtype in self.held(chunk):
-                if name == what and self.tier(chunk, what) != DEVICE:
+                if name == what and self.passes(chunk, what):
                     yield Span(chunk, what, 0, self.tables[chunk].numel, dtype, 0)
 
     def bundle(self, stage: int, piece: Piece) -> Iterator[Span]:
@@ -212,11 +316,11 @@ class Placement:
         for what, dtype in self.held(piece.chunk):
             load = store = True
             if what == PARAMETERS:
-                if residency.direct or stage not in residency.parameters:
+                if residency.direct or stage not in residency.parameters - residency.gathered:
                     continue
                 load = self.dtypes.master is None
             elif what == GRADIENTS:
-                if residency.direct or stage not in residency.gradients:
+                if residency.direct or stage not in residency.gradients - residency.summed:
                     continue
                 store = False
             yield Span(piece.chunk, what, piece.first, piece.last, dtype, 0, load, store)
@@ -253,7 +357,11 @@ class Placement:
                 "plan: update is 'behind' and stream.host is"
                 f" {self.plan.stream.host}; expected update 'apart', or stream.host 0"
             )
-        return compile_plan(self.plan, self.first, self.lanes)
+        if self.pipelining is not None:
+            return computing(self.pipelining, self.plan, self.turn, self.lanes)
+        made = compile_plan(self.plan, self.first, self.lanes)
+        variant = self.plan.pipeline.vocabulary
+        return alone(made, self.rows[-1], variant) if variant else made
 
     @cached_property
     def _visits(self) -> tuple[frozenset[Item], ...]:
@@ -286,7 +394,12 @@ class Placement:
     @cached_property
     def schedule(self) -> Schedule:
         """One step."""
-        return self._streamed(self.base, self.residency)
+        made, own = self._streamed(self.base, self.residency), self.residency
+        if own.summed or own.collected or own.merged:
+            made = spread(made, own)
+        if self.pipelining is not None:
+            made = linked(made, self.pipelining, self.plan, self.turn)
+        return made
 
     @cached_property
     def _leaving(self) -> frozenset[int]:
@@ -303,8 +416,11 @@ class Placement:
 
     def evaluation(self, microbatches: int) -> Schedule:
         """So many microbatches forward, through the same rooms."""
-        base = compile_forward(len(self.plan.stages), microbatches)
         spare = replace(self.residency, spills=frozenset())
+        if self.pipelining is not None:
+            base, moves = forwards(self.pipelining, self.turn, microbatches)
+            return placed(self._streamed(base, spare), moves)
+        base = compile_forward(len(self.plan.stages), microbatches)
         return self._streamed(replace(base, first=len(self.plan.stages)), spare)
 
     def _streamed(self, base: Schedule, residency: Residency) -> Schedule:

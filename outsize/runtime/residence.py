@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.collectives import Lone
 from outsize.errors import OutsizeError, nearest
 from outsize.memory import Chunk
 from outsize.memory.chunk import Account
 from outsize.memory.store import MemoryStore, Place, Store, pool, rounded
 from outsize.plan import DEVICE
+from outsize.runtime.peers import Peers
 from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Piece, Placement, Span
-from outsize.schedule import State
-from outsize.schedule.residency import Item, item, overlap
+from outsize.schedule import Action, Kind, State
+from outsize.schedule.residency import Item, item, moved, overlap
 
 NO_STORES: Mapping[str, Store] = {}
 
@@ -37,7 +39,8 @@ class Home:
 class Residence:
     """Makes the chunks of a placement and moves what rests below.
 
-    account: the ledger's way to say which kind a buffer is.
+    account: the ledger's way to say which kind a buffer is. peers: the workers with which states
+    are shared.
     """
 
     def __init__(
@@ -46,15 +49,17 @@ class Residence:
         stores: Mapping[str, Store],
         device: torch.device,
         account: Account,
+        peers: Peers | None = None,
     ) -> None:
         self.placement, self.device = placement, device
+        self.peers = peers or Peers(Lone(), placement)
         self.homes = dict(self._homes(stores))
         # Optimizer states begin as zeros, which need not be written to be read.
         self._zero = {
             (piece.chunk, what, piece.first)
             for pieces in placement.pieces.values()
             for piece in pieces
-            for what in placement.states
+            for what in placement.states_of(piece.chunk)
         }
         with account("window"):
             self.pool = _pool(placement.pool, device)
@@ -75,7 +80,8 @@ class Residence:
                     raise OutsizeError(
                         f"plan: {what} rest on the tier {tier!r}{nearest(tier, tuple(stores))}"
                     )
-                place = stores[tier].reserve(table.numel * dtype.itemsize)
+                first, last = placement.extent(index, what)
+                place = stores[tier].reserve((last - first) * dtype.itemsize)
                 yield (index, what), Home(stores[tier], place, dtype)
 
     def make(self, index: int) -> Chunk:
@@ -87,18 +93,23 @@ class Residence:
     def _chunk(self, index: int) -> Chunk:
         placement, table = self.placement, self.placement.tables[index]
         flats: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
         for what, dtype in placement.held(index):
             if placement.tier(index, what) == DEVICE:
                 kind = what if what in (PARAMETERS, GRADIENTS, MASTER) else "optimizer"
+                first, last = placement.extent(index, what)
+                cut = what in (PARAMETERS, GRADIENTS) and placement.passes(index, what)
                 with self._account(kind):
-                    flats[what] = _made(what, table.numel, dtype, self.device)
+                    made = _made(what, last - first, dtype, self.device)
+                    (shards if cut else flats)[what] = made
         stage = placement.stage_of[table.segment]
         for state in (State.PARAMETERS, State.GRADIENTS):
             name = item(state, stage)
             if name in placement.rooms:
                 flats |= {s.what: self.view(name, s) for s in self._spans(name, index)}
-        states = {n: flats[n] for n in placement.states if n in flats}
-        return Chunk(table, flats[PARAMETERS], flats.get(GRADIENTS), flats.get(MASTER), states)
+        states = {n: flats[n] for n in placement.states_of(index) if n in flats}
+        gradients, master = flats.get(GRADIENTS), flats.get(MASTER)
+        return Chunk(table, flats[PARAMETERS], gradients, master, states, shards=shards)
 
     def _spans(self, name: Item, chunk: int) -> Iterator[Span]:
         return (span for span in self.placement.spans[name] if span.chunk == chunk)
@@ -114,6 +125,31 @@ class Residence:
         """An item's spans by what they are; of an item whose spans differ in that."""
         return {span.what: self.view(name, span) for span in self.placement.spans[name]}
 
+    def gather(self, name: Item) -> None:
+        """Bring an item into its room from the workers that have parts of it. Blocks."""
+        for span in self.placement.spans[name]:
+            mine = self.chunks[span.chunk].shards[span.what]
+            self.peers.gather(span.chunk, mine, self.view(name, span))
+
+    def reduce(self, stage: int, last: bool) -> None:
+        """Sum a stage's gradients over the workers. last: nothing will be added in this step."""
+        for index in self.placement.chunks_of[stage]:
+            if self.chunks[index].gradients is not None:
+                self.peers.reduce(index, self.chunks[index], last)
+
+    def merge(self, stage: int) -> None:
+        """Sum a stage's gradients over the workers of a pipeline that have it."""
+        for index in self.placement.chunks_of[stage]:
+            gradients = self.updated_gradients(index)
+            if gradients is not None:
+                self.peers.merge(index, gradients)
+
+    def collect(self, stage: int) -> None:
+        """Have a stage's updated parameters from the workers that updated them."""
+        for index in self.placement.chunks_of[stage]:
+            if self.chunks[index].gradients is not None:
+                self.peers.collect(index, self.chunks[index])
+
     def fetch(self, name: Item) -> None:
         """Bring an item into its room. Blocks; any thread."""
         for span in self.placement.spans[name]:
@@ -123,7 +159,7 @@ class Residence:
                 self.view(name, span).zero_()
                 continue
             home = self.homes[span.chunk, span.what]
-            home.store.read(home.place, self.view(name, span), span.first * span.dtype.itemsize)
+            home.store.read(home.place, self.view(name, span), self._at(span))
 
     def evict(self, name: Item) -> None:
         """Write an item back from its room. Blocks; any thread."""
@@ -133,8 +169,13 @@ class Residence:
 
     def _write(self, span: Span, data: Tensor) -> None:
         home = self.homes[span.chunk, span.what]
-        home.store.write(home.place, data, span.first * span.dtype.itemsize)
+        home.store.write(home.place, data, self._at(span))
         self._zero.discard((span.chunk, span.what, span.first))
+
+    def _at(self, span: Span) -> int:
+        """Where a span begins in its place on a tier, in bytes."""
+        first, _ = self.placement.extent(span.chunk, span.what)
+        return (span.first - first) * span.dtype.itemsize
 
     def ensure(self, start: frozenset[Item]) -> None:
         """Have what a schedule expects to find when it begins."""
@@ -142,13 +183,27 @@ class Residence:
         for name in sorted(start - self.present):
             lost = {other for other in self.present if overlap(rooms[other], rooms[name])}
             self.present = self.present - lost
-            self.fetch(name)
+            self._bring(name)
             self.present |= {name}
         self.present = start
+
+    def _bring(self, name: Item) -> None:
+        gathered = int(name.split()[1]) in self.placement.residency.gathered
+        (self.gather if gathered else self.fetch)(name)
 
     def forget(self) -> None:
         """Nothing in the pool can be relied on any more."""
         self.present = frozenset()
+
+    def updated_gradients(self, index: int) -> Tensor | None:
+        """Of a chunk's gradients those that this worker updates with."""
+        chunk = self.chunks[index]
+        held = chunk.shards.get(GRADIENTS, chunk.gradients)
+        if held is None:
+            return None
+        base = self.placement.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
+        first, last = self.placement.extent(index, MASTER)
+        return held[first - base : last - base]
 
     # -- whole states, for checkpoints ----------------------------------------------------------
 
@@ -157,25 +212,26 @@ class Residence:
         return any(name == what for name, _ in self.placement.held(chunk))
 
     def read(self, chunk: int, what: str) -> Tensor:
-        """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below."""
+        """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below or lies
+        on several workers, all of which call this."""
         home = self.homes.get((chunk, what))
         if home is None:
-            return self._buffer(chunk, what)
-        numel = self.placement.tables[chunk].numel
-        flat = torch.empty(numel, dtype=home.dtype)
+            return self.peers.complete(chunk, what, self._buffer(chunk, what))
+        base, end = self.placement.extent(chunk, what)
+        flat = torch.empty(end - base, dtype=home.dtype)
         for first, last in self._cuts(chunk, what):
+            part = flat[first - base : last - base]
             if (chunk, what, first) in self._zero:
-                flat[first:last] = 0
+                part.zero_()
             else:
-                home.store.read(home.place, flat[first:last], first * home.dtype.itemsize)
-        return flat
+                home.store.read(home.place, part, (first - base) * home.dtype.itemsize)
+        return self.peers.complete(chunk, what, flat)
 
     def _cuts(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
         """What of a state below is read at once: parts, where some may not be written yet."""
-        numel = self.placement.tables[chunk].numel
         firsts = sorted(f for c, w, f in self._zero if (c, w) == (chunk, what))
         if not firsts:
-            yield 0, numel
+            yield self.placement.extent(chunk, what)
             return
         stage = self.placement.stage_of[self.placement.tables[chunk].segment]
         pieces = self.placement.pieces[stage]
@@ -196,6 +252,8 @@ class Residence:
                 what: room[: numel * dtype.itemsize].view(dtype)
                 for (what, dtype), room in zip(below.items(), rooms, strict=True)
             }
+        cut = (w for w in whats if w not in made and len(self._buffer(chunk, w)) < numel)
+        made |= {what: torch.empty(numel, dtype=self._buffer(chunk, what).dtype) for what in cut}
         return {what: made[what] if what in made else self._buffer(chunk, what) for what in whats}
 
     def resting(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
@@ -204,27 +262,53 @@ class Residence:
             home = self.homes.get((piece.chunk, what))
             if home is not None:
                 assert isinstance(home.store, MemoryStore)
-                whole = home.store.view(home.place).view(dtype)
-                yield what, whole[piece.first : piece.last]
+                own = home.store.view(home.place).view(dtype)
+                first, _ = self.placement.extent(piece.chunk, what)
+                yield what, own[piece.first - first : piece.last - first]
                 self._zero.discard((piece.chunk, what, piece.first))
 
     def write(self, chunk: int, what: str, flat: Tensor) -> None:
         """Replace a whole state of a chunk; a buffer that `read` gave out needs no writing."""
         home = self.homes.get((chunk, what))
+        if flat is not (None if home else self._buffer(chunk, what)):
+            flat = flat[slice(*self.placement.extent(chunk, what))]
         if home is not None:
             home.store.write(home.place, flat)
             self._zero = {key for key in self._zero if key[:2] != (chunk, what)}
             self.forget()
         elif flat is not self._buffer(chunk, what):
             self._buffer(chunk, what).copy_(flat)
+            if what in self.chunks[chunk].shards:
+                self.forget()
 
     def _buffer(self, chunk: int, what: str) -> Tensor:
         mine = self.chunks[chunk]
+        if what in mine.shards:
+            return mine.shards[what]
         if what in mine.optimizer:
             return mine.optimizer[what]
         flat = {PARAMETERS: mine.parameters, GRADIENTS: mine.gradients, MASTER: mine.master}[what]
         assert flat is not None
         return flat
+
+
+def transfer(residence: Residence, action: Action, last: bool) -> None:
+    """Carry out an action that moves states. last: of a REDUCE, the stage's last of the step."""
+    match action.kind:
+        case Kind.FETCH:
+            residence.fetch(moved(action))
+        case Kind.GATHER:
+            residence.gather(moved(action))
+        case Kind.EVICT:
+            residence.evict(moved(action))
+        case Kind.REDUCE:
+            residence.reduce(action.stage, last)
+        case Kind.MERGE:
+            residence.merge(action.stage)
+        case Kind.COLLECT:
+            residence.collect(action.stage)
+        case _:
+            raise AssertionError(f"{action} moves no state")
 
 
 def _pool(nbytes: int, device: torch.device) -> Tensor:

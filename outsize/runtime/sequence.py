@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.models.chunked import ChunkAttend, KeyValues
-from outsize.models.decoder import Block
+from outsize.models.chunk import KeyValues
+from outsize.models.chunked import ChunkAttend
+from outsize.models.decoder import AnyBlock
 from outsize.models.seams import Context
 from outsize.runtime.spill import Handle, Spill, restore
 
@@ -34,7 +35,7 @@ class ChunkRecord:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[AnyBlock],
         context: Context,
         chunk: int,
         x_TD: Tensor,
@@ -77,24 +78,28 @@ class ChunkRecord:
         return [g_TD]
 
     @torch.no_grad()
-    def _run(self, block: Block, x_TD: Tensor) -> Tensor:
-        y_TD, held = torch.empty_like(x_TD), KeyValues(self.context.bounds)
+    def _run(self, block: AnyBlock, x_TD: Tensor) -> Tensor:
+        y_TD, held = x_TD.new_empty(0), KeyValues(self.context.bounds)
         for here in pieces(x_TD.shape[0], self.chunk):
-            y_TD[here] = block(x_TD[here], self._context(here, held))
+            y_CD = block(x_TD[here], self._context(here, held))
+            if not here.start:  # a block may give more features than it takes
+                y_TD = y_CD.new_empty((x_TD.shape[0], *y_CD.shape[1:]))
+            y_TD[here] = y_CD
         return y_TD
 
     @torch.no_grad()
-    def _keys_values(self, block: Block, x_TD: Tensor) -> KeyValues:
+    def _keys_values(self, block: AnyBlock, x_TD: Tensor) -> KeyValues:
         held = KeyValues(self.context.bounds)
         for here in pieces(x_TD.shape[0], self.chunk):
             held.put(here.start, *block.keys_values(x_TD[here], self._context(here, held)))
         return held
 
     def _differentiate(self, index: int, x_TD: Tensor, g_TD: Tensor) -> Tensor | None:
-        """The gradient of a block's input, in the place of that of its output."""
+        """The gradient of a block's input, in the place of its output's if that is as wide."""
         block, wanted = self.blocks[index], self._wanted(index)
         held = self._held or self._keys_values(block, x_TD)
         g_TD = g_TD.contiguous()
+        gx_TD = g_TD if g_TD.shape == x_TD.shape else torch.zeros_like(x_TD)
         for here in reversed(pieces(x_TD.shape[0], self.chunk)):
             x_CD = x_TD[here].detach().requires_grad_(wanted)
             with torch.enable_grad():
@@ -103,8 +108,8 @@ class ChunkRecord:
                 return None
             torch.autograd.backward(y_CD, g_TD[here])
             if x_CD.grad is not None:
-                g_TD[here] = x_CD.grad
-        return g_TD if wanted else None
+                gx_TD[here] = x_CD.grad
+        return gx_TD if wanted else None
 
     def _wanted(self, index: int) -> bool:
         """Whether anything before the block can use a gradient."""

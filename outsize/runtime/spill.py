@@ -66,6 +66,7 @@ class Spill:
     parts: bool  # only named parts of the stage spill, each with hooks of its own
     entries: list[Entry] = field(default_factory=list)  # noted here first
     uses: list[Entry] = field(default_factory=list)  # these, and those that another noted before
+    places: list[Place] = field(default_factory=list)  # of entries that were handed over
     wanted: bool = False  # it was asked for again: what has not gone stays
 
     def pack(self, tensor: Tensor) -> Any:
@@ -150,6 +151,14 @@ class Spill:
             assert entry.flat is not None and entry.place is not None
             self.store.read(entry.place, entry.flat)
 
+    # -- BACKWARD -------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """What is there belongs to the graph alone from now on, which lets go of it piece by piece
+        while it is differentiated."""
+        self.places += [entry.place for entry in self.entries if entry.place is not None]
+        self.entries, self.uses = [], []
+
 
 class Spills:
     """The spilled activations of a job: one Spill for a stage and microbatch that is under way."""
@@ -186,9 +195,11 @@ class Spills:
     def end(self, stage: int, microbatch: int) -> None:
         """The backward pass has had it."""
         spill = self._live.pop((stage, microbatch), None)
-        for entry in () if spill is None else spill.entries:
-            if spill is not None and entry.place is not None:
-                self._free.setdefault((spill.store.name, entry.bytes), []).append(entry.place)
+        if spill is None:
+            return
+        spill.hand_over()
+        for place in spill.places:
+            self._free.setdefault((spill.store.name, place.bytes), []).append(place)
 
     def reset(self) -> None:
         """Forget a step that failed."""

@@ -7,15 +7,21 @@ from collections import defaultdict
 from outsize.runtime.placement import Placement
 from outsize.schedule import Kind, Schedule, State
 from outsize.schedule.residency import Presence, Residency
+from outsize.schedule.spread import adds
+from outsize.schedule.vocabulary import PASSES
 
-_ADD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_WALKS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND, *PASSES)
 
 
 class Turns:
     """anew: stages whose gradients in the pool begin, by the place of the action that adds first.
     complete: stages whose gradients have all been added and will leave, by the last that adds.
-    at_norm: stages whose gradients stay until NORM. outdated: places of the updates that change
-    parameters which the pool holds still. spilled: (stage, microbatch) whose activations leave."""
+    at_norm: stages whose gradients stay until NORM, or are summed over workers until then.
+    at_update: stages whose sums are known just before their update. outdated: places of the updates
+    that change parameters which the pool holds still. sums: places of the REDUCEs that are the last
+    of their stage. spilled: (stage, microbatch) whose activations leave. ends: microbatches whose
+    walk has no more to do, by the place of the last action that needs it. held: by microbatch, the
+    stages that this worker computes, where it does not compute all."""
 
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         actions = schedule.workers[0]
@@ -29,21 +35,33 @@ class Turns:
         self.outdated: set[int] = set()
         presence = Presence(residency, schedule.stages - 1, schedule.first)
         last: dict[int, int] = {}
+        reduced: dict[int, int] = {}
         for index, action in enumerate(actions):
             if presence.outdated(action):
                 self.outdated.add(index)
             for name in presence.step(action):
                 if name.startswith(State.GRADIENTS):
                     self.anew[index].append(int(name.split()[1]))
-            adds = action.kind in _ADD or (
-                action.kind is Kind.FORWARD and action.stage == schedule.stages - 1
-            )
-            if adds:
+            if action.kind is Kind.REDUCE:
+                reduced[action.stage] = index
+            if adds(action, schedule.stages, schedule.first):
                 last |= dict.fromkeys(residency.uses[action.stage], index)
+        walked = {a.microbatch: i for i, a in enumerate(actions) if a.kind in _WALKS}
+        self.ends = {index: microbatch for microbatch, index in walked.items()}
+        self.held = _held(schedule)
         behind = placement.plan.update == "behind"
         self.complete: dict[int, list[int]] = defaultdict(list)
         for stage, index in last.items():
-            if behind or stage in residency.gradients:
+            if stage not in residency.summed and (behind or stage in residency.gradients):
                 self.complete[index].append(stage)
-        gone = {stage for stages in self.complete.values() for stage in stages}
+        self.sums = frozenset(reduced.values())
+        self.at_update = residency.summed if behind else frozenset[int]()
+        gone = {stage for stages in self.complete.values() for stage in stages} | self.at_update
         self.at_norm = tuple(s for s in range(schedule.stages) if s not in gone)
+
+
+def _held(schedule: Schedule) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    for stage, microbatch in schedule.role.plays if schedule.role else ():
+        found[microbatch].add(stage)
+    return {microbatch: frozenset(stages) for microbatch, stages in found.items()}

@@ -15,7 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 from outsize.memory import Chunk
-from outsize.optim import Optimizer
+from outsize.optim import Optimizer, taker
+from outsize.parallel.wholes import Wholes
 from outsize.plan import DEVICE
 from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Piece
 from outsize.runtime.residence import Residence
@@ -34,7 +35,8 @@ class Settings(Protocol):
     def lr(self) -> float: ...
 
 
-Range = tuple[int, int, int, int]  # first, last, group, step
+Shape = tuple[int, ...]  # of a matrix that is updated as a whole; (-1,) of a flat range
+Range = tuple[int, int, int, int, Shape, str]  # first, last, group, step, shape, first name
 
 
 @dataclass
@@ -47,11 +49,13 @@ class _Work:
 
 @dataclass
 class Updates:
-    """Updates chunks of a residence. scale: what gradients are multiplied by, of this step."""
+    """Updates chunks of a residence. wholes: matrices that lie in parts on the tensor axis.
+    scale: what gradients are multiplied by, of this step."""
 
     residence: Residence
     optimizer: Optimizer
     groups: Sequence[Settings]
+    wholes: Wholes | None = None
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -68,7 +72,7 @@ class Updates:
         if action.part == WHOLE:
             for index in placement.chunks_of[action.stage]:
                 if chunks[index].gradients is not None:
-                    whole = Piece(index, 0, chunks[index].table.numel)
+                    whole = Piece(index, *placement.extent(index, MASTER))
                     self._piece(whole, self._held(whole), lr, touched)
             return
         piece = placement.pieces[action.stage][action.part]
@@ -84,47 +88,81 @@ class Updates:
 
     def _held(self, piece: Piece) -> dict[str, Tensor]:
         """The slices of a piece that the device has: in buffers, or in rooms that are present."""
-        chunk, span = self.residence.chunks[piece.chunk], slice(piece.first, piece.last)
-        found = {name: flat[span] for name, flat in chunk.optimizer.items()}
-        for name, flat in (
-            (PARAMETERS, chunk.parameters), (GRADIENTS, chunk.gradients), (MASTER, chunk.master)
-        ):  # fmt: skip
+        chunk, extent = self.residence.chunks[piece.chunk], self.residence.placement.extent
+        held = {MASTER: chunk.master, PARAMETERS: chunk.parameters, GRADIENTS: chunk.gradients}
+        found = {}
+        for name, flat in (held | chunk.optimizer | chunk.shards).items():
             if flat is not None:
-                found[name] = flat[span]
+                cut = len(flat) < chunk.table.numel
+                first = extent(piece.chunk, name)[0] if cut else 0
+                found[name] = flat[piece.first - first : piece.last - first]
         return found
 
     def _piece(
         self,
         piece: Piece,
-        here: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
         lr: float,
         touched: set[str],
         outdated: bool = False,
     ) -> None:
-        weights = here.get(MASTER, here[PARAMETERS])
-        gradients = here[GRADIENTS]
-        states = {name: here[name] for name in self.optimizer.states}
+        weights = held.get(MASTER, held[PARAMETERS])
+        gradients = held[GRADIENTS]
+        optimizer = taker(self.optimizer, self.residence.chunks[piece.chunk].table.matrices)
+        states = {name: held[name] for name in optimizer.states}
         if self.scale < 1.0:
             gradients.mul_(self.scale)
-        for first, last, group, step in self._of(piece, touched):
+        for first, last, group, step, shape, parameter in self._of(piece, touched):
             span = slice(first - piece.first, last - piece.first)
             settings = self.groups[group]
-            self.optimizer.update(
-                weights[span],
-                gradients[span],
-                {name: flat[span] for name, flat in states.items()},
-                step,
-                lr * settings.lr,
-                settings.weight_decay,
-            )
-        if MASTER in here:
-            here[PARAMETERS].copy_(weights)
+            here = {name: flat[span].view(shape) for name, flat in states.items()}
+            mine = (weights[span].view(shape), gradients[span].view(shape), here)
+            rates = (step, lr * settings.lr, settings.weight_decay)
+            if shape == (-1,) or self.wholes is None:
+                optimizer.update(*mine, *rates)
+            else:
+                self._whole(optimizer, parameter, *mine, rates)
+        if MASTER in held:
+            held[PARAMETERS].copy_(weights)
         if outdated:  # the pool holds the parameters still, as they were
             flat = self.residence.chunks[piece.chunk].parameters[piece.first : piece.last]
-            flat.copy_(here[PARAMETERS])
-        if self.residence.placement.tier(piece.chunk, GRADIENTS) == DEVICE:
-            gradients.zero_()
+            flat.copy_(held[PARAMETERS])
+        self._empty(piece, gradients)
         self._done(piece, touched)
+
+    def _whole(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        weights: Tensor,
+        gradients: Tensor,
+        states: Mapping[str, Tensor],
+        rates: tuple[int, float, float],
+    ) -> None:
+        """Update a matrix of which a part lies here: every worker updates the whole of it."""
+        wholes = self.wholes
+        assert wholes is not None
+        whole = wholes.whole(name, weights)
+        every = {state: wholes.whole(name, mine) for state, mine in states.items()}
+        optimizer.update(whole, wholes.whole(name, gradients), every, *rates)
+        if whole is not weights:
+            weights.copy_(wholes.local(name, whole))
+            for state, mine in states.items():
+                mine.copy_(wholes.local(name, every[state]))
+
+    def _empty(self, piece: Piece, gradients: Tensor) -> None:
+        """Gradients that rest on the device begin the next step with zeros: those of a piece, and
+        with its first piece those that other workers update."""
+        placement, chunk = self.residence.placement, self.residence.chunks[piece.chunk]
+        if placement.tier(piece.chunk, GRADIENTS) != DEVICE:
+            return
+        gradients.zero_()
+        mine = placement.extent(piece.chunk, MASTER)
+        held = chunk.shards.get(GRADIENTS, chunk.gradients)
+        if held is not None and piece.first == mine[0] and len(held) > mine[1] - mine[0]:
+            first, _ = placement.extent(piece.chunk, GRADIENTS)
+            held[: mine[0] - first].zero_()
+            held[mine[1] - first :].zero_()
 
     def _done(self, piece: Piece, touched: set[str]) -> None:
         """A chunk whose last part is done waits for the gradients of the next step."""
@@ -144,24 +182,25 @@ class Updates:
         chunk = self.residence.chunks[piece.chunk]
         with self._lock:
             if piece.chunk not in self._work:  # whichever part comes first
-                self._work[piece.chunk] = _Work(_ranges(chunk, touched), chunk.table.numel)
+                first, last = self.residence.placement.extent(piece.chunk, MASTER)
+                self._work[piece.chunk] = _Work(_ranges(chunk, touched), last - first)
             ranges = self._work[piece.chunk].ranges
-        for first, last, group, step in ranges:
+        for first, last, group, step, shape, name in ranges:
             first, last = max(first, piece.first), min(last, piece.last)
             if first < last:
-                yield first, last, group, step
+                yield first, last, group, step, shape, name
 
 
 def _ranges(chunk: Chunk, touched: Collection[str]) -> list[Range]:
-    """(first, last, group, step) of the runs of a chunk's parameters; counts the update."""
+    """The runs of a chunk's parameters, matrices one by one; counts the update."""
     runs: list[Range] = []
     for slot in chunk.table.slots:
         if slot.name not in touched:
             continue
         step = chunk.steps[slot.name] = chunk.steps.get(slot.name, 0) + 1
-        end = slot.offset + slot.numel
-        if runs and runs[-1][1:] == (slot.offset, slot.group, step):
-            runs[-1] = (runs[-1][0], end, slot.group, step)
+        end, shape = slot.offset + slot.numel, slot.shape if chunk.table.matrices else (-1,)
+        if runs and runs[-1][1:5] == (slot.offset, slot.group, step, (-1,)):
+            runs[-1] = (runs[-1][0], end, slot.group, step, shape, runs[-1][5])
         else:
-            runs.append((slot.offset, end, slot.group, step))
+            runs.append((slot.offset, end, slot.group, step, shape, slot.name))
     return runs

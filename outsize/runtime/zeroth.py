@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,35 +26,21 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.memory import Meter, tables
-from outsize.memory.chunk import ChunkTable
 from outsize.memory.store import Store
 from outsize.plan import Plan
+from outsize.runtime.checks import dtypes_of
+from outsize.runtime.evaluation import start_of
 from outsize.runtime.flow import Flow, Walk
-from outsize.runtime.forwards import Zeroth, check, placement_of, schedule_of
-from outsize.runtime.job import Diverged, Fill, Report, dtypes_of, start_of
+from outsize.runtime.forwards import Zeroth, check, placement_of, schedule_of, still, uses_of
+from outsize.runtime.held import Held
+from outsize.runtime.job import Diverged, Report
 from outsize.runtime.lanes import Lanes
-from outsize.runtime.perturb import MINUS, NONE, PLUS, Direction, Perturbed
-from outsize.runtime.placement import PARAMETERS
+from outsize.runtime.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
 from outsize.runtime.residence import NO_STORES, Residence
-from outsize.schedule import Action, Kind
+from outsize.runtime.states import Fill
+from outsize.schedule import Action, Kind, Lane
 from outsize.schedule.residency import moved
 from outsize.trace.trace import Event, Trace
-
-
-@dataclass(frozen=True)
-class _Move:
-    """What a step has found and the weights have not had yet: keep * w + scale * z."""
-
-    direction: Direction
-    scale: float
-    decay: float
-
-    def apply(self, table: ChunkTable, flat: Tensor) -> None:
-        """On a chunk's weights."""
-        for slot in table.slots:
-            keep = 1.0 - self.decay * (len(slot.shape) > 1)
-            here = slot.of(flat)
-            self.direction.add(here, slot.name, self.scale, here, keep)
 
 
 class ZerothJob:
@@ -93,7 +78,7 @@ class ZerothJob:
         self.chunks = self.residence.chunks
         self._lanes = Lanes(self.schedule, self.device)
         self._step = 0
-        self._due: _Move | None = None
+        self._due: Move | None = None
         self._torn = False  # some weights have had a step's update and some have not
         self._walks: list[Walk] = []
         self._signs: Sequence[int] = ()
@@ -106,29 +91,14 @@ class ZerothJob:
     def _watch(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.ledger is None else self.ledger
 
-    def _tables(self) -> Iterator[tuple[ChunkTable, bool]]:
-        return zip(self.placement.tables, self.learns, strict=True)
-
     def _adopt(self, fill: Fill | None) -> None:
         """Move the parameters' values into chunks; the parameters become views of copies."""
-        residence = self.residence
-        for index in range(len(self.placement.tables)):
-            chunk = residence.make(index)
-            flat = residence.staged(index, (PARAMETERS,))[PARAMETERS]
-            for slot in chunk.table.slots:
-                parameter, here = self.owners[slot.name], slot.of(flat)
-                with torch.no_grad():
-                    here.copy_(parameter) if fill is None else fill(slot.name, here)
-                parameter.data = parameter.data.new_empty(0)
-            residence.write(index, PARAMETERS, flat)
-        stage_of = self.placement.stage_of
-        uses = [
-            tuple(dict.fromkeys((s, *(stage_of[u] for i in segments for u in self.flow.uses[i]))))
-            for s, segments in enumerate(range(x.first, x.last) for x in self.plan.stages)
-        ]
+        self._held = Held(self.residence, self.learns)
+        self._held.adopt(self.owners, fill)
+        uses = uses_of(self.flow, self.placement)
         compute = dtypes_of(self.plan.precision).parameters
         self._perturbed = Perturbed(
-            residence, self.owners, self.learns, uses, compute, self._account
+            self.residence, self.owners, self.learns, uses, compute, self._account
         )
 
     def close(self) -> None:
@@ -156,14 +126,24 @@ class ZerothJob:
         count = self.flow.count(batch).item()
         if not count:
             raise OutsizeError("batch: no valid target in the whole step; expected one at least")
+        with torch.no_grad(), still(self.flow.model):
+            self.ready(batch, count)
+            trace = self._play(begin)
+        return self._conclude(self._losses(), lr, int(count), trace, begin)
+
+    def ready(self, batch: Any, count: float) -> None:
+        """Set out on a step: its batch and the one number that losses are divided by."""
         rows = [self.plan.rows_of(m) for m in range(self.plan.microbatches)]
         self._signs = [PLUS] * len(rows) + [MINUS] * len(rows)
         with self._account("data"):
             parts = [self.flow.part(batch, *cut) for cut in rows]
-        with torch.no_grad(), _still(self.flow.model):
-            self._walks = [self.flow.begin(part, 1.0 / count) for part in (*parts, *parts)]
-            trace = self._play(begin)
-        return self._conclude(self._losses(), lr, int(count), trace, begin)
+        self._walks = [self.flow.begin(part, 1.0 / count) for part in (*parts, *parts)]
+        self._perturbed.begin()
+
+    def alone(self, index: int, action: Action) -> Event:
+        """One action of a step that is under way, on the calling thread whatever its lane."""
+        run = self.act if action.lane is Lane.COMPUTE else self.move
+        return run(index, action, 0.0)
 
     def _losses(self) -> list[Tensor]:
         walks, self._walks = self._walks, []
@@ -183,7 +163,7 @@ class ZerothJob:
             )
         self.slope = slope  # along the direction of the last step
         rate = self.optimizer.lr if lr is None else lr
-        self._due = _Move(self._direction, -rate * slope, rate * self.optimizer.weight_decay)
+        self._due = Move(self._direction, -rate * slope, rate * self.optimizer.weight_decay)
         self._step += 1
         loss = (plus + minus) / 2
         self.report = Report(float(loss), abs(slope), count, time.perf_counter() - begin, trace)
@@ -194,7 +174,6 @@ class ZerothJob:
         return Direction(self.optimizer.seed, self._step)
 
     def _play(self, begin: float) -> Trace:
-        self._perturbed.begin()
         try:
             with self._watch():
                 self.residence.ensure(start_of(self.schedule))
@@ -205,7 +184,7 @@ class ZerothJob:
             self.residence.forget()
             raise
         self._due = None
-        return Trace("measured", tuple(events))
+        return Trace("measured", tuple(events), begin=begin)
 
     def act(self, index: int, action: Action, begin: float) -> Event:
         """Run one computing action."""
@@ -254,13 +233,8 @@ class ZerothJob:
     def catch_up(self) -> None:
         """Give the weights what the last step has found: a pass over all of them."""
         due, self._due = self._due, None
-        if due is None:
-            return
-        for index, (table, learns) in enumerate(self._tables()):
-            if learns:
-                flat = self.residence.read(index, PARAMETERS)
-                due.apply(table, flat)
-                self.residence.write(index, PARAMETERS, flat)
+        if due is not None:
+            self._held.change(due.apply)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, rows: int) -> tuple[float, int]:
@@ -280,34 +254,29 @@ class ZerothJob:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name as it is held, all steps included; see Job.weights."""
         self.catch_up()
-        for index, chunk in enumerate(self.chunks):
-            flat = self.residence.read(index, PARAMETERS)
-            for slot in chunk.table.slots:
-                yield slot.name, slot.of(flat)
+        return self._held.weights()
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """What training continues from is held in."""
         return self.placement.dtypes.parameters
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter."""
+        return tuple(self.owners[name].shape)
+
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name; see Job.weight_reader."""
-        read = self.reader()
-        return lambda name: read(name, None)
+        self.catch_up()
+        return self._held.reader()
 
     def reader(self) -> Callable[[str, str | None], Tensor]:
         """Gives (name, None) a weight; there is no state."""
-        self.catch_up()
-        where = {s.name: (i, s) for i, chunk in enumerate(self.chunks) for s in chunk.table.slots}
-        last: dict[int, Tensor] = {}
+        held = self.weight_reader()
 
         def read(name: str, state: str | None) -> Tensor:
             assert state is None
-            index, slot = where[name]
-            if index not in last:
-                last.clear()
-                last[index] = self.residence.read(index, PARAMETERS)
-            return slot.of(last[index])
+            return held(name)
 
         return read
 
@@ -325,34 +294,25 @@ class ZerothJob:
         if value is None:
             self.catch_up()
             return
-        for index, chunk in enumerate(self.chunks):
-            flat = self.residence.staged(index, (PARAMETERS,))[PARAMETERS]
-            for slot in chunk.table.slots:
-                value(slot.name, slot.of(flat))
-            self.residence.write(index, PARAMETERS, flat)
+        self._held.load(value)
         self._due = None
 
     def update_counts(self) -> dict[str, int]:
         """Steps that each trained parameter has had: what names the next direction."""
-        slots = (s for table, learns in self._tables() if learns for s in table.slots)
-        return {slot.name: self._step for slot in slots}
+        return dict.fromkeys(self._held.trained(), self._step)
+
+    def show(self, stage: int) -> None:
+        """Have a stage's parameters hold the weights as they are: all steps must have been caught
+        up with, its room must hold them, and another stage's parameters may lose theirs."""
+        self._perturbed.enter(stage, NONE, self._direction, self.optimizer.epsilon)
+
+    def hide(self) -> None:
+        """What parameters hold is of no use any more."""
+        self._perturbed.begin()
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Go on from there; the weights were loaded before."""
         self._step, self._torn = max(counts.values(), default=0), False
-
-
-@contextmanager
-def _still(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and without changes to the running figures of norms."""
-    modules = [module for module in model.modules() if module.training]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
 
 
 def _event(action: Action, start: float, end: float, live: Mapping[str, int], peak: int) -> Event:

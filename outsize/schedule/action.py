@@ -13,7 +13,11 @@ class Lane(StrEnum):
     FETCH = "fetch"  # bytes towards the device tier
     EVICT = "evict"  # bytes away from it
     HOST = "host"  # computing where the bytes rest, beside the device
-    NETWORK = "network"  # bytes between workers
+    NETWORK = "network"  # states between workers
+    SEND = "send"  # activations and their gradients to workers of other stages
+    RECEIVE = "receive"  # and from them
+    MERGE = "merge"  # gradients between workers that have copies of a stage
+    EXCHANGE = "exchange"  # what all workers have of a vocabulary layer
 
 
 class Kind(StrEnum):
@@ -32,16 +36,26 @@ class Kind(StrEnum):
     EVICT = "EVICT"  # a state of a stage to the tier it rests on
     SEND = "SEND"  # an activation or a gradient to the worker of a neighbouring stage
     RECV = "RECV"  # the other end of SEND
+    GATHER = "GATHER"  # a stage's parameters from the workers over which they are cut
+    REDUCE = "REDUCE"  # a stage's gradients, summed over the workers that have parts of the sum
+    COLLECT = "COLLECT"  # updated parameters from the workers that updated them
+    MERGE = "MERGE"  # a stage's gradients, summed over the workers that have copies of the stage
+    EMBED = "EMBED"  # a worker's part of the input layer, where the vocabulary is cut over workers
+    EMBED_BACKWARD = "EMBED_BACKWARD"  # the gradient of its part
+    OUTPUT_S = "OUTPUT_S"  # a worker's part of the output layer: logits, their largest and sum
+    OUTPUT_T = "OUTPUT_T"  # what is left of it once all workers' sums are known: gradients
+    EXCHANGE = "EXCHANGE"  # what all workers have of a vocabulary layer, put together
 
 
 class State(StrEnum):
-    """What a FETCH, EVICT, SEND or RECV moves."""
+    """What an action that moves bytes moves."""
 
     NONE = ""  # every other kind of action
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"  # of parameters; in SEND and RECV those of a stage's outputs
     OPTIMIZER = "optimizer"  # master copy and moments
     ACTIVATIONS = "activations"
+    SUMS = "sums"  # largest logits and sums of exponentials of each worker's part of the vocabulary
 
 
 WHOLE = -1  # the stage, microbatch or part of an action that is of no single one

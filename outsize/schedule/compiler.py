@@ -30,12 +30,12 @@ def compile_plan(
             actions += [Action(Kind.FORWARD, s, m) for s in range(len(plan.stages))]
             last = m == plan.microbatches - 1
             for s in reversed(range(trainable_from, len(plan.stages))):
-                actions += _backward(plan, s, m)
-                actions += _updates(s, parts) if behind and last else ()
+                actions += backward_of(plan, s, m)
+                actions += updates_of(s, parts) if behind and last else ()
     actions.append(Action(Kind.NORM))
     if not behind:
         for s in range(trainable_from, len(plan.stages)):
-            actions += _updates(s, parts)
+            actions += updates_of(s, parts)
     again = frozenset(
         s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from
     )
@@ -58,22 +58,24 @@ def _by_layer(
         yield from (Action(Kind.FORWARD, s, m) for m in range(plan.microbatches))
     for s in reversed(range(trainable_from, len(plan.stages))):
         for m in range(plan.microbatches):
-            yield from _backward(plan, s, m)
+            yield from backward_of(plan, s, m)
         if plan.update == "behind":
-            yield from _updates(s, parts)
+            yield from updates_of(s, parts)
 
 
-def _backward(plan: Plan, s: int, m: int) -> Iterator[Action]:
-    if plan.stages[s].whole:
+def backward_of(plan: Plan, s: int, m: int, kind: Kind = Kind.BACKWARD) -> Iterator[Action]:
+    """A stage's backward pass of a kind. BACKWARD is in two where the plan says so."""
+    if plan.stages[s].whole and kind is not Kind.BACKWARD_WEIGHT:
         yield Action(Kind.RECOMPUTE, s, m)
-    if plan.split_backward:
+    if plan.split_backward and kind is Kind.BACKWARD:
         yield Action(Kind.BACKWARD_INPUT, s, m)
         yield Action(Kind.BACKWARD_WEIGHT, s, m)
     else:
-        yield Action(Kind.BACKWARD, s, m)
+        yield Action(kind, s, m)
 
 
-def _updates(s: int, parts: Mapping[int, Sequence[Lane]]) -> Iterator[Action]:
+def updates_of(s: int, parts: Mapping[int, Sequence[Lane]]) -> Iterator[Action]:
+    """The update of a stage, whole or in parts."""
     if s not in parts:
         yield Action(Kind.UPDATE, s)
     for part, lane in enumerate(parts.get(s, ())):

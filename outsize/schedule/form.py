@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.away import MOVED
 from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary import misfit
 
 MOVES = (Kind.SEND, Kind.RECV)
 _TRAINED = (
@@ -40,10 +42,11 @@ def paths_of(schedule: Schedule, paths: Sequence[Sequence[int]]) -> list[tuple[i
 def malformed(schedule: Schedule, action: Action) -> str:
     """What is wrong with an action by itself."""
     kind = action.kind
-    if kind in (Kind.FETCH, Kind.EVICT):
+    if kind in MOVED and action.state is not State.ACTIVATIONS:
         return "is not of a pipeline; prove the schedule before the pass that adds it"
+    tables = kind is Kind.UPDATE and schedule.vocabulary and action.stage == WHOLE
     for name, value, limit, wanted in (
-        ("stage", action.stage, schedule.stages, kind is not Kind.NORM),
+        ("stage", action.stage, schedule.stages, kind is not Kind.NORM and not tables),
         ("microbatch", action.microbatch, schedule.microbatches,
          kind not in (Kind.NORM, Kind.UPDATE)),
     ):  # fmt: skip
@@ -52,8 +55,9 @@ def malformed(schedule: Schedule, action: Action) -> str:
         if not wanted and value != WHOLE:
             return f"is of the whole step; expected no {name}"
     moved = action.state in (State.ACTIVATIONS, State.GRADIENTS)
-    if moved != (kind in MOVES) or (not moved and action.state):
+    moves = kind in (*MOVES, *MOVED)
+    if kind is not Kind.EXCHANGE and (moved != moves or (not moved and action.state)):
         return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
-    if kind in _TRAINED and action.stage < schedule.first:
+    if kind in _TRAINED and not tables and action.stage < schedule.first:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
-    return ""
+    return misfit(schedule, action)

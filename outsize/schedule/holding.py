@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
-from outsize.schedule.residency import Item, Residency, item, moved, overlap
+from outsize.schedule.residency import MOVES, Item, Residency, item, moved, overlap
+from outsize.schedule.sums import Sums
 
 Cell = tuple[State, int, int]  # state, stage, part
 _PASSES = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -30,6 +31,7 @@ class Holding:
         self._spent: set[Cell] = set()  # gradients that the update has had
         self._kept: set[tuple[int, int]] = set()  # activations that wait for a pass, and of these
         self._away: set[tuple[int, int]] = set()  # those that have left
+        self._sums = Sums(residency, last, first)
 
     def begin(self) -> str:
         """Why the schedule cannot begin with what it expects to find, or nothing."""
@@ -43,9 +45,10 @@ class Holding:
 
     def step(self, action: Action) -> str:
         """Go past an action; gives the reason why it cannot run, or nothing."""
-        if action.kind in (Kind.FETCH, Kind.EVICT):
-            return self._move(action)
-        return self._compute(action)
+        reason = self._sums.step(action)
+        if not reason:
+            reason = self._move(action) if action.kind in MOVES else self._compute(action)
+        return reason
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -59,11 +62,12 @@ class Holding:
         return ((state, s, int(part)), *self._bundled(s, int(part)))
 
     def _bundled(self, s: int, part: int) -> Iterator[Cell]:
-        """What comes and goes with a part of the optimizer states."""
+        """What comes and goes with a part of the optimizer states: what workers cut does not."""
         residency = self.residency
         for state, stages in (
-            (State.PARAMETERS, residency.parameters), (State.GRADIENTS, residency.gradients)
-        ):  # fmt: skip
+            (State.PARAMETERS, residency.parameters - residency.gathered),
+            (State.GRADIENTS, residency.gradients - residency.summed),
+        ):
             if s in stages and not residency.direct:
                 yield (state, s, part)
 
@@ -80,9 +84,26 @@ class Holding:
         if action.state is State.ACTIVATIONS:
             return self._activations(action)
         name = moved(action)
+        if action.kind in (Kind.COLLECT, Kind.MERGE) or (
+            action.kind is Kind.REDUCE and action.stage not in self.residency.gradients
+        ):
+            return ""  # not in the pool
         if name not in self.residency.rooms:
             return f"moves {name}, which has no room in the pool"
-        return self._fetch(name) if action.kind is Kind.FETCH else self._evict(name)
+        if action.kind is Kind.REDUCE:
+            return self._reduce(name)
+        return self._evict(name) if action.kind is Kind.EVICT else self._fetch(name)
+
+    def _reduce(self, name: Item) -> str:
+        """Partial sums leave the pool for their shards; what comes next begins with zeros."""
+        cells = self._pool.pop(name, None)
+        if cells is None:
+            return f"sums {name}, which is not in the pool"
+        for cell, version in cells.items():
+            if self._tier.get(cell, 0) == version:
+                return f"sums {name} a second time"
+            self._tier[cell] = version
+        return ""
 
     def _activations(self, action: Action) -> str:
         here = (action.stage, action.microbatch)
@@ -170,15 +191,27 @@ class Holding:
             reason = f"needs {lost[0]}, whose room is that of something else that it needs"
         if not reason and action.kind is Kind.UPDATE:
             self._updated(action, needed)
+        if not reason and action.kind in (Kind.NORM, Kind.UPDATE):
+            reason = self._waiting(action)
         return reason
+
+    def _waiting(self, action: Action) -> str:
+        """Which gradients in the pool are not in their sum, that an action reads; or nothing."""
+        summed = self.residency.summed & self.residency.gradients
+        for s in summed if action.kind is Kind.NORM else summed & {action.stage}:
+            for cell in self._cells(item(State.GRADIENTS, s)):
+                if self._tier.get(cell, 0) != self._now(cell):
+                    return f"needs gradients {s}, which were not summed over the workers"
+        return ""
 
     def _need(self, action: Action, name: Item) -> str:
         """Why an item cannot be computed with, or nothing."""
         residency = self.residency
         if name not in residency.rooms:
             return f"needs {name}, which has no room in the pool"
-        if residency.adds(action, name) and name not in self._begun:
-            reason = self._enter(name)
+        fresh = name not in self._begun or (residency.anew(name) and name not in self._pool)
+        if residency.adds(action, name) and fresh:
+            reason = self._enter(name) or next(map(self._unsummed, self._cells(name)), "")
             if reason:
                 return reason
             self._begun.add(name)
@@ -189,6 +222,12 @@ class Holding:
                 return f"needs {name}, which is not in the pool as it is now"
             if residency.adds(action, name):
                 held[cell] = self._change(cell)
+        return ""
+
+    def _unsummed(self, cell: Cell) -> str:
+        """Why gradients cannot begin anew, or nothing."""
+        if self._tier.get(cell, 0) != self._now(cell):
+            return f"would begin {item(*cell[:2])} anew, whose last ones were not summed"
         return ""
 
     def _read(self, action: Action, name: Item) -> Iterator[Cell]:
@@ -205,6 +244,9 @@ class Holding:
         parts = range(max(1, self.residency.parts.get(s, 0)))
         for part in parts if action.part == WHOLE else (action.part,):
             self._spent.add((State.GRADIENTS, s, part))
+            if s in self.residency.gathered:
+                own = (State.PARAMETERS, s, part)
+                self._tier[own] = self._change(own)
             for state in (State.PARAMETERS, State.OPTIMIZER):
                 cell = (state, s, part)
                 homes = [name for name in needed if cell in self._pool[name]]
@@ -240,6 +282,7 @@ class Holding:
         for cell, version in sorted(self._newest.items()):
             if cell[0] is not State.GRADIENTS and self._tier.get(cell, 0) != version:
                 yield f"the newest bytes of {item(*cell[:2])} were not written"
+        yield from self._sums.left()
         for name in sorted(self.residency.start):
             held = self._pool.get(name, {})
             if any(held.get(cell) != self._now(cell) for cell in self._cells(name)):

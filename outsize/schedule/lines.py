@@ -1,6 +1,6 @@
 """Residency as lines of a schedule's text form, behind its first line:
 
-    residency parameters=0,1 gradients=- own=0,1 spills=- fixed=- hosts=- direct=0
+    residency parameters=0,1 gradients=- own=0,1 spills=- ... merged=- direct=0
     uses 0 0,1
     parts 1 2
     room optimizer 1#0 4096 8192
@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from outsize.errors import OutsizeError
 from outsize.schedule.residency import Item, Residency, Room
 
-_SETS = ("parameters", "gradients", "own", "spills", "fixed", "hosts")
+_SETS = (
+    "parameters", "gradients", "own", "spills", "fixed", "hosts", "gathered", "summed", "collected",
+    "merged",
+)  # fmt: skip
 _LIST = r"(-|\d+(?:,\d+)*)"
 _ITEM = r"((?:parameters|gradients|optimizer) \d+(?:#\d+)?)"
 _FORMS = {
@@ -130,14 +133,13 @@ class Collected:
                 f" {len(self._uses)} stages; expected one for each of {self._stages}"
             )
         *sets, direct = self._head
-        parameters, gradients, own, spills, fixed, hosts = (
-            frozenset(read_numbers(stages)) for stages in sets
-        )
         uses = tuple(self._uses[s] for s in range(self._stages))
-        return Residency(
-            uses, parameters, gradients, self._parts, direct == "1", own, spills, self._rooms,
-            frozenset(self._start), fixed, hosts,
+        made = Residency(
+            uses, parts=self._parts, direct=direct == "1", rooms=self._rooms,
+            start=frozenset(self._start),
         )  # fmt: skip
+        found = {n: frozenset(read_numbers(s)) for n, s in zip(_SETS, sets, strict=True)}
+        return replace(made, **found)  # type: ignore[arg-type]
 
 
 def _wrong(number: int, text: str, expected: str) -> OutsizeError:

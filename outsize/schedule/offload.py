@@ -117,7 +117,7 @@ def offload(
     for _ in range(2):  # the second time begins with what a step leaves there
         start = pool.begin()
         _play(schedule, residency, pool, runs, ahead, returned)
-    before, after = _moves(pool.stays)
+    before, after = _moves(residency, pool.stays)
     _spill(schedule, residency.spills, before, after)
     worker: list[Action] = []
     for index, action in enumerate(schedule.workers[0]):
@@ -147,11 +147,12 @@ def _play(
         needs = {i: tuple(residency.needs(actions[i], last, schedule.first)) for i in places}
         wanted = tuple(dict.fromkeys(name for names in needs.values() for name in names))
         for place, name in enumerate(wanted):
-            new = name not in known and residency.adds(actions[places[0]], name)
+            again = residency.anew(name) and name not in pool.present
+            new = (name not in known or again) and residency.adds(actions[places[0]], name)
             if new or name not in pool.present:
                 # Spread over the visit at work, so that what that waits for is not held up.
                 earliest = asking[place * len(asking) // len(wanted)]
-                loads = residency.loads(_move(Kind.FETCH, Lane.FETCH, name))
+                loads = residency.loads(_coming(residency, name))
                 pool.enter(name, places[0], min(earliest, places[0]), new, loads)
             known.add(name)
         for index, names in needs.items():
@@ -160,10 +161,17 @@ def _play(
 
 
 def _outdate(residency: Residency, action: Action, index: int, pool: _Pool) -> None:
-    """An update of a part that rests below changes parameters that the pool may still hold."""
-    if action.kind is not Kind.UPDATE or action.part == WHOLE or residency.direct:
+    """An update of what rests elsewhere changes parameters that the pool may still hold."""
+    if action.kind is not Kind.UPDATE:
         return
     name = item(State.PARAMETERS, action.stage)
+    if action.stage in residency.gathered:
+        pool.changed[name] = index
+        if name in pool.present:
+            pool.leave(name)
+        return
+    if action.part == WHOLE or residency.direct:
+        return
     if name in pool.present:
         pool.present[name].last = index  # the update writes there too
         if action.lane is Lane.HOST:
@@ -183,16 +191,31 @@ def _touch(
 
 
 def _moves(
+    residency: Residency,
     stays: Iterable[_Stay],
 ) -> tuple[defaultdict[int, list[Action]], defaultdict[int, list[Action]]]:
     before: defaultdict[int, list[Action]] = defaultdict(list)
     after: defaultdict[int, list[Action]] = defaultdict(list)
     for stay in stays:
         if stay.fetch is not None:
-            before[stay.fetch].append(_move(Kind.FETCH, Lane.FETCH, stay.item))
+            before[stay.fetch].append(_coming(residency, stay.item))
         if stay.changed is not None and not stay.dead:
-            after[stay.changed].append(_move(Kind.EVICT, Lane.EVICT, stay.item))
+            after[stay.changed].append(_going(residency, stay.item))
     return before, after
+
+
+def _coming(residency: Residency, name: Item) -> Action:
+    """What brings an item into its room."""
+    fetch = _move(Kind.FETCH, Lane.FETCH, name)
+    if fetch.state is State.PARAMETERS and fetch.stage in residency.gathered:
+        return replace(fetch, kind=Kind.GATHER, lane=Lane.NETWORK)
+    return fetch
+
+
+def _going(residency: Residency, name: Item) -> Action:
+    """What takes an item's changes away."""
+    kind, lane = (Kind.REDUCE, Lane.NETWORK) if residency.anew(name) else (Kind.EVICT, Lane.EVICT)
+    return _move(kind, lane, name)
 
 
 def _move(kind: Kind, lane: Lane, name: Item) -> Action:

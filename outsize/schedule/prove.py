@@ -8,24 +8,25 @@ over; no worker holds more bytes than its budget. The first fault is the error, 
 
 A worker that plays lanes at the same time only drops constraints of this play, so what ends here
 ends there. Tensors bear the name of the stage whose output they are, or are the gradient of.
+Vocabularies that are cut over the workers add barriers (vocabulary.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.away import MOVED, Away
 from outsize.schedule.form import MOVES, malformed, paths_of
+from outsize.schedule.links import BUFFERS, Links
 from outsize.schedule.schedule import Schedule
-
-BUFFERS = 2  # tensors that one worker may have sent to another before they are received
+from outsize.schedule.vocabulary import PASSES, Barriers, Tensor, part_before
 
 _AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_Tensor = tuple[State, int, int]  # activations or gradients, of a stage's output, microbatch
+_TABLES = (*PASSES, Kind.EXCHANGE)
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,12 @@ def prove(
                 _refuse(worker, at[worker], action, reason)
                 at[worker] += 1
                 moved = True
-    for worker, actions in enumerate(schedule.workers):
-        if at[worker] < len(actions):
-            action = actions[at[worker]]
-            _refuse(worker, at[worker], action, play.stuck(worker, action))
+    ends = [
+        (w, actions[i]) for w, actions in enumerate(schedule.workers) if (i := at[w]) < len(actions)
+    ]
+    if ends:  # who waits for all workers knows best why nobody goes on
+        worker, action = min(ends, key=lambda end: not play.barriers.waits(end[1]))
+        _refuse(worker, at[worker], action, play.stuck(worker, action))
     reason = play.left()
     if reason:
         raise OutsizeError(f"schedule: at its end: {reason}")
@@ -89,24 +92,23 @@ class _Play:
     live: list[int] = field(init=False)
     peaks: list[int] = field(init=False)
     done: dict[tuple[Kind, State, int, int, int, int], int] = field(default_factory=dict)
-    here: set[tuple[int, _Tensor]] = field(default_factory=set)  # tensors by worker
-    unused: set[tuple[int, _Tensor]] = field(default_factory=set)  # received, and not used so far
-    links: dict[tuple[int, int], deque[_Tensor]] = field(default_factory=dict)
+    here: set[tuple[int, Tensor]] = field(default_factory=set)  # tensors by worker
+    unused: set[tuple[int, Tensor]] = field(default_factory=set)  # received, and not used so far
 
     def __post_init__(self) -> None:
         workers = self.schedule.workers
         self.live, self.peaks = [self.static] * len(workers), [self.static] * len(workers)
-        self.ends: dict[tuple[Kind, _Tensor], int] = {}
+        self.links = Links(self.schedule, self.buffers)
         held: list[set[int]] = [set() for _ in range(self.schedule.stages)]
         for worker, actions in enumerate(workers):
             for a in actions:
-                if a.kind in MOVES:
-                    self.ends.setdefault((a.kind, (a.state, a.stage, a.microbatch)), worker)
                 if a.kind in _AHEAD and 0 <= a.stage < self.schedule.stages:
                     held[a.stage].add(worker)
         self.holders = tuple(tuple(sorted(workers)) for workers in held)
         self.norms = [sum(a.kind is Kind.NORM for a in actions) for actions in workers]
         self.reached: set[int] = set()  # workers that have come to their NORM
+        self.barriers = Barriers(self.schedule, self.paths)
+        self.away = Away()
 
     # One action
 
@@ -115,20 +117,14 @@ class _Play:
         if action.kind is Kind.NORM:
             self.reached.add(worker)
             return len(self.reached) < sum(map(bool, self.norms))
-        if action.kind not in MOVES:
-            return False
-        tensor = (action.state, action.stage, action.microbatch)
-        other = self.ends.get((Kind.RECV if action.kind is Kind.SEND else Kind.SEND, tensor))
-        if other is None or other == worker:
-            return False  # a fault that `step` names
-        if action.kind is Kind.SEND:
-            return len(self.links.get((worker, other), ())) >= self.buffers
-        return not self.links.get((other, worker))
+        if action.kind in MOVES:
+            return self.links.waits(worker, action)
+        return self.barriers.waits(action)
 
     def step(self, worker: int, action: Action) -> str:
         """Play one action; gives the reason why it cannot run, or nothing."""
-        whole = action.kind in (Kind.NORM, Kind.UPDATE)  # once on each worker, else once at all
-        key = (*action.key, worker if whole else WHOLE)
+        each = action.kind in (Kind.NORM, Kind.UPDATE, *_TABLES)  # once on each worker
+        key = (*action.key, worker if each else WHOLE)
         if key in self.done:
             before = self.done[key]
             return f"runs a second time; worker {before} has done it"
@@ -149,18 +145,30 @@ class _Play:
     def _needs(self, worker: int, action: Action) -> str:
         kind = action.kind
         if kind in MOVES:
-            return self._move(worker, action)
+            return self.links.step(worker, action, self.here, self.unused)
         if kind is Kind.NORM:
-            return self._gradients_missing(worker)
+            return self._gradients_missing(worker) or self.barriers.missing(worker)
         if kind is Kind.UPDATE:
             return self._update(worker, action.stage)
         if action.stage not in self.paths[action.microbatch]:
             return f"microbatch {action.microbatch} does not visit stage {action.stage}"
         if self._did(Kind.NORM, WHOLE, WHOLE, worker) is not None:
             return "comes after NORM, which has summed the gradients already"
+        if kind in _TABLES:
+            return self._table(worker, action)
+        if kind in MOVED:
+            return self.away.step(worker, action, self._did)
         if kind in _AHEAD:
             return self._forward(worker, action)
-        return self._backward(worker, action)
+        return self.away.reads(action) or self._backward(worker, action)
+
+    def _table(self, worker: int, action: Action) -> str:
+        """A pass or an exchange of a cut vocabulary."""
+        needed = part_before(action, worker)
+        if needed is not None and not self._use(worker, needed):
+            what = f"{needed[0].value} of stage {action.stage}"
+            return f"its input, {what}, is not on worker {worker}"
+        return self.barriers.step(worker, action)
 
     def _did(self, kind: Kind, stage: int, microbatch: int, where: int = WHOLE) -> int | None:
         """The worker that has done an action."""
@@ -176,16 +184,17 @@ class _Play:
         at = path.index(stage)
         return (path[at - 1] if at else WHOLE, path[at + 1] if at + 1 < len(path) else WHOLE)
 
-    def _use(self, worker: int, tensor: _Tensor) -> bool:
+    def _use(self, worker: int, tensor: Tensor) -> bool:
         self.unused.discard((worker, tensor))
         return (worker, tensor) in self.here
 
     def _forward(self, worker: int, action: Action) -> str:
         s, m = action.stage, action.microbatch
-        before, _ = self._neighbours(s, m)
-        if before != WHOLE and not self._use(worker, (State.ACTIVATIONS, before, m)):
+        before, behind = self._neighbours(s, m)
+        if before != WHOLE and not self._use(worker, (State.ACTIVATIONS, before, m, WHOLE)):
             return f"its input, the output of stage {before}, is not on worker {worker}"
-        self.here.add((worker, (State.ACTIVATIONS, s, m)))
+        part = worker if behind == WHOLE else WHOLE  # for its own part of a cut vocabulary
+        self.here.add((worker, (State.ACTIVATIONS, s, m, part)))
         return ""
 
     def _backward(self, worker: int, action: Action) -> str:
@@ -211,33 +220,12 @@ class _Play:
             return "its gradient was produced already"
         if s in self.schedule.recompute and self._did(Kind.RECOMPUTE, s, m) is None:
             return "its activations were not computed again"
-        if behind != WHOLE and not self._use(worker, (State.GRADIENTS, s, m)):
+        if behind != WHOLE and not self._use(worker, (State.GRADIENTS, s, m, WHOLE)):
             return f"its gradient, from stage {behind}, is not on worker {worker}"
-        if before != WHOLE and before >= self.schedule.first:
-            self.here.add((worker, (State.GRADIENTS, before, m)))
-        return ""
-
-    def _move(self, worker: int, action: Action) -> str:
-        tensor = (action.state, action.stage, action.microbatch)
-        sends = action.kind is Kind.SEND
-        other = self.ends.get((Kind.RECV if sends else Kind.SEND, tensor))
-        if other is None:
-            return f"no worker {'receives' if sends else 'sends'} it"
-        if other == worker:
-            return "both of its ends are on this worker"
-        if sends:
-            if (worker, tensor) not in self.here:
-                return f"what it sends is not on worker {worker}"
-            self.links.setdefault((worker, other), deque()).append(tensor)
-            return ""
-        head = self.links[other, worker].popleft()
-        if head != tensor:
-            state, stage, microbatch = head
-            return f"worker {other} sent {state.value} {stage} {microbatch} before it"
-        if action.state is State.GRADIENTS and action.stage < self.schedule.first:
-            return f"stage {action.stage} is frozen and has no use for it"
-        self.here.add((worker, tensor))
-        self.unused.add((worker, tensor))
+        if before == WHOLE:
+            self.here.add((worker, (State.GRADIENTS, s, m, worker)))
+        elif before >= self.schedule.first:
+            self.here.add((worker, (State.GRADIENTS, before, m, WHOLE)))
         return ""
 
     # The step's end
@@ -256,7 +244,7 @@ class _Play:
     def _update(self, worker: int, stage: int) -> str:
         if self._did(Kind.NORM, WHOLE, WHOLE, worker) is None:
             return "comes before NORM"
-        if worker not in self.holders[stage]:
+        if stage != WHOLE and worker not in self.holders[stage]:
             return f"stage {stage} is not on worker {worker}"
         return ""
 
@@ -265,14 +253,9 @@ class _Play:
         if action.kind is Kind.NORM:
             late = next(w for w, n in enumerate(self.norms) if n and w not in self.reached)
             return f"waits for NORM of worker {late}, which does not come: deadlock"
-        tensor = (action.state, action.stage, action.microbatch)
-        sends = action.kind is Kind.SEND
-        other = self.ends[Kind.RECV if sends else Kind.SEND, tensor]
-        if sends:
-            return (
-                f"worker {other} does not receive what fills the {self.buffers} buffers: deadlock"
-            )
-        return f"waits for worker {other}, which does not send it: deadlock"
+        if action.kind in MOVES:
+            return self.links.stuck(action)
+        return self.barriers.stuck(action)
 
     def left(self) -> str:
         """What a whole step still lacks, or has too much."""
@@ -286,7 +269,7 @@ class _Play:
             for s in path:
                 if self._did(Kind(ahead[0]), s, m) is None:
                     return f"{ahead[0]} of stage {s}, microbatch {m} is missing"
-        for worker, (state, stage, microbatch) in sorted(self.unused):
+        for worker, (state, stage, microbatch, _) in sorted(self.unused):
             return f"worker {worker} has no use for {state.value} {stage} {microbatch}"
         return self._updates_missing() if ahead[0] is Kind.FORWARD else ""
 
@@ -298,4 +281,7 @@ class _Play:
             for worker in self.holders[s]:
                 if self._did(Kind.UPDATE, s, WHOLE, worker) is None:
                     return f"UPDATE of stage {s} on worker {worker} is missing"
+        for worker in range(len(self.norms) if self.schedule.vocabulary else 0):
+            if self._did(Kind.UPDATE, WHOLE, WHOLE, worker) is None:
+                return f"UPDATE of the vocabulary's part on worker {worker} is missing"
         return ""

@@ -16,7 +16,14 @@ from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 Item = str  # "parameters 3", "gradients 3", "optimizer 3#1": a state of a stage, or a part of it
 Room = tuple[int, int]  # offset, bytes
 
+COMES = (Kind.FETCH, Kind.GATHER)  # into a room of the pool
+SHARED = (Kind.GATHER, Kind.REDUCE, Kind.COLLECT)  # between workers
+MOVES = (*COMES, Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
+
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_NONE = frozenset[int]()
+_TABLES = (Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T)
+_ADD = (Kind.EMBED_BACKWARD, Kind.OUTPUT_T)
 _PASSES = (Kind.FORWARD, Kind.RECOMPUTE, *_BACK, Kind.PREFILL, Kind.DECODE)
 
 
@@ -26,7 +33,7 @@ def item(state: State, stage: int, part: int = WHOLE) -> Item:
 
 
 def moved(action: Action) -> Item:
-    """The item that a FETCH or EVICT moves."""
+    """The item that an action moves."""
     return item(action.state, action.stage, action.part)
 
 
@@ -46,6 +53,12 @@ class Residency:
     activations rest below. rooms: of every item that passes through the pool. start: items that
     are there when the schedule begins. fixed: stages whose parameters below are all frozen: they
     are read and never written. hosts: stages whose parts can be updated where they rest.
+
+    Among workers, gathered: stages whose parameters are cut and pass through the pool, by GATHER.
+    summed: stages whose gradients are parts of a sum, by REDUCE: of a stage in `gradients` too at
+    the end of each stay in the pool, which begins with zeros; of others once. collected: stages of
+    whose parameters a worker updates some and has the others by COLLECT. merged: stages that
+    several workers of a pipeline hold, whose gradients are summed over them by MERGE.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -59,6 +72,10 @@ class Residency:
     start: frozenset[Item] = frozenset()
     fixed: frozenset[int] = frozenset()
     hosts: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+    collected: frozenset[int] = frozenset()
+    merged: frozenset[int] = frozenset()
 
     def needs(self, action: Action, last: int, first: int) -> Iterator[Item]:
         """What an action computes with in the pool. last: the last stage, whose FORWARD makes
@@ -70,6 +87,9 @@ class Residency:
             learns = kind in (Kind.RECOMPUTE, *_BACK) or (kind is Kind.FORWARD and s == last)
             if learns and s >= first:
                 yield from self._of(State.GRADIENTS, self.gradients, self.uses[s])
+        elif kind in _TABLES:
+            yield from self._of(State.PARAMETERS, self.parameters, (s,))
+            yield from self._of(State.GRADIENTS, self.gradients if kind in _ADD else _NONE, (s,))
         elif kind is Kind.UPDATE and action.lane is not Lane.HOST:
             yield from self._of_update(s, action.part)
 
@@ -82,8 +102,14 @@ class Residency:
         if bundled:
             yield item(State.OPTIMIZER, s, part)
         if self.direct or not bundled:
-            yield from self._of(State.PARAMETERS, self.parameters - self.fixed, (s,))
-            yield from self._of(State.GRADIENTS, self.gradients, (s,))
+            mine = self.parameters - self.fixed - self.gathered
+            yield from self._of(State.PARAMETERS, mine, (s,))
+            yield from self._of(State.GRADIENTS, self.gradients - self.summed, (s,))
+
+    def anew(self, name: Item) -> bool:
+        """Whether an item begins with zeros whenever it is not in the pool."""
+        state, _, stage = name.partition(" ")
+        return state == State.GRADIENTS and int(stage) in self.summed
 
     def adds(self, action: Action, needed: Item) -> bool:
         """Whether an action adds to what it needs: gradients, from nothing at first."""
@@ -107,15 +133,23 @@ class Residency:
         """What an update of a part takes from the tiers besides the optimizer states."""
         if self.direct:
             return ()
-        grads = self._of(State.GRADIENTS, self.gradients, (stage,))
-        return (*grads, *self._of(State.PARAMETERS, self.parameters & self.own, (stage,)))
+        grads = self._of(State.GRADIENTS, self.gradients - self.summed, (stage,))
+        own = (self.parameters & self.own) - self.gathered
+        return (*grads, *self._of(State.PARAMETERS, own, (stage,)))
 
     def loads(self, action: Action) -> tuple[Item, ...]:
         """Items that an action reads on their tiers."""
         s, part = action.stage, action.part
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
             return (item(State.OPTIMIZER, s, part), *self.bundle(s))
-        if action.kind is not Kind.FETCH or action.state is State.ACTIVATIONS:
+        if action.kind is Kind.NORM:
+            return tuple(item(State.GRADIENTS, s) for s in sorted(self.summed | self.merged))
+        if action.kind is Kind.UPDATE:
+            return tuple(self._of(State.GRADIENTS, self.summed | self.merged, (s,)))
+        if (
+            action.kind not in (*COMES, Kind.COLLECT, Kind.MERGE)
+            or action.state is State.ACTIVATIONS
+        ):
             return ()
         rest = self.bundle(s) if action.state is State.OPTIMIZER else ()
         return (moved(action), *rest)
@@ -124,11 +158,14 @@ class Residency:
         """Items that an action writes on their tiers."""
         s = action.stage
         on_host = action.kind is Kind.UPDATE and action.lane is Lane.HOST
-        if not on_host and (action.kind is not Kind.EVICT or action.state is State.ACTIVATIONS):
+        if action.kind is Kind.UPDATE and not on_host:
+            return tuple(self._of(State.PARAMETERS, self.gathered | self.collected, (s,)))
+        leaves = action.kind in (Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
+        if not on_host and (not leaves or action.state is State.ACTIVATIONS):
             return ()
         mine = item(State.OPTIMIZER, s, action.part) if on_host else moved(action)
         if (on_host or action.state is State.OPTIMIZER) and not self.direct:
-            return (mine, *self._of(State.PARAMETERS, self.parameters, (s,)))
+            return (mine, *self._of(State.PARAMETERS, self.parameters - self.gathered, (s,)))
         return (mine,)
 
 
@@ -142,8 +179,12 @@ class Presence:
     def step(self, action: Action) -> tuple[Item, ...]:
         """Go past an action; gives the items that it made anew."""
         residency = self.residency
-        if action.kind is Kind.FETCH and action.state is not State.ACTIVATIONS:
+        if action.kind in COMES and action.state is not State.ACTIVATIONS:
             self._enter(moved(action))
+        if action.kind is Kind.REDUCE:
+            self.present.discard(moved(action))
+        if action.kind is Kind.UPDATE and action.stage in residency.gathered:
+            self.present.discard(item(State.PARAMETERS, action.stage))
         if self.outdated(action) and action.lane is Lane.HOST:
             self.present.discard(item(State.PARAMETERS, action.stage))
         needed = residency.needs(action, self._last, self._first)
@@ -155,6 +196,8 @@ class Presence:
     def outdated(self, action: Action) -> bool:
         """Whether an update changes parameters elsewhere that the pool holds still."""
         if action.kind is not Kind.UPDATE or action.part == WHOLE or self.residency.direct:
+            return False
+        if action.stage in self.residency.gathered:
             return False
         return item(State.PARAMETERS, action.stage) in self.present
 

@@ -12,11 +12,23 @@ from dataclasses import dataclass, field
 from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.holding import Holding
-from outsize.schedule.residency import Residency
+from outsize.schedule.residency import MOVES, SHARED, Residency
 from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary import PASSES
+from outsize.schedule.vocabulary_here import Tables
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_PASSES = (Kind.SEND, Kind.RECV)
+_LANES = {
+    Kind.FETCH: Lane.FETCH,
+    Kind.EVICT: Lane.EVICT,
+    Kind.SEND: Lane.SEND,
+    Kind.RECV: Lane.RECEIVE,
+    Kind.MERGE: Lane.MERGE,
+    Kind.EXCHANGE: Lane.EXCHANGE,
+}
+_TABLES = (*PASSES, Kind.EXCHANGE)
 _TRAINED = (*_BACK, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE)
 
 
@@ -47,16 +59,26 @@ def validate(schedule: Schedule, budget: int | None = None, static: int = 0) -> 
 
 
 def _range(schedule: Schedule, action: Action) -> str:
-    if action.kind in (Kind.SEND, Kind.RECV):
+    if action.kind in _TABLES and not schedule.vocabulary:
+        return "is of a cut vocabulary; the schedule has none"
+    passes = action.kind in (*_PASSES, Kind.EXCHANGE)
+    if action.kind in _PASSES and schedule.role is None:
         return "moves between workers; one worker plays this schedule"
-    moves = action.kind in (Kind.FETCH, Kind.EVICT)
+    moves = passes or action.kind in MOVES
     if moves != bool(action.state):
         return f"{action.kind} moves {action.state.value or 'nothing'}; expected the other way"
-    lane = {Kind.FETCH: Lane.FETCH, Kind.EVICT: Lane.EVICT}.get(action.kind, Lane.COMPUTE)
+    if action.kind in SHARED:
+        lane, state = Lane.NETWORK, State.PARAMETERS
+        if action.kind is Kind.REDUCE:
+            state = State.GRADIENTS
+        if action.state is not state:
+            return f"moves {action.state.value}; expected {state.value}"
+    else:
+        lane = _LANES.get(action.kind, Lane.COMPUTE)
     if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
         return f"is on the lane {action.lane}; expected {lane}"
     per_stage = action.kind is not Kind.NORM
-    whole = moves and action.state is not State.ACTIVATIONS
+    whole = moves and not passes and action.state is not State.ACTIVATIONS
     per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
     for name, value, limit, wanted in (
         ("stage", action.stage, schedule.stages, per_stage),
@@ -68,12 +90,24 @@ def _range(schedule: Schedule, action: Action) -> str:
             return f"is of the whole step; expected no {name}"
     if action.kind in _TRAINED and action.stage < schedule.first:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
-    return _part(schedule, action)
+    return _foreign(schedule, action) or _part(schedule, action)
+
+
+def _foreign(schedule: Schedule, action: Action) -> str:
+    """Why an action is not of this worker, where it is one of many."""
+    role, here = schedule.role, (action.stage, action.microbatch)
+    if role is None or action.kind in (Kind.NORM, *_PASSES, *_TABLES):
+        return ""
+    if action.microbatch != WHOLE:
+        return "" if here in role.plays else "is another worker's"
+    return "" if action.stage in role.holds else f"stage {action.stage} is on other workers"
 
 
 def _part(schedule: Schedule, action: Action) -> str:
     parts = 0 if schedule.residency is None else schedule.residency.parts.get(action.stage, 0)
     in_part = action.kind is Kind.UPDATE or action.state is State.OPTIMIZER
+    if action.part != WHOLE and schedule.vocabulary and action.kind in _PASSES:
+        return ""  # of a cut vocabulary: whose it is, Tables knows
     if not in_part or not parts:
         return "" if action.part == WHOLE else "is of a part; expected the whole stage"
     return "" if 0 <= action.part < parts else f"part is {action.part}; expected 0 to {parts - 1}"
@@ -87,20 +121,28 @@ class _Play:
     live: int
     peak: int = 0
     done: set[tuple[Kind, State, int, int, int]] = field(default_factory=set)
+    unused: set[tuple[State, int, int]] = field(default_factory=set)  # received so far
 
     def __post_init__(self) -> None:
         schedule = self.schedule
         own = tuple((s,) for s in range(schedule.stages))
+        every = ((s, m) for s in range(schedule.stages) for m in range(schedule.microbatches))
+        self.plays = frozenset(every) if schedule.role is None else schedule.role.plays
         self.residency = schedule.residency or Residency(own)
         self.holding = Holding(self.residency, schedule.stages - 1, schedule.first)
+        self.tables = Tables(schedule) if schedule.vocabulary else None
 
     def step(self, action: Action) -> str:
         """Play one action; gives the reason why it cannot run, or nothing."""
-        if action.kind in (Kind.FETCH, Kind.EVICT):
+        if action.kind in MOVES:
             return self.holding.step(action)
         if action.key in self.done:
             return "runs a second time"
-        reason = self._needs(action) or self.holding.step(action)
+        reason = "" if self.tables is None else self.tables.step(action)
+        if action.kind in _PASSES:
+            reason = reason or ("" if action.part != WHOLE else self._passes(action))
+        elif action.kind is not Kind.EXCHANGE:
+            reason = reason or self._needs(action) or self.holding.step(action)
         self.done.add(action.key)
         self.peak = max(self.peak, self.live + action.workspace)
         self.live += sum(count for where, count in action.allocates if where.startswith("device/"))
@@ -115,17 +157,17 @@ class _Play:
 
     def _needs(self, action: Action) -> str:
         kind, s, m = action.kind, action.stage, action.microbatch
-        last = self.schedule.stages - 1
         if kind in (Kind.FORWARD, *_SERVING):
-            if s > 0 and not self._has(kind, s - 1, m):
-                return f"its input, {kind} of stage {s - 1}, was not produced"
+            b = self.schedule.before(s, m)
+            if b >= 0 and not (self._has(kind, b, m) or self._had(State.ACTIVATIONS, b, m)):
+                return f"its input, {kind} of stage {b}, was not produced"
             if kind is Kind.FORWARD and self._has(Kind.NORM, WHOLE):
                 return "comes after NORM, which has summed the gradients already"
         elif kind is Kind.RECOMPUTE:
             if s not in self.schedule.recompute or not self._has(Kind.FORWARD, s, m):
                 return "has no kept input: its stage did not run FORWARD with recompute"
         elif kind in _BACK:
-            return self._needs_backward(s, m, last)
+            return self._needs_backward(s, m)
         elif kind is Kind.BACKWARD_WEIGHT:
             if not self._has(Kind.BACKWARD_INPUT, s, m):
                 return "comes before its BACKWARD_INPUT"
@@ -148,7 +190,7 @@ class _Play:
                     return reason
         return ""
 
-    def _needs_backward(self, s: int, m: int, last: int) -> str:
+    def _needs_backward(self, s: int, m: int) -> str:
         if self._has(Kind.NORM, WHOLE):
             return "comes after NORM, which has summed the gradients already"
         if self._back(s, m):
@@ -157,8 +199,45 @@ class _Play:
             return "comes before its FORWARD"
         if s in self.schedule.recompute and not self._has(Kind.RECOMPUTE, s, m):
             return "its activations were not computed again"
-        if s < last and not self._back(s + 1, m):
-            return f"its gradient from stage {s + 1} was not produced"
+        after = self.schedule.after(s, m)
+        if after >= 0 and not (self._back(after, m) or self._had(State.GRADIENTS, s, m)):
+            return f"its gradient from stage {after} was not produced"
+        return ""
+
+    def _had(self, state: State, stage: int, microbatch: int) -> bool:
+        """Whether a tensor has come from another worker; it is used now."""
+        self.unused.discard((state, stage, microbatch))
+        return (Kind.RECV, state, stage, microbatch, WHOLE) in self.done
+
+    def _passes(self, action: Action) -> str:
+        """Why a tensor cannot be sent or received here, or nothing."""
+        s, m, ahead = action.stage, action.microbatch, action.state is State.ACTIVATIONS
+        after = self.schedule.after(s, m)
+        maker, user = (s, after) if ahead else (after, s)
+        mine, other = (maker, user) if action.kind is Kind.SEND else (user, maker)
+        if (mine, m) not in self.plays or (other, m) in self.plays:
+            return "has both ends on one worker, or none on this one"
+        if not ahead and s < self.schedule.first:
+            return f"stage {s} is frozen and has no use for it"
+        if action.kind is Kind.RECV:
+            self.unused.add((action.state, s, m))
+        elif not (self._has(Kind.FORWARD, s, m) if ahead else self._back(after, m)):
+            return "what it sends was not produced"
+        return ""
+
+    def _unsent(self) -> str:
+        """Which tensor that another worker waits for was not sent."""
+        for s, m in sorted(self.plays):
+            before, after = self.schedule.before(s, m), self.schedule.after(s, m)
+            ahead = after >= 0 and (after, m) not in self.plays
+            if ahead and (Kind.SEND, State.ACTIVATIONS, s, m, WHOLE) not in self.done:
+                return f"SEND of activations {s} {m} is missing"
+            wanted = before >= self.schedule.first and (before, m) not in self.plays
+            back = wanted and self._back(s, m)
+            if back and (Kind.SEND, State.GRADIENTS, before, m, WHOLE) not in self.done:
+                return f"SEND of gradients {before} {m} is missing"
+        for state, s, m in sorted(self.unused):
+            return f"nobody has used {state.value} {s} {m}, which were received"
         return ""
 
     def _gradients_missing(self) -> str:
@@ -170,6 +249,8 @@ class _Play:
 
     def _gradient_missing(self, s: int) -> str:
         for m in range(self.schedule.microbatches):
+            if (s, m) not in self.plays:
+                continue
             if not self._back(s, m):
                 return f"the gradient of stage {s}, microbatch {m} was not produced"
             split = self._has(Kind.BACKWARD_INPUT, s, m)
@@ -185,13 +266,24 @@ class _Play:
         if kinds & set(_SERVING):
             return self._tokens_missing(kinds)
         if not self._has(Kind.NORM, WHOLE):
+            if self.schedule.first == self.schedule.stages:  # nothing is trained: an evaluation
+                reason = "" if self.tables is None else self.tables.left()
+                return reason or self._forwards_missing() or self._unsent()
             return self._gradients_missing() or "NORM is missing"
         for s in range(self.schedule.first, self.schedule.stages):
+            if self.schedule.role is not None and s not in self.schedule.role.holds:
+                continue
             parts = self.residency.parts.get(s, 0)
             for part in range(parts) if parts else (WHOLE,):
                 if (Kind.UPDATE, State.NONE, s, WHOLE, part) not in self.done:
                     return f"UPDATE of stage {s} is missing"
-        return next(self.holding.left(), "")
+        return self._unsent() or next(self.holding.left(), "")
+
+    def _forwards_missing(self) -> str:
+        for s, m in sorted(self.plays):
+            if not self._has(Kind.FORWARD, s, m):
+                return f"FORWARD of stage {s}, microbatch {m} is missing"
+        return ""
 
     def _tokens_missing(self, kinds: set[Kind]) -> str:
         if len(kinds) > 1:

@@ -13,8 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
-from outsize.schedule.residency import Item, Presence, Residency, Room, item, moved, overlap
+from outsize.schedule.residency import (
+    COMES,
+    MOVES,
+    Item,
+    Presence,
+    Residency,
+    Room,
+    item,
+    moved,
+    overlap,
+)
 from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary_here import exchanged
 
 Resource = tuple[object, ...]
 Waits = tuple[tuple[int, ...], ...]
@@ -91,7 +102,9 @@ class _Reader:
 
     def __init__(self, schedule: Schedule) -> None:
         self.last, self.first = schedule.stages - 1, schedule.first
-        self.residency = schedule.residency or Residency(())
+        own = tuple((s,) for s in range(schedule.stages))
+        self.residency = schedule.residency or Residency(own)
+        self.role, self.schedule = schedule.role, schedule
         self.presence = Presence(self.residency, self.last, self.first)
         rooms = set(self.residency.rooms.values())
         self.outdated = False
@@ -108,7 +121,13 @@ class _Reader:
             yield ("rest", name), False
         for name in residency.stores(action):
             yield ("rest", name), True
-        if action.kind in (Kind.FETCH, Kind.EVICT):
+        if action.kind in (Kind.SEND, Kind.RECV):
+            whole = action.part == WHOLE  # parts are sent to others, who have one each
+            if whole or action.kind is Kind.RECV:
+                yield ("passed", whole, action.state, action.stage, action.microbatch), True
+        elif action.kind is Kind.EXCHANGE:
+            yield ("exchanged", action.state, action.microbatch), True
+        elif action.kind in MOVES:
             yield from self._move(action)
         else:
             yield from self._compute(action)
@@ -116,8 +135,10 @@ class _Reader:
     def _move(self, action: Action) -> Iterator[tuple[Resource, bool]]:
         if action.state is State.ACTIVATIONS:
             yield ("activations", action.stage, action.microbatch), True
-        else:
-            yield from self._room(moved(action), action.kind is Kind.FETCH)
+        elif (
+            action.kind not in (Kind.COLLECT, Kind.MERGE) and moved(action) in self.residency.rooms
+        ):
+            yield from self._room(moved(action), action.kind in COMES)
 
     def _room(self, name: Item, writes: bool) -> Iterator[tuple[Resource, bool]]:
         room = self.residency.rooms[name]
@@ -133,9 +154,27 @@ class _Reader:
             yield from self._room(name, residency.changes(action, name))
         if action.microbatch != WHOLE and s in residency.spills:
             yield ("activations", s, action.microbatch), action.kind is Kind.FORWARD
+        if self.role is not None:
+            m = action.microbatch
+            if action.kind is Kind.FORWARD:
+                yield ("passed", True, State.ACTIVATIONS, self.role.before(s, m), m), False
+            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                yield ("passed", True, State.GRADIENTS, s, m), False
+        if self.schedule.vocabulary:
+            yield from self._vocabulary(action)
         if action.kind is Kind.NORM:
             yield ("norm",), True
         elif action.kind is Kind.UPDATE and not residency.direct:
             yield ("norm",), False
         if self.outdated:
             yield from self._room(item(State.PARAMETERS, s), True)
+
+    def _vocabulary(self, action: Action) -> Iterator[tuple[Resource, bool]]:
+        """What an action takes of a cut vocabulary: sums over all workers, and a part's tensor."""
+        state, m = exchanged(self.schedule, action), action.microbatch
+        if state is not None:
+            yield ("exchanged", state, m), False
+        if action.kind is Kind.OUTPUT_S:
+            yield ("passed", False, State.ACTIVATIONS, self.schedule.end(m), m), False
+        elif action.kind is Kind.EMBED_BACKWARD:
+            yield ("passed", False, State.GRADIENTS, self.schedule.begin(m), m), False

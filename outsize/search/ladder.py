@@ -12,8 +12,9 @@ from typing import Literal
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.search.candidates import candidates
-from outsize.search.streamed import Foretells, Search, Way, spilling
-from outsize.search.tiers import Passing, levels, states
+from outsize.search.streamed import Search
+from outsize.search.tiers import APART, Passing, states
+from outsize.search.ways import Foretells, Way, spilling, way_of
 from outsize.simulate import Forecast
 
 LIMITLESS = 1 << 60
@@ -72,29 +73,32 @@ def _streamed(oracle: Foretells, plans: list[Plan]) -> Iterator[Rung]:
     tiers = (*oracle.wish.tiers[:-1], replace(last, bytes=LIMITLESS))
     search = Search(oracle, states(oracle.facts, plans[0]), LIMITLESS, tiers)
     again = next((plan for plan in plans if _whole(plan)), plans[-1])
-    update: Literal["apart", "behind"] = "behind" if oracle.wish.clip is None else "apart"
-    order: Literal["layer", "microbatch"] = "layer" if again.microbatches > 1 else "microbatch"
-    way = search.way(replace(again, order=order, update=update))
+    behind = oracle.wish.clip is None and again.mesh.pipeline == 1
+    update: Literal["apart", "behind"] = "behind" if behind else "apart"
+    by_layer = again.microbatches > 1 and again.mesh.pipeline == 1
+    order: Literal["layer", "microbatch"] = "layer" if by_layer else "microbatch"
+    way = way_of(oracle, replace(again, order=order, update=update))
     yield from _down(search, way)
-    top = levels(search.sizes.segments)
-    spilt = search.way(spilling(way.plan, last.name))
-    if spilt.dynamic < way.dynamic:
-        yield _forecast(search, spilt, top, "activations below")
+    spilt = way_of(oracle, spilling(way.plan, last.name))
+    helps = max(spilt.dynamic) < max(way.dynamic)
+    if helps:
+        yield _forecast(search, spilt, len(APART), "activations below")
     small = replace(plans[-1], order=order, update=update)
-    if spilt.dynamic < way.dynamic:
+    if helps:
         small = spilling(small, last.name)
-    yield _forecast(search, search.way(small), top, "sequence, logits in chunks")
+    yield _forecast(search, way_of(oracle, small), len(APART), "sequence, logits in chunks")
 
 
 def _down(search: Search, way: Way) -> Iterator[Rung]:
     """One kind of state after the other; which is first depends on when updates are made."""
-    count = search.sizes.segments
-    for place, kind in enumerate(way.kinds, start=1):
-        yield _forecast(search, way, place * count, NAMES[kind])
+    for kinds, kind in enumerate(way.kinds, start=1):
+        yield _forecast(search, way, kinds, NAMES[kind])
 
 
-def _forecast(search: Search, way: Way, level: int, name: str) -> Rung:
-    choice = search.choice(way, level, Passing(behind=way.behind))
+def _forecast(search: Search, way: Way, kinds: int, name: str) -> Rung:
+    """With the states of so many kinds below."""
+    levels = [kinds * len(place.order) for place in way.places]
+    choice = search.choice(way, levels, Passing(behind=way.behind))
     if choice is None:
         raise OutsizeError("tiers without limits are too small; this is a bug")
     return _rung(name, search.compose(search.plan(choice, pool=0), way))

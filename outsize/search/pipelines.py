@@ -16,6 +16,7 @@ from outsize.schedule.action import Action, Kind
 from outsize.schedule.pipelines import NAMES, Pipeline, Shape, make, pipeline, zero_bubble
 from outsize.schedule.pipelines.costs import Costs
 from outsize.schedule.pipelines.greedy import greedy, makespan
+from outsize.schedule.pipelines.vocabulary import barriers, with_vocabulary
 from outsize.schedule.place import Placement, looped, one_way, waved
 from outsize.search.moves import filled, improved, split
 from outsize.simulate.steps import Played, Times, play
@@ -44,14 +45,20 @@ def units(place: Placement) -> float:
     return place.share * place.stages / place.workers
 
 
-def compare(shape: Shape, times: Times, cap: float | None = None) -> list[Ranked]:
+def compare(
+    shape: Shape, times: Times, cap: float | None = None, vocabulary: int = 0
+) -> list[Ranked]:
     """Every schedule and the automatic one, the shortest step first, those that do not fit last.
 
     times: of a worker's layers. cap: microbatches of a worker's layers that it may hold.
+    vocabulary: the variant in which all have their vocabulary layers cut over the workers.
     """
-    named = [_ranked(name, shape, times, cap) for name in NAMES]
+    named = [_ranked(name, shape, times, cap, vocabulary) for name in NAMES]
     found = [one for one in named if one.played is not None]
-    every = [*named, _automatic(shape, times, cap, found)]
+    if vocabulary:
+        every = [*named, _automatic_cut(shape, times, cap, vocabulary, found)]
+    else:
+        every = [*named, _automatic(shape, times, cap, found)]
     return sorted(every, key=lambda one: (one.played is None, one.makespan, one.peak))
 
 
@@ -63,7 +70,21 @@ def automatic(shape: Shape, times: Times, cap: float | None = None) -> Played:
     return best.played
 
 
-def _ranked(name: str, shape: Shape, times: Times, cap: float | None) -> Ranked:
+def _automatic_cut(
+    shape: Shape, times: Times, cap: float | None, vocabulary: int, named: Sequence[Ranked]
+) -> Ranked:
+    """The best of the named ones and of the automatic one's orders with the vocabulary cut."""
+    found, room = list(named), None if cap is None else cap - barriers(vocabulary)
+    if room is None or room >= 1:
+        plain = automatic(shape, replace(times, vocabulary=None), room).pipeline
+        found.append(_measured(AUTO, plain, times, cap, vocabulary))
+    best = min(found, key=lambda one: one.makespan, default=Ranked(AUTO, why="none fits the cap"))
+    return replace(best, name=AUTO)
+
+
+def _ranked(
+    name: str, shape: Shape, times: Times, cap: float | None, vocabulary: int = 0
+) -> Ranked:
     """A named schedule at the size of its microbatches' layers on a worker."""
     bare = replace(shape, chunks=None, waves=None, skip=None)
     try:
@@ -72,8 +93,18 @@ def _ranked(name: str, shape: Shape, times: Times, cap: float | None) -> Ranked:
         return Ranked(name, why=str(error))
     if made.approximate:
         return Ranked(name, why=f"approximate: {made.approximate}")
+    return _measured(name, made, times, cap, vocabulary)
+
+
+def _measured(
+    name: str, made: Pipeline, times: Times, cap: float | None, vocabulary: int
+) -> Ranked:
     per = units(made.placement)
-    played = play(made, _scaled(times, 1 / per))
+    unit = _scaled(times, 1 / per)
+    if vocabulary and unit.vocabulary is not None:
+        costs = Costs(unit.forward, unit.of_input, unit.of_weight, unit.transfer)
+        made = with_vocabulary(made, vocabulary, costs, unit.vocabulary)
+    played = play(made, unit)
     peak = max(played.run.peaks) / per
     if cap is not None and peak > cap + _SLACK:
         return Ranked(name, why=f"holds {peak:g} microbatches, above the cap of {cap:g}")

@@ -1,27 +1,36 @@
 """Choosing the plan of one device: the quickest candidate that fits the budget.
 
 Each candidate is forecast, and the first in order of foretold time that fits is taken; where states
-may rest on tiers below the device, outsize/search/streamed.py weighs them instead.
+may rest on tiers below the device, outsize/search/streamed.py weighs them instead. Workers of a
+data axis cut optimizer states alone as long as that fits, and gradients and parameters too where it
+does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.memory import format_bytes
 from outsize.models.config import DecoderConfig
-from outsize.plan import Plan
+from outsize.plan import Plan, Sharding, zero
 from outsize.search.candidates import candidates
+from outsize.search.settled import composed
 from outsize.search.streamed import choose_streamed
 from outsize.search.wish import Oracle, Wish, facts_of_model, layouts, memories, native_makers
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
 
-__all__ = ["Wish", "choose", "facts_of_model", "foretell", "native_makers", "oracle_of", "pick"]
+__all__ = [
+    "TooSmall", "Wish", "choose", "facts_of_model", "foretell", "native_makers", "oracle_of",
+    "pick",
+]  # fmt: skip
+
+
+class TooSmall(OutsizeError):
+    """No plan fits the budget."""
 
 
 def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
@@ -30,10 +39,18 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
     oracle = oracle_of(config, wish, hardware)
-    plans = candidates(wish, len(config.layers) + 2)
+    count = len(config.layers) + 2
     if wish.tiers and wish.budget is not None:
-        return choose_streamed(oracle, list(plans))
-    return pick(plans, oracle.forecast, wish.budget)
+        return choose_streamed(oracle, list(candidates(wish, count)))
+    ways = (list(candidates(replace(wish, shards=s), count)) for s in _shardings(wish))
+    return _quickest(ways, oracle.forecast, wish.budget)
+
+
+def _shardings(wish: Wish) -> tuple[Sharding, ...]:
+    """What the data axis may cut, from what sends least to what holds least: ZeRO's stages."""
+    if wish.shards is not None or wish.mesh.data == 1:
+        return (wish.shards or Sharding(),)
+    return tuple(zero(stage, wish.mesh.data) for stage in (1, 2, 3))
 
 
 def oracle_of(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
@@ -43,27 +60,61 @@ def oracle_of(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
 
 def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
     """The forecast of a given plan for a native decoder, with the costliest of `layouts`."""
-    made = []
+    found = []
     for bounds in layouts(wish):
         costs = rehearse(plan, *native_makers(config, wish, bounds))
-        facts = replace(costs.facts, host=memories(wish))
-        made.append(compose(plan, replace(costs, facts=facts), hardware))
-    return max(made, key=lambda one: one.peak)
+        found.append(replace(costs, facts=replace(costs.facts, host=memories(wish))))
+    return composed(plan, found, hardware)
 
 
 def pick(
-    candidates: Iterator[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
+    candidates: Iterable[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
 ) -> Forecast:
     """The first forecast that fits; candidates come in order of rising time."""
+    fits, smallest = _first(candidates, foretell, budget)
+    if fits is None:
+        assert budget is not None
+        raise _too_small(smallest, budget)
+    return fits
+
+
+def _quickest(
+    ways: Iterable[list[Plan]], foretell: Callable[[Plan], Forecast], budget: int | None
+) -> Forecast:
+    """Of the first that fits of each way's candidates, the quickest; where the very first of all
+    fits, nothing else is looked at."""
+    found: list[Forecast] = []
+    smallest: list[Forecast] = []
+    for number, plans in enumerate(ways):
+        fits, least = _first(plans, foretell, budget)
+        smallest.append(least)
+        if fits is not None:
+            found.append(fits)
+            if number == 0 and fits.plan == plans[0]:
+                break
+    if not found:
+        assert budget is not None
+        raise _too_small(min(smallest, key=lambda one: one.peak), budget)
+    return min(found, key=lambda one: one.seconds)
+
+
+def _first(
+    candidates: Iterable[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
+) -> tuple[Forecast | None, Forecast]:
+    """The first forecast that fits, and the smallest of those before it (or it)."""
     smallest: Forecast | None = None
     for plan in candidates:
         made = foretell(plan)
         if budget is None or made.peak <= budget:
-            return made
+            return made, made
         if smallest is None or made.peak < smallest.peak:
             smallest = made
-    assert smallest is not None and budget is not None
-    raise OutsizeError(
+    assert smallest is not None
+    return None, smallest
+
+
+def _too_small(smallest: Forecast, budget: int) -> TooSmall:
+    return TooSmall(
         f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
         f" {smallest.peak - budget} bytes missing; the smallest plan needs"
         f" {format_bytes(smallest.peak)} ({smallest.peak} bytes,"

@@ -10,38 +10,21 @@ fits is taken.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
 
 from outsize.errors import OutsizeError
-from outsize.hardware import Hardware
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
 from outsize.runtime.placement import GRADIENTS, PARAMETERS
-from outsize.schedule import Kind
-from outsize.search.tiers import (
-    APART,
-    BEHIND,
-    OPTIMIZER,
-    Passing,
-    States,
-    every,
-    graded,
-    levels,
-    moved,
-    placed,
-    pool_bytes,
-    shortage,
-    states,
-    with_rests,
-)
-from outsize.search.wish import Wish
+from outsize.search.places import rests_of, short_of, with_rests
+from outsize.search.settled import composed
+from outsize.search.tiers import OPTIMIZER, Below, Passing, States, every, moved, states
+from outsize.search.ways import Foretells, Way, variants, way_of
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import compose, host_share, rate
-from outsize.simulate.rehearse import Costs, Facts
+from outsize.simulate.forecast import host_share, rate
 
 EXACT = 3  # candidates that are forecast exactly
 TRIES = 4  # a plan that misses the budget by what an estimate could not know is tried again
@@ -53,56 +36,12 @@ PAGE = 4096
 PASSINGS = (Passing(), Passing(2, PART), Passing(1, PART))
 
 
-class Foretells(Protocol):
-    """What is asked for forecasts: a native decoder's `Oracle`, or rehearsals of a module."""
-
-    @property
-    def wish(self) -> Wish: ...
-
-    @property
-    def hardware(self) -> Hardware: ...
-
-    @property
-    def facts(self) -> Facts: ...
-
-    def costs(self, plan: Plan) -> list[Costs]:
-        """Of a plan's actions, for each layout of a batch."""
-
-    def forecast(self, plan: Plan) -> Forecast:
-        """With the costliest of the layouts."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a step is computed, whatever its states do.
-
-    plan: its states on the device, stages that spill marked. dynamic: bytes beyond states, at
-    most. seconds, updates: of the passes and of the updates. spilled: bytes of activations on
-    their tier. layout: which of the wish's layouts holds most.
-    """
-
-    plan: Plan
-    dynamic: int
-    seconds: float
-    updates: float
-    spilled: int
-    layout: int
-
-    @property
-    def behind(self) -> bool:
-        return self.plan.update == "behind"
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return BEHIND if self.behind else APART
-
-
 @dataclass(frozen=True)
 class Choice:
-    """A way with the tiers of its states. seconds: as estimated."""
+    """A way with the tiers of its states. levels: of each worker. seconds: as estimated."""
 
     way: Way
-    level: int
+    levels: tuple[int, ...]
     passing: Passing
     rests: tuple[Rest, ...]
     spill: str
@@ -121,39 +60,25 @@ def choose_streamed(oracle: Foretells, plans: Sequence[Plan]) -> Forecast:
     found: list[Choice] = []
     ways: list[Way] = []
     for plan in plans:
-        mine = [search.way(variant) for variant in _variants(oracle, plan)]
+        mine = [way_of(oracle, variant) for variant in variants(oracle, plan)]
         ways += mine
         best = min((choice.seconds for choice in found), default=float("inf"))
-        if min(way.seconds + way.updates for way in mine) > best:
+        if min(way.seconds for way in mine) > best:
             break  # what follows takes longer still
         found += [choice for way in mine if (choice := search.fitted(way)) is not None]
     made = search.quickest(found)
     return search.least(ways) if made is None else made
 
 
-def _variants(oracle: Foretells, plan: Plan) -> Iterator[Plan]:
-    """A candidate in each order, with updates apart or behind, its activations here or below."""
-    wish = oracle.wish
-    orders: tuple[Literal["layer", "microbatch"], ...]
-    orders = ("layer", "microbatch") if plan.microbatches > 1 else ("layer",)
-    orders = orders if wish.order is None else (wish.order,)
-    whole = [stage.whole for stage in plan.stages[1:-1]]
-    spills = (False, True) if all(whole) or not any(whole) else (False,)
-    for order in orders:
-        for spill in spills:
-            made = replace(plan, order=order)
-            if spill:
-                made = spilling(made, wish.tiers[0].name)
-            if wish.clip is None:
-                yield replace(made, update="behind")
-            if wish.clip is not None or any(tier.medium == "memory" for tier in wish.tiers):
-                yield made
+def _below(way: Way, levels: Sequence[int]) -> list[Below]:
+    """What rests below of each worker."""
+    each = zip(way.places, levels, strict=True)
+    return [place.below(level, way.kinds) for place, level in each]
 
 
-def spilling(plan: Plan, tier: str) -> Plan:
-    """The plan with the activations of all its stages on a tier."""
-    stages = (replace(stage, rest=Rest(activations=tier)) for stage in plan.stages)
-    return replace(plan, stages=tuple(stages))
+def _where(made: Forecast) -> str:
+    """The worker of a pipeline that has the highest peak."""
+    return f" on worker {made.peaks.index(made.peak)}" if made.turns else ""
 
 
 def _beside(computing: float, moving: float, ahead: bool) -> float:
@@ -171,75 +96,65 @@ class Search:
         self.budget, self.tiers = budget, tiers
         self.short: int | None = None  # fewest bytes that were missing on the tiers
 
-    def way(self, plan: Plan) -> Way:
-        """What a plan's computation holds and takes."""
-        hardware = self.oracle.hardware
-        made = [compose(plan, costs, hardware) for costs in self.oracle.costs(plan)]
-        layout = max(range(len(made)), key=lambda i: made[i].peak)
-        top = made[layout]
-        passes = updates = 0.0
-        for event in top.trace.events:
-            if event.lane == "compute":
-                took = event.end - event.start
-                updates += took if event.kind == Kind.UPDATE else 0.0
-                passes += 0.0 if event.kind == Kind.UPDATE else took
-        resident = sum(top.static.values()) - top.static.get("data", 0)
-        spilled = sum(top.below.values())  # nothing else is below yet
-        return Way(plan, top.peak - resident, passes, updates, spilled, layout)
-
     # -- estimates ----------------------------------------------------------------------------
 
-    def held(self, way: Way, level: int, passing: Passing) -> int:
-        """About the peak at a level."""
-        below = graded(self.sizes.segments, level, way.kinds)
-        pool = pool_bytes(self.sizes, below, passing)
-        return way.dynamic + self.sizes.total - self.sizes.of(below) + pool
-
-    def fitted(self, way: Way, budget: int | None = None) -> Choice | None:
+    def fitted(self, way: Way) -> Choice | None:
         """The way with as little below as the budget allows; None where that is too much."""
         for passing in (replace(one, behind=way.behind) for one in PASSINGS):
-            found = self.down(way, passing, budget)
+            found = self.down(way, passing)
             if found is not None:
                 return found
         return None
 
-    def down(self, way: Way, passing: Passing, budget: int | None = None) -> Choice | None:
-        """The same with a given passing."""
-        budget = self.budget if budget is None else budget
-        top = levels(self.sizes.segments)
-        if self.held(way, top, passing) > budget:
+    def down(self, way: Way, passing: Passing, budgets: Sequence[int] = ()) -> Choice | None:
+        """The same with a given passing. budgets: of each worker, where not all have the wish's."""
+        goals = budgets or (self.budget,) * len(way.places)
+        found = [self._level(way, i, passing, goal) for i, goal in enumerate(goals)]
+        if None in found:
             return None
-        level = bisect_left(range(top), True, key=lambda n: self.held(way, n, passing) <= budget)
-        return self.choice(way, level, passing)
+        return self.choice(way, [level for level in found if level is not None], passing)
 
-    def choice(self, way: Way, level: int, passing: Passing) -> Choice | None:
-        """A way at a level, None where the tiers are too small."""
-        below = graded(self.sizes.segments, level, way.kinds)
-        found = placed(self.sizes, below, way.spilled, self.tiers)
+    def _level(self, way: Way, place: int, passing: Passing, budget: int) -> int | None:
+        """The least of a worker that fits."""
+        top = way.levels[place]
+        if way.held(place, top, passing) > budget:
+            return None
+        levels = range(top)
+        return bisect_left(levels, True, key=lambda n: way.held(place, n, passing) <= budget)
+
+    def choice(self, way: Way, levels: Sequence[int], passing: Passing) -> Choice | None:
+        """A way with each worker at a level, None where the tiers are too small."""
+        below = _below(way, levels)
+        found = rests_of(way.places, below, way.spilled, self.tiers)
         if found is None:
-            missing = shortage(self.sizes, below, way.spilled, self.tiers)
+            missing = max(1, short_of(way.places, below, way.spilled, self.tiers))
             self.short = missing if self.short is None else min(missing, self.short)
             return None
         rests, spill = found
         seconds = self.seconds(way, rests, spill, passing.resident > 1)
-        return Choice(way, level, passing, rests, spill, seconds)
+        return Choice(way, tuple(levels), passing, rests, spill, seconds)
 
     def seconds(self, way: Way, rests: Sequence[Rest], spill: str, ahead: bool) -> float:
-        """About a step's time: what the passes and the updates compute, or move if that is more;
-        both where nothing is fetched ahead."""
+        """About a step's time: what the passes and the updates of the busiest worker compute, or
+        move if that is more; both where nothing is fetched ahead."""
+        each = (self._busy(way, i, rests, spill, ahead) for i in range(len(way.places)))
+        return way.waits + max(each)
+
+    def _busy(self, way: Way, place: int, rests: Sequence[Rest], spill: str, ahead: bool) -> float:
         rounds = 1 if way.plan.order == "layer" else way.plan.microbatches
-        traffic = moved(self.sizes, rests, way.behind, rounds)
-        passes, updates = (
+        traffic = moved(way.places[place].sizes, rests, way.behind, rounds)
+        moving, late = (
             max((size / rate(self.oracle.hardware, tier, fetch)
                  for fetch, book in zip((True, False), phase, strict=True)
                  for tier, size in book.items()), default=0.0)
             for phase in (traffic.passes, traffic.updates)
         )  # fmt: skip
         if spill != DEVICE:
-            passes += way.spilled / rate(self.oracle.hardware, spill, True)
+            moving += way.spilled[place] / rate(self.oracle.hardware, spill, True)
+        passes, updates = way.passes[place], way.updates[place]
         if way.behind:
-            return _beside(way.seconds + way.updates, passes, ahead)
-        return _beside(way.seconds, passes, ahead) + _beside(way.updates, updates, ahead)
+            return _beside(passes + updates, moving, ahead)
+        return _beside(passes, moving, ahead) + _beside(updates, late, ahead)
 
     # -- exact --------------------------------------------------------------------------------
 
@@ -262,16 +177,17 @@ class Search:
 
     def fitting(self, choice: Choice) -> Forecast | None:
         """The choice forecast; with more below where an estimate was too low."""
-        goal, tried = self.budget, choice
+        goals, tried = [self.budget] * len(choice.way.places), choice
         for _ in range(TRIES):
             made = self.compose(self.plan(tried), tried.way)
             if made.peak <= self.budget:
                 return made
-            goal -= made.peak - self.budget
-            again = self.down(choice.way, choice.passing, goal)
-            while again is not None and again.level == tried.level:
-                goal -= self.budget - goal
-                again = self.down(choice.way, choice.passing, goal)
+            again: Choice | None = tried
+            for place, peak in enumerate(made.peaks):
+                goals[place] -= max(0, peak - self.budget)
+            while again is not None and again.levels == tried.levels:
+                again = self.down(choice.way, choice.passing, goals)
+                goals = [goal - (self.budget - goal) for goal in goals]
             if again is None:
                 return None
             tried = again
@@ -280,18 +196,29 @@ class Search:
     def plan(self, choice: Choice, pool: int | None = None) -> Plan:
         """The plan of a choice, with a pool of all that is left, or of `pool` bytes."""
         way, passing = choice.way, choice.passing
-        below = graded(self.sizes.segments, choice.level, way.kinds)
         if pool is None:
-            left = self.budget - (way.dynamic + self.sizes.total - self.sizes.of(below))
-            # A room for everything is enough; nothing streams where nothing is below.
-            pool = max(0, min(left, 2 * self.sizes.total)) if choice.level else 0
+            pool = self.pool(choice)
         stream = replace(way.plan.stream, resident=passing.resident, part=passing.part, pool=pool)
         stream = replace(stream, host=self.share(choice))
         made = replace(way.plan, stream=stream, budget=self.oracle.wish.budget)
-        alone = not choice.level and choice.spill == DEVICE and made.microbatches == 1
+        alone = not any(choice.levels) and choice.spill == DEVICE and made.microbatches == 1
         if alone and self.oracle.wish.order is None:
             made = replace(made, order="microbatch")
         return with_rests(made, choice.rests, choice.spill)
+
+    def pool(self, choice: Choice) -> int:
+        """Bytes that every worker with something below has left; 0, the least that there is, where
+        nothing streams."""
+        way, below = choice.way, _below(choice.way, choice.levels)
+        rooms = [
+            # A room for everything is enough.
+            min(self.budget - held - place.resident(mine), 2 * place.sizes.total)
+            for place, held, mine, level in zip(
+                way.places, way.dynamic, below, choice.levels, strict=True
+            )
+            if level
+        ]
+        return max(0, min(rooms, default=0))
 
     def share(self, choice: Choice) -> int:
         """`stream.host`, by the rates of the device and of the host."""
@@ -306,24 +233,27 @@ class Search:
             p for p, g in zip(sizes.bytes[PARAMETERS], sizes.bytes[GRADIENTS], strict=True) if g
         )
         come = gradients + optimizer + (weights if sizes.own else 0)
+        updates = sum(way.updates)
         over = max(
             come / rate(hardware, tier, True),
             (optimizer + weights) / rate(hardware, tier, False),
-            way.updates,
+            updates,
         )
-        resting = way.updates * host_share(hardware) + weights / rate(hardware, tier, True)
+        resting = updates * host_share(hardware) + weights / rate(hardware, tier, True)
         return every(over, resting)
 
     def compose(self, plan: Plan, way: Way) -> Forecast:
-        """With the costliest layout of the way; where the pool is too small, the least there is."""
-        costs = self.oracle.costs(plan)[way.layout]
+        """With the costliest layout of the way; of a pipeline with all of them, since workers may
+        differ in that. Where the pool is too small, the least there is."""
+        costs = self.oracle.costs(plan)
+        costs = costs if len(way.places) > 1 else [costs[way.layout]]
         try:
-            return compose(plan, costs, self.oracle.hardware)
+            return composed(plan, costs, self.oracle.hardware)
         except OutsizeError:
             if not plan.stream.pool:
                 raise
-        return compose(replace(plan, stream=replace(plan.stream, pool=0)), costs,
-                       self.oracle.hardware)  # fmt: skip
+        least = replace(plan, stream=replace(plan.stream, pool=0))
+        return composed(least, costs, self.oracle.hardware)
 
     def deeper(self, best: Forecast, way: Way) -> Forecast:
         """With more stages in the pool at once, where that is quicker: more overlaps, for more that
@@ -363,14 +293,13 @@ class Search:
 
     def least(self, ways: Sequence[Way]) -> Forecast:
         """The plan that needs the least of all, if that fits. OutsizeError with what is missing."""
-        tight, most = PASSINGS[-1], levels(self.sizes.segments)
 
-        def peak(way: Way) -> int:
-            return self.held(way, most, replace(tight, behind=way.behind))
+        def tight(way: Way) -> Passing:
+            return replace(PASSINGS[-1], behind=way.behind)
 
         found: list[Forecast] = []
-        for way in sorted(ways, key=peak)[:2]:
-            choice = self.choice(way, most, replace(tight, behind=way.behind))
+        for way in sorted(ways, key=lambda way: way.peak(way.levels, tight(way)))[:2]:
+            choice = self.choice(way, way.levels, tight(way))
             if choice is not None:
                 found.append(self.oracle.forecast(self.plan(choice, pool=0)))
         if not found:
@@ -384,9 +313,9 @@ class Search:
         below = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in smallest.below.items())
         return OutsizeError(
             f"memory budget of {format_bytes(self.budget)} ({self.budget} bytes) is too small:"
-            f" {smallest.peak - self.budget} bytes missing; the smallest plan needs"
-            f" {format_bytes(smallest.peak)} ({smallest.peak} bytes) with {below}: set memory to"
-            f" {-(-smallest.peak // 2**20)}MiB, or use fewer tokens at once or a smaller model"
+            f" {smallest.peak - self.budget} bytes missing{_where(smallest)}; the smallest plan"
+            f" needs {format_bytes(smallest.peak)} ({smallest.peak} bytes) with {below}: set memory"
+            f" to {-(-smallest.peak // 2**20)}MiB, or use fewer tokens at once or a smaller model"
         )
 
     def _tiers_short(self) -> OutsizeError:

@@ -9,16 +9,18 @@ forecast exactly (outsize/simulate).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
-from outsize.runtime.placement import GRADIENTS, PARAMETERS
-from outsize.simulate.rehearse import Facts
+from outsize.plan.plan import PART
+from outsize.runtime.placement import GRADIENTS, PARAMETERS, Placement
+from outsize.simulate.costs import Facts
+from outsize.simulate.rehearse import unpiped
 
 OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
 APART = (OPTIMIZER, GRADIENTS, PARAMETERS)
@@ -32,15 +34,15 @@ Below = Mapping[str, frozenset[int]]  # by kind, the segments whose state of tha
 class States:
     """Bytes of a model's states by kind and segment, as a plan's precision holds them.
 
-    chunks: by segment, elements and bytes of optimizer states of each of its chunks. own: the
-    parameters are their own master copy, so an update reads them.
+    chunks: by segment, of each of its chunks the elements, the bytes of optimizer states, and the
+    elements that are updated together at least. own: the parameters are their own master copy, so
+    an update reads them.
     """
 
     bytes: Mapping[str, tuple[int, ...]]
-    chunks: tuple[tuple[tuple[int, int], ...], ...]
+    chunks: tuple[tuple[tuple[int, int, int], ...], ...]
     uses: tuple[tuple[int, ...], ...]
     own: bool
-    whole: bool
 
     @property
     def segments(self) -> int:
@@ -57,12 +59,17 @@ class States:
 
 
 def states(facts: Facts, plan: Plan) -> States:
-    """Those of a model under a plan's precision; each segment is a stage."""
-    placement = facts.placement(plan)
-    count = plan.segments
+    """Those of a model under a plan's precision, whichever workers have them; each segment is a
+    stage."""
+    return states_of(facts.placement(unpiped(plan)))
+
+
+def states_of(placement: Placement) -> States:
+    """Those of the chunks that are placed; other segments have none."""
+    count = placement.plan.segments
     held = {kind: [0] * count for kind in APART}
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    for index, table in enumerate(facts.tables):
+    chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    for index, table in enumerate(placement.tables):
         mine = 0
         for what, dtype in placement.held(index):
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
@@ -70,10 +77,15 @@ def states(facts: Facts, plan: Plan) -> States:
             held[kind][table.segment] += size
             mine += size if kind == OPTIMIZER else 0
         if mine:
-            chunks[table.segment].append((table.numel, mine))
-    own = plan.precision.master is None
+            least = (
+                max(b - a for a, b in pairwise(table.cuts(PART, PART, (0, table.numel))))
+                if table.matrices
+                else 1
+            )
+            chunks[table.segment].append((table.numel, mine, least))
+    own = placement.plan.precision.master is None
     sizes = {kind: tuple(sizes) for kind, sizes in held.items()}
-    return States(sizes, tuple(map(tuple, chunks)), facts.uses, own, facts.whole)
+    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own)
 
 
 def levels(count: int) -> int:
@@ -84,7 +96,19 @@ def levels(count: int) -> int:
 def graded(count: int, level: int, kinds: Sequence[str] = APART) -> Below:
     """Level 0: all on the device. Each level more puts one segment's state below: of the first
     kind the blocks from the first, the prologue and the epilogue, then of the next kind."""
+    return graded_among(in_order(range(count), count), level, kinds)
+
+
+def in_order(mine: Iterable[int], count: int) -> tuple[int, ...]:
+    """Some of so many segments in the order in which their states go below."""
+    found = set(mine)
     order = (*range(1, count - 1), 0, count - 1) if count > 1 else (0,)
+    return tuple(i for i in order if i in found)
+
+
+def graded_among(order: Sequence[int], level: int, kinds: Sequence[str]) -> Below:
+    """`graded`, of these segments alone."""
+    count = len(order)
     return {
         kind: frozenset(order[: max(0, min(count, level - place * count))])
         for place, kind in enumerate(kinds)
@@ -106,7 +130,7 @@ def placed(
     if activations is None:
         return None
     for kind, i in wanted:
-        found = _take(free, _on_tier(states, kind, i))
+        found = _take(free, on_tier(states, kind, i))
         if found is None:
             return None
         where[kind, i] = found
@@ -121,7 +145,7 @@ def shortage(states: States, below: Below, spilled: int, tiers: Sequence[TierSpe
     """Bytes by which the last tier is too small."""
     free = {tier.name: tier.bytes for tier in tiers[:-1]}
     wanted = [spilled] if spilled else []
-    wanted += [_on_tier(states, kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
+    wanted += [on_tier(states, kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
     return sum(size for size in wanted if _take(free, size) is None) - tiers[-1].bytes
 
 
@@ -133,7 +157,7 @@ def _take(free: dict[str, int], size: int) -> str | None:
     return None
 
 
-def _on_tier(states: States, kind: str, segment: int) -> int:
+def on_tier(states: States, kind: str, segment: int) -> int:
     """Bytes of a state on a tier, where each of its tensors begins a page."""
     pages = 4 * max(1, len(states.chunks[segment]))
     return rounded(states.bytes[kind][segment]) + pages * rounded(1)
@@ -196,8 +220,8 @@ def _updates(
     if segment not in below[OPTIMIZER] or not states.chunks[segment]:
         yield both
         return
-    for chunk, (numel, size) in enumerate(states.chunks[segment]):
-        step = numel if states.whole else passing.part
+    for chunk, (numel, size, least) in enumerate(states.chunks[segment]):
+        step = min(numel, max(passing.part, least))
         taken = (
             size
             if passing.behind
@@ -215,7 +239,7 @@ def _updates(
 
 
 def _numel(states: States, segment: int) -> int:
-    return sum(numel for numel, _ in states.chunks[segment])
+    return sum(numel for numel, *_ in states.chunks[segment])
 
 
 # -- what moves -----------------------------------------------------------------------------------
@@ -274,12 +298,3 @@ def every(over_device: float, at_rest: float, most: int = 64) -> int:
         if each < cost:
             best, cost = n, each
     return best
-
-
-def with_rests(plan: Plan, rests: Sequence[Rest], spill: str) -> Plan:
-    """The plan with these tiers; its stages that spill their activations do it to `spill`."""
-    stages = tuple(
-        replace(stage, rest=replace(rest, activations=spill if stage.spills else DEVICE))
-        for stage, rest in zip(plan.stages, rests, strict=True)
-    )
-    return replace(plan, stages=stages)

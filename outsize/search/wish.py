@@ -9,19 +9,27 @@ from typing import Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outsize.collectives import Mesh
+from outsize.collectives.pretend import Pretend, PretendWorld
 from outsize.data import Batch
 from outsize.hardware import Hardware
 from outsize.memory import Ledger
 from outsize.memory.tiers import TierSpec
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
+from outsize.models.dropout import Noise
 from outsize.optim import Optimizer
-from outsize.plan import Plan, Precision
+from outsize.parallel.divide import divide
+from outsize.parallel.overlap import overlap_of
+from outsize.plan import Pipelined, Plan, Precision, Sharding
+from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
+from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
+from outsize.search.settled import composed
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Costs, Facts, bare, facts_of, nowhere, rehearse
+from outsize.simulate.costs import Costs, Facts, facts_of
+from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, unpiped
 from outsize.simulate.sample import Sample, expand, sample
 
 
@@ -32,7 +40,9 @@ class Wish:
     documents: cumulative offsets (0, ..., sequence) of the documents in a row where every row has
     the same; None where rows hold documents of any lengths, and the costliest are foretold.
     tiers: below the device, on which states may rest, the preferred ones first; the hardware of a
-    forecast has a tier of the same name with measured rates for each.
+    forecast has a tier of the same name with measured rates for each. dropout: its rate.
+    mesh, shards, sequence_parallel, overlap: the workers, as a plan has them. pipeline: its
+    schedule, as a plan has it.
     """
 
     rows: int
@@ -51,6 +61,24 @@ class Wish:
     sequence_chunk: int | None = None
     tiers: tuple[TierSpec, ...] = ()
     order: Literal["microbatch", "layer"] | None = None
+    dropout: float = 0.0
+    mesh: Mesh = field(default_factory=Mesh)
+    shards: Sharding | None = None
+    sequence_parallel: bool = False
+    overlap: int = 0
+    gathered: int = 2  # stages whose weights are gathered at once, where they are cut
+    pipeline: str | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """How it is cut over the workers of the pipeline, as a Pipelined has it."""
+        if self.pipeline is None or self.mesh.pipeline == 1:
+            return 0
+        return pipelined(self.pipeline).vocabulary
+
+    def noise(self) -> Noise | None:
+        """That of a batch that is foretold."""
+        return Noise(self.dropout, 0, 0) if self.dropout else None
 
 
 Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
@@ -78,13 +106,20 @@ def native_makers(
     bounds = documents or layouts(wish)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
-        flow = NativeFlow(Decoder(config), plan)
-        stores = nowhere(plan)
-        return Job(flow, plan, wish.optimizer, clip=wish.clip, ledger=ledger, stores=stores)
+        model = Decoder(config)
+        world = PretendWorld(plan.mesh, plan.mesh.tensor - 1)  # the last has the largest parts
+        overlap = overlap_of(world, plan.overlap)
+        # Rows of a vocabulary are largest on the last one, too.
+        line = Pretend(wish.mesh.pipeline, wish.mesh.pipeline - 1)
+        cuts = divide(model, world, plan, overlap, line)
+        return Job(
+            NativeFlow(model, plan), plan, wish.optimizer, clip=wish.clip, ledger=ledger,
+            stores=nowhere(plan), world=world, cuts=cuts,
+        )  # fmt: skip
 
     def batch_of(rows: int) -> Batch:
         ids = torch.zeros(rows, wish.sequence, dtype=torch.int64)
-        return Batch(ids, torch.zeros_like(ids), (bounds,) * rows)
+        return Batch(ids, torch.zeros_like(ids), (bounds,) * rows, wish.noise())
 
     return job_of, batch_of
 
@@ -92,10 +127,16 @@ def native_makers(
 def facts_of_model(config: DecoderConfig, wish: Wish) -> Facts:
     """What the placement of plans needs of a native decoder."""
     segments = len(config.layers) + 2
-    stages = per_segment(segments)
-    plan = Plan(segments, stages, precision=wish.precision, approximate=wish.approximate)
+    mesh = replace(wish.mesh, data=1, pipeline=1)
+    exact = tuple(name for name in wish.approximate if name != PARTIAL)
+    plan = Plan(
+        segments, per_segment(segments), precision=wish.precision, approximate=exact,
+        mesh=mesh, sequence_parallel=wish.sequence_parallel,
+        pipeline=Pipelined(vocabulary=wish.vocabulary),
+    )  # fmt: skip
+    job_of, _ = native_makers(config, replace(wish, clip=None))
     with FakeTensorMode():
-        facts = facts_of(Job(NativeFlow(Decoder(config), plan), plan, wish.optimizer))
+        facts = facts_of(job_of(plan, Ledger()))
     return replace(facts, host=memories(wish))
 
 
@@ -117,20 +158,21 @@ class Oracle:
 
     def costs(self, plan: Plan) -> list[Costs]:
         """Costs of a plan's actions, for each of the wish's `layouts`."""
-        chosen = sample(self.config, plan)
+        chosen, splits = sample(self.config, unpiped(plan)), splits_of(plan)
         return [
-            expand(self._rehearsed(chosen, bounds), chosen, plan, self.facts)
+            expand(self._rehearsed(chosen, bounds, splits), chosen, plan, self.facts)
             for bounds in layouts(self.wish)
         ]
 
     def forecast(self, plan: Plan) -> Forecast:
         """With the costliest of the layouts."""
-        made = (compose(plan, costs, self.hardware) for costs in self.costs(plan))
-        return max(made, key=lambda one: one.peak)
+        return composed(plan, self.costs(plan), self.hardware)
 
-    def _rehearsed(self, chosen: Sample, bounds: tuple[int, ...]) -> Costs:
-        key = (bare(chosen.plan), chosen.config.layers, bounds)
+    def _rehearsed(
+        self, chosen: Sample, bounds: tuple[int, ...], splits: tuple[bool, ...]
+    ) -> Costs:
+        key = (bare(chosen.plan), chosen.config.layers, bounds, splits)
         if key not in self._known:
             makers = native_makers(chosen.config, self.wish, bounds)
-            self._known[key] = rehearse(chosen.plan, *makers)
+            self._known[key] = rehearse(chosen.plan, *makers, splits)
         return self._known[key]

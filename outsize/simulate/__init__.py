@@ -1,8 +1,9 @@
 """Foretelling: what a schedule's actions cost, and what a whole step holds and takes."""
 
 from outsize.simulate.calibrate import calibrate
+from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import Forecast, forecast
-from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.rehearse import rehearse
 from outsize.simulate.replay import annotate, play
 
 __all__ = ["Costs", "Forecast", "annotate", "calibrate", "forecast", "play", "rehearse"]

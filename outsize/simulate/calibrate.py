@@ -43,7 +43,7 @@ def calibrate(
     times = _measure(job, batch_of(chosen.plan.rows))
     norm = times.pop((Kind.NORM, -1)) * made.parameters / sum(c.table.numel for c in job.chunks)
 
-    def seconds(action: Action) -> float:
+    def seconds(_: int, action: Action) -> float:
         if action.kind is Kind.NORM:
             return norm
         stage = made.plan.stages[action.stage]

@@ -2,7 +2,8 @@
 
 A lane runs its nodes in the order in which they are listed. A node starts when its lane is free and
 everything it needs has ended, `lag` seconds after the last of that (a link's latency). Lanes of one
-worker run at the same time; where they slow each other down, a coefficient says how much.
+worker run at the same time; where they slow each other down, a coefficient says how much. So it is
+with workers that have fewer cores than they are (outsize/simulate/shared_cores.py).
 """
 
 from __future__ import annotations
@@ -101,9 +102,15 @@ class Run:
         return [i for i, n in chosen if n.lane == COMPUTE and self.ends[i] > self.starts[i]]
 
 
-def run(nodes: Sequence[Node], slowdown: Mapping[frozenset[str], float] | None = None) -> Run:
+def run(
+    nodes: Sequence[Node],
+    slowdown: Mapping[frozenset[str], float] | None = None,
+    cores: Sequence[float] = (),
+) -> Run:
     """Play the nodes. slowdown: how many times longer either of two lanes' work takes while both
-    are busy on one worker; a pair that is not named does not slow down.
+    are busy on one worker; a pair that is not named does not slow down. cores: how fast each goes
+    while 1, 2, ... workers compute at once, alone being 1; more of them than are named share what
+    the last number of them gets done. () for a core a worker.
 
     Raises OutsizeError where nodes wait for each other in a circle.
     """
@@ -113,9 +120,11 @@ def run(nodes: Sequence[Node], slowdown: Mapping[frozenset[str], float] | None =
                 f"node of worker {node.worker}: duration {node.duration}, lag {node.lag};"
                 " expected seconds, not negative"
             )
+    if not all(0 < pace < float("inf") for pace in cores):
+        raise OutsizeError(f"cores: paces {list(cores)}; expected positive ones")
     graph = _Graph(nodes)
-    if slowdown:
-        _share(graph, slowdown)
+    if slowdown or cores:
+        _share(_Clock(graph, slowdown or {}, tuple(cores)))
     else:
         _settle(graph)
     if graph.done < len(nodes):
@@ -201,37 +210,63 @@ class _Clock:
 
     graph: _Graph
     slowdown: Mapping[frozenset[str], float]
+    cores: tuple[float, ...]
     events: list[tuple[float, int, int]] = field(default_factory=list)  # when, node, turn
     running: dict[int, dict[int, _Running]] = field(default_factory=dict)
+    computing: int = 0  # nodes that compute now
 
-    def change(self, worker: int, now: float) -> None:
-        """Set the rates of a worker's nodes again, since one came or went."""
+    def start(self, i: int, now: float) -> None:
+        node = self.graph.nodes[i]
+        self.graph.starts[i] = now
+        self.running.setdefault(node.worker, {})[i] = _Running(node.duration, now)
+        self._count(node, 1, now)
+
+    def end(self, i: int, now: float) -> None:
+        node = self.graph.nodes[i]
+        del self.running[node.worker][i]
+        for j in self.graph.end(i, now):
+            heapq.heappush(self.events, (self.graph.ready(j), j, -1))
+        self._count(node, -1, now)
+
+    def _count(self, node: Node, more: int, now: float) -> None:
+        """A node came or went: everything that it slows down has another rate."""
+        computes = node.lane == COMPUTE
+        self.computing += more if computes else 0
+        everywhere = computes and self.cores
+        for worker in list(self.running) if everywhere else [node.worker]:
+            self._change(worker, now)
+
+    def _change(self, worker: int, now: float) -> None:
+        """Set the rates of a worker's nodes again."""
         here = self.running[worker]
         for i, state in here.items():
             state.left -= (now - state.since) * state.rate
-            state.since, state.rate, state.turn = now, 1.0, state.turn + 1
-            for j in here:
-                pair = frozenset((self.graph.nodes[i].lane, self.graph.nodes[j].lane))
-                state.rate /= self.slowdown.get(pair, 1.0) if i != j else 1.0
+            state.since, state.rate, state.turn = now, self._rate(i, here), state.turn + 1
             heapq.heappush(self.events, (now + max(0.0, state.left) / state.rate, i, state.turn))
 
+    def _rate(self, i: int, here: Mapping[int, _Running]) -> float:
+        lane, rate = self.graph.nodes[i].lane, 1.0
+        for j in here if self.slowdown else ():
+            pair = frozenset((lane, self.graph.nodes[j].lane))
+            rate /= self.slowdown.get(pair, 1.0) if i != j else 1.0
+        return rate * self._pace if lane == COMPUTE and self.cores else rate
 
-def _share(graph: _Graph, slowdown: Mapping[frozenset[str], float]) -> None:
-    """With a clock: whenever a lane starts or stops, its worker's other lanes change their rate."""
-    clock = _Clock(graph, slowdown)
+    @property
+    def _pace(self) -> float:
+        """How fast who computes goes now."""
+        most = min(self.computing, len(self.cores))
+        return self.cores[most - 1] * most / self.computing
+
+
+def _share(clock: _Clock) -> None:
+    """With a clock: whenever a node starts or ends, others change their rates."""
+    graph = clock.graph
     for i in graph.free():
         heapq.heappush(clock.events, (graph.ready(i), i, -1))
     while clock.events:
         now, i, turn = heapq.heappop(clock.events)
-        worker = graph.nodes[i].worker
-        here = clock.running.setdefault(worker, {})
+        here = clock.running.get(graph.nodes[i].worker, {})
         if turn < 0:
-            graph.starts[i] = now
-            here[i] = _Running(graph.nodes[i].duration, now)
+            clock.start(i, now)
         elif i in here and here[i].turn == turn:
-            del here[i]
-            for j in graph.end(i, now):
-                heapq.heappush(clock.events, (graph.ready(j), j, -1))
-        else:
-            continue
-        clock.change(worker, now)
+            clock.end(i, now)

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from outsize.hardware import Device, Hardware
-from outsize.memory import KINDS, Ledger
-from outsize.plan import DEVICE, Plan
+from outsize.memory import Ledger
+from outsize.plan import Plan
 from outsize.runtime import Job
-from outsize.runtime.placement import GRADIENTS, Placement
+from outsize.runtime.placement import Placement
 from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
 from outsize.schedule.action import WHOLE
 from outsize.schedule.residency import moved as item_of
+from outsize.simulate import network
+from outsize.simulate.costs import Costs
 from outsize.simulate.counter import Work
-from outsize.simulate.rehearse import Costs, moved, rehearse
-from outsize.simulate.replay import annotate, kinds_at_peak, play
+from outsize.simulate.handing import absent, with_handing
+from outsize.simulate.rehearse import rehearse
+from outsize.simulate.replay import Player, annotate, kinds_at_peak
+from outsize.simulate.resting import below, held_of, segments_of, spilled
+from outsize.simulate.together import play_together
 from outsize.trace.trace import Trace
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the catalogue has them
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one place of the pipeline axis will hold, hear and do, as a Forecast has it. stages: of
+    the plan's, those whose parameters it has."""
+
+    stages: tuple[int, ...]
+    static: Mapping[str, int]
+    peak: int
+    peak_by_kind: Mapping[str, int]
+    received: Mapping[str, network.Received]
+    parameters: int
+    schedule: Schedule
+    below: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,11 @@ class Forecast:
     action. peak: highest bytes on the device tier; peak_by_kind: at that moment. flops: operations
     of products and attention in a step, what recompute adds included. below: bytes on each tier
     below the device, those of activations included. parameters: of the model, wherever they are.
+    received: bytes that this worker has from others in a step, by what brings them.
+
+    Of a pipeline, turns: its workers. Schedule, bytes and parameters are of the worker with the
+    highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
+    for each tier, of the worker that has most there.
     """
 
     plan: Plan
@@ -43,6 +69,17 @@ class Forecast:
     trace: Trace
     below: Mapping[str, int] = field(default_factory=dict)
     parameters: int = 0
+    received: Mapping[str, network.Received] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """By place of the pipeline axis."""
+        return tuple(turn.peak for turn in self.turns) or (self.peak,)
+
+    def below_of(self, place: int) -> Mapping[str, int]:
+        """Bytes on each tier of a place of the pipeline axis."""
+        return self.turns[place].below if self.turns else self.below
 
 
 def forecast(
@@ -58,65 +95,72 @@ def forecast(
 
 def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     """The forecast of a plan whose actions' costs are known."""
-    placement = costs.facts.placement(plan)
-    schedule = annotate(placement.schedule, costs)
-    held = _held(placement)
-    static = {"data": costs.data, "window": placement.pool}
-    for kinds in held:
-        for kind, count in kinds.items():
-            static[kind] = static.get(kind, 0) + count
-    static = {kind: count for kind, count in static.items() if count}
-    validate(schedule, static=sum(static.values()))
-    trace = play(schedule, static, Clock(placement, costs, hardware).seconds)
+    places = [_Place.of(plan, costs, turn) for turn in range(plan.mesh.pipeline)]
+    clocks = [Clock(place.placement, costs, hardware) for place in places]
+    players = [Player(p.schedule, p.static, turn) for turn, p in enumerate(places)]
+    trace = play_together(players, [clock.seconds for clock in clocks])
+    turns = tuple(one.told(trace, costs, hardware, i) for i, one in enumerate(places))
+    most = max(range(len(turns)), key=lambda turn: turns[turn].peak)
+    top, place = turns[most], places[most]
     flops = sum(
-        costs.actions[moved(a)].work.flops()
-        for a in schedule.workers[0]
-        if moved(a) in costs.actions and a.part <= 0
+        cost.work.flops()
+        for place in places
+        for a in place.schedule.workers[0]
+        if a.part <= 0 and (cost := costs.of(a)) is not None
     )
+    held = [place.held for place in places]
     return Forecast(
-        plan, schedule, static, _segments(plan, costs, held), trace.peak(),
-        kinds_at_peak(trace, static), trace.span(), flops, trace,
-        _below(placement, _spilled(schedule, costs)), sum(t.numel for t in placement.tables),
+        plan, place.schedule, top.static, segments_of(plan, costs, held), top.peak,
+        top.peak_by_kind, trace.span(), flops, trace, _most(turns), top.parameters, top.received,
+        turns if len(turns) > 1 else (),
     )  # fmt: skip
 
 
-def _held(placement: Placement) -> list[dict[str, int]]:
-    """By segment, bytes by kind of the states that the device holds throughout."""
-    made: list[dict[str, int]] = [{} for _ in placement.uses]
-    for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
-            if placement.tier(index, what) == DEVICE:
-                kind = what if what in KINDS else "optimizer"
-                mine = made[table.segment]
-                mine[kind] = mine.get(kind, 0) + table.numel * dtype.itemsize
-    return made
-
-
-def _spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:
-    """By stage, the most bytes of its activations that are on their tier at once."""
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for action in schedule.workers[0]:
-        if action.state is not State.ACTIVATIONS or moved(action) not in costs.actions:
-            continue
-        size, stage = costs.actions[moved(action)].moves, action.stage
-        now[stage] = now.get(stage, 0) + (size if action.kind is Kind.EVICT else -size)
-        most[stage] = max(most.get(stage, 0), now[stage])
-    return most
-
-
-def _below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
-    """By tier below the device, bytes of the states and activations that rest there."""
+def _most(turns: Sequence[Turn]) -> dict[str, int]:
+    """By tier, the most bytes that one of them has there."""
     found: dict[str, int] = {}
-    for stage, size in spilled.items():
-        tier = placement.plan.stages[stage].rest.activations
-        found[tier] = found.get(tier, 0) + size
-    for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
-            tier = placement.tier(index, what)
-            if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
-                found[tier] = found.get(tier, 0) + table.numel * dtype.itemsize
+    for turn in turns:
+        for tier, size in turn.below.items():
+            found[tier] = max(size, found.get(tier, 0))
     return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One place of the pipeline axis: all there is where the plan has no pipeline. held: by
+    segment, bytes by kind of the states that are there throughout; static: with what else is."""
+
+    placement: Placement
+    schedule: Schedule
+    held: tuple[Mapping[str, int], ...]
+    static: Mapping[str, int]
+
+    @staticmethod
+    def of(plan: Plan, costs: Costs, turn: int) -> _Place:
+        """Raises OutsizeError for a schedule that cannot run."""
+        placement = costs.facts.placement(plan, turn)
+        line = placement.pipelining
+        schedule = with_handing(annotate(placement.schedule, costs), costs, line)
+        held = held_of(placement)
+        static = {"data": costs.data, "window": placement.pool, "activations": absent(placement)}
+        for kinds in held:
+            for kind, count in kinds.items():
+                static[kind] = static.get(kind, 0) + count
+        static = {kind: count for kind, count in static.items() if count}
+        validate(schedule, static=sum(static.values()))
+        return _Place(placement, schedule, tuple(held), static)
+
+    def told(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> Turn:
+        """Its part of the forecast."""
+        role, count = self.schedule.role, len(self.placement.plan.stages)
+        stages = range(count) if role is None else sorted(role.holds)
+        received = network.received(self.placement, self.schedule, costs.received, hardware)
+        peak = max(event.peak for event in trace.events if event.worker == turn)
+        return Turn(
+            tuple(stages), self.static, peak, kinds_at_peak(trace, self.static, turn), received,
+            sum(table.numel for table in self.placement.tables), self.schedule,
+            below(self.placement, spilled(self.schedule, costs)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,15 +171,30 @@ class Clock:
     costs: Costs
     hardware: Hardware
 
-    def seconds(self, action: Action) -> float:
-        """Of one action alone on its lane."""
+    @cached_property
+    def _last_sums(self) -> frozenset[int]:
+        return network.last_sums(self.placement.schedule)
+
+    def seconds(self, index: int, action: Action) -> float:
+        """Of one action alone on its lane, at a place of the schedule."""
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self._moving(action)
-        cost = self.costs.actions.get(moved(action))
+        if action.kind in network.SAID:
+            said = network.messages(self.placement, action, index in self._last_sums)
+            return sum(message.seconds(self.hardware) for message in said)
+        if action.kind in (Kind.SEND, Kind.RECV):
+            return self._passing(action)
+        cost = self.costs.of(action)
         if cost is None:
             return 0.0
         whole = duration(cost.work, self.hardware.devices[0])
+        if cost.received:
+            way = network.exchanged if action.kind is Kind.EXCHANGE else network.tensor
+            said_within = way(cost.received, self.placement.plan.mesh)
+            whole += said_within.seconds(self.hardware)
         whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
+        if action.kind is Kind.UPDATE:
+            whole *= network.updated(self.placement, action.stage)
         return whole if action.part == WHOLE else whole * self._share(action)
 
     def _share(self, action: Action) -> float:
@@ -144,10 +203,18 @@ class Clock:
         here = pieces[action.part]
         return (here.last - here.first) / sum(piece.last - piece.first for piece in pieces)
 
+    def _passing(self, action: Action) -> float:
+        """What a RECV waits for from the start of its SEND, which itself waits for nothing."""
+        cost = self.costs.of(action)
+        if cost is None or action.kind is Kind.SEND:
+            return 0.0
+        said = network.handed_on(cost.moves, self.placement.plan.mesh)
+        return said.seconds(self.hardware)
+
     def _moving(self, action: Action) -> float:
         fetch = action.kind is Kind.FETCH
         if action.state is State.ACTIVATIONS:
-            cost = self.costs.actions.get(moved(action))
+            cost = self.costs.of(action)
             size = 0 if cost is None else cost.moves
             tier = self.placement.plan.stages[action.stage].rest.activations
             return size / rate(self.hardware, tier, fetch)
@@ -216,16 +283,3 @@ def _peak(device: Device, name: str) -> float:
     if name in device.peak:
         return device.peak[name].value
     return min(rate.value for rate in device.peak.values()) / 2
-
-
-def _segments(
-    plan: Plan, costs: Costs, held: list[dict[str, int]]
-) -> tuple[tuple[str, Mapping[str, int]], ...]:
-    made = [dict(kinds) for kinds in held]
-    for (kind, _, stage), cost in costs.actions.items():
-        here = made[plan.stages[stage].first]
-        if kind is Kind.FORWARD:
-            kept = cost.allocates.get("activations", 0)
-            here["activations"] = here.get("activations", 0) + kept
-        here["workspace"] = max(here.get("workspace", 0), cost.workspace)
-    return tuple(zip(costs.segments, made, strict=True))

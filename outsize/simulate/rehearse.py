@@ -7,105 +7,172 @@ needs while it runs, and its work; the whole step is then composed from these by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.memory import ChunkTable, Ledger
+from outsize.collectives import along
+from outsize.memory import Ledger
 from outsize.memory.store import Place
-from outsize.plan import Plan, Rest, Stream
-from outsize.runtime import Job
-from outsize.runtime.job import dtypes_of
-from outsize.runtime.placement import Placement
-from outsize.schedule import Action, Kind, State
+from outsize.plan import Pipelined, Plan, Rest, Sharding, Stream
+from outsize.plan.approximate import PARTIAL
+from outsize.runtime import AdoptedFlow, Job
+from outsize.runtime.vocabulary import Rows
+from outsize.schedule import Action, Kind, Lane, Schedule, State
+from outsize.schedule.pipelines import Costs as Seconds
+from outsize.schedule.pipelines import Shape, named
+from outsize.simulate.costs import PARTS, ActionCost, Costs, Moved, facts_of, moved
 from outsize.simulate.counter import Counter, Work
 
-Moved = tuple[Kind, State, int]  # kind, what is moved, stage
-
-
-def moved(action: Action) -> Moved:
-    """What an action's costs are filed under."""
-    return action.kind, action.state, action.stage
-
-
-@dataclass(frozen=True)
-class ActionCost:
-    """allocates: bytes by kind that stay (negative: freed); workspace: bytes above what was live
-    before, while it runs; work: what it computes; moves: bytes of activations that it reads or
-    writes on their tier."""
-
-    allocates: Mapping[str, int]
-    workspace: int
-    work: Work
-    moves: int = 0
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the placement of a plan needs of a model: its chunks' tables, by segment the segments
-    whose parameters it reads, the names of the optimizer's states, whether an update needs whole
-    chunks, and the tiers that are memory."""
-
-    tables: tuple[ChunkTable, ...]
-    uses: tuple[tuple[int, ...], ...]
-    states: tuple[str, ...]
-    whole: bool = False
-    host: frozenset[str] = frozenset()
-
-    def placement(self, plan: Plan) -> Placement:
-        """How a plan places the model's states."""
-        dtypes = dtypes_of(plan.precision)
-        return Placement(plan, self.tables, self.uses, dtypes, self.states, self.whole, self.host)
-
-
-def facts_of(job: Job) -> Facts:
-    """Those of the model that a job trains."""
-    own = job.placement
-    return Facts(own.tables, own.uses, own.states, own.whole, own.host)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """data: bytes of the step's whole batch, where it lies on the device. actions: of one
-    microbatch. segments: names of the model's. facts: of the model."""
-
-    data: int
-    actions: Mapping[Moved, ActionCost]
-    segments: tuple[str, ...]
-    facts: Facts
+_ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def rehearse(
-    plan: Plan, job_of: Callable[[Plan, Ledger], Job], batch_of: Callable[[int], object]
+    plan: Plan,
+    job_of: Callable[[Plan, Ledger], Job],
+    batch_of: Callable[[int], object],
+    splits: tuple[bool, ...] | None = None,
 ) -> Costs:
     """Costs of a plan's actions.
 
     job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,
     called for the whole step's: it is there throughout, though one microbatch of it is played.
+    splits: `splits_of` the plan for which this one stands.
     """
-    ledger = Ledger()
+    splits = splits_of(plan) if splits is None else splits
+    own, rows = plan.rows_at(0)[1], plan.microbatch_size
+    left = own % rows if plan.microbatches == -(-own // rows) else 0
+    whole, short = _Played(), _Played()
+    line, one = bool(splits), bare(plan)
     with FakeTensorMode():
-        job = job_of(bare(plan), ledger)
-        job.ready(batch_of(plan.rows), count=1.0)
-        data = ledger.live["data"]
-        actions = _play(job, ledger)
-        names = tuple(name for name, _ in job.flow.segments)
-        facts = facts_of(job)
-        job.close()
-    return Costs(data, actions, names, facts)
+        for split in splits or (one.split_backward,):
+            alone = replace(one, split_backward=split)
+            job, data = _rehearsed(alone, plan.rows, job_of, batch_of, line, whole)
+            names = tuple(name for name, _ in job.flow.segments)
+            facts = facts_of(job)
+            if left:
+                fewer = replace(alone, rows=left, microbatch_rows=left)
+                _rehearsed(fewer, plan.rows, job_of, batch_of, line, short)
+    return Costs(
+        data, whole.actions, names, facts, short.actions, plan.microbatches - 1, whole.begun,
+        short.begun, whole.earlier,
+    )  # fmt: skip
+
+
+@dataclass
+class _Played:
+    """What was learnt of one microbatch."""
+
+    actions: dict[Moved, ActionCost] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def splits_of(plan: Plan) -> tuple[bool, ...]:
+    """Whether the schedule of a pipeline has the two gradients together (False), apart (True), or
+    both at times; () where there is no pipeline."""
+    if plan.mesh.pipeline == 1:
+        return ()
+    if plan.split_backward:
+        return (True,)
+    own = plan.pipeline
+    shape = Shape(plan.mesh.pipeline, plan.microbatches, Seconds(*own.costs))
+    actions = (a for actions in named(own.schedule, shape).schedule.workers for a in actions)
+    kinds = {action.kind for action in actions}
+    ways = (Kind.BACKWARD, False), (Kind.BACKWARD_WEIGHT, True)
+    return tuple(split for kind, split in ways if kind in kinds)
+
+
+def unpiped(plan: Plan) -> Plan:
+    """The plan with all stages on every worker, one after the other; what is cut over the pipeline
+    stays cut."""
+    rest = tuple(name for name in plan.approximate if name != PARTIAL)
+    mesh, kept = replace(plan.mesh, pipeline=1), Pipelined(vocabulary=plan.pipeline.vocabulary)
+    return replace(plan, mesh=mesh, pipeline=kept, approximate=rest)
+
+
+def _rehearsed(
+    plan: Plan,
+    rows: int,
+    job_of: Callable[[Plan, Ledger], Job],
+    batch_of: Callable[[int], object],
+    line: bool,
+    played: _Played,
+) -> tuple[Job, int]:
+    """The job of a plan of one microbatch, and the bytes of a batch of `rows` rows; its costs go
+    into `played`. line: for workers of a pipeline."""
+    ledger = Ledger()
+    job = job_of(plan, ledger)
+    left = _all_leave(job.schedule)
+    job.follow(_weights_last(left) if line else left)
+    job.ready(batch_of(rows), count=1.0)
+    data = ledger.live["data"]
+    with ledger:
+        if line:
+            _begin(job, ledger, played)
+        _play(job, ledger, played, line)
+    job.close()
+    return job, data
+
+
+def _begin(job: Job, ledger: Ledger, played: _Played) -> None:
+    """Take up the microbatch, apart from its first action."""
+    before = dict(ledger.live)
+    job.begin(0)
+    ledger.settle()
+    played.begun.update(_change(ledger, before))
+
+
+def _change(ledger: Ledger, before: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by kind that have come since."""
+    return {k: ledger.live[k] - n for k, n in before.items() if ledger.live[k] != n}
 
 
 def bare(plan: Plan) -> Plan:
-    """One microbatch of a plan with every state on the device: what its actions cost by
-    themselves. Activations leave as they do in the plan."""
-    rows = min(plan.microbatch_rows, plan.rows)
+    """One microbatch of a plan with every state on the device, all of it: what its actions cost by
+    themselves. Activations leave as they do in the plan; a pipeline's stages follow one another."""
+    rows = plan.microbatch_size
     stages = tuple(replace(s, rest=Rest(activations=s.rest.activations)) for s in plan.stages)
+    one = unpiped(plan)
     return replace(
-        plan, rows=rows, microbatch_rows=rows, budget=None, stages=stages, order="microbatch",
-        update="apart", stream=Stream(),
+        one, rows=rows, microbatch_rows=rows, budget=None, stages=stages, order="microbatch",
+        update="apart", stream=Stream(), mesh=replace(one.mesh, data=1), shards=Sharding(),
     )  # fmt: skip
+
+
+def _all_leave(schedule: Schedule) -> Schedule:
+    """The schedule with activations of every stage that spills gone as soon as they are made, and
+    back when they are read: in one microbatch, the last stages' would not be gone in time."""
+    spills = frozenset() if schedule.residency is None else schedule.residency.spills
+    actions: list[Action] = []
+    away: set[int] = set()
+    for action in schedule.workers[0]:
+        if action.state is State.ACTIVATIONS and action.kind in (Kind.FETCH, Kind.EVICT):
+            continue
+        leaves = Action(
+            Kind.EVICT, action.stage, action.microbatch, Lane.EVICT, state=State.ACTIVATIONS
+        )
+        if action.stage in away and action.kind is not Kind.FORWARD:
+            away.remove(action.stage)
+            actions.append(replace(leaves, kind=Kind.FETCH, lane=Lane.FETCH))
+        actions.append(action)
+        read = action.stage >= schedule.first
+        if read and action.stage in spills and action.kind is Kind.FORWARD:
+            away.add(action.stage)
+            actions.append(leaves)
+    return replace(schedule, workers=(tuple(actions),))
+
+
+def _weights_last(schedule: Schedule) -> Schedule:
+    """The schedule with the gradients of weights behind those of all inputs, as a worker of a
+    pipeline has them: what both need is there until then."""
+    actions = schedule.workers[0]
+    late = tuple(a for a in actions if a.kind is Kind.BACKWARD_WEIGHT)
+    rest = tuple(a for a in actions if a.kind is not Kind.BACKWARD_WEIGHT)
+    norm = next(i for i, a in enumerate(rest) if a.kind is Kind.NORM)
+    return replace(schedule, workers=((*rest[:norm], *late, *rest[norm:]),))
 
 
 class Nowhere:
@@ -136,22 +203,91 @@ def nowhere(plan: Plan) -> dict[str, Nowhere]:
     return {s.rest.activations: Nowhere() for s in plan.stages if s.spills}
 
 
-def _play(job: Job, ledger: Ledger) -> dict[Moved, ActionCost]:
+def _play(job: Job, ledger: Ledger, played: _Played, line: bool) -> None:
     """The actions one after the other; what moves, moves nothing."""
-    costs: dict[Moved, ActionCost] = {}
-    with ledger:
-        for index, action in enumerate(job.schedule.workers[0]):
-            if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
-                continue
-            before, total = dict(ledger.live), ledger.total
-            passed = _passed(job)
-            counter = Counter()
-            with counter:
-                event = job.alone(index, action)
-            delta = {k: ledger.live[k] - before[k] for k in before if ledger.live[k] != before[k]}
-            workspace = max(0, event.peak - total)
-            costs[moved(action)] = ActionCost(delta, workspace, counter.work, _passed(job) - passed)
-    return costs
+    for index, action in enumerate(job.schedule.workers[0]):
+        if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
+            continue
+        before, total = dict(ledger.live), ledger.total
+        passed, heard = _passed(job), _heard(job)
+        loss = job.loss_bytes(0) if line and action.kind in _ENDS else 0
+        counter = Counter()
+        with counter:
+            event = job.alone(index, action)
+        delta = _change(ledger, before)
+        if _ends(job, action):  # the microbatch goes
+            delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
+        if loss and action.stage == job.schedule.first:
+            delta["activations"] = delta.get("activations", 0) + loss
+        if loss and action.stage == job.schedule.stages - 1:  # whoever has the loss lets it go
+            delta["activations"] = delta.get("activations", 0) - loss
+        workspace = max(0, event.peak - total)
+        moves = _passed(job) - passed
+        if action.kind is Kind.EXCHANGE and job.rows is not None:
+            moves = job.rows.summed(action.state, 0)
+        played.actions[moved(action)] = ActionCost(
+            delta, workspace, counter.work, moves, _heard(job) - heard
+        )
+        if line and action.kind is Kind.FORWARD and action.stage < job.schedule.stages - 1:
+            _crossing(job, action.stage, played)
+        elif line and job.rows is not None:
+            played.actions |= _given(job.rows, job.schedule, action)
+
+
+def _ends(job: Job, action: Action) -> bool:
+    """Whether a microbatch has no more to do then."""
+    if job.rows is not None:
+        return action.kind is Kind.EMBED_BACKWARD
+    return action.kind in _ENDS and action.stage == job.schedule.first
+
+
+def _crossing(job: Job, stage: int, played: _Played) -> None:
+    """Note what crosses behind a stage; nothing of it is held."""
+    outputs = job.outputs(stage, 0)
+    played.actions |= _handed_on(State.ACTIVATIONS, stage, outputs)
+    floating = [t for t in outputs if t.is_floating_point()]
+    played.actions |= _handed_on(State.GRADIENTS, stage, floating)
+    played.earlier[stage] = _earlier(job, stage, outputs)
+
+
+def _given(rows: Rows, schedule: Schedule, action: Action) -> dict[Moved, ActionCost]:
+    """What it costs to send an end of a microbatch's path to the workers with other rows."""
+    if action.kind is Kind.FORWARD and action.stage == schedule.stages - 1:
+        state = State.ACTIVATIONS
+    elif action.kind in _ENDS and action.stage == 0:
+        state = State.GRADIENTS
+    else:
+        return {}
+    return _handed_on(state, PARTS, [rows.given(state, 0)])
+
+
+def _handed_on(state: State, stage: int, tensors: Sequence[Tensor]) -> dict[Moved, ActionCost]:
+    """What it costs to send tensors to another worker, and to receive them."""
+    size = sum(tensor.nbytes for tensor in tensors)
+    return {
+        (kind, state, stage): ActionCost({"activations": sign * size}, 0, Work(), size)
+        for kind, sign in ((Kind.SEND, -1), (Kind.RECV, 1))
+    }
+
+
+def _earlier(job: Job, stage: int, outputs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Of what crosses behind a stage, what was given before its last block."""
+    if not isinstance(job.flow, AdoptedFlow):
+        return []
+    ends = [each.last - 1 for each in job.plan.stages]
+    given = zip(job.flow.crossing(stage), outputs, strict=True)
+    return [
+        (next(s for s, end in enumerate(ends) if end > source.segment), tensor.nbytes)
+        for source, tensor in given
+        if source.segment < ends[stage]
+    ]
+
+
+def _heard(job: Job) -> int:
+    """Bytes that its tensor axis and exchanges of a cut vocabulary have brought, of a world that is
+    not there."""
+    exchanged = 0 if job.rows is None else job.rows.received
+    return sum(along(job.world, "tensor").received.values()) + exchanged
 
 
 def _passed(job: Job) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.waits import settled, waits
-from outsize.simulate.rehearse import ActionCost, Costs, moved
+from outsize.simulate.costs import ActionCost, Costs
 from outsize.trace.trace import Event, Trace
 
 _NOTHING = ActionCost({}, 0, None)  # type: ignore[arg-type]
@@ -22,46 +22,65 @@ def annotate(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def _filled(action: Action, costs: Costs) -> Action:
-    cost = costs.actions.get(moved(action), _NOTHING)
+    cost = costs.of(action) or _NOTHING
     allocates = tuple((f"device/{kind}", count) for kind, count in cost.allocates.items())
     return replace(action, allocates=allocates, workspace=cost.workspace)
 
 
 def play(
-    schedule: Schedule, static: Mapping[str, int], seconds: Callable[[Action], float]
+    schedule: Schedule, static: Mapping[str, int], seconds: Callable[[int, Action], float]
 ) -> Trace:
-    """The foretold trace of an annotated schedule of one worker.
+    """The foretold trace of an annotated schedule of one worker. seconds: of the action at a place.
 
     Lanes run beside each other as the runtime's do (outsize/runtime/lanes.py): each in the order of
     the list, waiting for what it needs; bytes come and go where the computing thread says.
     """
-    actions = schedule.workers[0]
-    waiting, due = waits(schedule), settled(schedule)
-    live = {f"device/{kind}": count for kind, count in static.items()}
-    free: dict[Lane, float] = {}
-    ends: list[float] = []
-    events = []
-    for index, action in enumerate(actions):
-        gone = due.get(index, ())
-        for place in gone:
-            _apply(live, actions[place])
-        before = sum(live.values())
-        if not _leaves(action):
-            _apply(live, action)
-        needed = (ends[place] for place in (*waiting[index], *gone))
-        start = max(free.get(action.lane, 0.0), *needed, 0.0)
-        end = start + seconds(action)
-        free[action.lane] = end
-        ends.append(end)
-        computes = action.lane is Lane.COMPUTE
-        peak = max(before + action.workspace, sum(live.values())) if computes else 0
-        events.append(
-            Event(
-                0, action.lane.value, action.label, action.stage, action.microbatch, start, end,
-                dict(live) if computes else {}, peak, action.part,
-            )
-        )  # fmt: skip
-    return Trace("foretold", tuple(sorted(events, key=lambda event: event.start)))
+    player = Player(schedule, static)
+    for index, action in enumerate(player.actions):
+        start = player.start(index)
+        assert start is not None, "a list is one order in which everything can run alone"
+        player.end(index, start, start + seconds(index, action))
+    return Trace("foretold", tuple(sorted(player.events(), key=lambda event: event.start)))
+
+
+class Player:
+    """One worker's list: when its actions run, as it becomes known, and the bytes that are live."""
+
+    def __init__(self, schedule: Schedule, static: Mapping[str, int], worker: int = 0) -> None:
+        self.actions, self._worker, self._static = schedule.workers[0], worker, static
+        self._waiting, self._due = waits(schedule), settled(schedule)
+        self._free: dict[Lane, float] = {}
+        self._times: dict[int, tuple[float, float]] = {}
+
+    def start(self, index: int) -> float | None:
+        """When an action can begin, the next of its lane; None while that is not known."""
+        needed = (*self._waiting[index], *self._due.get(index, ()))
+        if any(place not in self._times for place in needed):
+            return None
+        free = self._free.get(self.actions[index].lane, 0.0)
+        return max(free, *(self._times[place][1] for place in needed), 0.0)
+
+    def end(self, index: int, start: float, end: float) -> None:
+        """An action runs then."""
+        self._times[index] = start, end
+        self._free[self.actions[index].lane] = end
+
+    def events(self) -> Iterator[Event]:
+        """Every action as it runs, once all are known; bytes come and go in the list's order."""
+        live = {f"device/{kind}": count for kind, count in self._static.items()}
+        for index, action in enumerate(self.actions):
+            for place in self._due.get(index, ()):
+                _apply(live, self.actions[place])
+            before = sum(live.values())
+            if not _leaves(action):
+                _apply(live, action)
+            computes = action.lane is Lane.COMPUTE
+            peak = max(before + action.workspace, sum(live.values())) if computes else 0
+            start, end = self._times[index]
+            yield Event(
+                self._worker, action.lane.value, action.label, action.stage, action.microbatch,
+                start, end, dict(live) if computes else {}, peak, action.part,
+            )  # fmt: skip
 
 
 def _leaves(action: Action) -> bool:
@@ -74,12 +93,13 @@ def _apply(live: dict[str, int], action: Action) -> None:
         live[where] = live.get(where, 0) + count
 
 
-def kinds_at_peak(trace: Trace, static: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by kind at the highest moment; what the action itself needed is workspace.
+def kinds_at_peak(trace: Trace, static: Mapping[str, int], worker: int = 0) -> dict[str, int]:
+    """Bytes by kind at the highest moment of a worker; what the action itself needed is workspace.
 
     static: bytes by kind that are there before the first action.
     """
-    computing = [event for event in trace.events if event.lane == Lane.COMPUTE]
+    mine = (event for event in trace.events if event.worker == worker)
+    computing = [event for event in mine if event.lane == Lane.COMPUTE]
     top = max(computing, key=lambda event: event.peak)
     index = computing.index(top)
     start = {f"device/{kind}": count for kind, count in static.items()}

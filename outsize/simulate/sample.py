@@ -6,11 +6,12 @@ makes planning a model of a hundred layers as quick as one of two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan, Rest, Stage
-from outsize.simulate.rehearse import ActionCost, Costs, Facts, Moved
+from outsize.simulate.costs import PARTS, ActionCost, Costs, Facts, Moved
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,18 @@ def expand(costs: Costs, chosen: Sample, plan: Plan, facts: Facts) -> Costs:
     """Costs of the whole model, whose facts are given, from those of its sample; `plan` has a
     stage a segment."""
     assert all(stage.last == stage.first + 1 for stage in plan.stages)
-    actions: dict[Moved, ActionCost] = {}
-    for segment, place in enumerate(chosen.stands):
-        for (kind, state, stage), cost in costs.actions.items():
-            if stage == place:
-                actions[kind, state, segment] = cost
+    actions, short = (_spread(some, chosen.stands) for some in (costs.actions, costs.short))
     last = len(chosen.stands) - 1
     names = ("prologue", *(f"block {i}" for i in range(last - 1)), "epilogue")
-    return Costs(costs.data, actions, names, facts)
+    return replace(costs, actions=actions, segments=names, facts=facts, short=short)
+
+
+def _spread(costs: Mapping[Moved, ActionCost], stands: tuple[int, ...]) -> dict[Moved, ActionCost]:
+    """Every segment's costs, those of the segment that stands for it."""
+    ends = {key: cost for key, cost in costs.items() if key[2] == PARTS}
+    return ends | {
+        (kind, state, segment): cost
+        for segment, place in enumerate(stands)
+        for (kind, state, stage), cost in costs.items()
+        if stage == place
+    }

@@ -2,21 +2,32 @@
 
 Times are of one unit's forward, input gradient and weight gradient, where a unit is a stage's
 `Placement.share` of the layers; memory is in microbatches of a unit. A forward's activations are
-live until its BACKWARD, or its BACKWARD_WEIGHT where the two gradients are apart.
+live until its BACKWARD, or its BACKWARD_WEIGHT where the two gradients are apart. The vocabulary
+layers are part of the first and last stage, or cut over all workers; a barrier takes a transfer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import Action, Kind, State
-from outsize.schedule.pipelines.pipeline import Pipeline, neighbours
+from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.pipelines.costs import VocabularyCosts
+from outsize.schedule.pipelines.pipeline import Pipeline, neighbours, plain_paths
+from outsize.schedule.vocabulary import PASSES, Barrier, barrier_before, barrier_behind, part_before
 from outsize.simulate.events import Node, Run, run
 from outsize.trace import Event, Trace
 
 MIB = 2**20
+_EXACT = 1e-9  # seconds; sums of times that are equal may differ by so much
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_LAYERS = (Kind.FORWARD, *_BACK, Kind.BACKWARD_WEIGHT)
+_TAKING = (Kind.FORWARD, Kind.OUTPUT_S)
+_GIVING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OUTPUT_T)
 _Made = tuple[int, bool, int, int]  # worker, whether a gradient, stage, microbatch
 
 
@@ -26,6 +37,7 @@ class Times:
 
     both: a forward and a backward that run as one; their sum where it is None. transfer: from the
     end of what makes a tensor to when its receiver has it. stages: each stage's own factor.
+    vocabulary: seconds of a microbatch's vocabulary layers, of which units have no part.
     """
 
     forward: float
@@ -34,6 +46,7 @@ class Times:
     transfer: float = 0.0
     both: float | None = None
     stages: tuple[float, ...] = ()
+    vocabulary: VocabularyCosts | None = None
 
     def __post_init__(self) -> None:
         values = (self.forward, self.of_input, self.of_weight, self.transfer, self.both or 0.0)
@@ -51,6 +64,30 @@ class Times:
         }.get(action.kind, 0.0)
         return seconds * share * (self.stages[action.stage] if self.stages and seconds else 1.0)
 
+    def of_vocabulary(
+        self, action: Action, path: Sequence[int], variant: int, workers: int
+    ) -> float:
+        """Seconds of it that are of the vocabulary layers. variant: 0 where they are not cut."""
+        costs = self.vocabulary
+        if costs is None:
+            return 0.0
+        if variant:
+            return costs.of_pass(action.kind, variant, workers)
+        forward, of_input, of_weight = costs.output
+        last = {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: of_input + of_weight,
+            Kind.BACKWARD_INPUT: of_input,
+            Kind.BACKWARD_WEIGHT: of_weight,
+        }
+        first = {
+            Kind.FORWARD: costs.embed,
+            Kind.BACKWARD: costs.embed_backward,
+            Kind.BACKWARD_WEIGHT: costs.embed_backward,
+        }
+        seconds = last.get(action.kind, 0.0) if action.stage == path[-1] else 0.0
+        return seconds + (first.get(action.kind, 0.0) if action.stage == path[0] else 0.0)
+
 
 @dataclass(frozen=True)
 class Played:
@@ -67,11 +104,9 @@ class Played:
         """
         most = max(range(self.run.workers), key=self.run.peaks.__getitem__)
         rows = zip(self.run.nodes, self.run.starts, self.run.ends, self.actions, strict=True)
-        events, live = [], 0.0
+        events, levels = [], _Levels(self.run, most)
         for node, start, end, actions in rows:
-            peak = live + node.takes
-            if node.worker == most:
-                live = peak - node.gives
+            peak, live = levels.at(end)
             shown = {"device/activations": round(live * MIB)} if node.worker == most else {}
             highest = round(peak * MIB) if node.worker == most else 0
             events += [
@@ -90,11 +125,33 @@ class Played:
         return Trace("foretold", tuple(events), meta)
 
 
+class _Levels:
+    """What a worker holds at any time, whichever of its lanes takes and gives."""
+
+    def __init__(self, run: Run, worker: int) -> None:
+        mine = [i for i, node in enumerate(run.nodes) if node.worker == worker]
+        taken = sorted((run.starts[i], run.nodes[i].takes) for i in mine if run.nodes[i].takes)
+        given = sorted((run.ends[i], run.nodes[i].gives) for i in mine if run.nodes[i].gives)
+        self._starts, self._ends = [when for when, _ in taken], [when for when, _ in given]
+        self._taken = [0.0, *accumulate(units for _, units in taken)]
+        self._given = [0.0, *accumulate(units for _, units in given)]
+
+    def at(self, end: float) -> tuple[float, float]:
+        """(units just before something ends, and just after)."""
+        taken = self._taken[bisect_left(self._starts, end - _EXACT)]
+        before = self._given[bisect_left(self._ends, end - _EXACT)]
+        return taken - before, taken - self._given[bisect_right(self._ends, end + _EXACT)]
+
+
 def play(pipeline: Pipeline, times: Times) -> Played:
     """Simulate a pipeline's schedule."""
     if times.stages and len(times.stages) != pipeline.schedule.stages:
         raise OutsizeError(
             f"times: factors of {len(times.stages)} stages; expected {pipeline.schedule.stages}"
+        )
+    if pipeline.schedule.vocabulary and times.vocabulary is None:
+        raise OutsizeError(
+            f"times: none of the vocabulary, which {pipeline.name} has cut; give its costs"
         )
     steps = [
         (worker, step)
@@ -126,19 +183,25 @@ class _Links:
     def __init__(self, pipeline: Pipeline, steps: list[tuple[int, tuple[Action, ...]]]) -> None:
         self.pipeline, self.steps = pipeline, steps
         self.made: dict[_Made, int] = {}
-        self.sent: dict[tuple[State, int, int], int] = {}
+        self.sent: dict[tuple[State, int, int, int], int] = {}
         self.last = [-1] * len(pipeline.schedule.workers)  # the last step before NORM
-        paths = (
-            pipeline.paths or (range(pipeline.schedule.stages),) * pipeline.schedule.microbatches
-        )
-        self.paths = [neighbours(path) for path in paths]
+        self.whole = pipeline.paths or plain_paths(pipeline.placement)
+        self.paths = [neighbours(path) for path in self.whole]
+        self.variant = pipeline.schedule.vocabulary
+        self.parts: dict[tuple[int, State, int, int], int] = {}  # of inputs of passes, by worker
+        self.makers: dict[Barrier, list[int]] = defaultdict(list)  # the passes that an exchange has
+        self.exchanged: dict[tuple[int, Barrier], int] = {}
         for i, (worker, step) in enumerate(steps):
             for action in step:
                 self._make(i, worker, action)
 
     def _make(self, i: int, worker: int, a: Action) -> None:
         if a.kind is Kind.SEND:
-            self.sent[a.state, a.stage, a.microbatch] = i
+            self.sent[a.state, a.stage, a.microbatch, a.part] = i
+        elif a.kind is Kind.EXCHANGE:
+            self.exchanged[worker, (a.state, a.stage, a.microbatch)] = i
+        elif a.kind is Kind.RECV and a.part != WHOLE:
+            self.parts[worker, a.state, a.stage, a.microbatch] = i
         elif a.kind is Kind.RECV:  # gradients are noted as made by the stage that sent them
             grads = a.state is State.GRADIENTS
             stage = self.paths[a.microbatch][1][a.stage] if grads else a.stage
@@ -148,22 +211,53 @@ class _Links:
             self.last[worker] = i
         elif a.kind is Kind.BACKWARD_WEIGHT:
             self.last[worker] = i
+        elif a.kind in PASSES:
+            self.last[worker] = i
+            barrier = barrier_behind(a, self.variant)
+            if barrier is not None:
+                self.makers[barrier].append(i)
 
     def needs(self, worker: int, a: Action) -> list[int]:
         """Steps that must have ended, beside those before it on its lane."""
         if a.kind is Kind.RECV:
-            return [self.sent[a.state, a.stage, a.microbatch]]
+            return [self.sent[a.state, a.stage, a.microbatch, a.part]]
+        if a.kind is Kind.EXCHANGE:
+            return self.makers[a.state, a.stage, a.microbatch]
         if a.kind is Kind.NORM:
             return [i for i in self.last if i >= 0]
         if a.kind in (Kind.FORWARD, *_BACK):
             back = a.kind in _BACK
             source = self.paths[a.microbatch][back].get(a.stage)
-            return [] if source is None else [self.made[worker, back, source, a.microbatch]]
+            made = [] if source is None else [self.made[worker, back, source, a.microbatch]]
+            return [*made, *self._barrier(worker, a)]
+        if a.kind in PASSES:
+            return [*self._input(worker, a), *self._barrier(worker, a)]
+        if a.kind is Kind.SEND and a.part != WHOLE:
+            return [self._part(worker, a.state, a.stage, a.microbatch)]
         if a.kind is Kind.SEND:
             grads = a.state is State.GRADIENTS
             stage = self.paths[a.microbatch][1][a.stage] if grads else a.stage
             return [self.made[worker, grads, stage, a.microbatch]]
         return []
+
+    def _barrier(self, worker: int, a: Action) -> list[int]:
+        """The exchange that an action waits for."""
+        if not self.variant:
+            return []
+        barrier = barrier_before(a, self.whole[a.microbatch], self.variant)
+        return [] if barrier is None else [self.exchanged[worker, barrier]]
+
+    def _input(self, worker: int, a: Action) -> list[int]:
+        """What brings or makes the tensor that a pass needs."""
+        tensor = part_before(a, worker)
+        if tensor is None:
+            return []
+        return [self._part(worker, *tensor[:3])]
+
+    def _part(self, worker: int, state: State, stage: int, microbatch: int) -> int:
+        here = self.parts.get((worker, state, stage, microbatch))
+        made = (worker, state is State.GRADIENTS, stage, microbatch)
+        return self.made[made] if here is None else here
 
 
 def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
@@ -172,10 +266,26 @@ def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
     seconds = sum(times.of(action, share) for action in step)
     if len(step) == 2 and times.both is not None:
         seconds = times.both * share
-    takes = sum(share for a in step if a.kind is Kind.FORWARD)
-    gives = sum(share for a in step if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+    layers = [a for a in step if a.kind in (*PASSES, *_LAYERS)]
+    variant, workers = pipeline.schedule.vocabulary, len(pipeline.schedule.workers)
+    seconds += sum(
+        times.of_vocabulary(a, links.whole[a.microbatch], variant, workers) for a in layers
+    )
+    takes = sum(_held(a, share, times, _TAKING) for a in layers)
+    gives = sum(_held(a, share, times, _GIVING) for a in layers)
     needs = tuple(j for a in step for j in links.needs(worker, a) if j != i)
     lane, lag = step[0].lane.value, 0.0
     if step[0].kind is Kind.RECV:  # links do not wait for each other
         lane, lag = f"{lane} from {links.steps[needs[0]][0]}", times.transfer
+    elif step[0].kind is Kind.EXCHANGE:
+        lane, lag = f"{lane} of all", times.transfer
     return Node(worker, lane, seconds, needs, lag, takes, gives)
+
+
+def _held(action: Action, share: float, times: Times, kinds: tuple[Kind, ...]) -> float:
+    """Units that an action of one of these kinds begins or ends to hold."""
+    if action.kind not in kinds:
+        return 0.0
+    if action.kind in PASSES:
+        return 0.0 if times.vocabulary is None else times.vocabulary.held
+    return share

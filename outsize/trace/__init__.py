@@ -1,7 +1,42 @@
-"""Trace: when actions ran and what memory held, its own JSON form, and its Perfetto export."""
+"""Trace: when actions ran and what memory held, its own JSON form, its Perfetto export, several
+workers' as one, and foretold against measured."""
 
+from outsize.trace.match import (
+    Difference,
+    Sum,
+    alone,
+    differences,
+    messages,
+    pace_of,
+    paced,
+    pairs,
+    sums,
+    waiting,
+)
+from outsize.trace.merge import laid_out, merged
 from outsize.trace.perfetto import trace_events, write_perfetto
 from outsize.trace.text import dumps, loads, read, write
 from outsize.trace.trace import Event, Trace
 
-__all__ = ["Event", "Trace", "dumps", "loads", "read", "trace_events", "write", "write_perfetto"]
+__all__ = [
+    "Difference",
+    "Event",
+    "Sum",
+    "Trace",
+    "alone",
+    "differences",
+    "dumps",
+    "laid_out",
+    "loads",
+    "merged",
+    "messages",
+    "pace_of",
+    "paced",
+    "pairs",
+    "read",
+    "sums",
+    "trace_events",
+    "waiting",
+    "write",
+    "write_perfetto",
+]

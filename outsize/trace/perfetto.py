@@ -1,22 +1,25 @@
 """Traces as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
 A process is a worker of one source (foretold or measured), a thread is a lane, an action is a
-complete event, and the live bytes of each tier are counter tracks. Format: "Trace Event Format"
-(Google, 2016).
+complete event, what is sent is an arrow to its receiving, and the live bytes of each tier are
+counter tracks. A measured action beside a foretold trace says how long that one took. Format:
+"Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outsize.trace.match import differences, messages
 from outsize.trace.text import write_text
 from outsize.trace.trace import Event, Trace
 
 Row = dict[str, Any]  # one trace event, ready for JSON
+Which = tuple[int, int]  # a trace, and the identity of an event of it
 NANO = 1e9
 
 
@@ -29,6 +32,7 @@ class _Process:
     order: int
     events: tuple[Event, ...]
     origin: float  # seconds: the start of its trace, which becomes 0
+    trace: int  # which of those that are written
 
 
 def trace_events(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -38,11 +42,15 @@ def trace_events(traces: Sequence[Trace]) -> dict[str, Any]:
     """
     processes = _processes(traces)
     metadata = [row for process in processes for row in _process_rows(process)]
+    told = _told(traces)
     timed: list[Row] = []
+    places: dict[Which, Row] = {}
     for process in processes:
-        timed += _lane_rows(process)
-        timed += _counter_rows(process)
-    timed.sort(key=lambda row: (row["ts"], row["pid"], row["ph"] == "C"))
+        slices = _lane_rows(process, told)
+        places |= slices
+        timed += [*slices.values(), *_counter_rows(process)]
+    timed += _arrows(traces, places)
+    timed.sort(key=lambda row: (row["ts"], row["pid"], "XsfC".index(row["ph"])))
     other = {
         f"{trace.source}{_suffix(traces, i)}.{key}": value
         for i, trace in enumerate(traces)
@@ -71,7 +79,7 @@ def _processes(traces: Sequence[Trace]) -> list[_Process]:
             if events:
                 name = f"worker {worker} ({trace.source}{_suffix(traces, i)})"
                 origin = min(e.start for e in trace.events)
-                found.append(_Process(len(found) + 1, name, len(found), events, origin))
+                found.append(_Process(len(found) + 1, name, len(found), events, origin, i))
     return found
 
 
@@ -109,25 +117,55 @@ def _micro(process: _Process, seconds: float) -> float:
     return (round(seconds * NANO) - round(process.origin * NANO)) / 1000
 
 
-def _lane_rows(process: _Process) -> list[Row]:
-    rows: list[Row] = []
+def _lane_rows(process: _Process, told: Mapping[Which, Row]) -> dict[Which, Row]:
+    """By event, its row."""
+    rows: dict[Which, Row] = {}
     for tid, (_, events) in enumerate(sorted(_slots(process.events).items()), 1):
         for event in events:
             start = _micro(process, event.start)
             args = {"stage": event.stage, "microbatch": event.microbatch, "peak_bytes": event.peak}
             args |= {f"{key} (bytes)": count for key, count in sorted(event.live.items())}
-            rows.append(
-                {
-                    "ph": "X",
-                    "name": event.name,
-                    "cat": event.kind,
-                    "ts": start,
-                    "dur": round(_micro(process, event.end) - start, 3),
-                    "pid": process.pid,
-                    "tid": tid,
-                    "args": args,
-                }
-            )
+            which = (process.trace, id(event))
+            rows[which] = {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.kind,
+                "ts": start,
+                "dur": round(_micro(process, event.end) - start, 3),
+                "pid": process.pid,
+                "tid": tid,
+                "args": args | told.get(which, {}),
+            }
+    return rows
+
+
+def _told(traces: Sequence[Trace]) -> dict[Which, Row]:
+    """By measured event, what was foretold of it, where there is one trace of each source."""
+    if [trace.source for trace in traces] != ["foretold", "measured"]:
+        return {}
+    return {
+        (1, id(one.measured)): {
+            "foretold (ms)": round(one.expected * 1e3, 6),
+            "waited for others (ms)": round(one.waited * 1e3, 6),
+            "beyond forecast (ms)": round(one.beyond * 1e3, 6),
+        }
+        for one in differences(traces[0], traces[1])
+    }
+
+
+def _arrows(traces: Sequence[Trace], places: Mapping[Which, Row]) -> list[Row]:
+    """From the start of what sends to the middle of when it is received: a viewer binds the ends of
+    an arrow to the actions that these moments lie in."""
+    rows: list[Row] = []
+    for number, trace in enumerate(traces):
+        for send, receive in messages(trace):
+            one, other = (places[number, id(trace.events[place])] for place in (send, receive))
+            since, until = max(one["ts"], other["ts"]), other["ts"] + other["dur"]
+            middle = round((min(since, until) + until) / 2, 3)
+            for phase, at, ts in (("s", one, one["ts"]), ("f", other, middle)):
+                where = {"ts": ts, "pid": at["pid"], "tid": at["tid"], "args": {}}
+                name = {"ph": phase, "id": len(rows) // 2, "name": "message", "cat": "message"}
+                rows.append(name | where | ({"bp": "e"} if phase == "f" else {}))
     return rows
 
 

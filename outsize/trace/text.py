@@ -48,6 +48,11 @@ def loads(text: str, name: str = "trace") -> Trace:
         data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise OutsizeError(f"{name}: not a JSON trace ({error}); write one with --trace") from None
+    if isinstance(data, dict) and "traceEvents" in data:
+        raise OutsizeError(
+            f"{name}: a file for Perfetto; expected a trace, as foretold.json and measured.json"
+            " of a run are"
+        )
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OutsizeError(f'{name}: no "format": "{FORMAT}" in it; expected a trace.json')
     if data.get("version") != VERSION:

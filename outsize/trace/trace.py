@@ -37,11 +37,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """Events in order of their start, per worker and lane."""
+    """Events in order of their start, per worker and lane.
+
+    begin: what time.perf_counter() said at second 0, where that is known; of no use to another run,
+    so files do not have it and equal traces may differ in it.
+    """
 
     source: Literal["foretold", "measured"]
     events: tuple[Event, ...]
     meta: Mapping[str, str] = field(default_factory=dict)
+    begin: float | None = field(default=None, compare=False)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Those that have events, in order."""
+        return tuple(sorted({event.worker for event in self.events}))
 
     def span(self) -> float:
         """Seconds from the first start to the last end: the makespan."""

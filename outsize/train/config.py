@@ -50,6 +50,9 @@ class TrainKeys:
     batch_tokens: int | None = _key(None, "tokens of a step")
     sequence: int | None = _key(None, "tokens of a row; documents are packed into rows")
     seed: int = _key(0, "of initial values, data order and the sample")
+    dropout: float = _key(0.0, "part of what branches and the embedding give that becomes zero")
+    label_smoothing: float = _key(0.0, "part of each target that all tokens share")
+    z_loss: float = _key(0.0, "times the squared log of each token's softmax sum, in the loss")
     clip: float | None = _key(1.0, "largest norm of the whole gradient; null: any")
     evaluate_every: int | None = _key(None, "steps between validations; 0: only at the end")
     evaluate_tokens: int | None = _key(None, "validation tokens that are looked at each time")
@@ -59,7 +62,7 @@ class TrainKeys:
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    name: Literal["adamw", "sgd"] = _key("adamw", "adamw, or sgd")
+    name: Literal["adamw", "muon", "sgd"] = _key("adamw", "adamw, muon, or sgd")
     lr: float | None = _key(None, "learning rate at its highest")
     betas: tuple[float, float] = _key((0.9, 0.95), "decay of the moments; sgd: [momentum, unused]")
     weight_decay: float = _key(0.1, "decoupled, of matrices only")
@@ -85,7 +88,36 @@ class PlanKeys:
         None, "tokens in a block at once where blocks are recomputed whole; 0: all"
     )
     split_backward: bool = _key(False, "weight gradients apart from input gradients")
-    approximate: tuple[str, ...] = _key((), "what may change the maths: bfloat16-weights")
+    zero: int | tuple[int, ...] | None = _key(
+        None,
+        "0 to 3: what the data axis cuts: optimizer, gradients, weights; or three numbers: the"
+        " workers over which weights, gradients, optimizer states are cut",
+    )
+    pipeline: str | None = _key(
+        None,
+        "order of the pipeline axis, as 1f1b or interleaved:2 (chunks of a worker); with"
+        " +vocabulary:1 or +vocabulary:2 behind it every worker has rows of embedding and head",
+    )
+    gathered: int | None = _key(
+        None, "stages whose weights are gathered at once, where workers cut them; 2 by default"
+    )
+    sequence_parallel: bool = _key(
+        False, "tokens between branches of blocks are cut over the tensor axis"
+    )
+    overlap: int = _key(
+        0, "chunks of tokens whose sums over the tensor axis run beside the next one's product"
+    )
+    approximate: tuple[str, ...] = _key(
+        (),
+        "what may change the maths: bfloat16-weights, zeroth-order, frozen-by-dynamics,"
+        " local-learning, partial-pipeline",
+    )
+    epsilon: float = _key(1e-3, "zeroth-order: how far from the weights the losses are taken")
+    frozen: float = _key(0.5, "frozen-by-dynamics: the share of layers that each step leaves alone")
+    frozen_keep: Literal["whole", "int8"] = _key(
+        "whole", "frozen-by-dynamics: what blocks keep for the backward pass, as it is or in 8 bits"
+    )
+    local_groups: int = _key(2, "local-learning: runs of blocks with losses of their own")
 
 
 @dataclass(frozen=True)
@@ -114,7 +146,9 @@ class RunConfig:
     disk: str | None = _key(None, "folders where states may rest, as DIR[,DIR][:SIZE]")
     tiers: tuple[str, ...] = _key((), "memory with a path where states may rest: NAME=PATH:SIZE")
     device: Literal["auto", "cpu", "cuda"] = _key("auto", "where it runs")
-    threads: int | None = _key(None, "of the processor")
+    threads: int | None = _key(None, "of the processor, for each worker")
+    workers: int | None = _key(None, "processes that train together")
+    mesh: str | None = _key(None, "workers on each axis, as data=2,tensor=2")
     output: str | None = _key(None, "directory of the run: metrics, checkpoints, timeline")
 
 
@@ -131,7 +165,13 @@ MAY_CHANGE = frozenset(
         "disk",
         "host_memory",
         "memory",
+        "mesh",
         "output",
+        "plan.overlap",
+        "plan.gathered",
+        "plan.pipeline",
+        "plan.sequence_parallel",
+        "plan.zero",
         "sample.prompt",
         "sample.temperature",
         "sample.tokens",
@@ -142,6 +182,7 @@ MAY_CHANGE = frozenset(
         "train.keep",
         "train.save_every",
         "train.steps",
+        "workers",
     }
 )
 
@@ -205,6 +246,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "train.sequence": Range(1),
         "train.seed": Range(0),
         "train.clip": Range(0),
+        "train.dropout": Range(0, 0.99),
         "train.evaluate_every": Range(0),
         "train.evaluate_tokens": Range(1),
         "train.save_every": Range(0),
@@ -218,17 +260,27 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "plan.loss_chunk": Range(0),
         "plan.mlp_tile": Range(0),
         "plan.sequence_chunk": Range(0),
+        "plan.epsilon": Range(0),
+        "plan.frozen": Range(0, 1),
+        "plan.local_groups": Range(2),
         "sample.tokens": Range(0),
         "sample.temperature": Range(0),
         "threads": Range(1),
+        "workers": Range(1),
+        "plan.zero": Range(0, 3),
+        "plan.gathered": Range(1),
+        "train.label_smoothing": Range(0, 0.99),
+        "train.z_loss": Range(0),
     }
 )
 
 
 def check(name: str, value: Any, source: str) -> None:
-    """Refuse a number out of its key's range."""
+    """Refuse a number out of its key's range. Lists are checked where they are used."""
     allowed = RANGES.get(name)
-    if allowed is None or value is None or allowed.least <= value <= allowed.most:
+    if allowed is None or value is None or isinstance(value, tuple):
+        return
+    if allowed.least <= value <= allowed.most:
         return
     upper = "" if allowed.most == float("inf") else f" and at most {allowed.most:g}"
     raise OutsizeError(f"{source}: {name}: {value}; expected at least {allowed.least:g}{upper}")

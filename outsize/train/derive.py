@@ -21,6 +21,7 @@ FRESH_LR, FRESH_WIDTH = 3e-3, 256  # AdamW from random weights at this width; go
 # (Yang et al., "Tensor Programs V", 2022)
 STORED_LR = 2e-5  # AdamW from trained weights
 SGD_LR = 0.1
+ZEROTH_LR = 1e-6  # Malladi et al., "MeZO", 2023, appendix: 1e-6 or 1e-7 for whole models
 WARMUP = 0.05  # part of the steps
 MOST_WARMUP = 2000  # steps
 EVALUATIONS = 5  # in a run
@@ -68,6 +69,8 @@ def _precision(resolved: Resolved, device: Device) -> Resolved:
 
 
 def _learning_rate(resolved: Resolved, config: DecoderConfig) -> Resolved:
+    if "zeroth-order" in resolved.get("plan.approximate"):
+        return resolved.derive("optimizer.lr", ZEROTH_LR, "zeroth-order")
     if resolved.get("optimizer.name") == "sgd":
         return resolved.derive("optimizer.lr", SGD_LR, "sgd")
     if resolved.get("model.weights") == "stored":

@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from outsize.checkpoint.hub import Described, describe
-from outsize.errors import OutsizeError
+from outsize.checkpoint.hub import check_tied_head, describe
 from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored
 from outsize.runtime.job import Fill
@@ -50,23 +48,10 @@ def hub_fill(directory: Path, config: DecoderConfig) -> Fill:
     """Writes the weights of a Hugging Face directory. OutsizeError, naming file and tensor, for
     weights that are missing, unexpected, misshapen or damaged."""
     found = describe(directory, config)
-    _check_tied_head(found, config)
+    tokens = found.names[f"{config.names.outer['prologue.tokens']}.weight"]
+    check_tied_head(found.shards, config, lambda: found.shards.read(tokens))
 
     def read(name: str, out: Tensor | None = None) -> Tensor:
         return found.shards.read(found.names[name], out)
 
     return filling(found.stored, read)
-
-
-def _check_tied_head(found: Described, config: DecoderConfig) -> None:
-    """Files may hold a tied head beside the embedding; another one would be another model."""
-    outer, shards = config.names.outer, found.shards
-    head = f"{outer['epilogue.head']}.weight"
-    if not config.tied or head not in shards.where:
-        return
-    tokens = found.names[f"{outer['prologue.tokens']}.weight"]
-    if not torch.equal(shards.read(head), shards.read(tokens)):
-        raise OutsizeError(
-            f"{shards.where[head].path}: tensor {head!r} is not the token embedding, expected"
-            " equal ones: set tie_word_embeddings to false in config.json"
-        )

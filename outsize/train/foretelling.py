@@ -13,8 +13,9 @@ from outsize.search import Wish
 from outsize.search.streamed import choose_streamed
 from outsize.search.wish import memories
 from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Costs, Facts, bare
+from outsize.simulate.rehearse import bare
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,16 +13,22 @@ import torch
 from rich.console import Console
 
 from outsize.checkpoint.store import Store
+from outsize.collectives import along, everyone
 from outsize.data import Batch, Data, TrainStream, ValidationStream
 from outsize.errors import OutsizeError
 from outsize.hardware.host import memory
+from outsize.kernels.loss import IGNORE
+from outsize.launch import Crew
 from outsize.memory import format_bytes
+from outsize.models.dropout import Noise
+from outsize.plan.spread import share
 from outsize.runtime import Job, Report
 from outsize.train.measure import Measure
-from outsize.train.metrics import READ, WRITTEN, Metrics
+from outsize.train.metrics import READ, WRITTEN, Written
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.setup import Setup, rates_of
-from outsize.train.state import Place, save
+from outsize.train.special import AnyJob, Notes, Step
+from outsize.train.state import Place, join_saving, save
 from outsize.train.stop import Stop
 
 LOOK_SECONDS = 1.0  # between looks at the memory that the system allows
@@ -37,22 +43,31 @@ def resume_command(directory: Path) -> str:
 class Loop:
     """A run between its first step and its last.
 
-    place: where it is, kept up to date. saved: the step of the last checkpoint of this run.
+    play: makes a step of the job. notes: what of it a checkpoint keeps besides tensors. place:
+    where it is, kept up to date. saved: the step of the last checkpoint of this run.
     """
 
     setup: Setup
     data: Data
-    job: Job
+    job: AnyJob
+    play: Step
+    notes: Callable[[], Notes]
     store: Store
-    metrics: Metrics
+    metrics: Written
     measure: Measure
     place: Place
     stream: TrainStream
     saved: int | None = None
+    crew: Crew = field(default_factory=Crew)
     speed: Speed = field(default_factory=Speed)
     bits_per_byte: float | None = None
     limit: int = field(default_factory=lambda: memory().total)  # bytes that the process may hold
     look: float = 0.0  # when to look at it again
+
+    @property
+    def data_place(self) -> int:
+        """This worker's place on the data axis."""
+        return self.setup.plan.mesh.index("data", self.crew.world.rank)
 
     def run(self, console: Console, stop: Stop) -> None:
         """Train until the end or until `stop` was asked, then save.
@@ -73,27 +88,44 @@ class Loop:
             raise OutsizeError(f"{error}; {where}") from error
 
     def _steps(self, batches: Iterator[Batch], show: Progress, stop: Stop) -> None:
-        keys = self.setup.config.train
+        keys, pulse = self.setup.config.train, self.crew.pulse
+        self._agree(stop, 0)
         if stop.asked():
             return
+        pulse.during(f"step {self.place.step + 1}")
+        pulse.at("reading a batch")
         for batch in batches:
+            pulse.at("step")
             self._step(batch, show)
             step, last = self.place.step, self.place.finished
             if last or _due(step, keys.evaluate_every):
                 self._evaluate(show)
             if _due(step, keys.save_every) and not last:
                 self._save()
+            over = self._agree(stop, 0 if last else self._over_limit())
             if stop.asked():
                 return
-            if not last:
-                self._check_limit()
+            if over:
+                self._refuse(over)
+            pulse.during(f"step {step + 1}")
+            pulse.at("reading a batch")
+
+    def _agree(self, stop: Stop, over: int) -> int:
+        """Whatever worker was asked to stop, all are; gives the most that any of them is over its
+        limit. Every worker comes here after every step."""
+        said = torch.tensor([stop.signal or 0, over], dtype=torch.float64, device=self.setup.device)
+        signal, most = everyone(self.crew.world).all_reduce(said, "max").tolist()
+        stop.agreed = int(signal) or None
+        return int(most)
 
     def _step(self, batch: Batch, show: Progress) -> None:
-        step = self.place.step
+        step, keys = self.place.step, self.setup.config.train
         lr = self.job.optimizer.lr * rates_of(self.setup.config).factor(step)
         counted = self.measure.watch(self.job, step)
         before = moved_by(self.job)
-        self.job.step(batch, lr=lr)
+        if keys.dropout:
+            batch = replace(batch, noise=Noise(keys.dropout, keys.seed, step))
+        self.play(batch.rows(*self.setup.plan.rows_at(self.data_place)), lr)
         report = self.job.report
         moved = {name: now - before[name] for name, now in moved_by(self.job).items()}
         self.measure.add(report, counted)
@@ -135,14 +167,17 @@ class Loop:
         return resident()
 
     def _evaluate(self, show: Progress) -> None:
+        self.crew.pulse.at("validation")
         keys = self.setup.config.train
         if not self.data.validation.tokens or keys.sequence is None:
             return
-        rows = self.setup.plan.microbatch_rows
+        mesh = self.setup.plan.mesh
+        rows = self.setup.plan.microbatch_rows * mesh.data
         held = ValidationStream(self.data.validation, rows, keys.sequence, keys.evaluate_tokens)
         nats, count = 0.0, 0
         for batch in held:
-            total, targets = self.job.evaluate(batch, batch.ids_BS.shape[0])
+            mine = rows_for(batch, self.data_place, mesh.data)
+            total, targets = self.job.evaluate(mine, mine.ids_BS.shape[0])
             nats, count = nats + total, count + targets
         self.bits_per_byte = float(held.bits_per_byte(nats))
         step = self.place.step
@@ -159,33 +194,60 @@ class Loop:
             f" (loss {nats / count:.3f} over {held.bytes:,} bytes)"
         )
 
-    def _check_limit(self) -> None:
-        """Save and end where the system has lowered what this process may hold below what its steps
-        take: the next one would be killed."""
+    def _over_limit(self) -> int:
+        """Bytes that the steps of this process take beyond what the system lets it hold by now: the
+        next one would be killed."""
         if time.monotonic() < self.look:
-            return
+            return 0
         self.look = time.monotonic() + LOOK_SECONDS
         limit, peak = memory().total, resident()[1]
         if limit >= min(self.limit, peak) or self.setup.device.type != "cpu":
-            return
+            return 0
+        return peak - limit
+
+    def _refuse(self, over: int) -> None:
+        """Save and end."""
         self._save()
+        peak = resident()[1]
         raise OutsizeError(
-            f"memory: this process may hold {format_bytes(limit)} now, but its steps take"
-            f" {format_bytes(peak)}: {peak - limit} bytes missing; raise the limit, or go on with"
+            f"memory: this process may hold {format_bytes(peak - over)} now, but its steps take"
+            f" {format_bytes(peak)}: {over} bytes missing; raise the limit, or go on with"
             " a smaller --memory"
         )
 
     def _save(self) -> None:
         if self.saved == self.place.step:
             return
+        self.crew.pulse.at("saving a checkpoint")
         self.metrics.flush()
-        save(self.store, self.job, self.setup.subject.config, self.setup.resolved, self.place)
+        config, resolved = self.setup.subject.config, self.setup.resolved
+        if self.crew.first:
+            save(self.store, self.job, config, resolved, self.place, self.notes())
+        else:
+            join_saving(self.job, config)
         self.saved = self.place.step
 
 
-def moved_by(job: Job) -> dict[str, int]:
-    """Bytes that a job has read from and written to its tiers so far, as metrics name them."""
+def rows_for(batch: Batch, place: int, workers: int) -> Batch:
+    """The rows of a batch that one of so many workers takes: a row without targets where there are
+    not enough."""
+    start, stop = share(batch.ids_BS.shape[0], workers, place)
+    if start < stop:
+        return batch.rows(start, stop)
+    spare = batch.rows(0, 1)
+    return replace(spare, targets_BS=torch.full_like(spare.targets_BS, IGNORE))
+
+
+def moved_by(job: AnyJob) -> dict[str, int]:
+    """Bytes that a job has read from and written to its tiers so far, and had from the workers with
+    which it shares states and products, as metrics name them."""
     found = {}
+    if isinstance(job, Job) and job.world.mesh.size > 1:
+        had = [*job.peers.received.values(), *along(job.world, "tensor").received.values()]
+        if job.rows is not None:
+            had.append(job.rows.received)
+        passed = 0 if job.passing is None else job.passing.received
+        found[f"workers{READ}"] = sum(had) + passed
     for name, store in job.stores.items():
         found[f"{name}{READ}"], found[f"{name}{WRITTEN}"] = store.bytes_read, store.bytes_written
     return found
@@ -196,7 +258,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 @contextmanager
-def closing(job: Job) -> Iterator[Job]:
+def closing(job: AnyJob) -> Iterator[AnyJob]:
     """The job, its model an ordinary module again afterwards."""
     try:
         yield job

@@ -8,21 +8,29 @@ raises.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
+from outsize.collectives import World, everyone
 from outsize.memory import Meter, format_bytes
 from outsize.report import write_timeline
-from outsize.runtime import Job, Report
+from outsize.runtime import Report
 from outsize.simulate import Forecast
-from outsize.trace import Trace, write_perfetto
+from outsize.simulate.forecast import Turn
+from outsize.trace import Trace, laid_out, write_perfetto
+from outsize.trace import write as write_trace
+from outsize.trace.gather import gathered
 from outsize.train.progress import resident
 from outsize.train.show import time_of
+from outsize.train.special import AnyJob
 
 LATER = 10  # steps after the first that are counted again
 PAGE, PERFETTO = "timeline.html", "trace.json"
+FORETOLD, MEASURED = "foretold.json", "measured.json"
 
 
 @dataclass
@@ -39,8 +47,9 @@ class Measure:
     times: list[float] = field(default_factory=list)  # seconds, of those that were not
     slow: list[float] = field(default_factory=list)  # seconds, of those that were
     trace: Trace | None = None
+    peaks: tuple[int, ...] = ()  # by place of the pipeline axis
 
-    def watch(self, job: Job, step: int) -> bool:
+    def watch(self, job: AnyJob, step: int) -> bool:
         """Put the ledger on a job for this step, or take it off; gives whether it is on."""
         later = self.first + min(LATER, (self.stop - self.first) // 2)
         on = self.ledger.budget is not None or step in (self.first, later)
@@ -56,35 +65,66 @@ class Measure:
         self.peak = max(self.peak, report.trace.peak())
         self.trace = report.trace
 
+    def agree(self, world: World, device: torch.device) -> None:
+        """Take the peak of the worker with the highest, which is what is foretold, and of each
+        place of the pipeline axis. Every worker calls it."""
+        peaks = torch.zeros(world.mesh.pipeline, dtype=torch.float64, device=device)
+        peaks[world.mesh.index("pipeline", world.rank)] = self.peak
+        self.peaks = tuple(map(int, everyone(world).all_reduce(peaks, "max").tolist()))
+        self.peak = max(self.peaks)
+
     @property
     def seconds(self) -> float:
         """The middle step's time; of counted steps where there are no others."""
         return statistics.median(self.times or self.slow)
 
-    def write(self, directory: Path, forecast: Forecast, title: str) -> None:
-        """The step that was counted last, under the foretold one, as page and for Perfetto."""
+    def write(
+        self, directory: Path, forecast: Forecast, title: str, world: World, device: torch.device
+    ) -> None:
+        """The step that was counted last, of all workers, under the foretold one: as page, for
+        Perfetto, and for `outsize trace diff`. Every worker calls it; rank 0 writes. device: where
+        tensors are that workers send one another."""
         if self.trace is None:
             return
-        meta = {"model": title}
-        both = [replace(trace, meta=meta) for trace in (forecast.trace, self.trace)]
+        foretold = _foretold(forecast.trace, world, device)
+        measured = gathered(world, self.trace, device)
+        if foretold is None or measured is None:
+            return
+        both = [replace(trace, meta={"model": title}) for trace in (foretold, measured)]
+        for trace, name in zip(both, (FORETOLD, MEASURED), strict=True):
+            write_trace(trace, directory / name)
         budget = self.ledger.budget
         write_timeline(directory / PAGE, *both, budget=budget, title=f"One step of {title}")
         write_perfetto(directory / PERFETTO, *both)
 
     def record(self, forecast: Forecast) -> dict[str, float | int]:
-        """Foretold and measured, for the metrics."""
-        return {
+        """Foretold and measured, for the metrics; of a pipeline's workers each, too."""
+        each = {
+            f"{name}_peak_bytes_{place}": peak
+            for place, turn, measured in self._turns(forecast)
+            for name, peak in (("foretold", turn.peak), ("measured", measured))
+        }
+        return each | {
             "foretold_peak_bytes": forecast.peak,
             "measured_peak_bytes": self.peak,
             "foretold_step_seconds": forecast.seconds,
             "measured_step_seconds": self.seconds,
         }
 
+    def _turns(self, forecast: Forecast) -> Iterator[tuple[int, Turn, int]]:
+        """Places of the pipeline axis, as foretold and with their peaks; none where there is no
+        pipeline."""
+        for place, (turn, peak) in enumerate(zip(forecast.turns, self.peaks, strict=False)):
+            yield place, turn, peak
+
     def table(self, forecast: Forecast) -> Table:
         """Foretold against measured."""
         table = Table("", "foretold", "measured", "difference", box=None, pad_edge=False)
         peaks = (format_bytes(forecast.peak), format_bytes(self.peak))
         table.add_row("peak memory", *peaks, _difference(self.peak, forecast.peak))
+        for place, turn, peak in self._turns(forecast):
+            both = (format_bytes(turn.peak), format_bytes(peak))
+            table.add_row(f"  of worker {place}", *both, _difference(peak, turn.peak))
         times = (time_of(forecast.seconds), time_of(self.seconds))
         note = "" if self.times else " (counting bytes, which is slower)"
         table.add_row("step time", *times, _difference(self.seconds, forecast.seconds) + note)
@@ -93,6 +133,17 @@ class Measure:
             "resident memory", "-", format_bytes(most), "whole process, with Python and PyTorch"
         )
         return table
+
+
+def _foretold(trace: Trace, world: World, device: torch.device) -> Trace | None:
+    """What was foretold of all workers, on rank 0. A forecast of one worker is that of the worker
+    that has it; one of several is of all, or of one worker of each pipeline stage."""
+    mesh, count = world.mesh, len(trace.workers)
+    if count < 2:
+        return gathered(world, trace, device)
+    if count == mesh.size:
+        return trace
+    return laid_out(trace, [mesh.index("pipeline", rank) for rank in range(mesh.size)])
 
 
 def _difference(measured: float, foretold: float) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from outsize.errors import OutsizeError
 
@@ -37,6 +37,23 @@ READ, WRITTEN = "_bytes_read", "_bytes_written"
 """Behind a tier's name: bytes of a step. They follow from the plan, which memory may change."""
 
 Record = Mapping[str, float | int | str]
+
+
+class Written(Protocol):
+    """What takes the records of a run."""
+
+    def write(self, record: Record) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Unwritten:
+    """Of the workers of a run the first alone keeps records."""
+
+    def write(self, record: Record) -> None:
+        return None
+
+    def flush(self) -> None:
+        return None
 
 
 class Metrics:

@@ -3,15 +3,21 @@
 runs/mine/run.yaml        every value of the run; plan.yaml: its plan
 runs/mine/step-00000100/  checkpoints, each a Hugging Face directory
 runs/mine/metrics.jsonl   and events.*: TensorBoard
-runs/mine/timeline.html   one step, foretold and measured; trace.json: for Perfetto
+runs/mine/timeline.html   one step of all workers, foretold and measured; trace.json: for Perfetto;
+                          foretold.json, measured.json: for outsize trace diff
 runs/mine/sample.txt      what the trained model wrote
+runs/mine/workers/        what other workers than the first printed
+
+Of several workers the first plans the run and says how it is to be; the others take that over, and
+from then on all run the same code. The first alone writes what there is one of.
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,29 +26,35 @@ from rich.console import Console
 from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
-from outsize.data import Data, DataConfig, TrainStream, open_data
-from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
+from outsize.hardware import Hardware
+from outsize.hardware.form import from_plain, to_plain
+from outsize.kernels.entropy import LossOptions
+from outsize.launch import Crew
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.build import initial_draw, shells
 from outsize.plan import from_yaml, to_yaml
-from outsize.runtime import Job, NativeFlow
 from outsize.train.config import MAY_CHANGE
+from outsize.train.ending import finish, say_stopped
 from outsize.train.filling import hub_fill
 from outsize.train.loop import Loop, closing, resume_command
 from outsize.train.measure import Measure
-from outsize.train.metrics import Metrics
+from outsize.train.metrics import Metrics, Unwritten
 from outsize.train.model import subject_of
+from outsize.train.ready import Ready, data_of, ready_of, show_plan, streamed
 from outsize.train.resolve import Resolved, apply_text
-from outsize.train.sample import sample
-from outsize.train.setup import Setup, calibrated, optimizer_of, set_up, settled
-from outsize.train.show import bytes_table, foretold, plan_table, values_table
-from outsize.train.state import Place, place_of, restore, same_run, weights_of
+from outsize.train.setup import Setup, optimizer_of, set_up, settled
+from outsize.train.show import values_table
+from outsize.train.special import AnyJob
+from outsize.train.state import Place, distances_of, place_of, restore, same_run, weights_of
 from outsize.train.stop import Stop
+from outsize.train.texts import read_text, write_text
 from outsize.train.tiers import opened
+from outsize.train.timing import keep_pace, no_pace
 
-RUN, PLAN, SAMPLE = "run.yaml", "plan.yaml", "sample.txt"
+RUN, PLAN = "run.yaml", "plan.yaml"
+NOTHING = ""  # what the first worker says where there is nothing to do
 
 
 def explain(resolved: Resolved, console: Console) -> None:
@@ -50,13 +62,18 @@ def explain(resolved: Resolved, console: Console) -> None:
     setup = settled(set_up(resolved))
     console.print(values_table(setup.resolved), markup=False)
     console.print()
-    _show_plan(setup, console)
+    show_plan(setup, console)
 
 
-def start(resolved: Resolved, console: Console) -> int:
-    """Start a new run; gives the exit code: 0, or 128 + the signal that stopped it."""
+def start(resolved: Resolved, console: Console, crew: Crew | None = None) -> int:
+    """Start a new run; gives the exit code: 0, or 128 + the signal that stopped it.
+
+    crew: the workers, of which this is the first; the others `follow`.
+    """
+    crew = crew or Crew()
+    crew.pulse.at("planning")
     setup = set_up(resolved)
-    ready = _ready(setup, console)
+    ready = ready_of(setup, console, crew)
     store = _store(ready.setup)
     with store:
         if store.steps():
@@ -64,9 +81,10 @@ def start(resolved: Resolved, console: Console) -> int:
                 f"output {store.directory} holds a run already (step {store.latest()}): go on with"
                 f" {resume_command(store.directory)}, or choose another directory"
             )
-        _write(store.directory / RUN, ready.setup.resolved.to_yaml())
-        _write(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
-        return _train(ready, store, None, console)
+        write_text(store.directory / RUN, ready.setup.resolved.to_yaml())
+        write_text(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
+        _say(ready, store, None, crew)
+        return _train(ready, store, None, console, crew)
 
 
 def resume(
@@ -74,19 +92,22 @@ def resume(
     changes: Iterable[tuple[str, object, str]],
     on_damage: OnDamage,
     console: Console,
+    crew: Crew | None = None,
 ) -> int:
     """Go on with the run in `directory`; gives the exit code.
 
     changes: (key, value, origin) that differ from the run's own values. OutsizeError for a change
-    that would give other numbers, and for a run that is not there.
+    that would give other numbers, and for a run that is not there. crew: as in `start`.
     """
+    crew = crew or Crew()
+    crew.pulse.at("reading the checkpoint")
     recorded = recorded_values(directory)
     resolved = _changed(recorded, changes, directory)
     store = Checkpoints(directory, resolved.get("train.keep"))
     with store:
         try:
             found = None if store.latest() is None else store.load(on_damage=on_damage)
-            return _go_on(store, found, recorded, resolved, console)
+            return _go_on(store, found, recorded, resolved, console, crew)
         except DamageError as error:
             earlier = [step for step in store.steps() if step < (store.latest() or 0)]
             way = f"; --on-damage previous goes on from step {earlier[-1]}" if earlier else ""
@@ -99,6 +120,7 @@ def _go_on(
     recorded: Resolved,
     resolved: Resolved,
     console: Console,
+    crew: Crew,
 ) -> int:
     directory, model = store.directory, None
     if found is not None:
@@ -107,14 +129,48 @@ def _go_on(
         same_run(found, resolved)
         if place_of(found).step >= resolved.get("train.steps"):
             console.print(_finished(found, directory), markup=False, soft_wrap=True)
+            no_pace(crew)
+            crew.told(RUN, lambda: NOTHING)
             return 0
         model = subject_of(found.path, resolved.get("data.tokenizer"))
     _tell_threads(recorded, resolved, console)
-    setup = set_up(resolved, from_yaml(_read(directory / PLAN)), model)
-    ready = _ready(setup, console)
-    _write(directory / RUN, ready.setup.resolved.to_yaml())
-    _write(directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
-    return _train(ready, store, found, console)
+    setup = set_up(resolved, from_yaml(read_text(directory / PLAN)), model)
+    ready = ready_of(setup, console, crew)
+    write_text(directory / RUN, ready.setup.resolved.to_yaml())
+    write_text(directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
+    _say(ready, store, found, crew)
+    return _train(ready, store, found, console, crew)
+
+
+def follow(console: Console, crew: Crew) -> int:
+    """Take part in the run that the first worker starts or goes on with; gives the exit code."""
+    keep_pace(crew)
+    text = crew.told(RUN, lambda: NOTHING)
+    if text == NOTHING:
+        return 0
+    said = json.loads(text)
+    crew.pulse.at("taking over the plan")
+    resolved = apply_text(Resolved(), said["values"], "rank 0")
+    store = Checkpoints(said["directory"], resolved.get("train.keep"))
+    crew.output(store.directory)
+    found = None if said["step"] is None else store.load(said["step"])
+    model = None if found is None else subject_of(found.path, resolved.get("data.tokenizer"))
+    hardware = from_plain(Hardware, said["hardware"], "rank 0")
+    setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware)
+    ready = streamed(setup, data_of(setup, console, crew))
+    return _train(ready, store, found, console, crew)
+
+
+def _say(ready: Ready, store: Checkpoints, found: Checkpoint | None, crew: Crew) -> None:
+    """Tell the other workers what the run is."""
+    said = {
+        "values": ready.setup.resolved.to_yaml(),
+        "plan": to_yaml(ready.setup.plan),
+        "hardware": to_plain(ready.setup.hardware),
+        "directory": str(store.directory.resolve()),
+        "step": None if found is None else found.step,
+    }
+    crew.told(RUN, lambda: json.dumps(said))
 
 
 def recorded_values(directory: Path) -> Resolved:
@@ -124,7 +180,7 @@ def recorded_values(directory: Path) -> Resolved:
         raise OutsizeError(
             f"no run in {directory}: {RUN} is missing; expected the output directory of a run"
         )
-    return apply_text(Resolved(), _read(path), str(path)).with_value(
+    return apply_text(Resolved(), read_text(path), str(path)).with_value(
         "output", str(directory), "--resume"
     )
 
@@ -167,70 +223,46 @@ def _store(setup: Setup) -> Checkpoints:
     return Checkpoints(setup.config.output, setup.config.train.keep)
 
 
-def _show_plan(setup: Setup, console: Console) -> None:
-    console.print(plan_table(setup.forecast), markup=False)
-    console.print()
-    console.print(bytes_table(setup.forecast), markup=False)
-    console.print()
-    line = f"{foretold(setup.forecast)}; {setup.config.train.steps} steps"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"output: {setup.config.output}", markup=False, highlight=False, soft_wrap=True)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A run that is about to start: its times calibrated on its own data."""
-
-    setup: Setup
-    data: Data
-    stream: TrainStream
-
-
-def _ready(setup: Setup, console: Console) -> Ready:
-    data = _data(setup, console)
-    keys = setup.config.train
-    assert keys.sequence is not None
-    stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
-    with console.status("foretelling the time of a step"):
-        setup = settled(calibrated(setup, stream))
-    _show_plan(setup, console)
-    console.print(
-        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens; validation"
-        f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
-        f" {data.skipped.summary()}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    return Ready(setup, data, stream)
-
-
-def _train(ready: Ready, store: Checkpoints, found: Checkpoint | None, console: Console) -> int:
+def _train(
+    ready: Ready, store: Checkpoints, found: Checkpoint | None, console: Console, crew: Crew
+) -> int:
+    crew.pulse.at("making the job")
     setup, data, stream = ready.setup, ready.data, ready.stream
     keys = setup.config.train
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
-    with Stop() as stop, opened(setup.tiers, setup.plan, setup.forecast.below) as stores:
+    below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", crew.rank))
+    with Stop() as stop, opened(setup.tiers, setup.plan, below) as stores:
         ledger = meter(setup.device, setup.plan.budget)
-        job = _job(setup, found, ledger, stores)
+        job = _job(setup, found, ledger, stores, crew)
         if found is not None:
             place = replace(restore(found, job), steps=keys.steps)
             assert stream.resume(place.cursor) == place.step
             console.print(f"going on from step {place.step} of {place.steps}", markup=False)
         saved = None if found is None else found.step
+        step, notes = setup.special.stepping(job, {} if found is None else distances_of(found))
         measure = Measure(ledger, place.step, place.steps)
-        with Metrics(store.directory, place.step) as metrics:
-            loop = Loop(setup, data, job, store, metrics, measure, place, stream, saved)
+        kept = Metrics(store.directory, place.step) if crew.first else nullcontext(Unwritten())
+        with kept as metrics:
+            loop = Loop(
+                setup, data, job, step, notes, store, metrics, measure, place, stream, saved, crew
+            )
             with closing(job):
                 loop.run(console, stop)
                 if not loop.place.finished:
-                    _say_stopped(loop, console)
+                    say_stopped(loop, console)
                     return stop.code
-                _finish(loop, console)
+                finish(loop, console)
     return 0
 
 
-def _job(setup: Setup, found: Checkpoint | None, ledger: Meter, stores: Mapping[str, Store]) -> Job:
+def _job(
+    setup: Setup,
+    found: Checkpoint | None,
+    ledger: Meter,
+    stores: Mapping[str, Store],
+    crew: Crew,
+) -> AnyJob:
     """The job, its weights where they rest: drawn, of the model's directory, or of `found`."""
     config, plan, keys = setup.subject.config, setup.plan, setup.config
     # In the precision that the optimizer updates.
@@ -243,74 +275,8 @@ def _job(setup: Setup, found: Checkpoint | None, ledger: Meter, stores: Mapping[
     else:
         assert setup.subject.directory is not None
         fill = hub_fill(setup.subject.directory, config)
-    optimizer, clip = optimizer_of(keys), keys.train.clip
-    flow = NativeFlow(model, plan)
-    return Job(flow, plan, optimizer, clip=clip, ledger=ledger, stores=stores, fill=fill)
-
-
-def _say_stopped(loop: Loop, console: Console) -> None:
-    command = resume_command(loop.store.directory)
-    text = f"stopped after step {loop.place.step} and saved; to go on:\n{command}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _finish(loop: Loop, console: Console) -> None:
-    """The sample, and foretold against measured."""
-    setup, directory = loop.setup, loop.store.directory
-    _sample(setup, loop.job, directory, console)
-    if not (loop.measure.times or loop.measure.slow):
-        return
-    loop.measure.write(directory, setup.forecast, setup.config.model.name)
-    loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
-    console.print()
-    console.print(loop.measure.table(setup.forecast), markup=False)
-    if loop.bits_per_byte is not None:
-        console.print(f"validation: {loop.bits_per_byte:.3f} bits per byte", markup=False)
-    console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
-
-
-def _sample(setup: Setup, job: Job, directory: Path, console: Console) -> None:
-    own = setup.config.sample
-    if not own.tokens:
-        return
-    sampling = Sampling(own.temperature, seed=setup.config.train.seed)
-    text = sample(job, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
-    _write(directory / SAMPLE, text)
-    console.rule("sample")
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.rule()
-
-
-def _data(setup: Setup, console: Console) -> Data:
-    own = setup.config.data
-    config = DataConfig(
-        path=own.path,
-        kind=own.kind,
-        field=own.field,
-        tokenizer=setup.subject.text,
-        validation=own.validation,
-        cache=own.cache,
-    )
-    with console.status("reading data") as status:
-        return open_data(
-            config,
-            setup.subject.config.vocab,
-            lambda done, total: status.update(f"reading data: {done / max(total, 1):.0%}"),
-        )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutsizeError(f"{path} cannot be read: {error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, under its name in one step."""
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
-    except OSError as error:
-        raise OutsizeError(f"cannot write {path}: {error.strerror}") from error
+    optimizer, own = optimizer_of(keys), keys.train
+    options = LossOptions(own.label_smoothing, own.z_loss)
+    make = setup.special.job
+    at = crew.pulse.at if plan.mesh.size > 1 else None
+    return make(model, plan, optimizer, own.clip, ledger, stores, fill, options, crew.world, at)

@@ -16,10 +16,20 @@ from outsize.plan import Plan, explain
 from outsize.search import Rung, Threshold
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import rate
+from outsize.simulate.network import Received
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
 
 Segments = Sequence[tuple[str, Mapping[str, int]]]
+_SHARED = {
+    "gather": "parameters that are cut, before they are used",
+    "reduce": "gradients, summed",
+    "collect": "parameters, from the workers that updated them",
+    "tensor": "what the tensor axis says inside the passes",
+    "merge": "gradients of stages that several workers of the pipeline have, summed",
+    "stages": "activations and their gradients, between stages of the pipeline",
+    "exchange": "embeddings, numbers of each token's softmax and gradients, of a cut vocabulary",
+}
 
 
 def values_table(resolved: Resolved) -> Table:
@@ -49,6 +59,48 @@ def bytes_table(forecast: Forecast) -> Table:
         held = [segment.get(kind, 0) for _, segment in groups]
         table.add_row(kind, *map(_bytes, (*held, forecast.peak_by_kind.get(kind, 0))))
     return table
+
+
+def network_table(forecast: Forecast) -> Table:
+    """What a worker has from others in a step."""
+    table = Table("from others", "of this machine", "of others", "", box=None, pad_edge=False)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for name, part in forecast.received.items():
+        bytes_ = (_bytes(round(count)) for count in (part.near, part.far))
+        table.add_row(name, *bytes_, _SHARED[name])
+    return table
+
+
+def turns_table(forecast: Forecast) -> Table:
+    """What each worker of a pipeline holds, on tiers below too, and hears; workers of one place are
+    alike."""
+    tiers = tuple(forecast.below)
+    table = Table(
+        "pipeline", "stages", "parameters", "always there", "peak", "from others",
+        *(f"on {tier}" for tier in tiers), box=None, pad_edge=False,
+    )  # fmt: skip
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for place, turn in enumerate(forecast.turns):
+        heard = sum(part.total for part in turn.received.values())
+        sizes = (sum(turn.static.values()), turn.peak, round(heard))
+        table.add_row(
+            str(place), runs_of(turn.stages), f"{turn.parameters:,}", *map(format_bytes, sizes),
+            *(_bytes(turn.below.get(tier, 0)) for tier in tiers),
+        )  # fmt: skip
+    return table
+
+
+def runs_of(numbers: Sequence[int]) -> str:
+    """Rising numbers as runs: "0 to 2, 5"."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
 def tiers_table(forecast: Forecast, specs: Sequence[TierSpec], hardware: Hardware) -> Table:
@@ -113,15 +165,22 @@ def thresholds_table(limits: Sequence[Threshold], plan: Plan) -> Table:
 def foretold(forecast: Forecast) -> str:
     """One line: size, peak and time."""
     plan = forecast.plan
-    count = forecast.parameters
+    count = max((turn.parameters for turn in forecast.turns), default=forecast.parameters)
     speed = ""
     if plan.sequence:
         speed = f" ({plan.rows * plan.sequence / forecast.seconds:,.0f} tokens/s)"
     budget = "" if plan.budget is None else f", of a budget of {format_bytes(plan.budget)}"
+    each = " of a worker" if plan.mesh.size > 1 else ""
     return (
-        f"foretold: {count:,} parameters; peak memory {format_bytes(forecast.peak)}{budget};"
+        f"foretold: {count:,} parameters{each}; peak memory {format_bytes(forecast.peak)}{budget};"
         f" a step {time_of(forecast.seconds)}{speed}"
     )
+
+
+def pace(paces: Sequence[float]) -> str:
+    """One line: how fast workers of a pipeline compute at once."""
+    each = ", ".join(f"{count}: {pace:.2f}" for count, pace in enumerate(paces, start=1))
+    return f"paces of workers that compute at once, by their number, alone being 1: {each}"
 
 
 def time_of(seconds: float) -> str:
@@ -138,11 +197,30 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "peak_by_kind": dict(forecast.peak_by_kind),
         "static": dict(forecast.static),
         "below": dict(forecast.below),
+        "received": _received(forecast.received),
+        "workers": [
+            {
+                "stages": list(turn.stages),
+                "peak": turn.peak,
+                "peak_by_kind": dict(turn.peak_by_kind),
+                "static": dict(turn.static),
+                "below": dict(turn.below),
+                "received": _received(turn.received),
+            }
+            for turn in forecast.turns
+        ],
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
         "flops": forecast.flops,
         "microbatches": forecast.plan.microbatches,
         "schedule": {kind: count for kind, count in _counts(forecast).items()},
+    }
+
+
+def _received(parts: Mapping[str, Received]) -> dict[str, dict[str, int]]:
+    return {
+        name: {"this_machine": round(part.near), "other_machines": round(part.far)}
+        for name, part in parts.items()
     }
 
 

@@ -26,11 +26,11 @@ from outsize.errors import OutsizeError
 from outsize.models.build import rest
 from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored, layout
-from outsize.runtime import Job
 from outsize.runtime.job import Fill
 from outsize.train.config import MAY_CHANGE
 from outsize.train.filling import filling
 from outsize.train.resolve import Resolved
+from outsize.train.special import FREEZING, AnyJob, Notes
 from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -51,8 +51,16 @@ class Place:
         return self.step >= self.steps
 
 
-def save(store: Store, job: Job, config: DecoderConfig, resolved: Resolved, place: Place) -> Path:
-    """Save the checkpoint of `place`; returns where. OutsizeError where the system refuses."""
+def save(
+    store: Store,
+    job: AnyJob,
+    config: DecoderConfig,
+    resolved: Resolved,
+    place: Place,
+    notes: Notes,
+) -> Path:
+    """Save the checkpoint of `place`; returns where. notes: what it says besides tensors.
+    OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:
         source = dict(config.source)
@@ -62,10 +70,20 @@ def save(store: Store, job: Job, config: DecoderConfig, resolved: Resolved, plac
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         write_tokenizer(resolved.get("data.tokenizer"), directory)
 
-    return store.save(place.step, _tensors(job, layout(config)), _meta(job, resolved, place), files)
+    return store.save(
+        place.step, _tensors(job, layout(config)), _meta(job, resolved, place, notes), files
+    )
 
 
-def restore(checkpoint: Checkpoint, job: Job) -> Place:
+def join_saving(job: AnyJob, config: DecoderConfig) -> None:
+    """What the other workers do while the first saves: each has parts of what it writes."""
+    job.update_counts()
+    for _, _, tensor in _tensors(job, layout(config)):
+        if isinstance(tensor, Later):
+            tensor.make()
+
+
+def restore(checkpoint: Checkpoint, job: AnyJob) -> Place:
     """Put a checkpoint's optimizer state and counts into a job that was filled with its weights
     (`weights_of`); returns where it was.
 
@@ -102,6 +120,14 @@ def place_of(checkpoint: Checkpoint) -> Place:
     return Place(checkpoint.step, steps, tokens, Cursor.from_json(meta.get("cursor")))
 
 
+def distances_of(checkpoint: Checkpoint) -> dict[str, float]:
+    """How far every layer moved when it was trained last, where the run freezes layers."""
+    found = checkpoint.meta.get(FREEZING, {})
+    if not isinstance(found, dict) or not all(isinstance(d, float) for d in found.values()):
+        raise OutsizeError(f"{checkpoint.path}: its distances of layers are not numbers")
+    return {name: float(d) for name, d in found.items() if isinstance(d, float)}
+
+
 def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
     """Refuse to go on with values that would give other numbers. Names the first that differs."""
     then = checkpoint.meta.get("config")
@@ -119,7 +145,7 @@ def _values(resolved: Resolved) -> dict[str, JSON]:
     return {name: as_json(resolved.get(name), name) for name, *_ in resolved.rows()}
 
 
-def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
+def _meta(job: AnyJob, resolved: Resolved, place: Place, notes: Notes) -> Mapping[str, JSON]:
     return {
         "kind": KIND,
         "steps": place.steps,
@@ -130,10 +156,11 @@ def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
         "updates": dict(job.update_counts()),
         "config": _values(resolved),
         "torch": torch.__version__,
+        **{name: dict(values) for name, values in notes.items()},
     }
 
 
-def _tensors(job: Job, stored: tuple[Stored, ...]) -> Iterator[Named]:
+def _tensors(job: AnyJob, stored: tuple[Stored, ...]) -> Iterator[Named]:
     """(group, name, tensor) in Hugging Face's names, each made when it is written: of what rests
     below the device there is one state of one chunk at a time, and one merged entry."""
     read = job.reader()
@@ -145,14 +172,14 @@ def _tensors(job: Job, stored: tuple[Stored, ...]) -> Iterator[Named]:
             yield WEIGHTS, entry.theirs[index], later
     for name in job.state_names():
         owner, _, state = name.rpartition(".")
-        shape, dtype = tuple(job.owners[owner].shape), job.placement.dtypes.optimizer
+        shape, dtype = job.shape(owner), job.placement.dtypes.optimizer
         yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
 
 
-def _shape_of(name: str, job: Job) -> Tensor:
+def _shape_of(name: str, job: AnyJob) -> Tensor:
     """A weight without its values."""
     dtype = rest(name, job.weights_dtype)
-    return torch.empty(job.owners[name].shape, dtype=dtype, device="meta")
+    return torch.empty(job.shape(name), dtype=dtype, device="meta")
 
 
 @dataclass

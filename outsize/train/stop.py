@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop after its step, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first asks the run to stop after its step, the second stops at once.
+
+A signal reaches the workers of a run at different moments; which step is the last, they agree on
+(outsize/train/loop.py).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,24 @@ ASKED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """While entered, remembers the first signal in `signal` (None: none came)."""
+    """While entered, remembers the first signal in `signal` (None: none came to this worker).
+    agreed: the signal that all workers stop for."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.agreed: int | None = None
         self._before: dict[int, object] = {}
 
     def asked(self) -> bool:
-        """Whether a signal has come."""
-        return self.signal is not None
+        """Whether all workers are to stop."""
+        return self.agreed is not None
 
     @property
     def code(self) -> int:
         """The exit code that shells know a stopped process by."""
-        assert self.signal is not None
-        return 128 + self.signal
+        number = self.agreed or self.signal
+        assert number is not None
+        return 128 + number
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers

@@ -32,33 +32,44 @@ RESERVE = 256 << 20  # bytes of it that no plan counts: what kernels, libraries 
 ROUNDING = 1 << 17  # bytes a segment: at most four chunks of eight states, a page each
 
 
-def declared(config: RunConfig) -> tuple[TierSpec, ...]:
-    """The tiers that a run's keys declare, the quickest first. OutsizeError as of
-    outsize/memory/tiers.py."""
-    return specs_of(config.host_memory, config.disk, config.tiers)
+def declared(config: RunConfig, near: int = 1) -> tuple[TierSpec, ...]:
+    """The tiers that a run's keys declare for each of its `near` workers on this machine, the
+    quickest first. OutsizeError as of outsize/memory/tiers.py."""
+    return specs_of(config.host_memory, config.disk, config.tiers, near)
 
 
 def specs_of(
-    host_memory: str | int | None, disk: str | None, tiers: tuple[str, ...]
+    host_memory: str | int | None, disk: str | None, tiers: tuple[str, ...], near: int = 1
 ) -> tuple[TierSpec, ...]:
     """The same of the values by themselves."""
     found = [] if host_memory is None else [host_tier(str(host_memory))]
     found += [memory_tier(text) for text in tiers]
-    return (*found, *([] if disk is None else [disk_tier(disk)]))
+    return (*found, *([] if disk is None else [disk_tier(disk, near)]))
 
 
-def with_tiers(hardware: Hardware, specs: tuple[TierSpec, ...]) -> Hardware:
-    """The hardware with these tiers at the rates that are measured now; a host's that is known
-    already, which on a GPU is that of its link, stays."""
+def with_tiers(hardware: Hardware, specs: tuple[TierSpec, ...], near: int = 1) -> Hardware:
+    """The hardware with these tiers at the rates that are measured now, shared by `near` workers of
+    this machine; a host's that is known already, which on a GPU is that of its link, stays."""
     today = date.today().isoformat()
-    made = [_rated(hardware, spec, today) for spec in specs]
+    made = [_rated(hardware, spec, today, near) for spec in specs]
     names = {tier.name for tier in made}
     return replace(hardware, tiers=(*(t for t in hardware.tiers if t.name not in names), *made))
 
 
-def _rated(hardware: Hardware, spec: TierSpec, today: str) -> Tier:
+def _rated(hardware: Hardware, spec: TierSpec, today: str, near: int) -> Tier:
     known = next((t for t in hardware.tiers if t.name == spec.name == "host" and t.read), None)
-    return measured(spec, today) if known is None else replace(known, bytes=spec.bytes)
+    if known is None:
+        return _shared(measured(spec, today), near)
+    return replace(known, bytes=spec.bytes)
+
+
+def _shared(tier: Tier, near: int) -> Tier:
+    """What each of so many has of a tier's rates."""
+    read, write = (
+        None if rate is None else replace(rate, value=rate.value / near)
+        for rate in (tier.read, tier.write)
+    )
+    return replace(tier, read=read, write=write)
 
 
 def named(plan: Plan) -> frozenset[str]:

@@ -3,7 +3,9 @@ clear error; memory beside the tensor stays bounded."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import random
 import zlib
@@ -19,11 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outsize.checkpoint import files, writing
+from outsize.checkpoint import files, past, writing
 from outsize.checkpoint.crc import file_crc32, join_crc32
 from outsize.checkpoint.files import DTYPES, read_header, read_json, read_tensor
 from outsize.checkpoint.writing import Spec, Written, write_json, write_tensors
 from outsize.errors import OutsizeError
+from outsize.hardware import host
 from outsize.kernels.pieces import PIECE_ELEMENTS, pieces
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -331,3 +334,40 @@ def test_every_dtype_code_is_the_librarys(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a")
     entries = read_header(tmp_path / "a").entries
     assert {name: entry.dtype for name, entry in entries.items()} == dict(DTYPES)
+
+
+def cached(path: Path) -> float:
+    """The part of a file's pages that is in the page cache."""
+    size = path.stat().st_size
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as region:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = (ctypes.c_char * size).from_buffer(region)
+        assert ctypes.CDLL(None, use_errno=True).mincore(start, ctypes.c_size_t(size), pages) == 0
+        del start
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+@pytest.mark.parametrize(("memory", "stays"), [(1 << 40, True), (1 << 20, False)])
+def test_what_is_large_beside_the_memory_leaves_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, stays: bool
+) -> None:
+    made = {f"{n}": torch.randn(3, 1_000_001) for n in range(4)}
+    write(tmp_path / "a", made)
+    fd = os.open(tmp_path / "a", os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    if cached(tmp_path / "a"):
+        pytest.skip("a file system in memory")
+    monkeypatch.setattr(past, "SMALL", 1 << 20)
+    monkeypatch.setattr(past.host, "memory", lambda: host.Memory(memory, memory))
+    header = read_header(tmp_path / "a")
+    for name, x in made.items():
+        assert torch.equal(read_tensor(header, name), x)
+    assert cached(tmp_path / "a") == 1.0 if stays else cached(tmp_path / "a") < 0.02
+
+
+def test_a_small_file_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past.host, "memory", lambda: pytest.fail("asked for every small file"))
+    write(tmp_path / "a", {"x": torch.ones(3)})
+    assert read_tensor(read_header(tmp_path / "a"), "x").sum() == 3

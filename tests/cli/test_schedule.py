@@ -56,7 +56,7 @@ def test_compare_ranks_and_says_why_not(invoke):
     words = ("--devices", 4, "--microbatches", 4, "--memory", 3)
     ranked = figures(invoke, "compare", *words)
     spans = [one["makespan"] for one in ranked if one["makespan"] is not None]
-    assert spans == sorted(spans) and len(ranked) == 17
+    assert spans == sorted(spans) and len(ranked) == 18
     assert all(one["peak"] <= 3 for one in ranked if one["peak"] is not None)
     why = {one["schedule"]: one["why"] for one in ranked}
     assert why["gpipe"] == "holds 4 microbatches, above the cap of 3"
@@ -101,3 +101,61 @@ def test_a_broken_csv_says_line_and_reason(invoke, tmp_path):
     path.write_text("0F0,0B0\n1F0,1X0\n")
     result = invoke("schedule", path)
     assert result.exit_code == 2 and "broken.csv line 2: '1X0' is no action" in result.stderr
+
+
+def test_a_vocabulary_on_the_last_stage_and_cut_over_the_workers(invoke):
+    words = ("1f1b", "--devices", 4, "--microbatches", 8, "--vocabulary-times", "2,2,2")
+    whole = figures(invoke, *words)
+    assert whole["makespan"] == 8 * (3 + 6) + 3 * 3 and whole["vocabulary"] is None
+    for variant, peak in ((1, 6), (2, 5)):
+        got = figures(invoke, *words, "--vocabulary", variant)
+        assert got["schedule"] == f"1F1B with vocabulary {variant}"
+        assert got["vocabulary"] == variant and max(got["peak_act_per_rank"]) == peak
+        assert got["makespan"] <= 8 * (3 + 6 / 4) + 3 * 3
+        assert [got["makespan"] - idle for idle in got["idle_in_makespan"]] == [36.0] * 4
+
+
+def test_an_input_layer_has_times_too(invoke):
+    words = ("1f1b", "--devices", 4, "--microbatches", 8, "--vocabulary-times", "2,2,2,1,3")
+    whole, cut = figures(invoke, *words), figures(invoke, *words, "--vocabulary", 1)
+    assert whole["makespan"] - whole["idle_in_makespan"][0] == 8 * (3 + 4)
+    assert cut["makespan"] - cut["idle_in_makespan"][0] == 8 * (3 + 10 / 4)
+
+
+def test_a_vocabulary_of_a_csv(invoke, tmp_path):
+    table = tmp_path / "zb.csv"
+    assert invoke("schedule", "zb-h1", "--devices", 3, "--microbatches", 5, "--csv", table)
+    words = ("--vocabulary-times", "2,2,2", "--vocabulary", 2)
+    straight = figures(invoke, "zb-h1", "--devices", 3, "--microbatches", 5, *words)
+    assert {**figures(invoke, table, *words), "schedule": ""} == {**straight, "schedule": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("1f1b", "--vocabulary", 1), "--vocabulary: 1, and no --vocabulary-times"),
+        (("1f1b", "--vocabulary", 3, "--vocabulary-times", "1,1,1"), "variant 3; expected 1"),
+        (
+            ("1f1b", "--vocabulary-times", "1,1"),
+            "--vocabulary-times: '1,1'; expected three or five",
+        ),
+        (("compare", "--vocabulary", 2), "--vocabulary: 2, and no --vocabulary-times"),
+        (("auto", "--vocabulary", 1, "--vocabulary-times", "1,1,1"), "no such choice for auto"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_cut_is_refused(invoke, words, reason):
+    result = invoke("schedule", *words, "--devices", 4, "--microbatches", 8)
+    assert result.exit_code == 2 and reason in result.stderr
+
+
+def test_compare_ranks_schedules_with_their_vocabulary_cut(invoke):
+    words = ("--devices", 4, "--microbatches", 6, "--vocabulary-times", "3,3,3")
+    whole = figures(invoke, "compare", *words)
+    cut = figures(invoke, "compare", *words, "--vocabulary", 2, "--memory", 5)
+    assert [one["makespan"] for one in whole] == sorted(
+        (one["makespan"] for one in whole), key=lambda span: (span is None, span)
+    )
+    spans = {one["schedule"]: one["makespan"] for one in cut if one["makespan"] is not None}
+    assert spans["auto"] == min(spans.values()) < min(one["makespan"] or 1e9 for one in whole)
+    assert "gpipe" not in spans and spans["1f1b"] <= 6 * (3 + 9 / 4) + 3 * 3
+    assert all(one["peak"] <= 5 for one in cut if one["peak"] is not None)

@@ -6,8 +6,12 @@ import itertools
 
 import pytest
 import torch
+from threads import play
 from torch.nn import functional as F
 
+from outsize.collectives import Alone, Mesh, along
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import LossOptions, Vocabulary
 from outsize.kernels.loss import Head, chunked_loss
 from outsize.memory import Ledger
 
@@ -26,12 +30,16 @@ class Sums:
             compute(self.of[id(weight)])
 
 
-def plain(h, weight, bias, targets, scale=1.0, softcap=None):
+def plain(h, weight, bias, targets, scale=1.0, softcap=None, smoothing=0.0, z_loss=0.0):
     """Sum of losses times FACTOR from whole logits."""
     logits = F.linear(h, weight, bias) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits.double(), targets, ignore_index=-100, reduction="sum") * FACTOR
+    logits, valid = logits.double(), targets != -100
+    losses = F.cross_entropy(
+        logits, targets, ignore_index=-100, reduction="sum", label_smoothing=smoothing
+    )
+    return (losses + z_loss * (logits.logsumexp(-1).square() * valid).sum()) * FACTOR
 
 
 def subject(dtype=torch.float64, bias=True):
@@ -66,6 +74,87 @@ def test_loss_and_gradients_equal_plain_logits(chunk, bias, scale, softcap):
     got = [h.grad, *(sink.of[id(w)] for w in wanted[1:])]
     assert all(close(ours, theirs) for ours, theirs in zip(got, gradients, strict=True))
     assert not h.grad[targets == -100].any(), "a token without a target has no gradient"
+
+
+TERMS = [LossOptions(0.1), LossOptions(z_loss=0.02), LossOptions(0.3, 1e-3)]
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
+def test_terms_of_the_loss(terms, scale, softcap):
+    """Label smoothing as PyTorch has it, the z-loss as PaLM has it, behind scale and cap."""
+    h, weight, vector, targets = subject()
+    added = (terms.label_smoothing, terms.z_loss)
+    expected = plain(h, weight, vector, targets, scale, softcap, *added)
+    gradients = torch.autograd.grad(expected, [h, weight, vector])
+    sink = Sums(weight, vector, dtype=torch.float64)
+    head = Head(FACTOR, 5, sink, scale, softcap, terms)
+    loss = chunked_loss(h, weight, vector, targets, head)
+    loss.backward()
+    got = [loss.detach(), h.grad, sink.of[id(weight)], sink.of[id(vector)]]
+    for ours, theirs in zip(got, [expected.detach(), *gradients], strict=True):
+        assert close(ours, theirs)
+
+    with torch.no_grad():  # an evaluation has none of it
+        bare = plain(h, weight, vector, targets, scale, softcap)
+        assert close(chunked_loss(h, weight, vector, targets, head), bare)
+
+
+@pytest.mark.parametrize("terms", [LossOptions(), *TERMS])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
+@pytest.mark.parametrize("large", [1.0, 1e4])
+@pytest.mark.parametrize("spans", [((0, 16), (16, 31)), ((0, 3), (3, 4), (4, 31))])
+def test_a_vocabulary_of_several_workers(spans, large, scale, softcap, terms):
+    """Uneven parts; logits so large that only a shift by the largest of all workers' saves them."""
+    h, weight, vector, targets = subject()
+    with torch.no_grad():
+        weight.mul_(large)
+    added = (terms.label_smoothing, terms.z_loss)
+    expected = plain(h, weight, vector, targets, scale, softcap, *added)
+    gradients = torch.autograd.grad(expected, [h, weight, vector])
+
+    def work(world):
+        axis = along(world, "tensor")
+        rows = slice(*spans[axis.rank])
+        mine = [x.detach()[rows].clone().requires_grad_() for x in (weight, vector)]
+        sink, x = Sums(*mine, dtype=torch.float64), h.detach().requires_grad_()
+        vocabulary = Vocabulary(spans, axis)
+        loss = chunked_loss(
+            x, *mine, targets, Head(FACTOR, 5, sink, scale, softcap, terms, vocabulary)
+        )
+        loss.backward()
+        assert [name for name, _ in axis.calls] == ["all_gather"] * 5, "once a chunk"
+        return loss.detach(), x.grad, *(sink.of[id(x)] for x in mine)
+
+    losses, hidden, *parts = zip(*play(Mesh(tensor=len(spans)), work), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert close(losses[0], expected.detach())
+    assert close(torch.stack(hidden).sum(0), gradients[0])
+    for part, theirs in zip(parts, gradients[1:], strict=True):
+        assert close(torch.cat(part), theirs)
+
+
+def test_targets_that_are_no_tokens_are_refused_where_the_vocabulary_is_cut():
+    """Nobody would have their logits, and nobody would notice."""
+    h, weight, _, targets = subject(bias=False)
+    targets[0] = VOCAB
+    vocabulary = Vocabulary(((0, VOCAB),), Alone())
+    with pytest.raises(OutsizeError, match=f"target {VOCAB} is no token of a vocabulary of 31"):
+        chunked_loss(h, weight, None, targets, Head(1.0, 5, None, vocabulary=vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0; expected 0 or more, below 1"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
+        ({"z_loss": -1.0}, "z_loss is -1.0; expected 0 or more"),
+        ({"z_loss": float("nan")}, "z_loss is nan"),
+    ],
+)
+def test_options_out_of_range_are_refused(wrong, message):
+    with pytest.raises(OutsizeError, match=message):
+        LossOptions(**wrong)
 
 
 def test_no_target_at_all_gives_zeros():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,43 @@ def test_threads_do_not_meet(tmp_path: Path) -> None:
     with_two.close()
     assert wrong == []
     assert with_two.bytes_read == with_two.bytes_written == 5 * 3 * size
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.003])
+@pytest.mark.parametrize("spoilt", [None, 0, 17 * OPERATION - 1])
+def test_whoever_asks_sums_up_and_the_team_helps_where_that_is_slow(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, seconds: float, spoilt: int | None
+) -> None:
+    from outsize.memory import disk
+
+    real, summed = disk.checksum, []
+
+    def slow(address: int, nbytes: int) -> int:
+        summed.append((threading.current_thread().name, address))
+        time.sleep(seconds)
+        return real(address, nbytes)
+
+    monkeypatch.setattr(disk, "checksum", slow)
+    place, data, out = (
+        store.reserve(17 * OPERATION),
+        noise(17 * OPERATION),
+        noise(17 * OPERATION, 1),
+    )
+    blocks = 17 * OPERATION // BLOCK
+    for move, memory in ((store.write, data), (store.read, out)):
+        summed.clear()
+        if move == store.read and spoilt is not None:
+            spoil(store._files[0], place.offset + spoilt)
+            with pytest.raises(OutsizeError, match="are not those"):
+                move(place, memory)
+            return
+        move(place, memory)
+        assert sorted(at for _, at in summed) == [
+            memory.data_ptr() + i * BLOCK for i in range(blocks)
+        ]
+        names = {name for name, _ in summed}
+        assert not seconds or len(names) > 1
+    assert torch.equal(out, data)
 
 
 @pytest.mark.parametrize("files", [1, 2, 3])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from outsize.kernels import attention
-from outsize.models import chunked
+from outsize.models import chunked, chunked_flash
 from outsize.models.attention import LocalAttend
-from outsize.models.chunked import ChunkAttend, KeyValues
+from outsize.models.chunk import KeyValues
+from outsize.models.chunked import ChunkAttend
 from outsize.models.layout import clip
 from outsize.models.seams import AttendSpec
 
@@ -73,7 +74,7 @@ def worst(got, expected) -> float:
 @pytest.mark.parametrize("name", SPECS)
 def test_chunks_give_what_the_whole_gives(name, documents, way, monkeypatch):
     if way == "any device":  # what runs on a GPU
-        monkeypatch.setattr(chunked, "_Fused", chunked._Any)
+        monkeypatch.setattr(chunked, "FusedPart", chunked._Any)
         monkeypatch.setattr(chunked, "_Native", chunked._Any)
     bounds, qkv = DOCUMENTS[documents], inputs()
     go = torch.randn(50, HEADS, VALUE, dtype=torch.float64)
@@ -85,7 +86,7 @@ def test_chunks_give_what_the_whole_gives(name, documents, way, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "window 40"])
 def test_long_pasts_are_cut_into_stretches(name, monkeypatch):
     """Stretches of many lengths; with a window, several masks for one chunk."""
-    monkeypatch.setattr(chunked, "KEYS_MOST", 97)
+    monkeypatch.setattr(chunked_flash, "KEYS_MOST", 97)
     tokens = 700
     bounds, qkv = (0, 11, tokens), inputs(tokens=tokens)
     go = torch.randn(tokens, HEADS, VALUE, dtype=torch.float64)
@@ -123,7 +124,7 @@ def test_half_precision_is_as_far_from_exact_as_the_whole():
 
 def test_key_lengths_are_few_whatever_the_past():
     """A kernel keeps code for every length it has met (outsize/models/flash.py)."""
-    lengths = {high - low for past in range(1, 9000) for low, high in chunked._cut(0, past)}
+    lengths = {high - low for past in range(1, 9000) for low, high in chunked_flash._cut(0, past)}
     assert len(lengths) <= 90
     for past in (1, 999, 4097):
-        assert sum(high - low for low, high in chunked._cut(5, 5 + past)) == past
+        assert sum(high - low for low, high in chunked_flash._cut(5, 5 + past)) == past

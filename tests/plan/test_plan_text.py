@@ -10,9 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
-from outsize.plan import Plan, Precision, Stage, from_yaml, to_yaml
+from outsize.plan import Pipelined, Plan, Precision, Stage, explain, from_yaml, to_yaml
 from outsize.plan.plan import DTYPES, per_segment
+from outsize.plan.spread import pipelined
 
 PARTS = st.lists(st.sampled_from(["attention", "mlp", "mlp.gate"]), max_size=3).map(tuple)
 
@@ -38,6 +40,8 @@ def plans(draw):
         draw(st.sampled_from(DTYPES)),
     )  # fmt: skip
     count = st.integers(0, 2**40)
+    cuts = st.sets(st.integers(1, 99)).map(lambda found: tuple(sorted(found)))
+    seconds = st.tuples(*[st.floats(1e-6, 1e3)] * 3)
     cut, split = draw(stages(segments)), draw(st.booleans())
     chunks = any(stage.whole for stage in cut) and not split
     return Plan(
@@ -51,6 +55,13 @@ def plans(draw):
         loss_chunk=draw(count),
         mlp_tile=draw(count),
         split_backward=split,
+        pipeline=Pipelined(
+            draw(st.sampled_from(["1f1b", "hanayo:2"])),
+            draw(cuts),
+            draw(seconds),
+            draw(st.sampled_from([0, 1, 2])),
+            draw(seconds),
+        ),
         budget=draw(st.one_of(st.none(), st.integers(1, 2**50))),
         approximate=("bfloat16-weights",),
     )
@@ -97,6 +108,13 @@ REFUSED = [
     ("precision", "bfloat16", "precision: 'bfloat16'; expected a mapping of compute, master"),
     ("precision.compute", "fp32", "precision.compute: 'fp32'; expected one of float64, float32"),
     ("precision.master", "int8", "precision.master: 'int8'; expected one of float64"),
+    ("pipeline", "1f1b", "pipeline: '1f1b'; expected a mapping of schedule, cuts, costs"),
+    ("pipeline.cuts", [2, 1], r"pipeline.cuts is \[2, 1\]; expected rising numbers from 1 on"),
+    ("pipeline.cuts", [0], r"pipeline.cuts is \[0\]; expected rising numbers from 1 on"),
+    ("pipeline.costs", [1, 0, 1], "pipeline.costs is .*; expected positive seconds"),
+    ("pipeline.vocabulary", 3, r"pipeline.vocabulary is 3; expected 0 \(whole layers\)"),
+    ("pipeline.head", [1, 0, 1], "pipeline.head is .*; expected positive seconds"),
+    ("pipeline.costs", [1, 1], r"pipeline.costs: \[1, 1\]; expected a list of 3, each a number"),
     ("rows", 0, "plan: rows is 0; expected 1 or more"),
 ]
 
@@ -133,3 +151,21 @@ def test_defaults_may_be_left_out():
 def test_what_is_no_plan_at_all(text, message):
     with pytest.raises(OutsizeError, match=message):
         from_yaml(text)
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
+def test_a_pipeline_is_read_as_people_write_it(schedule, variant):
+    text = f"{schedule}+vocabulary:{variant}"
+    assert pipelined(text) == Pipelined(schedule, vocabulary=variant)
+    assert pipelined(text).said == text and pipelined(schedule).said == schedule
+    plan = Plan(2, per_segment(2), mesh=Mesh(pipeline=2), pipeline=pipelined(text))
+    assert [value for what, value, _ in explain(plan) if what == "vocabulary"] == [
+        f"variant {variant}"
+    ]
+
+
+@pytest.mark.parametrize("text", ["1f1b+vocabulary", "1f1b+", "1f1b+vocabulary:0", "+tables:1"])
+def test_what_is_no_pipeline(text):
+    with pytest.raises(OutsizeError, match=r"expected a schedule, or one with \+vocabulary:1 or"):
+        pipelined(text)

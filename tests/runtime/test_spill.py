@@ -224,3 +224,25 @@ def test_the_least_is_a_size_worth_moving(monkeypatch):
     with memory() as stores:
         trained(job_of(plan, stores), DATA, ROWS)
         assert stores["disk"].bytes_written == 0
+
+
+def test_what_came_back_goes_piece_by_piece_while_it_is_differentiated():
+    """A backward pass over what came back holds no more than one over what stayed."""
+
+    def peak(tier: MemoryStore | None) -> int:
+        here = None if tier is None else Spills(None).begin(0, 0, tier, False)
+        with Ledger() as ledger:
+            x = torch.randn(1 << 14, requires_grad=True)
+            record = Record(lambda ts: [ts[0].exp().exp().exp().exp().sum()], [x], here)
+            record.forward(keep=True)
+            if here is not None:
+                here.write()
+                here.release()
+                here.read(here.allocate())
+            ledger.reset_peak()
+            record.backward([torch.ones(())])
+        return ledger.peak
+
+    tier = store()
+    assert peak(tier) <= peak(None) + 8  # the input's shell
+    assert tier.bytes_read >= 4 * (4 << 14)

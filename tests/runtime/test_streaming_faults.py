@@ -10,6 +10,7 @@ import _thread
 import errno
 import os
 import random
+import signal
 import time
 from dataclasses import replace
 
@@ -109,6 +110,14 @@ def check_says_whether_it_goes_on(job, before, expected, counts) -> bool:
         found = trained(job, DATA, ROWS)
     assert expected.differences(found) == []
     return job_torn
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("what", ["error", "interrupt"])

@@ -14,12 +14,14 @@ import streamed
 import torch
 from streamed import ALL, memory, resting
 
+from outsize.collectives import Mesh
+from outsize.collectives.threads import play
 from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import SGD
-from outsize.plan import Plan, Precision, Stage, Stream
+from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
@@ -115,11 +117,13 @@ def _changed(
 class Judge:
     """A job that can be set back to its start, and what two steps give from there."""
 
-    def __init__(self, plan: Plan, stores) -> None:
+    def __init__(self, plan: Plan, stores, world=None) -> None:
         model = build(parse(CONFIG), seed=1, dtype=torch.float64)
-        self.job = Job(NativeFlow(model, plan), plan, SGD(0.5, momentum=0.9), stores=stores)
+        optimizer = SGD(0.5, momentum=0.9)
+        self.job = Job(NativeFlow(model, plan), plan, optimizer, stores=stores, world=world)
         data = torch.Generator().manual_seed(0)
-        self.batches = [self._batch(data) for _ in range(2)]
+        batches = [self._batch(data, plan.rows) for _ in range(2)]
+        self.batches = [batch.rows(*plan.rows_at(self.job.place)) for batch in batches]
         residence = self.job.residence
         names = ("parameters", "master", *self.job.optimizer.states)
         whats = [(i, what) for i in range(len(self.job.chunks)) for what in names]
@@ -127,9 +131,9 @@ class Judge:
         self.expected = self._played(self.job.schedule)
 
     @staticmethod
-    def _batch(generator):
-        ids = torch.randint(0, VOCAB, (ROWS, SEQUENCE), generator=generator)
-        return Batch(ids, torch.roll(ids, -1, 1), ((0, SEQUENCE),) * ROWS)
+    def _batch(generator, rows):
+        ids = torch.randint(0, VOCAB, (rows, SEQUENCE), generator=generator)
+        return Batch(ids, torch.roll(ids, -1, 1), ((0, SEQUENCE),) * rows)
 
     def _played(self, schedule: Schedule) -> list[torch.Tensor]:
         job = self.job
@@ -157,6 +161,40 @@ NAMES = [
     "parameters, three resident", "gradients, microbatches", "all, microbatches, two stages",
     "host updates", "host updates of what streams", "master below", "master below, behind",
 ]  # fmt: skip
+
+
+WORKERS = {
+    "replicated": Sharding(),
+    "optimizer": Sharding(1, 1, 2),
+    "gradients": Sharding(1, 2, 2),
+    "parameters": Sharding(2, 2, 2),
+}
+
+
+@pytest.mark.parametrize("order", ["layer", "microbatch"])
+@pytest.mark.parametrize("name", WORKERS)
+def test_damaged_schedules_of_two_workers(name, order):
+    """Both play the same damaged list: what one would wait for in vain is refused for both."""
+    plan = replace(BASE, mesh=Mesh(2), shards=WORKERS[name], rows=2 * ROWS, order=order)
+
+    def work(world):
+        judge = Judge(plan, {}, world)
+        compiled = judge.job.schedule
+        assert judge.exact(compiled)
+        rng, verdicts = random.Random(name + order), {True: 0, False: 0}
+        for _ in range(MUTATIONS // 2):
+            schedule = mutated(compiled, rng)
+            try:
+                validate(schedule)
+            except OutsizeError:
+                verdicts[False] += 1
+                continue
+            verdicts[True] += 1
+            assert judge.exact(schedule), schedule.to_text()
+        return verdicts
+
+    for verdicts in play(plan.mesh, work):
+        assert min(verdicts.values()) >= 5, "both must occur for the test to tell"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, validate
 from outsize.schedule.action import WHOLE, State
 from outsize.schedule.residency import Residency, item
+from outsize.schedule.role import Role
 
 INDEX = st.one_of(st.just(WHOLE), st.integers(0, 9))
 BYTES = st.tuples(
@@ -47,6 +48,7 @@ def residencies(draw):
         draw(SETS), draw(SETS), draw(st.dictionaries(STAGES, st.integers(1, 99))),
         draw(st.booleans()), draw(SETS), draw(SETS), rooms,
         frozenset(name for name in rooms if draw(st.booleans())), draw(SETS), draw(SETS),
+        *(draw(SETS) for _ in range(4)),
     )  # fmt: skip
 
 
@@ -59,6 +61,8 @@ SCHEDULES = st.builds(
     st.integers(0, 8),
     st.none() | residencies(),
     st.booleans(),
+    st.integers(0, 2),
+    st.none() | st.builds(Role, st.frozensets(st.tuples(STAGES, STAGES)), SETS),
 )
 
 
@@ -111,7 +115,7 @@ def test_a_streamed_schedule_is_read_back_and_proved():
     assert lines[0].endswith(" workers=1 update=behind")
     assert lines[1] == (
         "residency parameters=0,1,2,3,4 gradients=0,1,2,3,4 own=0,1,2,3,4 spills=0,1,2,3,4"
-        " fixed=- hosts=- direct=1"
+        " fixed=- hosts=- gathered=- summed=- collected=- merged=- direct=1"
     )
     assert lines[2:7] == [f"uses {s} {s}" for s in range(5)]
     assert lines[7:12] == [f"parts {s} 1" for s in range(5)]
@@ -124,7 +128,8 @@ def test_a_streamed_schedule_is_read_back_and_proved():
 
 STREAMS = (
     "schedule stages=1 microbatches=1 recompute=- first=0 workers=1\n"
-    "residency parameters=0 gradients=- own=0 spills=- fixed=- hosts=- direct=0\n"
+    "residency parameters=0 gradients=- own=0 spills=- fixed=- hosts=- gathered=- summed=-"
+    " collected=- merged=- direct=0\n"
 )
 HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
 

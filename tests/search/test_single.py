@@ -9,13 +9,14 @@ import pytest
 import torch
 from subjects import config_of
 
+from outsize.collectives import Mesh
 from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.hardware import catalogue
 from outsize.memory import Ledger
 from outsize.models.build import build
 from outsize.optim import AdamW
-from outsize.plan import Plan, Precision, Stage
+from outsize.plan import Plan, Precision, Stage, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.search import Wish, choose, foretell, native_makers
@@ -137,6 +138,12 @@ def test_long_rows_come_in_chunks_last():
     assert not any(plan.sequence_chunk for plan in split)
 
 
+def test_sequence_parallel_rows_come_whole():
+    """Workers share their tokens out: no plan may cut them once more."""
+    wish = replace(WISH, sequence=4096, mesh=Mesh(tensor=2), sequence_parallel=True)
+    assert {plan.sequence_chunk for plan in candidates_of(wish, 5)} == {0}
+
+
 def test_what_is_fixed_stays_fixed():
     wish = replace(
         WISH, microbatch_rows=3, recompute=("mlp",), loss_chunk=0, mlp_tile=5, split_backward=True,
@@ -165,3 +172,27 @@ def test_documents_that_are_known_are_foretold_instead_of_the_costliest():
     anything = foretell(config, WISH, plan, HARDWARE).peak
     short = replace(WISH, documents=tuple(range(0, 33, 4)))
     assert foretell(config, short, plan, HARDWARE).peak < anything
+
+
+def test_workers_cut_more_where_less_does_not_fit():
+    """Of four workers: stage 1 while it fits, then whatever of 1 to 3 is quickest."""
+    wish = replace(WISH, mesh=Mesh(data=4))
+    best = {}
+    for stage in (1, 2, 3):
+        plans = candidates_of(replace(wish, shards=zero(stage, 4)), 5)
+        best[stage] = [foretell(CONFIG, wish, plan, HARDWARE) for plan in plans]
+    least = {stage: min(made.peak for made in best[stage]) for stage in best}
+    assert least[3] < least[2] < least[1]
+    for budget in (None, least[1], least[1] - 1, least[2] - 1, least[3]):
+        fitting = [m for stage in best for m in best[stage] if budget is None or m.peak <= budget]
+        made = choose(CONFIG, replace(wish, budget=budget), HARDWARE)
+        assert budget is None or made.peak <= budget
+        assert made.seconds == pytest.approx(min(m.seconds for m in fitting), rel=0.05)
+        if budget is None:
+            assert made.plan.shards == zero(1, 4)
+        if budget == least[2] - 1:
+            assert made.plan.shards == zero(3, 4)
+    with pytest.raises(OutsizeError, match=rf"the smallest plan needs .* \({least[3]} bytes"):
+        choose(CONFIG, replace(wish, budget=least[3] - 1), HARDWARE)
+    with pytest.raises(OutsizeError, match="too small"):  # the user says that nothing else is cut
+        choose(CONFIG, replace(wish, budget=least[1] - 1, shards=zero(1, 4)), HARDWARE)

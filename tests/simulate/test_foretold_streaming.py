@@ -113,9 +113,7 @@ def test_foretold_peak_of_streamed_plans_is_the_measured_one(name, table):
     inputs = batch.ids_BS.nbytes + batch.targets_BS.nbytes
     assert dict(made.static) == {**static, "data": inputs}, "static kinds to the byte"
     table.append((name, made.peak, peaks[0]))
-    losses = 8 * plan.microbatches  # scalars, foretold as if none were added up
-    uneven = rows % plan.microbatch_rows  # the last microbatch is foretold as a whole one
-    assert (0.95 if uneven else 0.99) * made.peak <= peaks[0] <= made.peak + losses
+    assert 0 <= made.peak - peaks[0] <= 12 * plan.microbatches  # losses, added up in place
     if not any(stage.spills for stage in plan.stages):
         assert sum(made.below.values()) == states
 

@@ -10,9 +10,9 @@ from outsize.hardware import catalogue
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.plan import Plan, Stage
 from outsize.schedule import Kind, State, compile_plan, validate
+from outsize.simulate.costs import ActionCost, Costs, Facts
 from outsize.simulate.counter import Work
 from outsize.simulate.forecast import compose, duration
-from outsize.simulate.rehearse import ActionCost, Costs, Facts
 from outsize.simulate.replay import annotate, kinds_at_peak, play
 
 # Two stages, two microbatches. A forward leaves 100 and 40, a backward takes them away again.
@@ -49,7 +49,7 @@ COSTS = Costs(
 
 def test_bytes_and_times_add_up_action_by_action():
     schedule = annotate(compile_plan(PLAN), COSTS)
-    trace = play(schedule, STATIC, lambda a: 2.0 if a.kind is Kind.FORWARD else 1.0)
+    trace = play(schedule, STATIC, lambda _, a: 2.0 if a.kind is Kind.FORWARD else 1.0)
     one = [3130, 3160, 3165, 3110]  # 3000 + 130; + 100 + 60; + 140 + 25; + 100 + 10
     assert [e.peak for e in trace.events] == [*one, *one, 3000, 3007, 3900]
     assert [e.live.get("device/activations", 0) for e in trace.events] == [
@@ -74,7 +74,7 @@ def test_the_peak_by_kind_adds_up_to_the_peak():
 def test_a_peak_in_the_first_action_stands_on_what_is_always_there():
     high = {**COSTS.actions, (Kind.FORWARD, State.NONE, 0): cost(100, 5000)}
     schedule = annotate(compile_plan(PLAN), replace(COSTS, actions=high))
-    trace = play(schedule, STATIC, lambda a: 1.0)
+    trace = play(schedule, STATIC, lambda _, a: 1.0)
     assert kinds_at_peak(trace, STATIC) == {**STATIC, "workspace": 5000}
 
 

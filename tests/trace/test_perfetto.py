@@ -48,13 +48,16 @@ def check_format(data: dict[str, Any]) -> list[dict[str, Any]]:
             assert list(row["args"]) == [wanted[row["name"]]]
             assert "ts" not in row
             continue
-        assert row["ph"] in ("X", "C")
+        assert row["ph"] in ("X", "C", "s", "f")
         assert row["ts"] >= 0
         assert row["ts"] >= last, "monotonic"
         last = row["ts"]
         if row["ph"] == "X":
             assert row["dur"] >= 0
             assert isinstance(row["cat"], str)
+        elif row["ph"] in ("s", "f"):
+            assert type(row["id"]) is int and isinstance(row["cat"], str)
+            assert (row["ph"] == "f") == (row.get("bp") == "e"), "to the action it lies in"
         else:
             assert row["args"], "a counter has a series"
             assert all(type(v) in (int, float) for v in row["args"].values())
@@ -132,6 +135,52 @@ def test_counters_follow_live_bytes() -> None:
     assert [(r["ts"], r["args"]) for r in rows if r["name"] == "device peak"] == [
         (1e6, {"bytes": 20})
     ]
+
+
+def test_arrows_lead_from_what_sends_to_what_receives() -> None:
+    events = (
+        Event(0, "send", "SEND.activations", 1, 0, 2.0, 2.5),
+        Event(0, "send", "SEND.activations", 1, 1, 4.0, 4.25),
+        Event(1, "receive", "RECV.activations", 1, 0, 0.5, 2.5),  # waits
+        Event(1, "receive", "RECV.activations", 1, 1, 4.125, 4.375),
+        Event(1, "receive", "RECV.gradients", 1, 1, 5.0, 6.0),  # of nobody
+    )
+    rows = check_format(trace_events([Trace("foretold", events), Trace("measured", events)]))
+    arrows = [row for row in rows if row["ph"] in "sf"]
+    assert len(arrows) == 8 and len({row["id"] for row in arrows}) == 4
+    for start in (row for row in arrows if row["ph"] == "s"):
+        (finish,) = (row for row in arrows if row["ph"] == "f" and row["id"] == start["id"])
+        inside = []
+        for end in (start, finish):
+            here = [
+                r
+                for r in rows
+                if r["ph"] == "X" and (r["pid"], r["tid"]) == (end["pid"], end["tid"])
+            ]
+            inside += [r for r in here if r["ts"] <= end["ts"] <= r["ts"] + r["dur"]]
+        assert [row["name"].split()[0] for row in inside] == [
+            "SEND.activations",
+            "RECV.activations",
+        ]
+        assert inside[0]["args"]["microbatch"] == inside[1]["args"]["microbatch"]
+        assert start["ts"] <= finish["ts"]
+    both = {row["pid"] for row in arrows}
+    assert len(both) == 4, "foretold and measured each have their own"
+
+
+def test_a_measured_action_says_what_was_foretold_of_it() -> None:
+    foretold, measured = pipeline("foretold", 0.01), pipeline("measured", 0.013, 5.0)
+    rows = check_format(trace_events([foretold, measured]))
+    names = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
+    for row in rows:
+        if row["ph"] != "X":
+            continue
+        if "foretold" in names[row["pid"]]:
+            assert "beyond forecast (ms)" not in row["args"]
+            continue
+        told = row["args"]["foretold (ms)"] + row["args"]["beyond forecast (ms)"]
+        assert math.isclose(told, row["dur"] / 1e3, abs_tol=2e-6)
+        assert math.isclose(row["args"]["foretold (ms)"], row["dur"] / 1.3e3, abs_tol=2e-6)
 
 
 def test_no_traces_no_events() -> None:

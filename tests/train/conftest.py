@@ -6,6 +6,8 @@ import io
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 from rates import known_hardware
 from rich.console import Console
 
+from outsize.collectives import World
+
+Work = Callable[[World], Any]
 ROOT = Path(__file__).parents[2]
 WORDS = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n        yield name\n"
 
@@ -89,3 +94,29 @@ def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measure this machine anew in each test takes seconds."""
     hardware = known_hardware()
     monkeypatch.setattr("outsize.train.setup.probe", lambda device: hardware)
+
+
+class Open:
+    """A world that is not closed."""
+
+    def __init__(self, world: World) -> None:
+        self.mesh, self.rank, self.group = world.mesh, world.rank, world.group
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], Work]:
+    """Workers that are threads join their own world: play(mesh, near(work))."""
+    mine = threading.local()
+    monkeypatch.setattr("outsize.train.prepared.from_environment", lambda *_: mine.world)
+
+    def entering(work: Work) -> Work:
+        def run(world: World) -> Any:
+            mine.world = Open(world)
+            return work(world)
+
+        return run
+
+    return entering

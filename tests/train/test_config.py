@@ -22,7 +22,7 @@ IN_FILE = [
     ("train: {clip: .nan}", "run.yaml: train.clip: nan; expected a finite number"),
     ("precision: fp8", "run.yaml: precision: 'fp8'; expected one of float64, float32, bfloat16"),
     ("optimizer: {betas: [0.9]}", "optimizer.betas: [0.9]; expected a list of 2, each a number"),
-    ("optimizer: {name: adam}", "optimizer.name: 'adam'; expected one of adamw, sgd"),
+    ("optimizer: {name: adam}", "optimizer.name: 'adam'; expected one of adamw, muon, sgd"),
     ("train: 5", "run.yaml: train: 5; expected a mapping of steps, tokens"),
     ("[1]", "run.yaml: [1]; expected a mapping"),
     ("train: {steps: 1, steps: 2}", "run.yaml: not YAML: key 'steps' occurs twice"),

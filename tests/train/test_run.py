@@ -85,9 +85,17 @@ def test_a_finished_run_says_so_and_can_go_on_for_longer(runs) -> None:
     assert files_of(runs.home / "short") == files_of(runs.home / "run")
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_going_on_from_a_checkpoint_is_bitwise(runs, precision: str, monkeypatch) -> None:
-    runs.train(precision=precision, train__keep="null")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "float32"},
+        {"precision": "bfloat16"},
+        {"precision": "float32", "optimizer__name": "muon", "train__dropout": 0.2},
+    ],
+    ids=["float32", "bfloat16", "muon-dropout"],
+)
+def test_going_on_from_a_checkpoint_is_bitwise(runs, keys, monkeypatch) -> None:
+    runs.train(**keys, train__keep="null")
     whole = runs.home / "run"
     cut = runs.home / "cut"
     step = Loop._step
@@ -99,7 +107,7 @@ def test_going_on_from_a_checkpoint_is_bitwise(runs, precision: str, monkeypatch
 
     with monkeypatch.context() as patch, pytest.raises(DeathError):
         patch.setattr(Loop, "_step", dying)
-        runs.train(precision=precision, train__keep="null", output=cut)
+        runs.train(**keys, train__keep="null", output=cut)
     assert [r["step"] for r in read_metrics(cut) if "loss" in r] == [1, 2, 3, 4, 5]
     assert "going on from step 3 of 8" in runs.resume(cut)
     assert_same_run(whole, cut)

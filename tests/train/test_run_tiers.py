@@ -177,15 +177,15 @@ def test_starting_and_saving_take_no_more_than_a_chunk(runs, spill, monkeypatch)
     make, save = whole_run._job, loops.save
     seen: dict[str, int] = {}
 
-    def making(setup, found, ledger, stores):
-        job = make(setup, found, ledger, stores)
+    def making(setup, found, ledger, stores, crew):
+        job = make(setup, found, ledger, stores, crew)
         seen["start"], seen["pool"] = ledger.peak, job.placement.pool
         seen["chunk"] = max(table.numel for table in job.placement.tables) * 4
         return job
 
-    def saving(store, job, config, resolved, place):
+    def saving(store, job, config, resolved, place, notes):
         with Ledger() as ledger:
-            path = save(store, job, config, resolved, place)
+            path = save(store, job, config, resolved, place, notes)
         seen["save"] = ledger.peak
         return path
 

@@ -9,7 +9,9 @@ from typing import Any
 from outsize.errors import OutsizeError, nearest
 from outsize.models.config import DecoderConfig
 from outsize.models.families import deepseek, gemma, gpt, llama, mixture
-from outsize.models.families.reading import only
+from outsize.models.families.reading import count, integer, only
+from outsize.models.kraken import krakened
+from outsize.models.ladder import laddered
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,12 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     only(config, "add_cross_attention", False, "only decoders are built in")
     only(config, "use_bidirectional_attention", False, "attention is causal")
     family = FAMILIES[kind]
-    return replace(family.read({**family.defaults, **config}), source=dict(config))
+    facts = replace(family.read({**family.defaults, **config}), source=dict(config))
+    if config.get("ladder_from") is not None:
+        facts = laddered(facts, count(config, "ladder_from"))
+    if config.get("kraken_ways") is not None:
+        facts = krakened(facts, integer(config, "kraken_ways"))
+    return facts
 
 
 def _guess(kind: str) -> str:

@@ -11,8 +11,9 @@ from outsize.schedule.pipelines.hanayo import hanayo
 from outsize.schedule.pipelines.interleaved import interleaved
 from outsize.schedule.pipelines.one_f_one_b import one_f_one_b
 from outsize.schedule.pipelines.pipeline import Pipeline, pipeline
-from outsize.schedule.pipelines.registry import NAMES, Shape, make
+from outsize.schedule.pipelines.registry import NAMES, Shape, make, named
 from outsize.schedule.pipelines.skip_pipe import skip_pipe
+from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.pipelines.zb_v import zb_v
 from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2, zero_bubble
 
@@ -31,9 +32,11 @@ __all__ = [
     "hanayo",
     "interleaved",
     "make",
+    "named",
     "one_f_one_b",
     "pipeline",
     "skip_pipe",
+    "uniform",
     "v_half",
     "v_min",
     "zb_2p",

@@ -1,4 +1,4 @@
-"""Costs: what an order of zero-bubble or V schedules is made for."""
+"""Costs: what an order of zero-bubble or V schedules, or of a cut vocabulary, is made for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import lcm
 
 from outsize.errors import OutsizeError
+from outsize.schedule.action import Kind
 
 _FINEST = 10**9  # the largest denominator of a time: 1.2 is 6/5, not the float next to it
 
@@ -35,6 +36,43 @@ class Costs:
         parts = [Fraction(v).limit_denominator(_FINEST) for v in (*self.each, self.transfer)]
         tick = lcm(*(part.denominator for part in parts))
         return Costs(*(int(part * tick) for part in parts))
+
+
+@dataclass(frozen=True)
+class VocabularyCosts:
+    """Seconds that the vocabulary layers would take on one worker, of one microbatch.
+
+    forward, of_input, of_weight: of the output layer. embed, embed_backward: of the input layer.
+    held: units of activations that a worker keeps from its OUTPUT_S to its OUTPUT_T.
+    """
+
+    forward: float = 1.0
+    of_input: float = 1.0
+    of_weight: float = 1.0
+    embed: float = 0.0
+    embed_backward: float = 0.0
+    held: float = 0.0
+
+    def __post_init__(self) -> None:
+        for value in (*self.output, self.embed, self.embed_backward, self.held):
+            if not 0 <= value < float("inf"):
+                raise OutsizeError(f"vocabulary costs: {value}; expected a number, not negative")
+
+    @property
+    def output(self) -> tuple[float, float, float]:
+        """Forward, input gradient and weight gradient of the output layer."""
+        return (self.forward, self.of_input, self.of_weight)
+
+    def of_pass(self, kind: Kind, variant: int, workers: int) -> float:
+        """Seconds of one worker's pass, where all have parts of one size."""
+        early = variant == 2  # the gradient of the input is made in S
+        seconds = {
+            Kind.EMBED: self.embed,
+            Kind.EMBED_BACKWARD: self.embed_backward,
+            Kind.OUTPUT_S: self.forward + (self.of_input if early else 0.0),
+            Kind.OUTPUT_T: self.of_weight + (0.0 if early else self.of_input),
+        }
+        return seconds.get(kind, 0.0) / workers
 
 
 EQUAL = Costs()

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outsize.schedule.action import Action, Kind, State
-from outsize.schedule.pipelines.weave import Move, woven
+from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.pipelines.weave import Key, Move, woven
 from outsize.schedule.place import Placement
 from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary import Barrier, barrier_before
 
 Order = Sequence[Action]  # what one worker computes, in order
 Pair = tuple[int, int]  # the stage and the microbatch of a FORWARD
@@ -61,15 +62,30 @@ def pipeline(
     together: frozenset[Pair] = frozenset(),
     paths: Paths = (),
     approximate: str = "",
+    vocabulary: int = 0,
 ) -> Pipeline:
-    """Join compute orders by sends and receives, and end every worker with NORM and UPDATE."""
-    joined = woven(orders, _moves(placement, orders, together, paths), together)
+    """Join compute orders by sends and receives, and end every worker with NORM and UPDATE.
+
+    vocabulary: the variant where orders have passes of a cut vocabulary.
+    """
+    around = paths or plain_paths(placement)
+    moves = _moves(orders, around)
+    if vocabulary:
+        moves += _parts(placement, around)
+
+    def before(action: Action) -> Barrier | None:
+        return barrier_before(action, around[action.microbatch], vocabulary) if vocabulary else None
+
+    joined = woven(orders, moves, together, before)
     workers = []
     for worker, actions in enumerate(joined):
         held = [s for s in range(placement.stages) if worker in placement.holders(s)]
         actions = [*actions, Action(Kind.NORM)]
-        workers.append((*actions, *(Action(Kind.UPDATE, s) for s in held)))
-    schedule = Schedule(placement.stages, placement.microbatches, tuple(workers))
+        actions += [Action(Kind.UPDATE, s) for s in held]
+        workers.append((*actions, *([Action(Kind.UPDATE)] if vocabulary else ())))
+    schedule = Schedule(
+        placement.stages, placement.microbatches, tuple(workers), vocabulary=vocabulary
+    )
     return Pipeline(name, placement, schedule, together, paths, approximate)
 
 
@@ -83,11 +99,9 @@ def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
     return dict(zip(path[1:], path, strict=False)), dict(pairwise(path))
 
 
-def _moves(
-    placement: Placement, orders: Sequence[Order], together: frozenset[Pair], paths: Paths
-) -> list[Move]:
-    """Every tensor that changes its worker."""
-    around = [neighbours(path) for path in paths or plain_paths(placement)]
+def _moves(orders: Sequence[Order], paths: Paths) -> list[Move]:
+    """Every tensor that changes its worker between stages."""
+    around = [neighbours(path) for path in paths]
     where = {
         (action.kind in _BACK, action.stage, action.microbatch): worker
         for worker, order in enumerate(orders)
@@ -102,6 +116,28 @@ def _moves(
             state = State.GRADIENTS if back else State.ACTIVATIONS
             named = to if back else stage  # a gradient bears the name of the output it belongs to
             tensor = (state, named, microbatch)
-            made, used = (back, stage, microbatch), (back, to, microbatch)
+            made, used = (_layer(back, s, microbatch) for s in (stage, to))
             moves.append(Move(tensor, sender, receiver, made, used))
+    return moves
+
+
+def _layer(back: bool, stage: int, microbatch: int) -> Key:
+    return (Kind.BACKWARD if back else Kind.FORWARD, stage, microbatch, WHOLE)
+
+
+def _parts(placement: Placement, paths: Paths) -> list[Move]:
+    """The last stage's outputs and the gradients of the first one's inputs, to all workers."""
+    moves = []
+    for m, path in enumerate(paths):
+        for state, stage, use in (
+            (State.ACTIVATIONS, path[-1], Kind.OUTPUT_S),
+            (State.GRADIENTS, path[0], Kind.EMBED_BACKWARD),
+        ):
+            sender = placement.worker(stage, m)
+            made = _layer(state is State.GRADIENTS, stage, m)
+            moves += [
+                Move((state, stage, m), sender, w, made, (use, stage, m, w), w)
+                for w in range(placement.workers)
+                if w != sender
+            ]
     return moves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from outsize.errors import OutsizeError, nearest
@@ -19,6 +19,7 @@ from outsize.schedule.pipelines.interleaved import interleaved
 from outsize.schedule.pipelines.one_f_one_b import one_f_one_b
 from outsize.schedule.pipelines.pipeline import Pipeline
 from outsize.schedule.pipelines.skip_pipe import skip_pipe
+from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.pipelines.zb_v import zb_v
 from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2
 
@@ -65,6 +66,7 @@ _ENTRIES: Mapping[str, _Entry] = MappingProxyType({
     "1f1b": _plain(one_f_one_b),
     "interleaved": _chunked(interleaved),
     "breadth-first": _chunked(breadth_first),
+    "uniform": _chunked(uniform),
     "zb-h1": _timed(zb_h1),
     "zb-h2": _timed(zb_h2),
     "zb-2p": _timed(zb_2p),
@@ -106,3 +108,20 @@ def make(name: str, shape: Shape) -> Pipeline:
                 f"schedule {name!r}: {option} is {value}; it has no such choice; leave it out"
             )
     return entry.make(shape)
+
+
+def named(text: str, shape: Shape) -> Pipeline:
+    """The schedule of a name with its number behind a colon, as "interleaved:2" or "hanayo:3"."""
+    name, colon, number = text.partition(":")
+    if not colon:
+        return make(name, shape)
+    plain = {known.replace("-", ""): entry for known, entry in _ENTRIES.items()}
+    entry = plain.get(name.lower().replace("-", "").replace("_", ""))
+    (option,) = (entry.takes if entry else ()) or ("chunks",)
+    try:
+        value = float(number) if option == "skip" else int(number)
+    except ValueError:
+        raise OutsizeError(
+            f"schedule {text!r}: expected a number behind the colon, as {name}:2"
+        ) from None
+    return make(name, replace(shape, **{option: value}))  # type: ignore[arg-type]

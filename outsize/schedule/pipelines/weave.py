@@ -7,31 +7,34 @@ something else: then nobody could go on.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outsize.schedule.action import Action, Kind, Lane, State
-from outsize.schedule.prove import BUFFERS
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.links import BUFFERS
+from outsize.schedule.vocabulary import PASSES, Barrier
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_Key = tuple[bool, int, int]  # of an action: whether a backward, stage, microbatch
+Key = tuple[Kind, int, int, int]  # of a layer's forward or backward, or of one worker's pass
 
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that one worker's action makes and another's uses."""
+    """A tensor that one worker's action makes and another's uses. part: the receiver, where it is
+    for its part of a cut vocabulary."""
 
     tensor: tuple[State, int, int]
     sender: int
     receiver: int
-    made: _Key
-    used: _Key
+    made: Key
+    used: Key
+    part: int = WHOLE
 
     def action(self, kind: Kind) -> Action:
         """Either end of the move."""
         state, stage, microbatch = self.tensor
-        return Action(kind, stage, microbatch, Lane.NETWORK, state=state)
+        return Action(kind, stage, microbatch, Lane.NETWORK, state=state, part=self.part)
 
 
 class _Worker:
@@ -40,7 +43,7 @@ class _Worker:
     def __init__(self, steps: Sequence[Sequence[Action]]) -> None:
         self.steps = deque(steps)
         self.leaving: deque[Move] = deque()
-        self.here: set[_Key | None] = set()  # users whose tensor has been received
+        self.here: set[Key | None] = set()  # users whose tensor has been received
         self.links: dict[int, deque[Move]] = defaultdict(deque)  # what is on its way, by sender
         self.actions: list[Action] = []
 
@@ -52,15 +55,25 @@ class _Worker:
 
 
 def woven(
-    orders: Sequence[Sequence[Action]], moves: Sequence[Move], together: frozenset[tuple[int, int]]
+    orders: Sequence[Sequence[Action]],
+    moves: Sequence[Move],
+    together: frozenset[tuple[int, int]],
+    before: Callable[[Action], Barrier | None] = lambda action: None,
 ) -> list[list[Action]]:
-    """Each worker's actions. Orders that wait for each other are given as far as they go, and then
-    as they are, for the prover to refuse."""
-    workers = [_Worker(_steps(order, together)) for order in orders]
-    making: dict[_Key | None, list[Move]] = defaultdict(list)
+    """Each worker's actions. before: the exchange that an action waits for.
+
+    Orders that wait for each other are given as far as they go, and then as they are, for the
+    prover to refuse."""
+    workers = [_Worker(steps_of(order, together)) for order in orders]
+    making: dict[Key | None, list[Move]] = defaultdict(list)
     for move in moves:
         making[move.made].append(move)
-    using: dict[_Key | None, Move] = {move.used: move for move in moves}
+    using: dict[Key | None, Move] = {move.used: move for move in moves}
+    arrived: Counter[Barrier] = Counter()  # workers that have begun an exchange
+
+    def held(action: Action) -> bool:
+        barrier = before(action)
+        return barrier is not None and arrived[barrier] < len(workers)
 
     def advance(w: int) -> bool:
         """The next send, receive or step of a worker; False where it must wait."""
@@ -74,7 +87,9 @@ def woven(
             return True
         if not worker.steps:
             return False
-        for key in map(_key, worker.steps[0]):
+        if any(map(held, worker.steps[0])):
+            return False
+        for key in (key_of(action, w) for action in worker.steps[0]):
             if key in using and key not in worker.here:
                 sender = using[key].sender
                 if worker.links[sender]:
@@ -83,7 +98,9 @@ def woven(
                 return False
         for action in worker.steps.popleft():
             worker.actions.append(action)
-            worker.leaving.extend(making.get(_key(action), ()))
+            worker.leaving.extend(making.get(key_of(action, w), ()))
+            if action.kind is Kind.EXCHANGE:
+                arrived[action.state, action.stage, action.microbatch] += 1
         return True
 
     while any([advance(w) for w in range(len(workers))]) or _relieved(workers):
@@ -106,14 +123,16 @@ def _relieved(workers: Sequence[_Worker]) -> bool:
     return bool(full)
 
 
-def _key(action: Action) -> _Key | None:
-    """What names a tensor's maker or user; none for weight gradients."""
-    if action.kind is Kind.BACKWARD_WEIGHT:
-        return None
-    return (action.kind in _BACK, action.stage, action.microbatch)
+def key_of(action: Action, worker: int) -> Key | None:
+    """What names a tensor's maker or user; none for what makes and uses nothing that moves."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind in (Kind.FORWARD, *_BACK):
+        kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+        return (kind, stage, microbatch, WHOLE)
+    return (action.kind, stage, microbatch, worker) if action.kind in PASSES else None
 
 
-def _steps(order: Sequence[Action], together: frozenset[tuple[int, int]]) -> list[list[Action]]:
+def steps_of(order: Sequence[Action], together: frozenset[tuple[int, int]]) -> list[list[Action]]:
     """Actions one by one, but those that run as one in a pair."""
     steps: list[list[Action]] = []
     joins = False

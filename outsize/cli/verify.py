@@ -1,0 +1,171 @@
+"""`outsize verify`: a plan against plain PyTorch, parameter by parameter, on any machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outsize.collectives import Mesh
+    from outsize.verify.target import Wanted
+    from outsize.verify.verify import Verdict
+
+DRAWN_WORKERS = 8
+
+
+@click.command()
+@click.argument("target", required=False)
+@click.option("--workers", type=click.IntRange(1), help="Workers; of draws: at most so many.")
+@click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
+@click.option("--zero", type=click.IntRange(0, 3), help="What the data axis cuts, as plan.zero.")
+@click.option("--shards", metavar="P,G,O", help="Instead of --zero: three numbers.")
+@click.option("--sequence-parallel", is_flag=True, help="Cut tokens over the tensor axis.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a run's key.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--resume", is_flag=True, help="Go on from saved states before the last step.")
+@click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
+@click.option("--random", "count", type=click.IntRange(1), help="Verify so many random draws.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the first draw.")
+@click.option("--json", "as_json", is_flag=True, help="The whole verdict as JSON.")
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    target: str | None,
+    workers: int | None,
+    mesh: str | None,
+    zero: int | None,
+    shards: str | None,
+    sequence_parallel: bool,
+    sets: tuple[str, ...],
+    steps: int,
+    resume: bool,
+    processes: bool,
+    count: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Train a few steps under a plan and in plain PyTorch, and compare: gradients, weights, loss.
+
+    TARGET is a run's file (YAML), a run's or a model's directory, a preset, or import.path:factory;
+    without it a small model. Exit code 1 where float64 differs by more than 1e-10.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from outsize.cli.show import console
+
+    if count is not None:
+        ctx.exit(_random(count, seed, workers or DRAWN_WORKERS, processes, as_json, console()))
+    wanted = _wanted(target, workers, mesh, zero, shards, sequence_parallel, sets, steps, resume)
+    verdict = _verdict(wanted, processes)
+    if isinstance(verdict, int):
+        ctx.exit(verdict)
+    _print(verdict, as_json, console())
+    ctx.exit(0 if verdict.holds else 1)
+
+
+def _wanted(
+    target: str | None,
+    workers: int | None,
+    mesh: str | None,
+    zero: int | None,
+    shards: str | None,
+    sequence_parallel: bool,
+    sets: tuple[str, ...],
+    steps: int,
+    resume: bool,
+) -> Wanted:
+    from outsize.errors import OutsizeError
+    from outsize.verify import target as targets
+
+    if zero is not None and shards is not None:
+        raise OutsizeError(
+            f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
+        )
+    if targets.is_factory(target):
+        grid = _mesh(None, workers, mesh)
+        sharding = targets.sharding(grid, zero, shards)
+        return targets.Wanted(target, sets, grid, sharding, steps, resume)
+    places = {
+        "workers": workers,
+        "mesh": mesh,
+        "plan.zero": zero if shards is None else list(targets.degrees(shards)),
+        "plan.sequence_parallel": sequence_parallel or None,
+    }
+    said = [f"{name}={json.dumps(value)}" for name, value in places.items() if value is not None]
+    grid = _mesh(target, workers, mesh, (*sets, *said))
+    return targets.Wanted(target, (*sets, *said), grid, targets.WHOLE, steps, resume)
+
+
+def _mesh(
+    target: str | None, workers: int | None, mesh: str | None, said: tuple[str, ...] = ()
+) -> Mesh:
+    from outsize.train.resolve import resolve
+    from outsize.train.workers import mesh_of
+    from outsize.verify.target import values_of
+
+    if said or target is not None:
+        return mesh_of(values_of(target, said), None, None)
+    options = {"workers": workers, "mesh": mesh}
+    texts = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    return mesh_of(resolve(None, texts), None, None)
+
+
+def _verdict(wanted: Wanted, processes: bool) -> Verdict | int:
+    import torch
+
+    from outsize.verify import verify as threads
+    from outsize.verify.target import case_of
+    from outsize.verify.workers import in_processes
+
+    if processes and wanted.mesh.size > 1:
+        return in_processes(wanted.mesh, lambda: case_of(wanted))
+    case = case_of(wanted)
+    torch.set_num_threads(1)  # workers share the cores as threads
+    return threads(case)
+
+
+def _print(verdict: Verdict, as_json: bool, out: Console) -> None:
+    from outsize.verify import show
+
+    if as_json:
+        click.echo(json.dumps(show.as_json(verdict), indent=2))
+        return
+    for table in (show.parameters(verdict.exact), show.steps(verdict.exact)):
+        out.print(table, markup=False, highlight=False)
+        out.print()
+    for line in show.lines(verdict):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _random(
+    count: int, seed: int, workers: int, processes: bool, as_json: bool, out: Console
+) -> int:
+    """Verify draws; gives the exit code."""
+    import torch
+
+    from outsize.verify import many, show
+    from outsize.verify.workers import judge
+
+    if not processes:
+        torch.set_num_threads(1)
+    found = []
+    seeds = range(seed, seed + count)
+    with out.status("", spinner_style="dim") as status:
+        for one in many.outcomes(seeds, workers, judge if processes else None):
+            found.append(one)
+            status.update(f"{len(found)} of {count} draws")
+            if not one.holds and not as_json:
+                text = (
+                    f"{one.fault}\n  {one.drawn}\n  {many.command(one.drawn, workers, processes)}"
+                )
+                out.print(text, markup=False, highlight=False, soft_wrap=True)
+    total = many.summary(found)
+    if as_json:
+        click.echo(json.dumps(show.draws_json(total, workers, processes), indent=2))
+    else:
+        out.print(show.draws_line(total), markup=False, highlight=False, soft_wrap=True)
+    return 1 if total.faults else 0

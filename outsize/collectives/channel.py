@@ -1,0 +1,150 @@
+"""Channel: tensors from one worker to another, one direction, in order, a few of them under way.
+
+What is sent leaves in a thread of the channel's own, so that who computes does not wait for who
+receives; only when `LIMIT` messages are under way does a further one wait. The first message of a
+key says how many tensors it has, of which dtypes and shapes; the others of that key are the same,
+so nothing but tensors travels.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.collectives.collective import Collective
+from outsize.errors import OutsizeError
+
+LIMIT = 2  # messages: what the prover of schedules counts on (outsize/schedule/prove.py)
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+_HEADER = 128  # numbers of a message that says what others of its key are like
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor of a message is like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def form_of(tensor: Tensor) -> Form:
+    return Form(tensor.dtype, tuple(tensor.shape))
+
+
+class Sender:
+    """The end that sends. pair: the two workers' collective, of this direction alone, this one
+    first. name: of its thread."""
+
+    def __init__(self, pair: Collective, device: torch.device, name: str) -> None:
+        self._pair, self._device, self._name = pair, device, name
+        self._known: dict[Hashable, tuple[Form, ...]] = {}
+        self._free = threading.Semaphore(LIMIT)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]
+        self._queue = queue.SimpleQueue()
+        self._fault: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def send(self, key: Hashable, tensors: Sequence[Tensor]) -> threading.Event:
+        """Send tensors, which are left alone until the event that this gives is set. Waits while
+        LIMIT messages are under way. key: what messages of the same forms have in common."""
+        self._free.acquire()
+        self.check()
+        forms, fresh, gone = tuple(map(form_of, tensors)), key not in self._known, threading.Event()
+        known = self._known.setdefault(key, forms)
+        if known != forms:
+            raise OutsizeError(f"message {key}: its tensors are {forms}; they were {known} before")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+            self._thread.start()
+
+        def leave() -> None:
+            if fresh:
+                self._pair.broadcast(_header(forms).to(self._device), 0)
+            for tensor in tensors:
+                if tensor.numel():
+                    self._pair.broadcast(tensor.contiguous(), 0)
+
+        self._queue.put((leave, gone))
+        return gone
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (work := self._queue.get()) is not None:
+                leave, gone = work
+                try:
+                    if self._fault is None:
+                        leave()
+                except BaseException as fault:  # raised where the next message is sent
+                    self._fault = fault
+                del work, leave  # and with them the tensors
+                gone.set()
+                self._free.release()
+
+    def check(self) -> None:
+        """Raise what went wrong with a message."""
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self) -> None:
+        """End the thread once everything has left; raises what went wrong in it."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+
+class Receiver:
+    """The end that receives, in the thread that calls it. device: where tensors are made."""
+
+    def __init__(self, pair: Collective, device: torch.device) -> None:
+        self._pair, self._device = pair, device
+        self._known: dict[Hashable, tuple[Form, ...]] = {}
+
+    def forms(self, key: Hashable) -> tuple[Form, ...] | None:
+        """What a message of a key will be like, where one has come before."""
+        return self._known.get(key)
+
+    def receive(self, key: Hashable, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The next message, in tensors that are made here unless there are some."""
+        if key not in self._known:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+            self._known[key] = _forms(self._pair.broadcast(header, 0))
+        if into is None:
+            into = [form.empty(self._device) for form in self._known[key]]
+        for tensor in into:
+            if tensor.numel():
+                self._pair.broadcast(tensor, 0)
+        return list(into)
+
+
+def _header(forms: Sequence[Form]) -> Tensor:
+    numbers = [len(forms)]
+    for form in forms:
+        numbers += [_DTYPES.index(form.dtype), len(form.shape), *form.shape]
+    if len(numbers) > _HEADER:
+        raise OutsizeError(
+            f"a message of {len(forms)} tensors between stages; expected fewer: cut the model where"
+            " less is handed on"
+        )
+    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+
+
+def _forms(header: Tensor) -> tuple[Form, ...]:
+    numbers = iter(header.tolist())
+    found = []
+    for _ in range(next(numbers)):
+        dtype, dims = _DTYPES[next(numbers)], next(numbers)
+        found.append(Form(dtype, tuple(next(numbers) for _ in range(dims))))
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""Collectives over several hosts with as many ranks each: inside the hosts, then between them.
+
+A reduction is scattered inside every host, so that each rank goes on with one part of it; ranks of
+the same place on all hosts finish that part among themselves. What crosses the network is then
+(h - 1) / h of the bytes a host and direction, for h hosts, however many ranks a host has.
+bfloat16 and float16 travel as float32, since they are summed twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from outsize.collectives.collective import Collective, Operation, Span
+from outsize.collectives.pieces import agree, even, flattened, length, wider
+
+
+class Hierarchical:
+    """hosts: the places of the group's workers, host by host, as many on each; rank: this one's
+    place. inner: the group of this host, outer: of this place on every host; both in that order.
+    flat: makes the group of all, which alone exchanges all to all; by all at their first call."""
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        inner: Collective,
+        outer: Collective,
+        flat: Callable[[], Collective],
+    ) -> None:
+        self.rank, self.size = rank, len(hosts) * len(hosts[0])
+        self.inner, self.outer = inner, outer
+        self.received: Counter[str] = Counter()
+        self._hosts, self._make, self._flat = hosts, flat, list[Collective]()
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
+        with self._counted("all_reduce"), flattened(tensor) as flat:
+            if operation == "max":
+                self.outer.all_reduce(self.inner.all_reduce(flat, "max"), "max")
+                return tensor
+            wide = flat.to(wider(flat.dtype))
+            spans = even(wide.numel(), self.inner.size)
+            mine = wide[slice(*spans[self.inner.rank])]
+            self.inner.reduce_scatter(wide, spans, mine)
+            self.outer.all_reduce(mine)
+            self.inner.all_gather(mine, spans, wide)
+            if wide is not flat:
+                flat.copy_(wide)
+        return tensor
+
+    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        agree("reduce_scatter", self, spans, out, flat)
+        with self._counted("reduce_scatter"):
+            order, inner, outer = self._order(spans)
+            packed = torch.cat([flat[slice(*spans[place])] for place in order])
+            packed = packed.to(wider(flat.dtype))
+            mine = packed[slice(*inner[self.inner.rank])]
+            self.inner.reduce_scatter(packed, inner, mine)
+            result = mine[slice(*outer[self.outer.rank])]
+            self.outer.reduce_scatter(mine, outer, result)
+            out.copy_(result)
+
+    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        agree("all_gather", self, spans, mine, out)
+        with self._counted("all_gather"):
+            order, inner, outer = self._order(spans)
+            packed = out.new_empty(inner[-1][1])
+            part = packed[slice(*inner[self.inner.rank])]
+            self.outer.all_gather(mine, outer, part)
+            self.inner.all_gather(part, inner, packed)
+            places = zip(order, packed.split([length(spans[p]) for p in order]), strict=True)
+            for place, piece in places:
+                out[slice(*spans[place])] = piece
+
+    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        if not self._flat:
+            self._flat.append(self._make())
+        before = self._flat[0].received.get("all_to_all", 0)
+        self._flat[0].all_to_all(given, out)
+        self.received["all_to_all"] += self._flat[0].received["all_to_all"] - before
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        with self._counted("broadcast"):
+            host = next(h for h, places in enumerate(self._hosts) if source in places)
+            place = self._hosts[host].index(source)
+            if self.inner.rank == place:
+                self.outer.broadcast(tensor, host)
+            return self.inner.broadcast(tensor, place)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+        self.outer.barrier()
+        self.inner.barrier()
+
+    def _order(
+        self, spans: Sequence[Span]
+    ) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[Span, ...]]:
+        """The group's places in the order of their parts here: those of the first rank of every
+        host, of the second, ...; the spans of these runs; the spans in this worker's own run."""
+        runs = [[places[i] for places in self._hosts] for i in range(self.inner.size)]
+        inner = _laid(sum(length(spans[p]) for p in run) for run in runs)
+        outer = _laid(length(spans[p]) for p in runs[self.inner.rank])
+        return tuple(p for run in runs for p in run), inner, outer
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        """Counts what the two levels count meanwhile."""
+        before = self._bytes()
+        yield
+        self.received[name] += self._bytes() - before
+
+    def _bytes(self) -> int:
+        return sum(self.inner.received.values()) + sum(self.outer.received.values())
+
+
+def _laid(lengths: Iterator[int]) -> tuple[Span, ...]:
+    """Spans of such lengths one after another."""
+    return tuple(pairwise(accumulate(lengths, initial=0)))

@@ -1,0 +1,290 @@
+"""Joined: the world of a run of several processes, met through a store.
+
+Groups are made when they are first asked for, each by its own members, under keys of its own. Ranks
+of one host talk through shared memory, others over the network; a group that spans hosts with
+several ranks each does both (collectives/hierarchical.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from outsize.collectives.c10d import C10d, over_gloo, over_nccl
+from outsize.collectives.collective import Alone, Collective
+from outsize.collectives.hierarchical import Hierarchical
+from outsize.collectives.mesh import Mesh
+from outsize.collectives.shared import MOST, Shared, over_memory, usable
+from outsize.collectives.small import Chosen, Table
+from outsize.collectives.watch import Process, this_process
+from outsize.collectives.world import Use
+from outsize.errors import OutsizeError
+
+Backend = Literal["gloo", "nccl"]
+Closable = C10d | Shared
+PATIENCE = 600.0  # seconds that a worker waits for another, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs. host: ranks of equal hosts can map the same memory."""
+
+    host: str
+    shared: bool  # whether it can
+    pid: int
+    started: float  # seconds
+
+    @property
+    def process(self) -> Process:
+        return Process(self.pid, self.started)
+
+
+class Joined:
+    """This worker among mesh.size of them. `close` when the run is over; `abort` when it failed."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        store: Store,
+        backend: Backend,
+        seat: Seat,
+        patience: float,
+        tables: Sequence[Table] = (),
+    ) -> None:
+        self.mesh, self.rank = mesh, rank
+        self._tables = {table.size: table for table in tables}
+        self._store, self._backend, self._patience = store, backend, patience
+        self._groups: dict[tuple[tuple[int, ...], Use], Collective] = {}
+        self._open: list[Closable] = []
+        self.seats = _seated(store, rank, mesh.size, seat)
+
+    def group(self, ranks: Sequence[int], use: Use = "compute") -> Collective:
+        """The collective of some ranks in that order. The threads of the two uses may be in here at
+        once: each makes its own keys, and waits on its own connection to the store."""
+        key = (tuple(ranks), use)
+        if key not in self._groups:
+            self._groups[key] = self._made(key[0], use)
+        return self._groups[key]
+
+    def received(self) -> dict[str, int]:
+        """Bytes that this worker has had from others, over all groups, by operation."""
+        counted: dict[str, int] = {}
+        for group in list(self._groups.values()):
+            for name, count in _own(group).items():
+                counted[name] = counted.get(name, 0) + count
+        return counted
+
+    def across(self) -> float:
+        """Of these, bytes from other hosts; of a group that several hosts have unequal parts of,
+        their share of its workers."""
+        here, total = self.seats[self.rank].host, 0.0
+        for (ranks, _), group in list(self._groups.items()):
+            away = sum(self.seats[rank].host != here for rank in ranks)
+            total += sum(_own(group).values()) * away / max(1, len(ranks) - 1)
+        return total
+
+    def abort(self, reason: str) -> None:
+        """Make whoever waits in any group of this worker, here and elsewhere, fail at once."""
+        for group in self._open:
+            group.abort(reason)
+
+    def close(self) -> None:
+        """Give back memory and connections. The groups must not be used any more."""
+        for group in self._open:
+            group.close()
+        self._open.clear()
+        self._groups.clear()
+
+    def _made(self, ranks: tuple[int, ...], use: Use) -> Collective:
+        if self.rank not in ranks or len(set(ranks)) < len(ranks) or max(ranks) >= self.mesh.size:
+            raise OutsizeError(
+                f"rank {self.rank}: a group of ranks {list(ranks)}; expected different ranks below"
+                f" {self.mesh.size}, this one among them"
+            )
+        if len(ranks) == 1:
+            return Alone()
+        hosts = self._hosts(ranks)
+        if 1 < len(hosts) < len(ranks) and len({len(places) for places in hosts}) == 1:
+            return self._hierarchical(ranks, use, hosts)
+        return self._shared(ranks, use) or self._flat(ranks, use)
+
+    def _hosts(self, ranks: Sequence[int]) -> list[list[int]]:
+        """The places of the ranks, host by host, in the order of the hosts' first ranks."""
+        by_host: dict[str, list[int]] = {}
+        for place, rank in enumerate(ranks):
+            by_host.setdefault(self.seats[rank].host, []).append(place)
+        return list(by_host.values())
+
+    def _hierarchical(
+        self, ranks: tuple[int, ...], use: Use, hosts: list[list[int]]
+    ) -> Hierarchical:
+        me = ranks.index(self.rank)
+        near = next(places for places in hosts if me in places)
+        across = [places[near.index(me)] for places in hosts]
+        inner = self.group([ranks[p] for p in near], use)
+        outer = self.group([ranks[p] for p in across], use)
+        return Hierarchical(me, hosts, inner, outer, lambda: self._flat(ranks, use))
+
+    def _shared(self, ranks: tuple[int, ...], use: Use) -> Shared | None:
+        """The group over shared memory, where all of it can have that."""
+        seats = [self.seats[r] for r in ranks]
+        near = len({seat.host for seat in seats}) == 1 and all(seat.shared for seat in seats)
+        if not near or self._backend != "gloo" or len(ranks) > MOST:
+            return None
+        processes = [seat.process for seat in seats]
+        at, keys = ranks.index(self.rank), self._keys(ranks, use)
+        made = over_memory(keys, at, ranks, processes, self._patience)
+        if made is not None:
+            self._open.append(made)
+        return made
+
+    def _keys(self, ranks: tuple[int, ...], use: Use) -> Store:
+        """Keys of a group, on a connection of its own."""
+        digest = hashlib.blake2b(repr((ranks, use)).encode(), digest_size=8).hexdigest()
+        connection: Any = self._store
+        return PrefixStore(f"group/{digest}", connection.clone())
+
+    def _flat(self, ranks: tuple[int, ...], use: Use) -> C10d | Chosen:
+        store, at = self._keys(ranks, use), ranks.index(self.rank)
+        if self._backend == "nccl":
+            made = over_nccl(store, at, ranks, self._patience)
+        else:
+            made = over_gloo(store, at, ranks, self._patience, self._address(ranks))
+        self._open.append(made)
+        table = self._tables.get(len(ranks))
+        return made if table is None else Chosen(made, table)
+
+    def _address(self, ranks: Sequence[int]) -> str:
+        """The loopback interface where no other host is in the group."""
+        return "127.0.0.1" if len({self.seats[r].host for r in ranks}) == 1 else ""
+
+
+def _own(group: Collective) -> Mapping[str, int]:
+    """What a group has had, less what groups inside it count."""
+    if isinstance(group, Hierarchical):
+        return {"all_to_all": group.received.get("all_to_all", 0)}
+    return group.received
+
+
+def join(
+    mesh: Mesh,
+    rank: int,
+    store: Store,
+    backend: Backend = "gloo",
+    host: str = "",
+    patience: float = PATIENCE,
+    tables: Sequence[Table] = (),
+) -> Joined:
+    """The world of the mesh, where every rank has come with a store that all of them see.
+
+    backend: gloo for tensors of the CPU, nccl for those of GPUs. host: a name for this machine, if
+    ranks shall be taken as being on different ones. patience: seconds to wait for another rank.
+    """
+    if not 0 <= rank < mesh.size:
+        raise OutsizeError(f"rank {rank} of mesh {mesh}; expected 0 to {mesh.size - 1}")
+    store.set_timeout(timedelta(seconds=patience))
+    process, machine = this_process(), host or _machine()
+    seat = Seat(machine, _built(store, machine), process.pid, process.started)
+    return Joined(mesh, rank, store, backend, seat, patience, tables)
+
+
+def from_environment(
+    mesh: Mesh, environment: Mapping[str, str], backend: Backend = "gloo"
+) -> Joined:
+    """The world that torchrun, or whoever sets the same variables, has started this process in. A
+    process may have several, one after another or at once: all workers make them in one order."""
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if size != mesh.size:
+        raise OutsizeError(
+            f"mesh {mesh} has {mesh.size} workers, WORLD_SIZE is {size}; start {mesh.size} workers"
+            f" or give a mesh of {size}, such as data={size}"
+        )
+    store = meeting(environment)
+    turn = store.add(f"joins/{rank}", 1)  # what the one before has written is not read again
+    return join(mesh, rank, PrefixStore(f"join/{turn}", store), backend)
+
+
+def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, with this attempt's keys: a restarted worker does
+    not read what the attempt before wrote. Served by rank 0, unless torchrun's agent serves it."""
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    address, port = environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT")
+    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(
+            address, port, size, serves, timedelta(seconds=seconds), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        raise OutsizeError(_unreachable(rank, address, port, serves, error)) from error
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"outsize/{attempt}", store)
+
+
+def _unreachable(rank: int, address: str, port: int, serves: bool, error: Exception) -> str:
+    cause = str(error).strip().splitlines()[0]
+    if serves:
+        return (
+            f"rank {rank} cannot serve the meeting point {address}:{port} ({cause}); another"
+            " program may use the port: give a free one as MASTER_PORT"
+        )
+    return (
+        f"rank {rank} cannot reach the meeting point {address}:{port} ({cause}); see that rank 0"
+        " runs there and that the port is open between the hosts"
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise OutsizeError(
+            f"{name} is {text!r}; expected a number, as torchrun sets it for every worker"
+        )
+    return int(text)
+
+
+def _machine() -> str:
+    """What processes share that can share memory: the running kernel, the namespace of process
+    numbers and the file system of shared memory."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts.append(str(os.stat("/dev/shm").st_dev))
+    return "/".join(parts)
+
+
+def _built(store: Store, machine: str) -> bool:
+    """Whether shared memory can be used; the first rank of a machine finds out, which may mean to
+    compile, while the others wait."""
+    if store.add(f"built/{machine}/ranks", 1) == 1:
+        usable()
+        store.set(f"built/{machine}", "")
+    else:
+        store.get(f"built/{machine}")
+    return usable()
+
+
+def _seated(store: Store, rank: int, size: int, seat: Seat) -> tuple[Seat, ...]:
+    """Where everybody runs; waits until all have said so."""
+    store.set(f"seat/{rank}", json.dumps(asdict(seat)))
+    seats = []
+    for other in range(size):
+        try:
+            seats.append(Seat(**json.loads(store.get(f"seat/{other}"))))
+        except RuntimeError as error:
+            raise OutsizeError(
+                f"rank {rank}: rank {other} of {size} has not come to the meeting point"
+                f" ({str(error).strip().splitlines()[0]}); see what that rank printed"
+            ) from error
+    return tuple(seats)

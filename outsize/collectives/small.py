@@ -1,0 +1,198 @@
+"""All-reduces of few bytes, where messages cost more than bytes; and which one to take when.
+
+doubling: in round k everyone trades all of it with the worker whose number differs in bit k: log2 n
+messages one after another instead of a ring's 2 (n - 1). Between hosts, under a reduce-scatter
+inside them, it is NVRAR (Singhania et al., "LLM Inference Beyond a Single Node", 2025):
+`Hierarchical(inner, Chosen(outer, table))`.
+star: everyone to one worker and back, two messages one after another, for links whose latency is
+all that counts (Li et al., "TPI-LLM", 2024).
+ring: the transport's own, least bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outsize.collectives.c10d import C10d
+from outsize.collectives.collective import Operation, Span
+from outsize.collectives.pieces import flattened, joined, wider
+from outsize.errors import OutsizeError
+
+Algorithm = Callable[[C10d, Tensor, Operation], None]  # in place, on a 1-D tensor
+SIZES = (256, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes
+
+
+def doubling(group: C10d, flat: Tensor, operation: Operation) -> None:
+    """Recursive doubling. The workers beyond the largest power of two give theirs to one below and
+    get the result. Both sides of a trade add the same two numbers: the bits are the same."""
+    most = 1 << (group.size.bit_length() - 1)
+    rank, mine = group.rank, flat.to(wider(flat.dtype))
+    if rank >= most:
+        group.messages("all_reduce", [(rank - most, mine)], [])
+        group.messages("all_reduce", [], [(rank - most, mine)])
+    else:
+        beyond = [rank + most] if rank + most < group.size else []
+        peers = [rank ^ (1 << bit) for bit in range(most.bit_length() - 1)]
+        _add_up(group, mine, beyond, peers, operation)
+        group.messages("all_reduce", [(peer, mine) for peer in beyond], [])
+    if mine is not flat:
+        flat.copy_(mine)
+
+
+def _add_up(
+    group: C10d, mine: Tensor, beyond: list[int], peers: list[int], operation: Operation
+) -> None:
+    """Take from those beyond, then trade with one peer after another."""
+    come = [(peer, torch.empty_like(mine)) for peer in (*beyond, *peers)]
+    early = [group.begin("all_reduce", [], [one]) for one in come] if group.early else []
+    for at, (peer, theirs) in enumerate(come):
+        sent = [] if peer in beyond else [(peer, mine)]
+        works = group.begin("all_reduce", sent, [] if early else [(peer, theirs)])
+        group.finish("all_reduce", [*works, *(early[at] if early else ())])
+        joined(mine, theirs, operation)
+
+
+def star(group: C10d, flat: Tensor, operation: Operation) -> None:
+    """Everyone's to the first worker, which adds them in the order of ranks and sends the result
+    to all."""
+    others = range(1, group.size)
+    if group.rank:
+        group.messages("all_reduce", [(0, flat)], [])
+        group.messages("all_reduce", [], [(0, flat)])
+        return
+    parts = flat.new_empty(group.size - 1, flat.numel())
+    group.messages("all_reduce", [], [(peer, parts[peer - 1]) for peer in others])
+    total = flat.to(wider(flat.dtype))
+    for part in parts:
+        joined(total, part, operation)
+    if total is not flat:
+        flat.copy_(total)
+    group.messages("all_reduce", [(peer, flat) for peer in others], [])
+
+
+def ring(group: C10d, flat: Tensor, operation: Operation) -> None:
+    """The group's own."""
+    group.all_reduce(flat, operation)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {"ring": ring, "doubling": doubling, "star": star}
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of an all-reduce of so many bytes by an algorithm."""
+
+    algorithm: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """What all-reduces take among `size` workers, measured. The same on all of them."""
+
+    size: int
+    rows: tuple[Row, ...]
+
+    def seconds(self, algorithm: str, count: int) -> float:
+        """Between the measured sizes, and beyond them along the last two."""
+        known = sorted((r.bytes, r.seconds) for r in self.rows if r.algorithm == algorithm)
+        at = min(max(bisect_left(known, (count, 0.0)), 1), len(known) - 1)
+        (low, first), (high, last) = known[at - 1], known[at]
+        return max(first + (last - first) * (count - low) / (high - low), 0.0)
+
+    def best(self, count: int) -> str:
+        """The quickest algorithm for so many bytes."""
+        names = sorted({row.algorithm for row in self.rows})
+        return min(names, key=lambda name: (self.seconds(name, count), name))
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+
+def parse_table(text: str) -> Table:
+    """What `Table.text` wrote."""
+    try:
+        found = json.loads(text)
+        rows = tuple(Row(str(r["algorithm"]), int(r["bytes"]), float(r["seconds"]))
+                     for r in found["rows"])  # fmt: skip
+        return Table(int(found["size"]), rows)
+    except (ValueError, KeyError, TypeError) as error:
+        raise OutsizeError(
+            f"a table of collectives cannot be read ({type(error).__name__}: {error}); expected"
+            " the text of Table.text(): measure it again"
+        ) from error
+
+
+def measure(group: C10d, sizes: Sequence[int] = SIZES, rounds: int = 5) -> Table:
+    """The table of a group: least seconds of the rounds, of the slowest worker. All call it."""
+    rows = [
+        Row(name, size, _least(group, algorithm, size, rounds))
+        for size in sizes
+        for name, algorithm in ALGORITHMS.items()
+    ]
+    slowest = group.all_reduce(torch.tensor([r.seconds for r in rows], dtype=torch.float64), "max")
+    return Table(
+        group.size,
+        tuple(Row(r.algorithm, r.bytes, s) for r, s in zip(rows, slowest.tolist(), strict=True)),
+    )
+
+
+def _least(group: C10d, algorithm: Algorithm, size: int, rounds: int) -> float:
+    flat, least = torch.zeros(max(size // 4, 1)), float("inf")
+    for _ in range(rounds + 1):  # the first makes connections and buffers
+        group.barrier()
+        begin = time.perf_counter()
+        algorithm(group, flat, "sum")
+        least = min(least, time.perf_counter() - begin)
+    return least
+
+
+class Chosen:
+    """A group whose all-reduces take the algorithm that a table of it says is quickest."""
+
+    def __init__(self, group: C10d, table: Table) -> None:
+        if table.size != group.size:
+            raise OutsizeError(
+                f"a table of collectives among {table.size} workers for a group of {group.size};"
+                " measure it again"
+            )
+        self.group, self.table = group, table
+        self.size, self.rank = group.size, group.rank
+
+    @property
+    def received(self) -> Counter[str]:
+        return self.group.received
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
+        algorithm = ALGORITHMS[self.table.best(tensor.nbytes)]
+        with flattened(tensor) as flat:
+            algorithm(self.group, flat, operation)
+        return tensor
+
+    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        self.group.reduce_scatter(flat, spans, out)
+
+    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        self.group.all_gather(mine, spans, out)
+
+    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        self.group.all_to_all(given, out)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self.group.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        self.group.barrier()

@@ -1,0 +1,45 @@
+"""A machine as one of several workers has it, who share its processor and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outsize.hardware.hardware import Hardware, Measured, Rate
+from outsize.hardware.host import cores
+
+
+def shared(hardware: Hardware, workers: int) -> Hardware:
+    """What each of `workers` on one machine has of its processor: as much of everything. Where they
+    are more than its cores, calls take longer too."""
+    device = hardware.devices[0]
+    if workers == 1 or device.kind != "cpu":
+        return hardware
+    part = 1.0 / workers
+    mine = replace(
+        device,
+        memory=_scaled(device.memory, part),
+        visible=None if device.visible is None else _scaled(device.visible, part),
+        bandwidth=_scaled(device.bandwidth, part),
+        peak={dtype: _scaled(rate, part) for dtype, rate in device.peak.items()},
+        measured=_measured(device.measured, part, max(1.0, workers / cores())),
+    )
+    tiers = tuple(
+        replace(tier, bytes=tier.bytes // workers) if tier.name == "device" else tier
+        for tier in hardware.tiers
+    )
+    return replace(hardware, devices=(mine, *hardware.devices[1:]), tiers=tiers)
+
+
+def _measured(measured: Measured, part: float, longer: float) -> Measured:
+    overhead, fill = measured.overhead, measured.fill
+    return Measured(
+        tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.matmul),
+        tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.attention),
+        None if overhead is None else _scaled(overhead, longer),
+        None if fill is None else _scaled(fill, part),
+    )
+
+
+def _scaled(rate: Rate, factor: float) -> Rate:
+    upto = None if rate.upto is None else rate.upto * factor
+    return replace(rate, value=rate.value * factor, upto=upto)

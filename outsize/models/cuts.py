@@ -1,0 +1,66 @@
+"""Cut: which part of a parameter lies on one worker of an axis, and its gradient's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]  # rows [first, last)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """shape: of the whole parameter. dim: along which it is cut, None: whole on every worker.
+    spans: the rows of that dim that lie here, one span behind the other; of a weight that fuses
+    several layers (queries, keys and values) a span of each. Every worker has as many spans.
+
+    shared: how many neighbours on the axis hold these same elements (1: nobody else; the axis'
+    size: all). The axis falls into runs of `shared` neighbours. partial: each of them has a part of
+    the gradient, and their sum is the gradient; else each has the whole of it. piped: it is cut on
+    the pipeline axis instead: every worker of a pipeline has rows of its own.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    spans: tuple[Span, ...] = ()
+    shared: int = 1
+    partial: bool = False
+    piped: bool = False
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """The views of a whole parameter (or of a state of its shape) that lie here."""
+        if self.dim is None:
+            return [whole]
+        return [whole.narrow(self.dim, first, last - first) for first, last in self.spans]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What lies here of a whole parameter (or of a state of its shape): a view, or where there
+        are several spans a copy."""
+        pieces = self.pieces(whole)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim or 0)
+
+    def put(self, whole: Tensor, local: Tensor) -> None:
+        """Write what lies here to its places in a whole parameter."""
+        if self.dim is None:
+            whole.copy_(local)
+            return
+        parts = local.split([last - first for first, last in self.spans], self.dim)
+        for piece, part in zip(self.pieces(whole), parts, strict=True):
+            piece.copy_(part)
+
+    @property
+    def size(self) -> int:
+        """Rows of the dim that it is cut along."""
+        return sum(last - first for first, last in self.spans)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of what lies here."""
+        return tuple(self.size if i == self.dim else n for i, n in enumerate(self.shape))
+
+
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})  # every parameter is whole here

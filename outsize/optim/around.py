@@ -1,0 +1,33 @@
+"""An optimizer around another one, with one state more beside the other's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from outsize.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is the inner one's. EXTRA: the name of the state that comes on top; `rest` and `update`
+    are for whoever is built on this."""
+
+    inner: Optimizer
+    EXTRA: ClassVar[str]
+
+    @property
+    def lr(self) -> float:
+        return self.inner.lr
+
+    @property
+    def weight_decay(self) -> float:
+        return self.inner.weight_decay
+
+    @property
+    def layout(self) -> Literal["elementwise", "matrix"]:
+        return self.inner.layout
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return (*self.inner.states, self.EXTRA)

@@ -1,0 +1,1 @@
+"""How states and computation are spread over workers: shards of chunks, cuts of weights."""

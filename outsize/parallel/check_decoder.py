@@ -1,0 +1,191 @@
+"""The checker on a native decoder and its table of layouts (outsize/parallel/declared.py).
+
+One layer of each kind is traced and checked, however many there are of it; kinds follow one another
+as the layers do, so that what one gives is what the next takes, in both directions.
+
+T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from outsize.models.attention import Attention
+from outsize.models.config import DecoderConfig
+from outsize.models.cuts import Cut
+from outsize.models.decoder import Decoder
+from outsize.models.experts import LocalDispatch
+from outsize.models.linear import Linear
+from outsize.models.seams import AttendSpec, Context
+from outsize.parallel import declared as tables
+from outsize.parallel.check import (
+    Checked,
+    Declaration,
+    Finding,
+    Known,
+    examined,
+)
+from outsize.parallel.check_cuts import counted, layout_of
+from outsize.parallel.check_graph import Graph, Site
+from outsize.parallel.check_infer import Found
+from outsize.parallel.check_trace import Recorder, trace
+from outsize.parallel.layouts import Exchange, Laid, Layout, Sharded
+
+FEATURES = Sharded(1)
+TOKENS = 8  # of the traced microbatch: two documents of four
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A decoder on the tensor axis: layouts of its parameters (cuts of any one worker, by name),
+    where layouts change, and how the logits lie that the loss takes."""
+
+    cuts: Mapping[str, Cut]
+    boundaries: tuple[tables.Boundary, ...]
+    logits: Layout = FEATURES
+    axis: str = "tensor"
+
+
+def check_decoder(config: DecoderConfig, size: int, spread: Spread) -> tuple[Finding, ...]:
+    """Everything that is wrong with a decoder that lies like this on `size` workers; empty where
+    its gradients, its loss and its norm are those of one worker."""
+    firsts = _firsts(config, spread)
+    layers = tuple(config.layers[i] for i in firsts)
+    with torch.device("meta"):
+        model = Decoder(replace(config, layers=layers))
+    declared = _declaration(model, size, spread, firsts)
+    graph = _traced(model, frozenset(declared.known))
+    checked = examined(graph, declared)
+    found = (*checked.findings, *_stream(graph, declared, checked))
+    names = {f"blocks.{j}": f"blocks.{i}" for j, i in enumerate(firsts)}
+    renamed = (replace(f, module=_renamed(f.module, names)) for f in found)
+    return (*renamed, *counted(spread.cuts, spread.axis, size))
+
+
+def _firsts(config: DecoderConfig, spread: Spread) -> list[int]:
+    """The first layer of each kind: alike in what they are, how they are cut and where layouts
+    change."""
+    cuts: dict[str, list[tuple[str, Cut]]] = {}
+    for name, cut in spread.cuts.items():
+        head, index, *rest = name.split(".")
+        if head == "blocks":
+            cuts.setdefault(index, []).append(
+                (".".join(rest), replace(cut, spans=((0, cut.size),)))
+            )
+    particular = [b.module for b in spread.boundaries if b.module.startswith("blocks.")]
+    kinds: dict[object, int] = {}
+    for i, facts in enumerate(config.layers):
+        own = tuple(m for m in particular if not m.startswith("blocks.*") and _is_of(m, i))
+        kinds.setdefault((replace(facts, scale=1.0), tuple(cuts.get(str(i), ())), own), i)
+    return list(kinds.values())
+
+
+def _is_of(pattern: str, layer: int) -> bool:
+    return fnmatchcase(f"blocks.{layer}", ".".join(pattern.split(".")[:2]))
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    block = ".".join(name.split(".")[:2])
+    return names.get(block, block) + name[len(block) :]
+
+
+def _declaration(model: Decoder, size: int, spread: Spread, firsts: Sequence[int]) -> Declaration:
+    names = {f"blocks.{j}": f"blocks.{i}" for j, i in enumerate(firsts)}
+    cuts = {name: spread.cuts[_renamed(name, names)] for name, _ in model.named_parameters()}
+    exchanges = dict(_exchanges(model, spread.boundaries, names))
+    return Declaration(
+        spread.axis,
+        size,
+        {name: layout_of(cut) for name, cut in cuts.items()},
+        frozenset(name for name, cut in cuts.items() if cut.partial),
+        exchanges,
+        (),
+        (Laid(spread.logits, spread.logits),),
+        dict(_wide_norms(model, cuts)),
+    )
+
+
+def _exchanges(
+    model: Decoder, boundaries: Sequence[tables.Boundary], names: Mapping[str, str]
+) -> Iterator[tuple[Site, Exchange]]:
+    """Boundaries by place. The loss takes the head's logits as they are made."""
+    modules = dict(model.named_modules())
+    for boundary in boundaries:
+        if boundary.before == boundary.after or boundary.module == "epilogue.head":
+            continue
+        exchange = Exchange(boundary.before, boundary.after)
+        for name in modules:
+            if fnmatchcase(_renamed(name, names), boundary.module):
+                yield _site(modules[name], name, boundary.edge), exchange
+
+
+def _site(module: nn.Module, name: str, edge: str) -> Site:
+    """Biases of row weights come behind the sum: it is of the product."""
+    for child, part in module.named_children():
+        if edge == "output" and isinstance(part, Linear) and part.use == "row":
+            return f"{name}.{child}", "product"
+    return name, edge
+
+
+def _wide_norms(model: Decoder, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Known]]:
+    """Norms over all heads at once that take their statistic over the axis."""
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.whole_norm:
+            for norm in ("q_norm", "k_norm"):
+                cut = cuts[f"{name}.{norm}.weight"]
+                if cut.dim is not None:
+                    layout = Sharded(1, copies=cut.shared)
+                    yield f"{name}.{norm}", Known(layout, layout)
+
+
+def _traced(model: Decoder, known: frozenset[str]) -> Graph:
+    """From ids to logits, attention as one node."""
+    ids_T = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    bounds = (0, TOKENS // 2, TOKENS)
+    rope = {
+        name: (torch.empty(TOKENS, facts.dim // 2, device="meta"),) * 2
+        for name, facts in model.config.ropes.items()
+    }
+
+    def call(recorder: Recorder) -> Tensor:
+        def attend(
+            q_THK: Tensor,
+            k_TGK: Tensor,
+            v_TGW: Tensor,
+            bounds: tuple[int, ...],
+            spec: AttendSpec,
+        ) -> Tensor:
+            def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return q.new_empty((*q.shape[:2], v.shape[2]))
+
+            return recorder.whole("attend", run, q_THK, k_TGK, v_TGW)
+
+        with recorder.sleeping():
+            context = Context(torch.empty_like(ids_T), bounds, rope, attend, LocalDispatch())
+        h_TD = model.hidden(ids_T, context)
+        return model.epilogue.logits(h_TD)
+
+    return trace(model, (ids_T,), known=known, call=call)
+
+
+def _stream(graph: Graph, declared: Declaration, checked: Checked) -> Iterator[Finding]:
+    """Every layer takes and gives the residual stream in one layout, so their order is free."""
+    seen: dict[tuple[Found | None, Layout | None], str] = {}
+    for node in graph.nodes:
+        if node.site is not None and _is_layer(node.site[0]):
+            index = node.inputs[0]
+            seen.setdefault((checked.values[index], checked.gradients[index]), node.site[0])
+    if len(seen) > 1 and not checked.findings:
+        (first, _), (other, module), *_ = seen.items()
+        what = f"the residual stream is {other[0]} with {other[1]} gradient here, {first[0]} with"
+        missing = "an exchange where the layers meet"
+        yield Finding(module, "x", declared.axis, f"{what} {first[1]} elsewhere", missing)
+
+
+def _is_layer(path: str) -> bool:
+    return path.startswith("blocks.") and path.count(".") == 1

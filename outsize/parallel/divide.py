@@ -1,0 +1,29 @@
+"""What a worker keeps of a decoder, as a plan's mesh says: one call for all axes that cut it."""
+
+from __future__ import annotations
+
+from outsize.collectives import Collective, World, along
+from outsize.models.cuts import Cut
+from outsize.models.decoder import Decoder
+from outsize.parallel.overlap import Overlap
+from outsize.parallel.piped_vocabulary import cut_vocabulary
+from outsize.parallel.tensor import split
+from outsize.plan import Plan
+
+
+def divide(
+    model: Decoder,
+    world: World,
+    plan: Plan,
+    overlap: Overlap | None = None,
+    line: Collective | None = None,
+) -> dict[str, Cut]:
+    """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
+
+    overlap: of the tensor axis' products with their sums. line: the workers over which the
+    vocabulary is cut, where they are not the world's pipeline (a forecast plays one of them).
+    """
+    cuts = split(model, along(world, "tensor"), plan.sequence_parallel, overlap=overlap)
+    if plan.pipeline.vocabulary:
+        cuts |= cut_vocabulary(model, line or along(world, "pipeline", "exchange"))
+    return cuts

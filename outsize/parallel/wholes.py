@@ -1,0 +1,115 @@
+"""Wholes: parameters (and states of their shape) that lie in parts on the tensor axis, or on the
+pipeline axis (tables of a cut vocabulary), put together and taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from outsize.collectives import Collective
+from outsize.models.cuts import Cut, Span
+
+Fill = Callable[[str, Tensor], None]
+
+
+class Wholes:
+    """Knows which part of every parameter each worker of the axis has; the workers ask each other
+    at the first call of `whole`, which all make for the same names in the same order."""
+
+    def __init__(
+        self, cuts: Mapping[str, Cut], axis: Collective, line: Collective | None = None
+    ) -> None:
+        self._cuts, self._axis, self._line = cuts, axis, line
+        self._known: Mapping[str, list[tuple[Span, ...]]] | None = None
+
+    @property
+    def _parts(self) -> Mapping[str, list[tuple[Span, ...]]]:
+        """By name of what is cut, the part of each worker. Not a cached_property: Python 3.11 locks
+        those of all instances, and workers that are threads would wait for one another for ever."""
+        if self._known is None:
+            self._known = self._asked()
+        return self._known
+
+    def _axis_of(self, cut: Cut) -> Collective:
+        """The workers that have the other parts."""
+        assert self._line is not None or not cut.piped, "who has the other rows was not said"
+        return self._line if cut.piped and self._line is not None else self._axis
+
+    def _asked(self) -> Mapping[str, list[tuple[Span, ...]]]:
+        found: dict[str, list[tuple[Span, ...]]] = {}
+        for piped in (False, True):
+            parts = {n: c for n, c in self._cuts.items() if c.dim is not None and c.piped == piped}
+            if parts:
+                found |= self._asked_of(parts, self._axis_of(next(iter(parts.values()))))
+        return found
+
+    @staticmethod
+    def _asked_of(
+        cuts: Mapping[str, Cut], axis: Collective
+    ) -> Mapping[str, list[tuple[Span, ...]]]:
+        names = sorted(cuts)
+        ends = [0]
+        for name in names:
+            ends.append(ends[-1] + len(cuts[name].spans))
+        numbers = list(chain.from_iterable(cuts[n].spans for n in names))
+        # A rehearsal has no numbers from others: there its own parts stand for theirs.
+        with unset_fake_temporarily():
+            mine = torch.tensor(numbers, dtype=torch.int64).flatten()
+            every = mine.repeat(axis.size)
+            each = 2 * ends[-1]
+            places = [(r * each, (r + 1) * each) for r in range(axis.size)]
+            axis.all_gather(mine, places, every)
+            rows = every.view(axis.size, ends[-1], 2).tolist()
+        return {
+            name: [tuple((a, b) for a, b in row[first:last]) for row in rows]
+            for name, (first, last) in zip(names, pairwise(ends), strict=True)
+        }
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a tensor that has a parameter's shape, of which `local` lies here. The
+        tensor itself where it is whole."""
+        cut = self._cuts.get(name)
+        if cut is None or cut.dim is None:
+            return local
+        if all(spans == ((0, cut.shape[cut.dim]),) for spans in self._parts[name]):
+            return local  # one key-value head, which every worker has
+        parts = [replace(cut, spans=spans) for spans in self._parts[name]]
+        offsets = [0]
+        for part in parts:
+            offsets.append(offsets[-1] + prod(part.local))
+        places = list(pairwise(offsets))
+        every = local.new_empty(offsets[-1])
+        self._axis_of(cut).all_gather(local.contiguous().flatten(), places, every)
+        out = local.new_empty(cut.shape)
+        for part, (first, last) in zip(parts, places, strict=True):
+            part.put(out, every[first:last].view(part.local))
+        return out
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """What lies here of a whole tensor: a view of it or a copy."""
+        return self._cuts[name].of(whole) if name in self._cuts else whole
+
+    def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
+        """The shape of a whole parameter of which `local` lies here."""
+        return self._cuts[name].shape if name in self._cuts else tuple(local.shape)
+
+    def cutting(self, fill: Fill, suffix: str = "") -> Fill:
+        """A fill that writes what lies here, from one that writes whole parameters. suffix: behind
+        a parameter's name."""
+
+        def filled(name: str, out: Tensor) -> None:
+            cut = self._cuts.get(name.removesuffix(suffix))
+            if cut is None or cut.dim is None:
+                fill(name, out)
+                return
+            whole = out.new_empty(cut.shape)
+            fill(name, whole)
+            out.copy_(cut.of(whole))
+
+        return filled

@@ -1,0 +1,112 @@
+"""How a plan is spread over workers: states over its data axis, stages over its pipeline axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outsize.errors import OutsizeError
+
+KINDS = ("parameters", "gradients", "optimizer")
+VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many neighbours of the data axis each state is cut; 1: every worker has all of it.
+
+    Each divides the next, so that what a worker updates lies within the parameters that it holds.
+    On N workers ZeRO's stages 1, 2 and 3 are (1, 1, N), (1, N, N) and (N, N, N); with H of them on
+    a machine (H, H, H) is hybrid sharding and (H, N, N) parameters that are gathered within a
+    machine only (what ZeRO++'s second copy is for). optimizer: the master copy and the moments.
+    """
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+    def check(self, data: int) -> None:
+        """Refuse degrees that `data` workers cannot have."""
+        inner = 1
+        for name in (*KINDS, "data"):
+            degree = data if name == "data" else int(getattr(self, name))
+            if degree < inner or degree % inner:
+                what = f"mesh.data is {data}" if name == "data" else f"shards.{name} is {degree}"
+                raise OutsizeError(
+                    f"plan: {what}; expected a multiple of {inner}, over which the states before it"
+                    " are cut (parameters, gradients, optimizer, then all workers of the data axis)"
+                )
+            inner = degree
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """How the pipeline axis plays a step.
+
+    schedule: a name of outsize/schedule/pipelines/registry.py, with its number behind a colon where
+    it takes one: "interleaved:2" stages a worker, "hanayo:2" waves. cuts: the plan's stages at
+    which the second and further stages of the pipeline begin; (): as many in each as can be. costs:
+    seconds of a unit's forward, input gradient and weight gradient, for schedules that ask.
+    vocabulary: 0, the embedding and the head are where the first and the last stage are; 1 or 2,
+    they are cut over all workers, whom a microbatch's backward then waits for twice or once (the
+    variants of Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024).
+    head: then seconds of the whole head's forward, input gradient and weight gradient.
+    """
+
+    schedule: str = "1f1b"
+    cuts: tuple[int, ...] = ()
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    vocabulary: int = 0
+    head: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @property
+    def said(self) -> str:
+        """Schedule and vocabulary as people write them: `pipelined` reads it."""
+        behind = f"+{VOCABULARY}:{self.vocabulary}" if self.vocabulary else ""
+        return f"{self.schedule}{behind}"
+
+    def __post_init__(self) -> None:
+        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
+            raise OutsizeError(
+                f"plan: pipeline.cuts is {list(self.cuts)}; expected rising numbers from 1 on: a"
+                " stage without blocks cannot run"
+            )
+        for name, costs in (("costs", self.costs), ("head", self.head)):
+            if not all(0 < cost < float("inf") for cost in costs):
+                raise OutsizeError(
+                    f"plan: pipeline.{name} is {list(costs)}; expected positive seconds"
+                )
+        if self.vocabulary not in (0, 1, 2):
+            raise OutsizeError(
+                f"plan: pipeline.vocabulary is {self.vocabulary}; expected 0 (whole layers), 1 (cut"
+                " over the workers, two barriers) or 2 (one barrier)"
+            )
+
+
+def pipelined(text: str) -> Pipelined:
+    """A pipeline as people write it: a schedule, and behind a plus whether the vocabulary is cut:
+    "zb-h1", "1f1b+vocabulary:2". OutsizeError says what cannot be read."""
+    schedule, plus, more = text.partition("+")
+    if not plus:
+        return Pipelined(schedule)
+    name, _, number = more.partition(":")
+    if name.strip() != VOCABULARY or number.strip() not in ("1", "2"):
+        raise OutsizeError(
+            f"{text!r}: expected a schedule, or one with +{VOCABULARY}:1 or"
+            f" +{VOCABULARY}:2 behind it, as {schedule.strip() or '1f1b'}+{VOCABULARY}:2"
+        )
+    return Pipelined(schedule.strip(), vocabulary=int(number))
+
+
+def share(count: int, parts: int, place: int) -> tuple[int, int]:
+    """[start, stop) of the part at a place, of so many parts of `count` things: as equal as can be,
+    the first ones the largest."""
+    each, more = divmod(count, parts)
+    start = place * each + min(place, more)
+    return start, start + each + (place < more)
+
+
+def zero(stage: int, data: int) -> Sharding:
+    """ZeRO's stages 0 (nothing is cut) to 3 (everything is) on `data` workers."""
+    if not 0 <= stage <= 3:
+        raise OutsizeError(f"zero is {stage}; expected 0, 1, 2 or 3")
+    return Sharding(*(data if stage >= least else 1 for least in (3, 2, 1)))

@@ -1,0 +1,187 @@
+"""What a job refuses before anything is allocated, and how its chunks are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from outsize.collectives import Collective, World
+from outsize.errors import OutsizeError, nearest
+from outsize.memory import ChunkTable
+from outsize.memory.chunk import Dtypes
+from outsize.memory.store import MemoryStore, Store
+from outsize.models.cuts import NO_CUTS, Cut
+from outsize.optim import Optimizer, taker
+from outsize.plan import DEVICE, Plan, Precision
+from outsize.runtime.flow import Flow
+from outsize.runtime.placement import Placement
+from outsize.schedule import Kind
+
+_OTHERS = (
+    ("zeroth-order", "computes gradients", "outsize.runtime.zeroth.ZerothJob"),
+    ("local-learning", "has one loss", "outsize.runtime.local.LocalJob"),
+    ("delayed-update", "updates at once", "outsize.runtime.delayed.Delayed"),
+)
+
+
+def dtypes_of(precision: Precision) -> Dtypes:
+    """A plan's precision as torch dtypes."""
+    master = precision.master
+    return Dtypes(
+        getattr(torch, precision.compute),
+        getattr(torch, precision.gradients),
+        None if master is None else getattr(torch, master),
+        getattr(torch, precision.optimizer),
+    )
+
+
+def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
+    if plan.mesh != world.mesh:
+        raise OutsizeError(
+            f"plan: mesh is {plan.mesh}, but the workers that run are {world.mesh}; start as many"
+            f" as the mesh has, {plan.mesh.size}"
+        )
+    if plan.pipeline.vocabulary and not any(cut.piped for cut in cuts.values()):
+        raise OutsizeError(
+            f"model: whole, while pipeline.vocabulary is {plan.pipeline.vocabulary}; cut it with"
+            " outsize.parallel.divide.divide before, and hand over what that gives"
+        )
+    if plan.mesh.tensor > 1 and not cuts:
+        raise OutsizeError(
+            f"model: whole, while mesh.tensor is {plan.mesh.tensor}; cut it with"
+            " outsize.parallel.tensor.split before, and hand over what that gives"
+        )
+
+
+def check(flow: Flow, plan: Plan, clip: float | None) -> None:
+    """Refuse what cannot be, before anything is allocated."""
+    for name, what, where in _OTHERS:
+        if name in plan.approximate:
+            raise OutsizeError(
+                f"plan: approximate holds {name}, and this job {what}; use {where}, or leave the"
+                " name out"
+            )
+    parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
+    known = ("block", *(part for part in parts if "." not in part))
+    for stage in plan.stages:
+        for field, names in (("recompute", stage.recompute), ("spill", stage.spill)):
+            for name in names:
+                if name != "block" and name not in parts:
+                    raise OutsizeError(
+                        f"plan: {field} holds {name!r}, which is no part of any block"
+                        f"{nearest(name, known)}"
+                    )
+    if plan.update == "behind" and clip is not None:
+        raise OutsizeError(
+            f"plan: update is 'behind' and gradients are clipped at {clip:g}: the norm is known"
+            " only when every stage has its gradient; set clip to null, or update to 'apart'"
+        )
+
+
+def check_pipeline(placement: Placement) -> None:
+    """Refuse schedules of a pipeline that do not go with the rest of a plan."""
+    line, plan = placement.pipelining, placement.plan
+    actions = chain.from_iterable(line.coarse.schedule.workers) if line else ()
+    if plan.sequence_chunk and any(a.kind is Kind.BACKWARD_INPUT for a in actions):
+        raise OutsizeError(
+            f"plan: sequence_chunk is {plan.sequence_chunk} and pipeline.schedule"
+            f" {plan.pipeline.schedule!r} takes the gradients of weights later, which would hold"
+            " every chunk: set sequence_chunk to 0, or take a schedule with whole backward passes,"
+            " as 1f1b"
+        )
+    _check_summed(placement)
+    _check_rows(placement)
+
+
+def _check_rows(placement: Placement) -> None:
+    """Refuse what does not go with a vocabulary that is cut over the pipeline."""
+    plan = placement.plan
+    if not plan.pipeline.vocabulary:
+        return
+    axis = f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}"
+    if placement.first:
+        raise OutsizeError(
+            f"{axis}, and the first {placement.first} stages are frozen; the embedding's gradient"
+            " comes last: train them, or set it to 0"
+        )
+    for name, value in (("sequence_chunk", plan.sequence_chunk), ("loss_chunk", plan.loss_chunk)):
+        if value:
+            raise OutsizeError(
+                f"{axis} and {name} {value}; the losses of a microbatch are made at once, when all"
+                " workers know their sums: set one of them to 0"
+            )
+
+
+def _check_summed(placement: Placement) -> None:
+    """Refuse sums over workers of gradients that leave the device before."""
+    own = placement.residency
+    for stage in sorted(own.merged | own.summed):
+        tier = placement.plan.stages[stage].rest.gradients
+        if tier != DEVICE:
+            why = (
+                "several workers of the pipeline have that stage (a schedule of two ways, or"
+                " parameters that stages share)"
+                if stage in own.merged
+                else "workers of the tensor axis sum some of them (norms where tokens are cut, or"
+                " heads that several have)"
+            )
+            raise OutsizeError(
+                f"plan: gradients of stage {stage} rest on {tier}, and {why}; let them rest on"
+                f" {DEVICE}"
+            )
+
+
+def check_same(placement: Placement, line: Collective) -> None:
+    """Refuse workers of a pipeline that would play different schedules: where their messages have
+    the same shapes, nothing else would tell. line: all of them call it."""
+    made = placement.pipelining
+    if made is None:
+        return
+    text = f"{made.bounds}\n{made.coarse.schedule.to_text()}"
+    mine = crc32(text.encode())
+    with unset_fake_temporarily():
+        ends = line.all_reduce(torch.tensor([mine, -mine], dtype=torch.float64), "max").tolist()
+    if ends != [mine, -mine]:
+        raise OutsizeError(
+            f"plan: the workers of the pipeline would play different schedules, each"
+            f" {placement.plan.pipeline.schedule} made for other costs or cut elsewhere; make the"
+            " plan on one of them and hand it to the others"
+        )
+
+
+def by_shape(owners: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The usual groups: matrices, and everything else."""
+    return {name: int(p.ndim < 2) for name, p in owners.items()}
+
+
+def matrices_of(
+    flow: Flow, optimizer: Optimizer, cuts: Mapping[str, Cut] = NO_CUTS
+) -> frozenset[str]:
+    """What an optimizer updates as wholes: matrices of the blocks, and stacks of matrices. cuts: of
+    parameters that lie here in part; one row of a matrix is a part of a matrix all the same."""
+    if optimizer.layout == "elementwise":
+        return frozenset()
+    named = chain.from_iterable(params for _, params in flow.segments[1:-1])
+    shapes = {n: cuts[n].shape if n in cuts else tuple(p.shape) for n, p in named}
+    return frozenset(n for n, s in shapes.items() if len(s) in (2, 3) and min(s[-2:]) > 1)
+
+
+def placement_of(
+    flow: Flow,
+    plan: Plan,
+    layout: tuple[ChunkTable, ...],
+    optimizer: Optimizer,
+    stores: Mapping[str, Store],
+    world: World,
+) -> Placement:
+    uses = tuple(tuple(others) for others in flow.uses)
+    memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
+    rest, matrix = (taker(optimizer, matrices).states for matrices in (False, True))
+    dtypes = dtypes_of(plan.precision)
+    place, turn = (plan.mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
+    return Placement(plan, layout, uses, dtypes, rest, matrix, memory, place, turn)

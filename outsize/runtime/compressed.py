@@ -1,0 +1,107 @@
+"""Activations kept in 8 bits: what autograd saves in a block is rounded while it waits.
+
+A storage is cut into groups of GROUP numbers, each with one scale, and rounded to 8-bit integers,
+once however many tensors share it. The forward pass computes with whole numbers; only gradients
+see the rounded ones. (Ardakani et al., "SlimFit", 2023, rounds what a frozen layer cannot drop, in
+fixed point; a scale for each group: Chen et al., "ActNN", 2021.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+GROUP = 128  # numbers that share a scale: 3% of what they weigh in float32
+LEAST = 1 << 10  # numbers: what is smaller stays as it is
+MOST = 127
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A flat tensor of `numel` numbers: codes (groups, GROUP) in int8, scales (groups, 1)."""
+
+    codes: Tensor
+    scales: Tensor
+    numel: int
+    dtype: torch.dtype
+
+    def flat(self) -> Tensor:
+        """The numbers again, each off by half a scale at most."""
+        whole = self.codes.to(self.scales.dtype).mul_(self.scales).to(self.dtype)
+        return whole.view(-1)[: self.numel]
+
+
+def rounded(flat: Tensor) -> Rounded:
+    """A 1-D tensor in 8 bits; numbers must be finite."""
+    numel, wide = flat.numel(), torch.promote_types(flat.dtype, torch.float32)
+    rows = flat.new_zeros(-(-numel // GROUP), GROUP, dtype=wide)
+    rows.view(-1)[:numel].copy_(flat)
+    scales = rows.abs().amax(1, keepdim=True).div_(MOST)
+    codes = rows.div_(scales.clamp(min=torch.finfo(wide).tiny)).round_().to(torch.int8)
+    return Rounded(codes, scales, numel, flat.dtype)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that autograd saved: a view of a storage that was rounded."""
+
+    rounded: Rounded
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.rounded.flat().as_strided(self.size, self.stride, self.offset)
+
+
+class _Call:
+    """One forward of a block. kept: storages that stay as they are."""
+
+    def __init__(self, kept: Collection[int]) -> None:
+        self._kept = kept
+        self._seen: dict[int, tuple[Tensor, Rounded]] = {}  # the tensor: so that it is not reused
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps instead of a tensor."""
+        plain = tensor.layout is torch.strided and tensor.is_floating_point()
+        storage = tensor.untyped_storage()
+        numel = storage.nbytes() // tensor.element_size()
+        if not plain or numel < LEAST or storage._cdata in self._kept:
+            return tensor
+        if storage._cdata not in self._seen:
+            flat = tensor.detach().as_strided((numel,), (1,), 0)
+            self._seen[storage._cdata] = (flat, rounded(flat))
+        _, made = self._seen[storage._cdata]
+        return _View(made, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def forget(self) -> None:
+        """Let the tensors go: the graph holds on to its hooks."""
+        self._seen.clear()
+
+
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed.tensor() if isinstance(packed, _View) else packed
+    return tensor
+
+
+def compressing(module: nn.Module, kept: Collection[int]) -> Callable[..., Any]:
+    """A forward for a block whose saved activations are rounded. kept: storages (their `_cdata`)
+    that are not: parameters."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        call = _Call(kept)
+        try:
+            with saved_tensors_hooks(call.pack, _unpack):
+                return plain(*args, **kwargs)
+        finally:
+            call.forget()
+
+    return forward

@@ -1,0 +1,316 @@
+"""Local learning: groups of blocks that learn by losses of their own, one group at a time.
+
+No gradient passes between groups, so the activations of one group exist at once, beside the hidden
+states that are handed on. Every group but the last has an auxiliary network with a norm and a head,
+which gives it a next-token loss; that network may hold a moving average of the next group's first
+block, which tells a group what the next one will make of its output (Su et al., "Momentum Auxiliary
+Network for Supervised Local Learning", 2024; plain local learning: Belilovsky et al., "Decoupled
+Greedy Learning of CNNs", 2020).
+
+A group is a Job like any other: each makes its whole step, clipped by its own norm and updated,
+before the next one begins. The average moves when its group has stepped and the next has not.
+
+    job = LocalJob(model, plan, AdamW(lr))   # plan.approximate: [local-learning], plan.local
+    loss = job.step(batch)                   # that of the last group, the model's own
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import PLAIN, LossOptions
+from outsize.memory import Meter
+from outsize.memory.store import Store
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.plan import Plan
+from outsize.runtime.groups import AVERAGE, Auxiliary, Group, decoders, job_of, later
+from outsize.runtime.job import Fill, Job, Report
+from outsize.runtime.native import NativeFlow
+from outsize.runtime.placement import Placement
+from outsize.runtime.residence import NO_STORES
+from outsize.trace.trace import Event, Trace
+
+NAME = "local-learning"  # what `approximate` must name
+VALUE = "value"  # what the weights of auxiliary networks are called among the states
+
+
+class LocalJob:
+    """Trains a decoder group by group; used like Job.
+
+    model: a native decoder whose head is its own. plan: of the whole model, with local-learning
+    under approximate and `local` its settings. clip: largest gradient norm of each group. ledger,
+    fill: as for Job. options: of every loss. Auxiliary networks begin as copies of the model's own
+    blocks and head.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        plan: Plan,
+        optimizer: Optimizer,
+        clip: float | None = None,
+        ledger: Meter | None = None,
+        fill: Fill | None = None,
+        options: LossOptions = PLAIN,
+    ) -> None:
+        if NAME not in plan.approximate:
+            raise OutsizeError(
+                f"plan: approximate is {list(plan.approximate)}; losses of groups change the"
+                f" maths: name {NAME} there"
+            )
+        if model.config.ways > 1 or model.config.ladder_from is not None:
+            raise OutsizeError(
+                f"{NAME}: groups end in plain blocks, but the model is wired as a ladder or in"
+                " ways; leave ladder_from and kraken_ways out, or the approximation"
+            )
+        self.plan, self.optimizer = plan, optimizer
+        self.stores: Mapping[str, Store] = NO_STORES  # every group is on the device
+        self.flow = NativeFlow(model, plan, options)
+        named = dict(model.named_parameters())
+        self.groups: list[Group] = []
+        self.jobs: list[Job] = []
+        self._ends: list[Auxiliary] = []
+        values = fill or partial(_copied, named)
+        for group, decoder in decoders(model, plan):
+            self.groups.append(group)
+            self.jobs.append(job_of(group, decoder, plan, optimizer, clip, ledger, values, options))
+            if isinstance(decoder.epilogue, Auxiliary):
+                self._ends.append(decoder.epilogue)
+        self.owners = {
+            group.name(name): parameter
+            for group, job in zip(self.groups, self.jobs, strict=True)
+            for name, parameter in job.owners.items()
+        }
+        self._torn = False  # some groups have stepped and some have not
+        with nullcontext() if ledger is None else ledger, torch.no_grad():
+            self._averages = [self._average_of(index) for index in range(len(self._ends))]
+
+    def _average_of(self, index: int) -> dict[str, Tensor]:
+        """The moving average by the names of the block's parameters: the parameters themselves, or
+        copies as wide as what training continues from, for small changes would be lost."""
+        average, read = self._ends[index].average, self.jobs[index + 1].weight_reader()
+        wide = torch.promote_types(self.weights_dtype, torch.float32)
+        return {
+            name: p.data if p.dtype == wide else read(f"blocks.0.{name}").to(wide, copy=True)
+            for name, p in (() if average is None else average.named_parameters())
+        }
+
+    # -- what it shares with a Job ----------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Meter | None:
+        """Counts bytes while it works."""
+        return self.jobs[0].ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Meter | None) -> None:
+        for job in self.jobs:
+            job.ledger = ledger
+
+    @property
+    def placement(self) -> Placement:
+        """Of the first group; all rest alike."""
+        return self.jobs[0].placement
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """What training continues from is held in."""
+        return self.jobs[0].weights_dtype
+
+    def close(self) -> None:
+        """Give the model back as an ordinary module; its parameters stay views of the chunks."""
+        for job in self.jobs:
+            job.close()
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, lr: float | None = None) -> Tensor:
+        """Train every group on one batch; gives the mean loss of the last one, a scalar tensor.
+
+        In `report`, norm is that of all groups' gradients together; `losses` has every group's.
+        """
+        begin = time.perf_counter()
+        if self._torn:
+            raise OutsizeError(
+                "job: a step was cut off when some groups had made it; load a checkpoint to go on"
+            )
+        events: list[Event] = []
+        with self.handing():
+            for index, job in enumerate(self.jobs):
+                since = time.perf_counter() - begin
+                loss = job.step(batch, lr)
+                self._torn = True
+                self._move(index)
+                events += later(job.report.trace, since, self._offset(index))
+        self._torn = False
+        reports = [job.report for job in self.jobs]
+        self.losses = tuple(report.loss for report in reports)
+        norm = sum(report.norm**2 for report in reports) ** 0.5
+        seconds = time.perf_counter() - begin
+        trace = Trace("measured", tuple(events))
+        self.report = Report(reports[-1].loss, norm, reports[-1].count, seconds, trace)
+        return loss
+
+    @contextmanager
+    def handing(self) -> Iterator[None]:
+        """A step: every group hands its outputs to the next."""
+        for end in self._ends:
+            end.handing = True
+        try:
+            yield
+        finally:
+            for end in self._ends:
+                end.handing = False
+                end.handed.clear()
+
+    def _offset(self, index: int) -> int:
+        return sum(len(job.plan.stages) for job in self.jobs[:index])
+
+    @torch.no_grad()
+    def _move(self, index: int) -> None:
+        """Move a group's average towards the next group's first block, as it is now."""
+        if index == len(self._ends) or not self._averages[index]:
+            return
+        read = self.jobs[index + 1].weight_reader()
+        module = cast(nn.Module, self._ends[index].average)
+        shown = dict(module.named_parameters())
+        for name, mean in self._averages[index].items():
+            mean.lerp_(read(f"blocks.0.{name}").to(mean.dtype), 1 - self.plan.local.momentum)
+            if mean.data_ptr() != shown[name].data_ptr():
+                shown[name].data.copy_(mean)
+
+    # -- evaluation and state ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, rows: int) -> tuple[float, int]:
+        """Sum of losses of the whole model over a batch of `rows` rows, and the count of its valid
+        targets."""
+        size, total = self.plan.microbatch_rows, 0.0
+        for start in range(0, rows, size):
+            part = self.flow.part(batch, start, min(start + size, rows))
+            walk = self.flow.begin(part, 1.0)
+            for stage in range(len(self.plan.stages)):
+                walk.forward(stage)
+            assert walk.loss is not None
+            total += float(walk.loss)
+        return total, int(self.flow.count(batch).item())
+
+    def _each(self) -> Iterator[tuple[Group, Job]]:
+        return zip(self.groups, self.jobs, strict=True)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the model by name; see Job.weights."""
+        return ((name, w) for name, w in self._weights() if not _extra(name))
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for group, job in self._each():
+            yield from ((group.name(name), weight) for name, weight in job.weights())
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Optimizer states by "parameter.state", and what auxiliary networks weigh."""
+        read = self.reader()
+        for name in self.state_names():
+            owner, _, state = name.rpartition(".")
+            yield name, read(owner, state)
+
+    def state_names(self) -> Iterator[str]:
+        """The names that `optimizer_state` gives."""
+        for group, job in self._each():
+            yield from (group.name(name) for name in job.state_names())
+        yield from (f"{name}.{VALUE}" for name in self.owners if _extra(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter."""
+        return tuple(self.owners[name].shape)
+
+    def weight_reader(self) -> Callable[[str], Tensor]:
+        """Gives a weight by name; see Job.weight_reader."""
+        read = self.reader()
+        return lambda name: read(name, None)
+
+    def reader(self) -> Callable[[str, str | None], Tensor]:
+        """Gives the named state of a parameter, or (None) its weight."""
+        where = {
+            group.name(name): (job.reader(), name) for group, job in self._each()
+            for name in job.owners
+        }  # fmt: skip
+        means = dict(self._named_averages())
+        dtype = self.placement.dtypes.optimizer
+
+        def read(name: str, state: str | None) -> Tensor:
+            of, local = where[name]
+            if state != VALUE:
+                return of(local, state)
+            return means[name].to(dtype) if name in means else of(local, None).to(dtype)
+
+        return read
+
+    def _named_averages(self) -> Iterator[tuple[str, Tensor]]:
+        for group, averages in zip(self.groups, self._averages, strict=False):
+            for name, mean in averages.items():
+                yield group.name(f"epilogue.{AVERAGE}.{name}"), mean
+
+    @torch.no_grad()
+    def load(self, value: Fill | None, state: Fill) -> None:
+        """Replace every weight of the model (value None: they stay) and every state."""
+        for group, job in self._each():
+            kept = job.weight_reader() if value is None else None
+            job.load(partial(_replaced, group, kept, value, state), partial(_renamed, group, state))
+        for name, mean in self._named_averages():
+            state(f"{name}.{VALUE}", mean)
+
+    def update_counts(self) -> dict[str, int]:
+        """Updates that each parameter has had."""
+        return {
+            group.name(name): count
+            for group, job in self._each()
+            for name, count in job.update_counts().items()
+        }
+
+    def restore_counts(self, counts: Mapping[str, int]) -> None:
+        """Set the updates that each parameter has had; weights and states were loaded before."""
+        for group, job in self._each():
+            names = {group.name(name): name for name in job.owners}
+            job.restore_counts({names[n]: c for n, c in counts.items() if n in names})
+        self._torn = False
+
+
+def _copied(named: Mapping[str, nn.Parameter], name: str, out: Tensor) -> None:
+    out.copy_(named[name])
+
+
+def _renamed(group: Group, state: Fill, local: str, out: Tensor) -> None:
+    state(group.name(local), out)
+
+
+def _replaced(
+    group: Group,
+    kept: Callable[[str], Tensor] | None,
+    value: Fill | None,
+    state: Fill,
+    local: str,
+    out: Tensor,
+) -> None:
+    """Write a weight of a group anew. kept: gives it where the model's stay as they are."""
+    name = group.name(local)
+    if _extra(name):
+        state(f"{name}.{VALUE}", out)
+    elif value is not None:
+        value(name, out)
+    elif kept is not None:
+        out.copy_(kept(local))
+
+
+def _extra(name: str) -> bool:
+    """Whether a parameter is one of an auxiliary network's."""
+    return name.startswith("auxiliary.")

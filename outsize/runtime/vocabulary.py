@@ -1,0 +1,187 @@
+"""A worker's rows of a cut vocabulary: its passes of the embedding and of the head, and what is
+exchanged between them (outsize/schedule/vocabulary.py says in what order).
+
+The passes run on the thread that computes, exchanges on a lane of their own. An exchange sums in
+the memory of what was made for it, so that nothing is allocated beside the computing thread but a
+few numbers a token. What all workers have summed is of use to one of them; the others let it go
+when they come to use a later exchange, by which it has certainly ended.
+
+T tokens of a microbatch, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from outsize.collectives import Collective
+from outsize.errors import OutsizeError
+from outsize.kernels.loss import Head
+from outsize.kernels.vocabulary import (
+    Agreed,
+    Part,
+    Scored,
+    agree,
+    early_gradient,
+    score,
+    settle,
+)
+from outsize.models.decoder import Decoder
+from outsize.schedule import State
+
+
+@dataclass
+class _Microbatch:
+    """One that is under way. first, last: whether its first and its last stage are here. given: by
+    what it is, the last stage's output or the gradient of the first stage's input, own or from
+    another worker. going: what an exchange sums."""
+
+    ids_T: Tensor
+    targets_T: Tensor
+    part: Part
+    first: bool
+    last: bool
+    edge: GradientEdge | None = None
+    given: dict[State, Tensor] = field(default_factory=dict)
+    going: dict[State, Tensor] = field(default_factory=dict)
+    scored: Scored | None = None
+    agreed: Agreed | None = None
+
+
+class Rows:
+    """Those of one worker of a pipeline. model: with the rows that cut_vocabulary has left
+    (outsize/parallel/piped_vocabulary.py). variant: 1 or 2. OutsizeError for a whole model."""
+
+    def __init__(self, model: Decoder, variant: int) -> None:
+        self.model, self.variant = model, variant
+        others = model.epilogue.vocabulary
+        if others is None:
+            raise OutsizeError(
+                f"model: whole, while pipeline.vocabulary is {variant}; cut it with"
+                " outsize.parallel.divide.divide before, and hand over what that gives"
+            )
+        self._line = cast(Collective, others.others)
+        self._under_way: dict[int, _Microbatch] = {}
+        self._exchanged: deque[tuple[State, int]] = deque()
+
+    def begin(
+        self, microbatch: int, ids_T: Tensor, targets_T: Tensor, head: Head, first: bool, last: bool
+    ) -> None:
+        """Take a microbatch up. head: how its losses are made. first, last: whether its first and
+        its last stage are here."""
+        own = self.model.epilogue.head
+        part = Part(own.weight, own.bias, head)
+        self._under_way[microbatch] = _Microbatch(ids_T, targets_T, part, first, last)
+
+    def end(self, microbatch: int) -> None:
+        """Let a microbatch go."""
+        del self._under_way[microbatch]
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self._under_way.clear()
+        self._exchanged.clear()
+
+    @property
+    def received(self) -> int:
+        """Bytes that exchanges have brought."""
+        return sum(self._line.received.values())
+
+    def summed(self, state: State, microbatch: int) -> int:
+        """Bytes of what an exchange sums, few numbers a token aside."""
+        going = self._under_way[microbatch].going.get(state)
+        return 0 if going is None else going.nbytes
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def embed(self, microbatch: int) -> None:
+        """EMBED: the rows that are here, zeros for other tokens."""
+        here = self._under_way[microbatch]
+        rows_TD = self.model.prologue.tokens(here.ids_T)
+        if rows_TD.requires_grad:
+            here.edge = get_gradient_edge(rows_TD)
+        here.going[State.ACTIVATIONS] = rows_TD.detach()
+
+    def embed_backward(self, microbatch: int) -> None:
+        """EMBED_BACKWARD: the gradient of the rows, from that of the first stage's input."""
+        here = self._under_way[microbatch]
+        edge, here.edge = here.edge, None
+        assert edge is not None
+        torch.autograd.backward([edge], [here.given.pop(State.GRADIENTS)])
+
+    def score(self, microbatch: int) -> None:
+        """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
+        here = self._under_way[microbatch]
+        early = self.variant == 2 and torch.is_grad_enabled()
+        here.scored = score(here.given[State.ACTIVATIONS], here.targets_T, here.part, early)
+
+    def settle(self, microbatch: int) -> Tensor:
+        """OUTPUT_T: gradients of the rows; gives the microbatch's loss, the same everywhere."""
+        self._use(State.SUMS, microbatch)
+        here = self._under_way[microbatch]
+        scored, here.scored = here.scored, None
+        agreed, here.agreed = here.agreed, None
+        assert scored is not None and agreed is not None
+        gradient_TD = settle(scored, agreed, here.part)
+        if gradient_TD is not None:  # summed in the precision of the logits
+            here.going[State.GRADIENTS] = gradient_TD.to(scored.exp_TV.dtype)
+        del here.given[State.ACTIVATIONS]
+        return agreed.loss
+
+    def loss(self, microbatch: int) -> Tensor:
+        """Of a microbatch that was scored and exchanged, and goes no further."""
+        agreed = self._under_way[microbatch].agreed
+        assert agreed is not None
+        return agreed.loss
+
+    # -- between the workers ---------------------------------------------------------------------
+
+    def announce(self, state: State, microbatch: int) -> None:
+        """An EXCHANGE has its turn now; on the computing thread."""
+        self._exchanged.append((state, microbatch))
+
+    @torch.no_grad()
+    def exchange(self, state: State, microbatch: int) -> None:
+        """EXCHANGE, on the lane of exchanges; all workers call it in one order."""
+        here = self._under_way[microbatch]
+        if state is State.SUMS:
+            scored = here.scored
+            assert scored is not None
+            here.agreed = agree(scored, here.part)
+            if scored.soft_TD is not None:
+                here.going[state] = early_gradient(scored, here.agreed)
+        if state in here.going:
+            self._line.all_reduce(here.going[state])
+
+    def take(self, state: State, microbatch: int) -> Tensor:
+        """What all workers have summed: the embedding (ACTIVATIONS), or the gradient of the last
+        stage's output (GRADIENTS; SUMS in variant 2), in the dtype of the model."""
+        self._use(state, microbatch)
+        summed = self._under_way[microbatch].going.pop(state)
+        return summed.to(self.model.prologue.tokens.weight.dtype)
+
+    def _use(self, state: State, microbatch: int) -> None:
+        """An exchange is used: those before it have ended, and what is of no use here goes."""
+        while (state, microbatch) in self._exchanged:
+            what, m = self._exchanged.popleft()
+            here = self._under_way.get(m)
+            if here is not None and not (here.first if what is State.ACTIVATIONS else here.last):
+                here.going.pop(what, None)
+
+    @property
+    def back(self) -> State:
+        """What brings the gradient of the last stage's output."""
+        return State.GRADIENTS if self.variant == 1 else State.SUMS
+
+    def give(self, state: State, microbatch: int, tensor: Tensor) -> None:
+        """The last stage's output (ACTIVATIONS) or the gradient of the first one's input."""
+        self._under_way[microbatch].given[state] = tensor
+
+    def given(self, state: State, microbatch: int) -> Tensor:
+        """What was given, for the workers that have other rows."""
+        return self._under_way[microbatch].given[state]

@@ -1,0 +1,76 @@
+"""Role: what one worker of a pipeline has of a step, for its own schedule."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from outsize.errors import OutsizeError
+
+_LIST = r"\d+(?:,\d+)*"
+_PATHS = rf"-|{_LIST}(?:;{_LIST})*"
+_PLAYS = rf"-|\d+/{_LIST}(?:;\d+/{_LIST})*"
+_FORM = re.compile(
+    rf"role plays=({_PLAYS}) holds=(-|{_LIST}) paths=({_PATHS})(?: others=({_LIST}))?"
+)
+
+
+@dataclass(frozen=True)
+class Role:
+    """plays: (stage, microbatch) that the worker computes. holds: the stages whose parameters it
+    has and updates: those that it plays, and others with which these compute. paths: the stages
+    of each microbatch, where they are not all in order. others: the workers with other rows of a
+    cut vocabulary."""
+
+    plays: frozenset[tuple[int, int]]
+    holds: frozenset[int]
+    paths: tuple[tuple[int, ...], ...] = ()
+    others: tuple[int, ...] = ()
+
+    def before(self, stage: int, microbatch: int) -> int:
+        """The stage whose outputs a stage takes; -1 for the first."""
+        return self._around[microbatch][0].get(stage, -1) if self.paths else stage - 1
+
+    def after(self, stage: int, microbatch: int, stages: int) -> int:
+        """The stage that takes a stage's outputs; -1 for the last."""
+        if self.paths:
+            return self._around[microbatch][1].get(stage, -1)
+        return stage + 1 if stage + 1 < stages else -1
+
+    @cached_property
+    def _around(self) -> list[tuple[dict[int, int], dict[int, int]]]:
+        return [
+            (dict(zip(path[1:], path, strict=False)), dict(pairwise(path))) for path in self.paths
+        ]
+
+    def __str__(self) -> str:
+        """As in a schedule's text: "role plays=0/0,1;1/0,1 holds=0,1 paths=-"."""
+        by_stage: dict[int, list[int]] = defaultdict(list)
+        for stage, microbatch in sorted(self.plays):
+            by_stage[stage].append(microbatch)
+        plays = ";".join(f"{s}/{','.join(map(str, ms))}" for s, ms in by_stage.items())
+        holds = ",".join(map(str, sorted(self.holds)))
+        paths = ";".join(",".join(map(str, path)) for path in self.paths)
+        others = f" others={','.join(map(str, self.others))}" if self.others else ""
+        return f"role plays={plays or '-'} holds={holds or '-'} paths={paths or '-'}{others}"
+
+    @staticmethod
+    def read(line: str, number: int) -> Role:
+        """The role that a line of a schedule's text says."""
+        match = _FORM.fullmatch(line.strip())
+        if match is None:
+            raise OutsizeError(
+                f"schedule line {number}: {line.strip()!r}; expected 'role plays=-|s/m,m;..."
+                " holds=-|s,s... paths=-|s,s;...', perhaps with ' others=w,w...'"
+            )
+        plays, holds, paths, rest = match.groups()
+        words = (word.split("/") for word in plays.split(";") if word != "-")
+        pairs = {(int(stage), int(m)) for stage, ms in words for m in ms.split(",")}
+        held = {int(word) for word in holds.split(",") if word != "-"}
+        way = (word.split(",") for word in paths.split(";") if word != "-")
+        visits = tuple(tuple(map(int, stages)) for stages in way)
+        others = tuple(map(int, rest.split(","))) if rest else ()
+        return Role(frozenset(pairs), frozenset(held), visits, others)

@@ -1,0 +1,111 @@
+"""What of a pipeline follows from the costs of its stages: where they begin, and the seconds for
+which its schedule is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import floor, log10
+
+from outsize.errors import OutsizeError
+from outsize.hardware import Hardware
+from outsize.plan import Plan
+from outsize.schedule import Kind
+from outsize.schedule.pipelined import coarse_of
+from outsize.search.block_costs import costs_of
+from outsize.search.partition import Cost, in_flight, partition
+from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import splits_of, unpiped
+
+_DIGITS = 3  # of seconds that a schedule is made for
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def composed(plan: Plan, costs: Sequence[Costs], hardware: Hardware) -> Forecast:
+    """The forecast of a plan with the costliest of some costs. A pipeline's cuts, where the plan
+    leaves them open, are settled before, by the first of them."""
+    if plan.mesh.pipeline > 1 and not plan.pipeline.cuts:
+        plan = settled(plan, costs[0], hardware)
+    return max((compose(plan, one, hardware) for one in costs), key=lambda made: made.peak)
+
+
+def settled(plan: Plan, costs: Costs, hardware: Hardware, below: bool = False) -> Plan:
+    """The plan with cuts that balance the workers within its budget, and the seconds of its stages.
+    Where no cuts seem to fit, the balanced ones are taken: a forecast says what is missing. below:
+    states may rest below the device, so that activations alone must fit."""
+    alone = replace(unpiped(plan), split_backward=any(splits_of(plan)))
+    made = compose(alone, costs, hardware)
+    devices, variant = plan.mesh.pipeline, plan.pipeline.vocabulary
+    line = replace(plan.pipeline, costs=_seconds(made, devices), head=_head(made, devices, variant))
+    coarse = coarse_of(replace(plan, pipeline=line))
+    rows, room = _rows(alone, costs), plan.budget
+    known = [replace(c, static=c.static - n) for c, n in zip(costs_of(made), rows, strict=True)]
+    if below:
+        known, rows = [replace(cost, static=0) for cost in known], [0]
+    if room is not None:
+        room -= sum(rows) + _logits(costs)
+    if coarse.paths:  # microbatches end anywhere, so that the head is no stage of its own
+        known = [*known[:-2], _joined(known[-2], known[-1])]
+    try:
+        cuts = partition(known, coarse.placement, room, in_flight(coarse))
+    except OutsizeError:
+        cuts = partition(known, coarse.placement)
+    return replace(plan, pipeline=replace(line, cuts=cuts))
+
+
+def _rows(plan: Plan, costs: Costs) -> list[int]:
+    """By stage, bytes of the states of a cut vocabulary's rows, which every worker has."""
+    placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index) if table.piped else ():
+            first, last = placement.extent(index, what)
+            found[placement.stage_of[table.segment]] += (last - first) * dtype.itemsize
+    return found
+
+
+def _logits(costs: Costs) -> int:
+    """Bytes that every worker keeps of a microbatch from OUTPUT_S to OUTPUT_T."""
+    made = (cost for (kind, _, _), cost in costs.actions.items() if kind is Kind.OUTPUT_S)
+    return sum(sum(cost.allocates.values()) for cost in made)
+
+
+def _joined(one: Cost, other: Cost) -> Cost:
+    return Cost(
+        one.seconds + other.seconds, one.static + other.static, one.activations + other.activations
+    )
+
+
+def _seconds(made: Forecast, workers: int) -> tuple[float, float, float]:
+    """Of a microbatch through one worker's part: forward, input gradient, weight gradient. Where
+    the two gradients are not apart, half of their time each."""
+    total = _total(made, (Kind.FORWARD, Kind.RECOMPUTE, *_BACK))
+    both = total[Kind.BACKWARD] / 2
+    of_input = total[Kind.RECOMPUTE] + total[Kind.BACKWARD_INPUT] + both
+    each = (total[Kind.FORWARD], of_input, total[Kind.BACKWARD_WEIGHT] + both)
+    return _rounded([max(seconds, 1e-9) / workers for seconds in each])
+
+
+def _head(made: Forecast, workers: int, variant: int) -> tuple[float, float, float]:
+    """The same of the whole head, of which a worker has its rows; (1, 1, 1) where it is not cut."""
+    if not variant:
+        return (1.0, 1.0, 1.0)
+    total = _total(made, (Kind.OUTPUT_S, Kind.OUTPUT_T))
+    first, then = (max(seconds, 1e-9) * workers for seconds in total.values())
+    return _rounded([first, then / 2, then / 2] if variant == 1 else [first / 2, first / 2, then])
+
+
+def _total(made: Forecast, kinds: Sequence[Kind]) -> dict[Kind, float]:
+    """Seconds of a microbatch's actions, by kind."""
+    total = dict.fromkeys(kinds, 0.0)
+    for event in made.trace.events:
+        if event.microbatch == 0 and event.kind in total:
+            total[Kind(event.kind)] += event.end - event.start
+    return total
+
+
+def _rounded(values: Sequence[float]) -> tuple[float, float, float]:
+    """To few digits: what a schedule is made for should not tell one rounding from another."""
+    a, b, c = (round(v, _DIGITS - 1 - floor(log10(v))) for v in values)
+    return a, b, c

@@ -1,0 +1,105 @@
+"""The workers of a generation: forked here and watched, or started by torchrun on many machines.
+
+Each has its part of the model and takes the same steps; what is printed, the first one prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outsize.checkpoint import hub
+from outsize.checkpoint.shards import INDEX, SUMS
+from outsize.collectives import Mesh, parse_mesh
+from outsize.errors import OutsizeError
+from outsize.hardware.host import cores
+from outsize.kernels import native
+from outsize.launch import Post, enter, run_here, run_there
+from outsize.launch.hosts import number, started
+from outsize.serve.meshed import Meshed, check_mesh
+from outsize.train.workers import count_of, sized
+
+Go = Callable[[Meshed, bool], None]  # generates; whether it is the first, which prints
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of all workers alike. mesh, workers: as they were said. facts: whatever else
+    must be the same."""
+
+    mesh: str | None
+    workers: int | None
+    facts: Mapping[str, str]
+
+    def mesh_of(self, count: int | None = None) -> Mesh:
+        """All workers on the pipeline axis where the mesh is left out. count: that have started."""
+        if self.workers is not None and self.workers < 1:
+            raise OutsizeError(f"workers is {self.workers}; expected 1 or more")
+        count = count_of(self.workers, count)
+        if self.mesh is None:
+            return Mesh(pipeline=count or 1)
+        return sized(parse_mesh(self.mesh), count)
+
+
+def several(asked: Asked) -> bool:
+    """Whether there is more than one worker, started already or to be started."""
+    if started(os.environ):
+        return number(os.environ, "WORLD_SIZE") > 1
+    return asked.mesh_of().size > 1
+
+
+def run_workers(asked: Asked, find: Callable[[], Path], go: Go) -> int:
+    """Have go(model, first) on every worker; gives the exit code, as `outsize.launch.run_here`.
+
+    find: the model's directory, asked of the first worker alone. OutsizeError for a mesh that the
+    model does not fit on; of workers that torchrun has started the launcher says what is wrong.
+    """
+    if started(os.environ):
+        run_there(lambda post: _work(asked, find, go, post), os.environ)
+    directory = find()
+    mesh = asked.mesh_of()
+    check_mesh(hub.read_config(directory), mesh)
+    native.library()  # compiled once for all of them, if need be
+    return run_here(mesh.size, lambda post: _work(asked, lambda: directory, go, post))
+
+
+def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Post) -> int:
+    """One worker's whole life. Nothing is to be saved: Ctrl-C ends it wherever it is, where
+    Python's own handler may raise in the midst of waiting for others, and be lost there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    mesh = asked.mesh_of(post.count)
+    crew = enter(post, mesh, {"torch": torch.__version__, **asked.facts})
+    crew.pulse.at("reading the weights")
+    directory = Path(crew.told("model", lambda: str(find().resolve())))
+    crew.same("weights", _fingerprint(directory))
+    _share_cores(mesh, post.near)
+    with Meshed(directory, crew.world) as model:
+        crew.pulse.at("generating")
+        try:
+            go(model, crew.first)
+        except BrokenPipeError:  # as of `... | head`, where click would say nothing in one process
+            raise OutsizeError("standard output was closed before the text had ended") from None
+    return 0
+
+
+def _share_cores(mesh: Mesh, near: int) -> None:
+    """Neighbours on the tensor axis compute at the same time; stages take turns."""
+    if mesh.tensor > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // min(near, mesh.tensor)))
+
+
+def _fingerprint(directory: Path) -> dict[str, str]:
+    """What tells a model's files from others without reading weights."""
+    names = (hub.CONFIG, INDEX, SUMS)
+    files = (directory / name for name in names)
+    return {
+        path.name: hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+        for path in files
+        if path.is_file()
+    }

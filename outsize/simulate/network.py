@@ -1,0 +1,200 @@
+"""What sharing states takes of the network, action by action: bytes by level, and seconds.
+
+What one worker has from others: of B bytes over n workers an all-gather or a reduce-scatter brings
+B (n - 1) / n, an all-reduce twice as many. Workers of one machine are neighbours; a group that has
+k of them on each of m machines talks inside the machines and between ranks of the same place on all
+of them (outsize/collectives/hierarchical.py), so that B (m - 1) / (m k) cross the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from outsize.collectives import Mesh
+from outsize.hardware import Hardware
+from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule import Action, Kind, Lane, Schedule
+from outsize.schedule.residency import SHARED
+
+TENSOR = "tensor"  # what the tensor axis says inside the passes
+SAID = (*SHARED, Kind.MERGE)  # actions in which workers share what they hold
+STAGES = "stages"  # what passes between the stages of a pipeline
+EXCHANGED = "exchange"  # what all workers of a pipeline sum for a cut vocabulary
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective. bytes: of the whole tensor, twice for an all-reduce; its group: `count`
+    workers whose ranks lie `stride` apart."""
+
+    bytes: float
+    count: int
+    stride: int = 1
+
+    @property
+    def received(self) -> float:
+        """Bytes that a worker has from others."""
+        return self.bytes * (self.count - 1) / self.count
+
+    def near(self, machine: int) -> float:
+        """Of these, bytes from workers of its own machine, where `machine` workers are one."""
+        inside = self._inside(machine)
+        return self.bytes * (inside - 1) / inside
+
+    def far(self, machine: int) -> float:
+        """Bytes from other machines."""
+        return self.received - self.near(machine)
+
+    def _inside(self, machine: int) -> int:
+        """Workers of the group on one machine."""
+        return max(1, min(self.count, machine // self.stride))
+
+    def seconds(self, hardware: Hardware) -> float:
+        """How long it takes, one level after the other."""
+        machine = workers_of_a_machine(hardware)
+        inside = self._inside(machine)
+        bandwidth, wait = _inner(hardware, inside * self.stride)
+        total = self.near(machine) / bandwidth + wait * (inside - 1)
+        if inside == self.count:
+            return total
+        bandwidth, wait = _outer(hardware)
+        return total + self.far(machine) / bandwidth + wait * (self.count / inside - 1)
+
+
+def messages(placement: Placement, action: Action, last: bool = True) -> Iterator[Message]:
+    """What is said in an action of SAID. last: of a REDUCE, the last of its stage in the step."""
+    for index in placement.chunks_of[action.stage]:
+        yield from _of_chunk(placement, index, action.kind, last)
+
+
+def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Iterator[Message]:
+    table, own = placement.tables[index], placement.shards
+    dtypes = dict(placement.held(index))
+    apart = placement.plan.mesh.tensor  # ranks between neighbours of the data axis
+    if kind is Kind.GATHER:
+        yield Message(table.numel * dtypes[PARAMETERS].itemsize, own.parameters, apart)
+    if kind is Kind.GATHER or not table.trainable:
+        return
+    if kind is Kind.COLLECT:
+        mine = table.numel * dtypes[PARAMETERS].itemsize / own.parameters
+        yield Message(mine, own.optimizer // own.parameters, own.parameters * apart)
+        return
+    if kind is Kind.MERGE:
+        first, end = placement.extent(index, MASTER)
+        turns = placement.holders(table)
+        if len(turns) > 1 and not table.piped:
+            mine = 2 * (end - first) * dtypes[GRADIENTS].itemsize
+            yield Message(mine, len(turns), (turns[1] - turns[0]) * apart * own.size)
+        return
+    whole = table.numel * dtypes[GRADIENTS].itemsize
+    yield Message(whole, own.gradients, apart)
+    if last:
+        mine = whole / own.gradients
+        yield Message(mine, own.optimizer // own.gradients, own.gradients * apart)
+        mine = 2 * whole / own.optimizer
+        yield Message(mine, own.size // own.optimizer, own.optimizer * apart)
+        if table.partial:
+            yield Message(mine, table.shared)
+
+
+def tensor(received: float, mesh: Mesh) -> Message:
+    """All that the tensor axis says in an action, of which a worker has had so many bytes."""
+    count = mesh.tensor
+    return Message(received * count / max(1, count - 1), count)
+
+
+def handed_on(size: float, mesh: Mesh) -> Message:
+    """So many bytes from one stage of a pipeline to the next."""
+    return Message(2 * size, 2, mesh.data * mesh.tensor)
+
+
+def exchanged(received: float, mesh: Mesh) -> Message:
+    """An exchange of a cut vocabulary, of which a worker has had so many bytes."""
+    count = mesh.pipeline
+    return Message(received * count / max(1, count - 1), count, mesh.data * mesh.tensor)
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    """Bytes that a worker has from others in a step: of its own machine, and of other machines."""
+
+    near: float = 0.0
+    far: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.near + self.far
+
+    def plus(self, message: Message, machine: int) -> Received:
+        return Received(self.near + message.near(machine), self.far + message.far(machine))
+
+
+def last_sums(schedule: Schedule) -> frozenset[int]:
+    """Places of the REDUCEs that are the last of their stage."""
+    found = ((a.stage, i) for i, a in enumerate(schedule.workers[0]) if a.kind is Kind.REDUCE)
+    return frozenset(dict(found).values())
+
+
+def received(
+    placement: Placement,
+    schedule: Schedule,
+    inside: Callable[[Action], float],
+    hardware: Hardware,
+) -> Mapping[str, Received]:
+    """By kind of action ("tensor": of the tensor axis, "stages": between those of a pipeline), the
+    bytes of a step. inside: the bytes that the tensor axis, another stage or an exchange brings in
+    an action."""
+    machine, last = workers_of_a_machine(hardware), last_sums(schedule)
+    found: dict[str, Received] = {}
+    for index, action in enumerate(schedule.workers[0]):
+        shared = action.kind in SAID
+        name = action.kind.value.lower() if shared else TENSOR
+        mesh = placement.plan.mesh
+        said: Iterable[Message] = (tensor(inside(action), mesh),)
+        if action.lane is Lane.RECEIVE:
+            name, said = STAGES, (handed_on(inside(action), mesh),)
+        elif action.kind is Kind.EXCHANGE:
+            name, said = EXCHANGED, (exchanged(inside(action), mesh),)
+        for message in messages(placement, action, index in last) if shared else said:
+            found[name] = found.get(name, Received()).plus(message, machine)
+    return {name: count for name, count in found.items() if count.total}
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def workers_of_a_machine(hardware: Hardware) -> int:
+    """Its devices, where something joins it to others; else it has all workers."""
+    joined = any(link.between == "nodes" for link in hardware.links)
+    return hardware.devices[0].count if joined else 1 << 30
+
+
+def _inner(hardware: Hardware, reach: int) -> tuple[float, float]:
+    """(bytes a second that one worker has from others of its machine, seconds until the first):
+    over the fastest link that joins `reach` neighbours, or where they share one memory a quarter of
+    its bandwidth, for a copy in and a copy out."""
+    found = [
+        (link.bandwidth.value, link.latency.value if link.latency else 0.0)
+        for link in hardware.links
+        if link.between == "devices" and (not link.joins or link.joins >= reach)
+    ]
+    return max(found, default=(hardware.devices[0].bandwidth.value / 4, 0.0))
+
+
+def _outer(hardware: Hardware) -> tuple[float, float]:
+    link = next(link for link in hardware.links if link.between == "nodes")
+    return link.bandwidth.value, link.latency.value if link.latency else 0.0
+
+
+def updated(placement: Placement, stage: int) -> float:
+    """The share of a stage's trained elements that this worker updates."""
+    mine = every = 0
+    for index in placement.chunks_of[stage]:
+        if placement.tables[index].trainable:
+            first, last = placement.extent(index, MASTER)
+            mine, every = mine + last - first, every + placement.tables[index].numel
+    return mine / every if every else 1.0

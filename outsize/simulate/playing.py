@@ -1,0 +1,188 @@
+"""Forecasts of jobs that are played whole, on fake tensors: those whose step is no plan's schedule.
+
+Every action of a step is played once under the ledger, which gives its bytes, and under a counter,
+which gives its work; rates of the machine make seconds of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outsize.hardware import Hardware
+from outsize.memory import KINDS, Ledger
+from outsize.plan import DEVICE, Plan
+from outsize.runtime.groups import later
+from outsize.runtime.local import LocalJob
+from outsize.runtime.placement import Placement
+from outsize.runtime.zeroth import ZerothJob
+from outsize.schedule import Action, Kind, Lane, Schedule
+from outsize.schedule.residency import moved as item_of
+from outsize.simulate.counter import Counter, Work
+from outsize.simulate.forecast import Forecast, duration, rate
+from outsize.simulate.replay import kinds_at_peak, play
+from outsize.trace.trace import Event, Trace
+
+DRAWN = 26e6  # normal numbers a second of one core (docs/log.md): two for every weight and step
+Named = tuple[tuple[str, Mapping[str, int]], ...]
+
+
+@dataclass(frozen=True)
+class _Played:
+    """A schedule with its actions' bytes, and as it was foretold."""
+
+    schedule: Schedule
+    trace: Trace
+    flops: float
+
+
+def foretell_zeroth(
+    plan: Plan,
+    job_of: Callable[[Plan, Ledger], ZerothJob],
+    batch_of: Callable[[int], object],
+    hardware: Hardware,
+) -> Forecast:
+    """What a plan of losses alone will hold and take. job_of, batch_of: called in a fake mode."""
+    ledger = Ledger()
+    with FakeTensorMode(), torch.no_grad():
+        job = job_of(plan, ledger)
+        static = _static(ledger)
+        job.ready(batch_of(plan.rows), 1.0)
+
+        def seconds(action: Action, work: Work) -> float:
+            return _zeroth_seconds(job, hardware, action, work)
+
+        made = _play(job.schedule, job.alone, ledger, static, seconds)
+        names = [name for name, _ in job.flow.segments]
+        segments = _segments(job.placement, names, made.schedule)
+    return _forecast(plan, made, static, segments, [job.placement])
+
+
+def foretell_local(
+    plan: Plan,
+    job_of: Callable[[Plan, Ledger], LocalJob],
+    batch_of: Callable[[int], object],
+    hardware: Hardware,
+) -> Forecast:
+    """What a plan of local losses will hold and take. job_of, batch_of: called in a fake mode."""
+    ledger, events, flops = Ledger(), list[Event](), 0.0
+    actions: list[Action] = []
+    segments: Named = ()
+    with FakeTensorMode():
+        job = job_of(plan, ledger)
+        batch, static = batch_of(plan.rows), _static(ledger)
+        stages, since = 0, 0.0
+        with job.handing():
+            for group, one in zip(job.groups, job.jobs, strict=True):
+                one.ready(batch, 1.0)
+                made = _play(
+                    one.schedule, one.alone, ledger, _static(ledger),
+                    lambda _, work: duration(work, hardware.devices[0]),
+                )  # fmt: skip
+                events += later(made.trace, since, stages)
+                since, flops = since + made.trace.span(), flops + made.flops
+                stages += len(one.plan.stages)
+                actions += made.schedule.workers[0]
+                names = [group.segment(name) for name, _ in one.flow.segments]
+                segments += _segments(one.placement, names, made.schedule)
+    whole = _Played(
+        Schedule(stages, plan.microbatches, (tuple(actions),)),
+        Trace("foretold", tuple(events)), flops,
+    )  # fmt: skip
+    return _forecast(plan, whole, static, segments, [one.placement for one in job.jobs])
+
+
+def _static(ledger: Ledger) -> dict[str, int]:
+    return {kind: count for kind, count in ledger.live.items() if count}
+
+
+def _play(
+    schedule: Schedule,
+    alone: Callable[[int, Action], Event],
+    ledger: Ledger,
+    static: Mapping[str, int],
+    seconds: Callable[[Action, Work], float],
+) -> _Played:
+    """The actions one after the other, then beside each other by the clock."""
+    actions: list[Action] = []
+    times: dict[object, float] = {}
+    flops = 0.0
+    with ledger:
+        for index, action in enumerate(schedule.workers[0]):
+            times[action.key] = 0.0
+            if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
+                actions.append(action)
+                continue
+            before, total, counter = dict(ledger.live), ledger.total, Counter()
+            with counter:
+                event = alone(index, action)
+            delta = ((k, ledger.live[k] - n) for k, n in before.items() if ledger.live[k] != n)
+            workspace = max(0, event.peak - total)
+            allocates = tuple((f"device/{kind}", count) for kind, count in delta)
+            actions.append(replace(action, allocates=allocates, workspace=workspace))
+            times[action.key] = seconds(action, counter.work)
+            flops += counter.work.flops()
+    filled = replace(schedule, workers=(tuple(actions),))
+    return _Played(filled, play(filled, static, lambda _, a: times[a.key]), flops)
+
+
+def _zeroth_seconds(job: ZerothJob, hardware: Hardware, action: Action, work: Work) -> float:
+    placement, stage = job.placement, action.stage
+    if action.lane is not Lane.COMPUTE:
+        fetch = action.kind is Kind.FETCH
+        return sum(
+            span.bytes / rate(hardware, placement.tier(span.chunk, span.what), fetch)
+            for span in placement.spans[item_of(action)]
+        )
+    draws = action.kind is Kind.UPDATE or not action.microbatch
+    chunks = (c for c in placement.chunks_of[stage] if job.learns[c])
+    numel = sum(placement.tables[c].numel for c in chunks) if draws else 0
+    return duration(work, hardware.devices[0]) + numel / DRAWN
+
+
+def _segments(placement: Placement, names: Sequence[str], schedule: Schedule) -> Named:
+    """By segment its static bytes, what a microbatch keeps of it and its costliest workspace."""
+    made: list[dict[str, int]] = [{} for _ in names]
+    for kind, segment, size in _resting(placement, below=False):
+        made[segment][kind] = made[segment].get(kind, 0) + size
+    for action in schedule.workers[0]:
+        if action.lane is not Lane.COMPUTE or action.kind is Kind.NORM:
+            continue
+        here = made[placement.plan.stages[action.stage].first]
+        kept = dict(action.allocates).get("device/activations", 0)
+        if action.kind is Kind.FORWARD and action.microbatch == 0 and kept > 0:
+            here["activations"] = here.get("activations", 0) + kept
+        here["workspace"] = max(here.get("workspace", 0), action.workspace)
+    return tuple(pair for pair in zip(names, made, strict=True) if any(pair[1].values()))
+
+
+def _resting(placement: Placement, below: bool) -> Iterator[tuple[str, int, int]]:
+    """(kind, or below the device the tier; segment; bytes) of the states of chunks."""
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index):
+            tier = placement.tier(index, what)
+            if below == (tier != DEVICE):
+                kind = what if what in KINDS else "optimizer"
+                yield tier if below else kind, table.segment, table.numel * dtype.itemsize
+
+
+def _forecast(
+    plan: Plan,
+    made: _Played,
+    static: Mapping[str, int],
+    segments: Named,
+    placements: Sequence[Placement],
+) -> Forecast:
+    below: dict[str, int] = {}
+    for placement in placements:
+        for tier, _, size in _resting(placement, below=True):
+            below[tier] = below.get(tier, 0) + size
+    count = sum(table.numel for placement in placements for table in placement.tables)
+    trace = made.trace
+    return Forecast(
+        plan, made.schedule, static, segments, trace.peak(), kinds_at_peak(trace, static),
+        trace.span(), made.flops, trace, below, count,
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""Bytes that a plan holds between its actions: by segment, and by tier below the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outsize.memory import KINDS
+from outsize.plan import DEVICE, Plan
+from outsize.runtime.placement import GRADIENTS, Placement
+from outsize.schedule import Kind, Schedule, State
+from outsize.simulate.costs import Costs
+
+
+def held_of(placement: Placement) -> list[dict[str, int]]:
+    """By segment, bytes by kind of the states that the device holds throughout."""
+    made: list[dict[str, int]] = [{} for _ in placement.uses]
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index):
+            if placement.tier(index, what) == DEVICE:
+                kind = what if what in KINDS else "optimizer"
+                mine = made[table.segment]
+                first, last = placement.extent(index, what)
+                mine[kind] = mine.get(kind, 0) + (last - first) * dtype.itemsize
+    return made
+
+
+def spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:
+    """By stage, the most bytes of its activations that are on their tier at once."""
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in schedule.workers[0]:
+        cost = costs.of(action)
+        moves = action.kind in (Kind.FETCH, Kind.EVICT) and action.state is State.ACTIVATIONS
+        if not moves or cost is None:
+            continue
+        size, stage = cost.moves, action.stage
+        now[stage] = now.get(stage, 0) + (size if action.kind is Kind.EVICT else -size)
+        most[stage] = max(most.get(stage, 0), now[stage])
+    return most
+
+
+def below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
+    """By tier below the device, bytes of the states and activations that rest there."""
+    found: dict[str, int] = {}
+    for stage, size in spilled.items():
+        tier = placement.plan.stages[stage].rest.activations
+        found[tier] = found.get(tier, 0) + size
+    for index, table in enumerate(placement.tables):
+        for what, dtype in placement.held(index):
+            tier = placement.tier(index, what)
+            if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
+                first, last = placement.extent(index, what)
+                found[tier] = found.get(tier, 0) + (last - first) * dtype.itemsize
+    return found
+
+
+def segments_of(
+    plan: Plan, costs: Costs, held: Sequence[Sequence[Mapping[str, int]]]
+) -> tuple[tuple[str, Mapping[str, int]], ...]:
+    """By segment, its bytes as a Forecast has them. held: by worker and segment; of several that
+    have a segment, the first counts."""
+    made = [dict(next(filter(None, kinds), {})) for kinds in zip(*held, strict=True)]
+    for (kind, _, stage), cost in costs.actions.items():
+        here = made[plan.stages[stage].first]
+        if kind in (Kind.SEND, Kind.RECV):
+            continue
+        if kind is Kind.FORWARD:
+            kept = cost.allocates.get("activations", 0)
+            here["activations"] = here.get("activations", 0) + kept
+        here["workspace"] = max(here.get("workspace", 0), cost.workspace)
+    return tuple(zip(costs.segments, made, strict=True))

@@ -1,0 +1,277 @@
+"""A step of several workers foretold, on a machine whose cores they share.
+
+Every worker computes in one thread. While more of them compute than there are cores, the system
+gives each its turn, and even fewer slow each other down, since memory is shared: how fast each goes
+while 1, 2, ... compute is measured (`paces`), and the event simulator keeps count. What actions
+take alone is measured too (outsize/simulate/alone.py), or computed from rates.
+
+Lists, lanes and hazards are those that the runtime plays (outsize/runtime/lanes.py). Actions that
+workers do together end together, once the last of them is there. Who sends goes on computing unless
+as many messages are under way as a channel holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+
+from outsize.collectives import Mesh, World, everyone
+from outsize.collectives.channel import LIMIT
+from outsize.schedule import Action, Kind, Lane, Schedule
+from outsize.schedule.pipelines import Pipeline
+from outsize.schedule.residency import SHARED
+from outsize.schedule.role import Role
+from outsize.schedule.waits import settled, waits
+from outsize.simulate.alone import Durations
+from outsize.simulate.events import Node, run
+from outsize.simulate.forecast import Forecast
+from outsize.simulate.together import SUMS
+from outsize.trace import Event, Trace
+
+Seconds = Callable[[int, Action], float]  # of an action of a worker, alone
+_LANES = {Kind.SEND: Lane.SEND, Kind.RECV: Lane.RECEIVE, Kind.EXCHANGE: Lane.EXCHANGE}
+
+
+def foretell(
+    lists: Sequence[Schedule],
+    seconds: Seconds,
+    cores: Sequence[float] = (),
+    mesh: Mesh | None = None,
+) -> Trace:
+    """When each action of each worker would run. lists: by rank, the worker's own schedule.
+
+    seconds: of RECV from when the sender has it until it is here, of NORM what a worker computes of
+    it; SEND takes none. cores: as in events.run. mesh: which workers do things together; one
+    pipeline where none is given.
+    """
+    graph = _Graph(mesh or Mesh(pipeline=len(lists)))
+    for worker, schedule in enumerate(lists):
+        graph.add(worker, schedule, seconds)
+    graph.join()
+    made = run([_node(draft) for draft in graph.drafts], cores=cores)
+    events = [
+        Event(
+            worker, action.lane.value, action.label, action.stage, action.microbatch,
+            made.starts[first], made.ends[last], part=action.part,
+        )
+        for worker, action, first, last in graph.shown
+    ]  # fmt: skip
+    return Trace("foretold", tuple(sorted(events, key=lambda event: event.start)))
+
+
+def lists_of(pipeline: Pipeline) -> list[Schedule]:
+    """A pipeline's schedule as single workers' lists, what passes between them on own lanes."""
+    whole, role = pipeline.schedule, Role(frozenset(), frozenset())
+    return [
+        Schedule(
+            whole.stages, whole.microbatches,
+            (tuple(replace(a, lane=_LANES.get(a.kind, a.lane)) for a in actions),), role=role,
+            vocabulary=whole.vocabulary,
+        )
+        for actions in whole.workers
+    ]  # fmt: skip
+
+
+def by_stage(known: Durations, lists: Sequence[Schedule], message: float = 0.0) -> Seconds:
+    """Seconds of the actions of these lists by what they take alone (calibrate.durations). message:
+    of one between two workers."""
+
+    def seconds(worker: int, action: Action) -> float:
+        if action.kind is Kind.RECV:
+            return message
+        if action.kind is Kind.NORM:
+            role = lists[worker].role
+            held = range(lists[worker].stages) if role is None else role.holds
+            return sum(known.get((action.label, stage), 0.0) for stage in held)
+        return known.get((action.label, action.stage), 0.0)
+
+    return seconds
+
+
+def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Forecast:
+    """A pipeline's forecast by what actions take alone (alone.durations), on shared cores (paces).
+
+    What nothing is known of, as messages, takes what it did in the forecast. The plan has no other
+    axis, and all of its workers are on one machine.
+    """
+    assert made.turns and made.plan.mesh.size == len(made.turns), "a pipeline and nothing else"
+    lists = [turn.schedule for turn in made.turns]
+    measured = by_stage(known, lists)
+    least: dict[Hashable, float] = {}  # some wait for other workers, the quickest hardly
+    for event in made.trace.events:
+        took = event.end - event.start
+        for key in (event.kind, (event.kind, event.stage)):
+            least[key] = min(took, least.get(key, took))
+    kinds = {label for label, _ in known}
+
+    def seconds(worker: int, action: Action) -> float:
+        if action.label in kinds:
+            return measured(worker, action)
+        message = action.kind is Kind.RECV  # of some stages all wait
+        return least.get(action.label if message else (action.label, action.stage), 0.0)
+
+    trace = _retimed(made.trace, foretell(lists, seconds, cores))
+    return replace(made, trace=trace, seconds=trace.span())
+
+
+def _retimed(trace: Trace, times: Trace) -> Trace:
+    """The bytes of one trace at the times of another; both have the same actions."""
+    when = {_name(event): event for event in times.events}
+    events = (
+        replace(event, start=when[_name(event)].start, end=when[_name(event)].end)
+        for event in trace.events
+    )
+    ordered = sorted(events, key=lambda event: (event.worker, event.start))
+    return replace(trace, events=tuple(ordered))
+
+
+def _name(event: Event) -> Hashable:
+    return (event.worker, event.kind, event.stage, event.microbatch, event.part)
+
+
+# -- the nodes -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Draft:
+    """A node whose needs are not all known yet."""
+
+    worker: int
+    lane: str
+    seconds: float
+    needs: list[int]
+
+
+def _node(draft: _Draft) -> Node:
+    return Node(draft.worker, draft.lane, draft.seconds, tuple(draft.needs))
+
+
+@dataclass
+class _Graph:
+    """The nodes of all workers, and what they have to do with each other."""
+
+    mesh: Mesh
+    drafts: list[_Draft] = field(default_factory=list)
+    shown: list[tuple[int, Action, int, int]] = field(default_factory=list)  # first and last node
+    sends: dict[Hashable, tuple[Action, int]] = field(default_factory=dict)
+    receives: dict[Hashable, int] = field(default_factory=dict)
+    order: dict[int, list[Hashable]] = field(default_factory=dict)  # by worker, what it sends
+    meetings: dict[Hashable, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def add(self, worker: int, schedule: Schedule, seconds: Seconds) -> None:
+        """A worker's list."""
+        waiting, due = waits(schedule), settled(schedule)
+        ends: list[int] = []
+        seen: Counter[Hashable] = Counter()
+        for index, action in enumerate(schedule.workers[0]):
+            needs = [ends[place] for place in (*waiting[index], *due.get(index, ()))]
+            if action.kind is Kind.SEND:
+                ends.append(self._send(worker, action))
+                continue
+            length = seconds(worker, action)
+            first = self._put(worker, action.lane, length, needs)
+            last = self._among(worker, action, first, seen)
+            if last != first and action.kind is not Kind.NORM:  # it begins when all are there
+                self.drafts[first].seconds, self.drafts[last].seconds = 0.0, length
+            ends.append(last)
+            self.shown.append((worker, action, first, last))
+
+    def _put(self, worker: int, lane: Lane, seconds: float, needs: list[int]) -> int:
+        self.drafts.append(_Draft(worker, lane.value, seconds, needs))
+        return len(self.drafts) - 1
+
+    def _send(self, worker: int, action: Action) -> int:
+        """Who computes gives the message away and goes on at once, as soon as there is room."""
+        node = self._put(worker, Lane.COMPUTE, 0.0, [])
+        name = self._message(worker, action)
+        self.sends[name] = (action, node)
+        self.order.setdefault(worker, []).append(name)
+        return node
+
+    def _message(self, worker: int, action: Action) -> Hashable:
+        line = self.mesh.ranks("pipeline", worker)
+        return line, action.state, action.stage, action.microbatch, action.part
+
+    def _among(self, worker: int, action: Action, first: int, seen: Counter[Hashable]) -> int:
+        """What an action has to do with other workers; gives its last node."""
+        if action.kind is Kind.RECV:
+            self.receives[self._message(worker, action)] = first
+        if action.kind not in (*SUMS, *SHARED):
+            return first
+        name = (self._group(worker, action), action.key, seen[action.key])
+        seen[action.key] += 1
+        last = self._put(worker, action.lane, 0.0, [first])
+        self.meetings.setdefault(name, []).append((first, last))
+        return last
+
+    def _group(self, worker: int, action: Action) -> tuple[int, ...]:
+        """The workers among which an action is one."""
+        if action.kind is Kind.NORM:
+            return ()
+        axis = "pipeline" if action.kind in SUMS else "data"
+        return self.mesh.ranks(axis, worker)
+
+    def join(self) -> None:
+        """Let nodes of different workers wait for each other."""
+        for name, receive in self.receives.items():
+            action, send = self.sends[name]
+            self.drafts[receive].needs.append(send)
+            self.shown.append((self.drafts[send].worker, action, send, receive))
+        for names in self.order.values():
+            under_way: dict[int, list[int]] = {}  # by receiver, the receives of its messages
+            for name in names:
+                receive = self.receives[name]
+                before = under_way.setdefault(self.drafts[receive].worker, [])
+                if len(before) >= LIMIT:
+                    self.drafts[self.sends[name][1]].needs.append(before[-LIMIT])
+                before.append(receive)
+        for each in self.meetings.values():
+            for _, last in each:
+                self.drafts[last].needs += [first for first, _ in each]
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+ROUNDS, WINDOW = 5, 0.3  # how often each number of workers is measured; seconds
+
+
+def paces(
+    world: World, work: Callable[[], object], window: float = WINDOW, rounds: int = ROUNDS
+) -> tuple[float, ...]:
+    """How fast each worker computes while 1, 2, ... of all do, alone being 1; for `cores` above.
+
+    All workers call this together. work: something like what they will do, which takes much less
+    than a window of so many seconds; rounds: how often each number is measured, of which the median
+    counts. Who computes changes with every turn, as in a pipeline: what the system takes to wake a
+    worker and to find a core for it counts.
+    """
+    size = world.mesh.size
+    turns: dict[int, list[float]] = {count: [] for count in range(1, size + 1)}
+    work()
+    for _ in range(rounds):
+        for count, seconds in turns.items():
+            seconds.append(_turn(world, work, count, window))
+    return tuple(median(turns[1]) / median(seconds) for seconds in turns.values())
+
+
+def _turn(world: World, work: Callable[[], object], count: int, window: float) -> float:
+    """Seconds in which `count` workers, others each time, do their work once. Everybody has a turn
+    equally often, until a window is over for all."""
+    everybody, size, done = everyone(world), world.mesh.size, 0
+    everybody.barrier()
+    begin, over = time.perf_counter(), torch.zeros((), dtype=torch.float64)
+    while not over:
+        for first in range(size):
+            if (world.rank - first) % size < count:
+                work()
+            everybody.barrier()
+        done += size
+        over = torch.tensor(float(time.perf_counter() - begin > window), dtype=torch.float64)
+        everybody.all_reduce(over, "max")
+    return (time.perf_counter() - begin) / done

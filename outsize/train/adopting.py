@@ -1,0 +1,173 @@
+"""Somebody's own model on the tensor axis: what the automatic rules find for it, what they leave
+whole, and what keeps its workers alike.
+
+A step is the one that one worker would make only if all neighbours on the axis have the same rows
+and draw the same random numbers, so both are seen to before each step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from outsize.collectives import Collective, World, everyone
+from outsize.errors import OutsizeError
+from outsize.parallel.automatic import Derived, derive
+from outsize.runtime.adopted import arguments
+
+Blocks = Sequence[tuple[str, nn.Module]]
+_PLAIN = (bool, int, float, str, bytes, Tensor, type(None))
+
+
+def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[str, Derived]:
+    """What `size` workers can cut of a model's blocks when it is called with this batch, by path.
+
+    OutsizeError where that is nothing, with the reason; where a weight that would be cut has
+    another use; where the batch makes the model remember.
+    """
+    args, kwargs = arguments(batch)
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(list(devices)):  # what it draws up to its first block
+        found = derive(model, size, args, kwargs, [path for path, _ in blocks])
+    if not any(derived.groups for derived in found.values()):
+        raise OutsizeError(
+            f"mesh: tensor is {size}, but nothing of {type(model).__name__} can be cut:"
+            f" {_reason(found)}; {_remedy(model, kwargs)}"
+        )
+    _refuse_ties(model, found)
+    return found
+
+
+def _reason(found: Mapping[str, Derived]) -> str:
+    for path, derived in found.items():
+        for module, reason in derived.left.items():
+            return f"{path}.{module}: {' '.join(reason.split())}"
+    return "no linear layer of its blocks feeds another"
+
+
+def _remedy(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    asked = kwargs.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
+    if asked:
+        return "its forward makes a cache: put use_cache=False into the batch"
+    if model.training and any(isinstance(m, nn.Dropout) and m.p for m in model.modules()):
+        return "set its dropout to 0, or put all workers on the data axis"
+    return "put all workers on the data axis"
+
+
+def _refuse_ties(model: nn.Module, found: Mapping[str, Derived]) -> None:
+    """The rules look at one block at a time: a weight with another use would be cut there too."""
+    cut = {f"{path}.{name}" for path, derived in found.items() for name in derived.parameters}
+    by_weight: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_weight.setdefault(id(parameter), []).append(name)
+    for names in by_weight.values():
+        if len(names) > 1 and cut.intersection(names):
+            raise OutsizeError(
+                f"{names[0]} and {names[1]} are one weight, which the tensor axis would cut for one"
+                " of them; put all workers on the data axis"
+            )
+
+
+def said(sizes: Mapping[str, int], found: Mapping[str, Derived]) -> str:
+    """One line: how much of a model is cut, and which rows stay whole for which reason. sizes:
+    elements of its whole parameters, by name."""
+    cut = [f"{path}.{name}" for path, derived in found.items() for name in derived.parameters]
+    part = sum(sizes.get(name, 0) for name in cut) / sum(sizes.values())
+    size = next(iter(found.values())).size
+    left = dict(item for derived in found.values() for item in derived.left.items())
+    text = f"tensor={size}: {part:.0%} of the parameters are cut; the rest is whole on every worker"
+    reasons = (f"{module} ({' '.join(reason.split())})" for module, reason in left.items())
+    return "; ".join((text, *reasons))
+
+
+def begin_alike(model: nn.Module, world: World, rows: int, device: torch.device) -> None:
+    """See that all workers have as many rows, and give them the first one's weights."""
+    mine = torch.tensor([rows, -rows], dtype=torch.float64, device=device)
+    most, least = everyone(world).all_reduce(mine, "max").tolist()
+    if most != -least:
+        raise OutsizeError(
+            f"batch: {rows} rows here, {most:g} on another worker and {-least:g} on one;"
+            " expected as many on each: give every worker equal shares"
+        )
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            everyone(world).broadcast(tensor.data)
+
+
+class Neighbours:
+    """The workers of an axis that compute with the same rows: "tensor" or "pipeline"."""
+
+    def __init__(self, axis: Collective, name: str) -> None:
+        self._axis, self._name = axis, name
+
+    def meet(self, batch: Any, device: torch.device) -> None:
+        """See that all have the same batch."""
+        mark = float(_mark(batch))
+        both = torch.tensor([mark, -mark], dtype=torch.float64, device=device)
+        most, least = self._axis.all_reduce(both, "max").tolist()
+        if most != -least:
+            raise OutsizeError(
+                f"batch: neighbours on the {self._name} axis have different rows; expected the"
+                " same: give workers rows by their place on the data axis, rank // tensor % data"
+            )
+
+    def draw_alike(self, device: torch.device) -> None:
+        """Give all the first one's random numbers."""
+        torch.set_rng_state(self._firsts(torch.get_rng_state(), device))
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(self._firsts(torch.cuda.get_rng_state(device), device), device)
+
+    def _firsts(self, state: Tensor, device: torch.device) -> Tensor:
+        return self._axis.broadcast(state.to(device)).cpu()
+
+
+def _mark(batch: Any) -> int:
+    """A number that differs where batches do."""
+    mark = 0
+    for item in _items(batch):
+        mark = zlib.crc32(item, mark)
+    return mark
+
+
+def _items(batch: Any) -> Iterator[bytes]:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield str(tuple(leaf.shape)).encode()
+            flat = leaf.detach().cpu().contiguous().flatten()
+            yield flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        elif isinstance(leaf, _PLAIN):
+            yield repr(leaf).encode()
+        elif is_dataclass(leaf):
+            yield from _items([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+class Guard:
+    """Refuses a module's own forward and state_dict while they would tell of other values than the
+    module's. why: what is the matter, and what to call instead."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.ours = False  # the forward at hand is the job's
+
+    def forward(self, why: str) -> Any:
+        """Refuse it from now on, until the handle that this gives is removed."""
+
+        def refuse(*_: Any) -> None:
+            if not self.ours:
+                raise OutsizeError(f"{type(self._model).__name__}: {why}")
+
+        return self._model.register_forward_pre_hook(refuse)
+
+    def state_dict(self, why: str) -> None:
+        """Refuse it for good."""
+
+        def refuse(*_: Any) -> None:
+            raise OutsizeError(f"{type(self._model).__name__}: {why}")
+
+        self._model.register_state_dict_pre_hook(refuse)

@@ -1,0 +1,83 @@
+"""Batches of somebody's own: how they are cut into microbatches, copied without values, and which
+loss an output carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from outsize.data import IGNORE, Batch
+from outsize.errors import OutsizeError
+
+
+def tokens_of(batch: Any) -> Batch:
+    """Token ids as a Batch: every row a document, labels shifted by one."""
+    if isinstance(batch, Batch):
+        return batch
+    ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
+    labels = batch.get("labels", ids) if isinstance(batch, Mapping) else ids
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
+        raise OutsizeError(
+            f"batch is {_say(ids)}; expected token ids, an int64 tensor (rows, tokens)"
+        )
+    targets = torch.full_like(ids, IGNORE)
+    targets[:, :-1] = labels[:, 1:]
+    return Batch(ids, targets, ((0, ids.shape[1]),) * ids.shape[0])
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def rows_of(batch: Any) -> int:
+    """The first dimension of a batch's first tensor that has one."""
+    for item in tree_leaves(batch):
+        if isinstance(item, Tensor) and item.ndim:
+            return max(1, item.shape[0])
+    return 1
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Rows [start, stop) of whatever in a batch has its rows; the rest as it is."""
+    rows = rows_of(batch)
+
+    def take(item: Any) -> Any:
+        whole = isinstance(item, Tensor) and item.ndim > 0 and item.shape[0] == rows
+        return item[start:stop] if whole else item
+
+    return tree_map(take, batch)
+
+
+def empty_like(batch: Any, rows: int) -> Any:
+    """A batch of the same form with `rows` rows and no values; made in a fake mode."""
+    if isinstance(batch, Batch):
+        ids = torch.zeros(rows, batch.ids_BS.shape[1], dtype=torch.int64)
+        return Batch(ids, torch.zeros_like(ids), batch.bounds[:rows])
+    all_rows = rows_of(batch)
+
+    def like(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        whole = item.ndim and item.shape[0] == all_rows
+        shape = (rows, *item.shape[1:]) if whole else item.shape
+        return torch.empty(shape, dtype=item.dtype, device=item.device)
+
+    return tree_map(like, batch)
+
+
+def own_loss(output: Any, batch: Any) -> Tensor:
+    """The loss that an output carries: itself, or its `loss`."""
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        output = output["loss"]
+    loss = getattr(output, "loss", output)
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    raise OutsizeError(
+        f"model gives {_say(loss)} and no loss; pass loss=(output, batch) -> scalar, or labels"
+    )

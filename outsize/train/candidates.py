@@ -1,0 +1,103 @@
+"""The plans among which `prepare` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from outsize.collectives import Mesh
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.memory import format_bytes
+from outsize.memory.tiers import TierSpec
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.plan import Pipelined, Plan, Precision, Sharding
+from outsize.plan.plan import BYTES, per_segment
+from outsize.train.batches import rows_of
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `prepare` was told. See there."""
+
+    loss: Loss | None
+    count: Callable[[Any], float] | None
+    blocks: tuple[tuple[str, nn.Module], ...]
+    microbatches: int
+    clip: float | None
+    recompute: tuple[str, ...] | None
+    budget: int | None
+    precision: Precision
+    tiers: tuple[TierSpec, ...] = ()
+    mesh: Mesh = field(default_factory=Mesh)
+    shards: Sharding = field(default_factory=Sharding)
+    sequence_parallel: bool = False
+    pipeline: Pipelined = field(default_factory=Pipelined)
+
+    @property
+    def parted(self) -> bool:
+        """Whether a worker has parts of the model alone."""
+        return self.mesh.tensor > 1 or self.mesh.pipeline > 1
+
+
+def rows_in(batch: Any) -> int:
+    """Rows of a batch of either kind."""
+    return batch.ids_BS.shape[0] if isinstance(batch, Batch) else rows_of(batch)
+
+
+def plans_of(model: nn.Module, settings: Settings, batch: Any) -> Sequence[Plan]:
+    """Candidate plans for a batch of this worker, quickest first."""
+    native, rows = isinstance(batch, Batch), rows_in(batch)
+    segments = 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
+    base = Plan(
+        segments,
+        per_segment(segments, settings.recompute or ()),
+        rows * settings.mesh.data,
+        -(-rows // settings.microbatches),
+        batch.ids_BS.shape[1] if native else 0,
+        settings.precision,
+        loss_chunk=512 if native and not settings.pipeline.vocabulary else 0,
+        budget=settings.budget,
+        mesh=settings.mesh,
+        shards=settings.shards,
+        sequence_parallel=settings.sequence_parallel,
+        pipeline=settings.pipeline,
+    )
+    if settings.recompute is not None:
+        return [base]
+    blocks = segments - 2
+    counts = sorted({-(-blocks * quarter // 4) for quarter in range(1, 5)})
+    graded = [replace(base, stages=_first_blocks(segments, count)) for count in counts]
+    return [base, *graded]
+
+
+def _first_blocks(segments: int, count: int) -> Any:
+    plain, again = per_segment(segments), per_segment(segments, ("block",))
+    return tuple(again[i] if i <= count else plain[i] for i in range(segments))
+
+
+def refuse_small_budget(model: nn.Module, optimizer: Optimizer, settings: Settings) -> None:
+    """What is always there must fit, whatever the batch will be."""
+    budget = settings.budget
+    if budget is None:
+        return
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    sizes = settings.precision
+    each = BYTES[sizes.compute] + BYTES[sizes.gradients]
+    each += (BYTES[sizes.master] if sizes.master else 0) + (
+        len(optimizer.states) * BYTES[sizes.optimizer]
+    )
+    static = trained * each + frozen * BYTES[sizes.compute]
+    if static > budget:
+        raise OutsizeError(
+            f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
+            f" parameters, gradients and optimizer alone are {static} bytes,"
+            f" {static - budget} bytes missing; set memory above {-(-static // 2**20)}MiB"
+        )

@@ -1,0 +1,55 @@
+"""The end of a run: the sample, and foretold against measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from outsize.decode.samplers import Sampling
+from outsize.launch import Crew
+from outsize.train.loop import Loop, resume_command
+from outsize.train.sample import sample
+from outsize.train.setup import Setup
+from outsize.train.special import AnyJob
+from outsize.train.texts import write_text
+
+SAMPLE = "sample.txt"
+
+
+def say_stopped(loop: Loop, console: Console) -> None:
+    command = resume_command(loop.store.directory)
+    text = f"stopped after step {loop.place.step} and saved; to go on:\n{command}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def finish(loop: Loop, console: Console) -> None:
+    """The sample, and foretold against measured."""
+    setup, directory = loop.setup, loop.store.directory
+    loop.crew.pulse.at("the sample")
+    _sample(setup, loop.job, directory, console, loop.crew)
+    if not (loop.measure.times or loop.measure.slow):
+        return
+    loop.crew.pulse.at("the trace")
+    model, world = setup.config.model.name, loop.crew.world
+    loop.measure.write(directory, setup.forecast, model, world, setup.device)
+    loop.measure.agree(world, setup.device)
+    loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
+    console.print()
+    console.print(loop.measure.table(setup.forecast), markup=False)
+    if loop.bits_per_byte is not None:
+        console.print(f"validation: {loop.bits_per_byte:.3f} bits per byte", markup=False)
+    console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
+
+
+def _sample(setup: Setup, job: AnyJob, directory: Path, console: Console, crew: Crew) -> None:
+    own = setup.config.sample
+    if not own.tokens:
+        return
+    sampling = Sampling(own.temperature, seed=setup.config.train.seed)
+    text = sample(job, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
+    if crew.first:
+        write_text(directory / SAMPLE, text)
+    console.rule("sample")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.rule()

@@ -1,0 +1,301 @@
+"""Prepared: somebody's own model under training, as `prepare` gives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from outsize.collectives import Lone, World, along
+from outsize.collectives.joined import from_environment
+from outsize.collectives.pretend import Pretend, PretendWorld
+from outsize.errors import OutsizeError
+from outsize.hardware import Hardware
+from outsize.hardware.probe import probe
+from outsize.memory import Meter, meter
+from outsize.memory.store import Store
+from outsize.models.cuts import NO_CUTS, Cut
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.parallel.automatic import Derived
+from outsize.parallel.automatic_apply import spread
+from outsize.parallel.divide import divide
+from outsize.plan import DEVICE, Plan
+from outsize.runtime import AdoptedFlow, Job, NativeFlow, Report
+from outsize.runtime.adopted import reach_of
+from outsize.runtime.flow import Flow
+from outsize.runtime.placement import PARAMETERS
+from outsize.runtime.reach import Reach
+from outsize.search import pick
+from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs
+from outsize.simulate.forecast import compose
+from outsize.simulate.rehearse import nowhere, rehearse
+from outsize.train.adopting import Guard, Neighbours, begin_alike, derived_of, said
+from outsize.train.balancing import balanced
+from outsize.train.batches import cut, empty_like, own_loss, tokens_of
+from outsize.train.candidates import Settings, plans_of, refuse_small_budget, rows_in
+from outsize.train.foretelling import choose_tiered, wish_of
+from outsize.train.optimizers import converted, group_of, groups_now
+from outsize.train.tiers import opened, with_tiers
+from outsize.train.twin import twin_of
+
+_BELOW = (
+    "its weights rest on tiers, so its own forward would compute with others; call"
+    " job.evaluate(batch), or read job.weights()"
+)
+_PARTS = (
+    "its parameters are this worker's parts, so its own forward and state_dict would give others;"
+    " call job.evaluate(batch), or read job.weights(), before job.close()"
+)
+
+
+class Prepared:
+    """A model under training. `step` trains on a batch; `report` tells of the last step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | torch.optim.Optimizer | str,
+        settings: Settings,
+    ) -> None:
+        self.model, self.settings = model, settings
+        self._torch = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._optimizer = converted(optimizer)
+        self._group_of = None if self._torch is None else group_of(model, self._torch)
+        self._job: Job | None = None
+        self.forecast: Forecast | None = None
+        self._stack = ExitStack()  # of the stores, while there is a job
+        self._guard = Guard(model)
+        self._world: World = Lone()
+        self._derived: dict[str, Derived] = {}  # what of an adopted module the tensor axis cuts
+        self._reach: Reach | None = None  # of an adopted module on a pipeline
+        self._like: Callable[[int], Any] | None = None  # batches of so many rows, without values
+        self._closed = False
+        if not settings.tiers and settings.mesh.size == 1:
+            refuse_small_budget(model, self._optimizer, settings)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, once a first step has been made."""
+        return self._made.plan
+
+    @property
+    def report(self) -> Report:
+        """Loss, norm, seconds and trace of the last step."""
+        return self._made.report
+
+    @property
+    def spread(self) -> str:
+        """One line: how much of an adopted module the tensor axis cuts, and what is whole for which
+        reason; empty where the axis has one worker. After a first step."""
+        return said(self._sizes, self._derived) if self._derived else ""
+
+    @property
+    def _made(self) -> Job:
+        if self._job is None:
+            raise OutsizeError(
+                "job has no plan yet: it is made for the first batch; call step first"
+            )
+        return self._job
+
+    def step(self, batch: Any, lr: float | None = None) -> Tensor:
+        """Train on one batch; gives the mean loss, a scalar tensor.
+
+        A native decoder takes token ids (B, S), a mapping with input_ids and labels, or a Batch;
+        an adopted module what its forward takes: a mapping by keyword, a tuple by place.
+        """
+        if isinstance(self.model, Decoder):
+            batch = tokens_of(batch)
+        if self._job is None:
+            self._job = self._make(batch)
+        self._meet(batch)
+        if self._torch is not None:
+            self._job.updates.groups = groups_now(self._torch)
+            self._torch._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            lr = 1.0
+        with self._computing():
+            return self._job.step(batch, lr)
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Sum of losses over a batch and what to divide it by, wherever the weights rest; after a
+        first step."""
+        if isinstance(self.model, Decoder):
+            batch = tokens_of(batch)
+        job = self._made
+        self._meet(batch)
+        with self._computing():
+            return job.evaluate(batch, rows_in(batch))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name; of what rests below or on other workers, a copy of one chunk at
+        a time: use each before the next. The workers of a pipeline read together, to the end. After
+        a first step."""
+        return self._made.weights()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._guard.ours = True
+        try:
+            yield
+        finally:
+            self._guard.ours = False
+
+    def _meet(self, batch: Any) -> None:
+        device, mesh = self._device(), self.settings.mesh
+        if self._derived:
+            neighbours = Neighbours(along(self._world, "tensor"), "tensor")
+            neighbours.meet(batch, device)
+            neighbours.draw_alike(device)
+        if mesh.pipeline > 1:
+            Neighbours(along(self._world, "pipeline"), "pipeline").meet(batch, device)
+
+    def close(self) -> None:
+        """Give the model back as an ordinary module. Parameters that rested on tiers are NaN from
+        then on: read `weights` before. So of what the tensor axis has cut and of stages on other
+        workers, which are not all here: the module's own forward and state_dict stay refused."""
+        try:
+            if self._job is not None:
+                self._job.close()
+                _forget(self._job)
+                self._job, self._closed = None, self.settings.parted
+        finally:
+            self._stack.close()
+
+    def _join(self, batch: Any) -> None:
+        """Meet the other workers: as many rows each, and the first one's weights."""
+        mesh = self.settings.mesh
+        if mesh.size == 1:
+            return
+        world = from_environment(mesh, os.environ, _backend(self._device()))
+        self._world = world
+        self._stack.callback(world.close)
+        begin_alike(self.model, world, rows_in(batch), self._device())
+
+    def _make(self, batch: Any) -> Job:
+        settings = self.settings
+        if self._closed:
+            raise OutsizeError(
+                f"job is closed, and mesh is {settings.mesh}: the model's parameters are parts now;"
+                " make the model anew and call outsize.prepare"
+            )
+        self._join(batch)
+        self._derive(batch)
+        self._reach = self._reached(batch)
+        self._like = partial(empty_like, batch)
+        plans = plans_of(self.model, settings, batch)
+        plans = balanced(plans, self._rehearsed, self._world, self._device())
+        plan, below = plans[0], dict[str, int]()
+        if settings.budget is not None:
+            self.forecast = self._fit(plans, with_tiers(probe(), settings.tiers))
+            plan, below = self.forecast.plan, dict(self.forecast.below)
+        ledger = None if settings.budget is None else meter(self._device(), settings.budget)
+        with ExitStack() as stack:
+            stores = stack.enter_context(opened(settings.tiers, plan, below))
+            job = self._job_of(self.model, settings.blocks, plan, ledger, stores, self._world)
+            if self._derived or settings.mesh.pipeline > 1:
+                self._guard.forward(_PARTS)
+                self._guard.state_dict(_PARTS)
+            if any(stage.rest.parameters != DEVICE for stage in plan.stages):
+                stack.callback(self._guard.forward(_BELOW).remove)
+            self._stack.push(stack.pop_all())
+        self._like = None
+        return job
+
+    def _derive(self, batch: Any) -> None:
+        """What the tensor axis cuts of somebody else's module."""
+        if isinstance(self.model, Decoder) or self.settings.mesh.tensor == 1:
+            return
+        axis = along(self._world, "tensor")
+        self._derived = derived_of(self.model, self.settings.blocks, batch, axis.size)
+        self._sizes = {name: p.numel() for name, p in self.model.named_parameters()}
+
+    def _reached(self, batch: Any) -> Reach | None:
+        """What the code between the blocks of somebody else's module reads, for a pipeline."""
+        own = self.settings
+        if isinstance(self.model, Decoder) or own.mesh.pipeline == 1:
+            return None
+        part = cut(batch, 0, -(-rows_in(batch) // own.microbatches))
+        return reach_of(self.model, own.blocks, own.loss or own_loss, part)
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _rehearsed(self, plan: Plan) -> Costs:
+        assert self._like is not None
+        return rehearse(plan, self._fake_job, self._like)
+
+    def _fit(self, plans: Sequence[Plan], hardware: Hardware) -> Forecast:
+        def foretell(plan: Plan) -> Forecast:
+            return compose(plan, self._rehearsed(plan), hardware)
+
+        settings = self.settings
+        try:
+            if not settings.tiers:
+                return pick(iter(plans), foretell, settings.budget)
+            wish = wish_of(plans[0], self._optimizer, settings.clip)
+            wish = replace(wish, tiers=settings.tiers)
+            return choose_tiered(plans, wish, hardware, self._rehearsed)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise OutsizeError(
+                f"{type(self.model).__name__} cannot be foretold: its forward depends on values"
+                f" ({error}); leave memory out, or give it a forward that depends on shapes alone"
+            ) from None
+
+    def _fake_job(self, plan: Plan, ledger: Meter) -> Job:
+        """The same job over a copy of the model that has no memory. Called in a fake mode."""
+        twin, blocks = twin_of(self.model, self.settings.blocks)
+        world = PretendWorld(plan.mesh, plan.mesh.size - 1)
+        return self._job_of(twin, blocks, plan, ledger, nowhere(plan), world)
+
+    def _job_of(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        plan: Plan,
+        ledger: Meter | None,
+        stores: Mapping[str, Store],
+        world: World,
+    ) -> Job:
+        groups = None if self._torch is None else groups_now(self._torch)
+        cuts: Mapping[str, Cut] = NO_CUTS
+        if isinstance(model, Decoder):
+            mesh = self.settings.mesh
+            line = None if plan.mesh == mesh else Pretend(mesh.pipeline, mesh.pipeline - 1)
+            cuts = divide(model, world, plan, line=line)
+        elif self._derived:
+            cuts = spread(model, self._derived, along(world, "tensor"))
+        return Job(
+            self._flow(model, blocks, plan), plan, self._optimizer, groups, self._group_of,
+            self.settings.clip, ledger, stores=stores, world=world, cuts=cuts,
+        )  # fmt: skip
+
+    def _flow(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> Flow:
+        if isinstance(model, Decoder):
+            return NativeFlow(model, plan)
+        count = self.settings.count
+        counter = None if count is None else lambda batch: torch.tensor(float(count(batch)))
+        return AdoptedFlow(
+            model, blocks, plan, self.settings.loss or own_loss,
+            cut if self.settings.microbatches > 1 else None, counter, self._reach,
+        )  # fmt: skip
+
+
+def _backend(device: torch.device) -> Literal["gloo", "nccl"]:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _forget(job: Job) -> None:
+    """Parameters that rested below are views of a pool that holds something else."""
+    for index, table in enumerate(job.placement.tables):
+        for slot in table.slots if job.placement.tier(index, PARAMETERS) != DEVICE else ():
+            parameter = job.owners[slot.name]
+            lost = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = lost.expand(parameter.shape)

@@ -1,0 +1,178 @@
+"""The workers of a run: how many, on which mesh, and what each of them does.
+
+One worker trains in this process. Several of this machine are forked from it and watched by it;
+those that torchrun has started, on one machine or many, watch one another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import log, prod
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from outsize.checkpoint.store import OnDamage
+from outsize.collectives.mesh import AXES, Mesh, parse_mesh
+from outsize.errors import OutsizeError
+from outsize.hardware.host import cores
+from outsize.launch import Post, enter, run_here, run_there
+from outsize.launch.hosts import started
+from outsize.train import run as runs
+from outsize.train.resolve import Resolved
+
+
+def run_workers(
+    said: Callable[[], Resolved],
+    directory: Path | None,
+    on_damage: OnDamage,
+    console: Callable[[], Console],
+) -> int:
+    """Start the run that was said, or go on with the one in `directory`; gives the exit code.
+
+    said: the values; console: where a worker prints; both are made by the worker that uses them.
+    OutsizeError for a mesh of another number of workers, and for whatever makes a run impossible.
+    """
+    environment = dict(os.environ)
+    if started(environment):
+        run_there(lambda post: _work(said(), directory, on_damage, console(), post), environment)
+    values = said()
+    mesh = mesh_of(values, directory, None)
+    if mesh.size == 1:
+        return _alone(values, directory, on_damage, console())
+    _import_all()
+    return run_here(mesh.size, lambda post: _work(values, directory, on_damage, console(), post))
+
+
+def _alone(said: Resolved, directory: Path | None, on_damage: OnDamage, console: Console) -> int:
+    if directory is None:
+        return runs.start(said, console)
+    return runs.resume(directory, _changes(with_workers(said, Mesh(), 1)), on_damage, console)
+
+
+def _work(
+    said: Resolved, directory: Path | None, on_damage: OnDamage, console: Console, post: Post
+) -> int:
+    """One worker's whole run."""
+    mesh = mesh_of(said, directory, post.count)
+    device = _device(said, post)
+    crew = enter(post, mesh, _facts(said), device)
+    said = with_workers(said, mesh, post.near)
+    if not crew.first:
+        return runs.follow(console, crew)
+    if directory is None:
+        return runs.start(said, console, crew)
+    return runs.resume(directory, _changes(said), on_damage, console, crew)
+
+
+# -- the mesh --------------------------------------------------------------------------------------
+
+
+def mesh_of(said: Resolved, directory: Path | None, started: int | None) -> Mesh:
+    """The workers of a run as was said, or else as many as have started, or else as the run in
+    `directory` had; all on the data axis where the mesh is left out.
+
+    OutsizeError where the mesh has another number of workers, with the nearest that has this one.
+    """
+    text, count = said.get("mesh"), count_of(said.get("workers"), started)
+    if text is None and count is None and directory is not None:
+        recorded = runs.recorded_values(directory)
+        text, count = recorded.get("mesh"), recorded.get("workers")
+    return Mesh(data=count or 1) if text is None else sized(parse_mesh(text), count)
+
+
+def count_of(said: int | None, started: int | None) -> int | None:
+    """How many workers there are, as was said or as have started; None: neither."""
+    if started is not None and said not in (None, started):
+        raise OutsizeError(
+            f"workers is {said}, but WORLD_SIZE says that {started} were started; leave workers"
+            f" out, or start {said}"
+        )
+    return said or started
+
+
+def sized(mesh: Mesh, count: int | None) -> Mesh:
+    """The mesh, refused where there is another number of workers; None: that is open."""
+    if count is not None and mesh.size != count:
+        raise OutsizeError(
+            f"mesh {mesh} has {mesh.size} workers, and there are {count}; expected for instance"
+            f" {nearest_mesh(mesh, count)}, or {mesh.size} workers"
+        )
+    return mesh
+
+
+def nearest_mesh(mesh: Mesh, count: int) -> Mesh:
+    """The mesh of `count` workers whose axes are nearest to those of `mesh`, as ratios."""
+    wanted = asdict(mesh)
+
+    def distance(sizes: Mapping[str, int]) -> float:
+        return sum(abs(log(sizes[axis] / wanted[axis])) for axis in AXES)
+
+    return Mesh(**min(_grids(count), key=distance))
+
+
+def _grids(count: int) -> list[dict[str, int]]:
+    """Every way to write `count` as a product over the axes."""
+    found: list[dict[str, int]] = [{}]
+    for axis in AXES[:-1]:
+        found = [
+            {**sizes, axis: size}
+            for sizes in found
+            for size in range(1, count + 1)
+            if count % (size * prod(sizes.values())) == 0
+        ]
+    return [{**sizes, AXES[-1]: count // prod(sizes.values())} for sizes in found]
+
+
+# -- what one worker has ---------------------------------------------------------------------------
+
+
+def with_workers(said: Resolved, mesh: Mesh, near: int) -> Resolved:
+    """The values with the run's workers, and the threads of each where `near` share a machine."""
+    many, text = mesh.size > 1, "the workers that there are"
+    said = said.with_value("workers", mesh.size, said.origins.get("workers", text))
+    said = said.with_value("mesh", str(mesh) if many else None, said.origins.get("mesh", text))
+    if not many or "OMP_NUM_THREADS" in os.environ:
+        return said
+    each = max(1, cores() // near)
+    return said.derive("threads", each, f"{cores()} cores for {near} workers")
+
+
+def _changes(said: Resolved) -> list[tuple[str, object, str]]:
+    return [(name, value, said.origins[name]) for name, value in said.values.items()]
+
+
+def _facts(said: Resolved) -> dict[str, str]:
+    """What must have been said alike to every worker."""
+    return {"torch": torch.__version__} | {n: repr(value) for n, value in said.values.items()}
+
+
+def _device(said: Resolved, post: Post) -> str:
+    """Where the worker's tensors are; a GPU of its own, where it is one."""
+    device = said.get("device")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if torch.cuda.device_count() < post.near:
+        raise OutsizeError(
+            f"device is {device!r}, and {post.near} workers share {torch.cuda.device_count()} GPUs;"
+            " expected one each: start fewer, or set device=cpu"
+        )
+    torch.cuda.set_device(post.here)
+    return "cuda"
+
+
+def _import_all() -> None:
+    """What workers import anyway, once for all of them. Nothing here computes: threads that are
+    there before a fork are not there after it."""
+    import safetensors.torch  # noqa: F401
+    import tensorboardX.event_file_writer
+    import tensorboardX.proto.event_pb2  # noqa: F401
+    import torch._dynamo  # noqa: F401 (comes with fake tensors, and takes a second)
+
+    import outsize.models.families  # noqa: F401
+    from outsize.kernels import native
+
+    native.library()  # compiled, if need be

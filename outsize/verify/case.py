@@ -1,0 +1,227 @@
+"""Case: one thing to verify: a model, what it learns from, and the plan that trains it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.collectives import World
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import PLAIN, LossOptions
+from outsize.models.adopt import find_blocks
+from outsize.models.build import rest, shells
+from outsize.models.config import DecoderConfig
+from outsize.models.cuts import Cut
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.parallel.divide import divide
+from outsize.parallel.overlap import overlap_of
+from outsize.plan import Plan, Precision
+from outsize.plan.approximate import PARTIAL
+from outsize.runtime import AdoptedFlow, NativeFlow
+from outsize.runtime.flow import Flow
+from outsize.runtime.job import Fill
+from outsize.train.batches import cut
+from outsize.verify.naive import NativeLoss
+from outsize.verify.plain import Plain, Recipe, masters_of
+from outsize.verify.walks import Walk, walks_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model as one worker has it."""
+
+    flow: Flow
+    fill: Fill | None
+    cuts: Mapping[str, Cut]
+
+
+class Subject(Protocol):
+    """What is trained, in both ways."""
+
+    def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
+        """The model in plain PyTorch, whole. walks: the segments that rows go through, where some
+        leave some out."""
+
+    def part(self, plan: Plan, world: World) -> Part:
+        """The model of one worker; both have the same first values."""
+
+    def rows(self, batch: Any, start: int, stop: int) -> Any:
+        """Some rows of a step's batch."""
+
+    def matrices(self) -> frozenset[str]:
+        """Names of the parameters of blocks that are matrices, or stacks of matrices."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """batch: of a step, counted from 0, with all of the plan's rows. resume_at: the step before
+    which the job is made anew from its saved states; 0: never. rate: the learning rate; None: the
+    optimizer's own."""
+
+    subject: Subject
+    plan: Plan
+    optimizer: Optimizer
+    batch: Callable[[int], Any]
+    steps: int = 3
+    clip: float | None = None
+    rate: float | None = None
+    resume_at: int = 0
+
+    @property
+    def recipe(self) -> Recipe:
+        """How both train."""
+        rate = self.optimizer.lr if self.rate is None else self.rate
+        matrices = frozenset[str]()
+        if self.optimizer.layout == "matrix":
+            matrices = self.subject.matrices()
+        return Recipe(self.optimizer, (rate,) * self.steps, self.clip, matrices)
+
+    def plain(self, precision: Precision) -> Plain:
+        """The plain model, its rows on the ways that the plan sends them."""
+        return self.subject.plain(precision, walks_of(self.plan))
+
+    def within(self, precision: Precision) -> Case:
+        """The same in another precision."""
+        return replace(self, plan=replace(self.plan, precision=precision))
+
+
+def _master(precision: Precision) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, precision.master or precision.compute)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Native:
+    """A decoder. values: makes what writes the first value of each whole parameter, once for every
+    run and worker; frozen: which parameters need no gradient, by name."""
+
+    config: DecoderConfig
+    values: Callable[[], Fill]
+    options: LossOptions = PLAIN
+    frozen: Callable[[str], bool] = lambda name: False
+
+    def _shell(self, dtype: torch.dtype) -> Decoder:
+        model = shells(self.config, dtype, "cpu")
+        for name, parameter in model.named_parameters():
+            if self.frozen(name):
+                parameter.requires_grad_(False)
+        return model
+
+    def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
+        model, fill = self._shell(getattr(torch, precision.compute)), self.values()
+
+        def value(name: str) -> Tensor:
+            shape = dict(model.named_parameters())[name].shape
+            out = torch.empty(shape, dtype=rest(name, _master(precision)))
+            fill(name, out)
+            return out
+
+        masters = masters_of(model, precision, value)
+        return Plain(model, NativeLoss(model, self.options, tuple(walks)), masters)
+
+    def part(self, plan: Plan, world: World) -> Part:
+        model = self._shell(_master(plan.precision))
+        cuts = divide(model, world, plan, overlap_of(world, plan.overlap))
+        return Part(NativeFlow(model, plan, self.options), self.values(), cuts)
+
+    def rows(self, batch: Batch, start: int, stop: int) -> Batch:
+        return batch.rows(start, stop)
+
+    def matrices(self) -> frozenset[str]:
+        named = self._shell(torch.float32).named_parameters()
+        return frozenset(n for n, p in named if n.startswith("blocks.") and _is_matrix(p))
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """Somebody's own module; what a factory for `outsize verify` gives.
+
+    batch: (step, rows) -> what the module's forward takes, with so many rows, the same at each
+    call. loss: (output, batch) -> the sum of the losses, a scalar. count: batch -> what the sum is
+    divided by. blocks: path patterns of the blocks; None finds them.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], Tensor]
+    count: Callable[[Any], float]
+    blocks: str | tuple[str, ...] | None = None
+
+    def named_blocks(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The blocks of the model, or of a copy of it."""
+        return find_blocks(model, self.blocks)
+
+    def _copy(self, precision: Precision, dtype: torch.dtype) -> nn.Module:
+        return copy.deepcopy(self.model).to(dtype)
+
+    def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
+        if walks:
+            raise OutsizeError(
+                f"plan: approximate holds {PARTIAL}, and {type(self.model).__name__} is an adopted"
+                " module, whose own forward calls every block; verify a native decoder"
+            )
+        model = self._copy(precision, getattr(torch, precision.compute))
+        first = dict(self.model.named_parameters())
+
+        def value(name: str) -> Tensor:
+            return first[name].detach().to(_master(precision), copy=True)
+
+        def loss(batch: Any) -> tuple[Tensor, float]:
+            whole = _typed(batch, getattr(torch, precision.compute))
+            return self.loss(_called(model, whole), whole), float(self.count(whole))
+
+        return Plain(model, loss, masters_of(model, precision, value))
+
+    def part(self, plan: Plan, world: World) -> Part:
+        if plan.mesh.tensor > 1:
+            raise OutsizeError(
+                f"mesh: tensor is {plan.mesh.tensor}, but {type(self.model).__name__} is an adopted"
+                " module, for which verify runs the data axis alone; set tensor to 1"
+            )
+        compute = getattr(torch, plan.precision.compute)
+        model = self._copy(plan.precision, _master(plan.precision))
+        flow = AdoptedFlow(
+            model, self.named_blocks(model), plan, self.loss,
+            lambda batch, *rows: _typed(cut(batch, *rows), compute),
+            lambda batch: torch.tensor(float(self.count(batch)), dtype=torch.float64),
+        )  # fmt: skip
+        return Part(flow, None, {})
+
+    def rows(self, batch: Any, start: int, stop: int) -> Any:
+        return cut(batch, start, stop)
+
+    def matrices(self) -> frozenset[str]:
+        inside = tuple(f"{path}." for path, _ in self.named_blocks(self.model))
+        named = self.model.named_parameters()
+        return frozenset(n for n, p in named if n.startswith(inside) and _is_matrix(p))
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    shape = parameter.shape
+    return parameter.requires_grad and len(shape) in (2, 3) and min(shape[-2:]) > 1
+
+
+def _typed(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch whose numbers have the precision of the model."""
+
+    def typed(item: Any) -> Any:
+        own = isinstance(item, Tensor) and item.is_floating_point()
+        return item.to(dtype) if own else item
+
+    return torch.utils._pytree.tree_map(typed, batch)
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    """The module's output: a mapping by keyword, a tuple by place, anything else alone."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)

@@ -1,0 +1,59 @@
+"""Random data of a draw: tokens in documents of ragged lengths, some rows without any target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from outsize.data import IGNORE, Batch
+from outsize.models.dropout import Noise
+from outsize.plan import Plan
+
+
+def masked(draw: Random, plan: Plan) -> tuple[int, int]:
+    """Rows without any target: all of one worker's or of one microbatch, where others have some."""
+    if draw.random() < 0.6:
+        return (0, 0)
+    place = draw.randrange(plan.mesh.data)
+    if plan.microbatches > 1 and draw.random() < (0.4 if plan.mesh.data > 1 else 1.0):
+        first = plan.rows_at(place)[0]
+        start, stop = plan.rows_of(draw.randrange(plan.microbatches), place)
+        return first + start, first + stop
+    return plan.rows_at(place) if plan.mesh.data > 1 else (0, 0)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows of random tokens in documents of random lengths. masked: rows without any target."""
+
+    seed: int
+    plan: Plan
+    vocab: int
+    dropout: float
+    masked: tuple[int, int]
+
+    def batch(self, step: int) -> Batch:
+        """The whole step, the same at each call."""
+        plan, draw = self.plan, Random(f"{self.seed} {step}")
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        size = (plan.rows, plan.sequence)
+        ids_BS = torch.randint(0, self.vocab, size, generator=generator)
+        bounds = tuple(_bounds(draw, plan.sequence) for _ in range(plan.rows))
+        targets_BS = torch.full_like(ids_BS, IGNORE)
+        targets_BS[:, :-1] = ids_BS[:, 1:]
+        for row, edges in enumerate(bounds):
+            targets_BS[row, [edge - 1 for edge in edges[1:]]] = IGNORE
+        targets_BS[torch.rand(size, generator=generator) < draw.choice((0.0, 0.3))] = IGNORE
+        targets_BS[slice(*self.masked)] = IGNORE
+        if not (targets_BS != IGNORE).any():  # some target there must be
+            row = self.masked[1] % plan.rows
+            targets_BS[row, 0] = ids_BS[row, -1]
+        noise = Noise(self.dropout, self.seed, step) if self.dropout else None
+        return Batch(ids_BS, targets_BS, bounds, noise)
+
+
+def _bounds(draw: Random, tokens: int) -> tuple[int, ...]:
+    cuts = {draw.randrange(1, tokens) for _ in range(draw.randrange(4))}
+    return (0, *sorted(cuts), tokens)

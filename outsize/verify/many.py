@@ -1,0 +1,178 @@
+"""Many draws, each verified in float64: what holds, what does not and how to see it again."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from outsize.collectives.mesh import AXES
+from outsize.errors import OutsizeError
+from outsize.plan import Plan
+from outsize.verify.case import Case
+from outsize.verify.compare import LIMIT
+from outsize.verify.draw import ATTEMPTS, Drawn, draws
+from outsize.verify.planned import Stopped
+from outsize.verify.verify import Verdict, verify
+
+_FEATURES = (
+    "loss_chunk", "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel", "overlap"
+)  # fmt: skip
+_STATES = ("parameters", "gradients", "optimizer", "activations")
+Judge = Callable[[Case], Verdict | str]  # a text: how it failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One draw. fault: what is wrong with it; empty where it holds. refused: the reasons of draws
+    before it. seconds: that it took."""
+
+    drawn: Drawn
+    worst: float
+    fault: str
+    refused: tuple[str, ...]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        return not self.fault
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of many draws. refused: how often each reason came up; covered: how many held by feature."""
+
+    held: int
+    faults: tuple[Outcome, ...]
+    worst: float
+    seconds: float
+    refused: Mapping[str, int]
+    covered: Mapping[str, int] = field(default_factory=dict)
+
+
+def outcomes(seeds: Iterable[int], workers: int, judge: Judge | None = None) -> Iterator[Outcome]:
+    """Draw and verify, seed by seed. judge: gives the verdict; usually on threads, in float64."""
+    for seed in seeds:
+        yield _outcome(seed, workers, judge or _judged)
+
+
+def _judged(case: Case) -> Verdict:
+    return verify(case, own=False)
+
+
+def _outcome(seed: int, workers: int, judge: Judge) -> Outcome:
+    refused, begin = [], time.perf_counter()
+    for drawn in draws(seed, workers):
+        if isinstance(drawn, OutsizeError):
+            refused.append(_reason(drawn))
+            continue
+        worst, fault = float("inf"), ""
+        try:
+            found = judge(drawn.case)
+            if isinstance(found, str):
+                fault = found
+            else:
+                worst, fault = found.exact.worst, _fault(found)
+        except Stopped as error:
+            fault = str(error)
+        except OutsizeError as error:
+            refused.append(_reason(error))
+            continue
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            fault = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return Outcome(drawn, worst, fault, tuple(refused), time.perf_counter() - begin)
+    raise OutsizeError(
+        f"verify: no draw of seed {seed} in {ATTEMPTS} is one that is supported; the last:"
+        f" {refused[-1]}"
+    )
+
+
+def _reason(error: OutsizeError) -> str:
+    """What it is about: the words before the first number."""
+    words = str(error).split()
+    end = next((i for i, w in enumerate(words) if any(c.isdigit() for c in w)), len(words))
+    return " ".join(words[: min(end, 6)])
+
+
+def _fault(found: Verdict) -> str:
+    """What is wrong, the farthest parameter first."""
+    exact, sent = found.exact, found.sent
+    between = sent.formula.stages
+    if found.holds and between is not None and abs(sent.stages - between) > sent.formula.rounded:
+        return f"{sent.stages} bytes between stages; the formula gives {between:.0f}"
+    if found.holds:
+        return ""
+    if exact.differ:
+        return f"workers {', '.join(map(str, exact.differ))} have other bits than worker 0"
+    row = max(exact.rows, key=lambda one: max(one.gradient, one.weight))
+    ratio = "-" if row.ratio is None else f"{row.ratio:.6g}"
+    return (
+        f"{exact.worst:.2g} is above {LIMIT:g}: loss {exact.loss:.2g}, norm {exact.norm:.2g};"
+        f" {row.name}: gradient {row.gradient:.2g} (ratio {ratio}), weight {row.weight:.2g}"
+    )
+
+
+def command(drawn: Drawn, workers: int, processes: bool = False) -> str:
+    """What repeats a draw."""
+    more = " --processes" if processes else ""
+    return f"outsize verify --random 1 --seed {drawn.seed} --workers {workers}{more}"
+
+
+def summary(found: Iterable[Outcome]) -> Summary:
+    """All outcomes in a few numbers."""
+    every = list(found)
+    held = [one for one in every if one.holds]
+    refused = Counter(reason for one in every for reason in one.refused)
+    return Summary(
+        len(held),
+        tuple(one for one in every if not one.holds),
+        max((one.worst for one in held), default=0.0),
+        sum(one.seconds for one in every),
+        dict(refused.most_common()),
+        dict(Counter(name for one in held for name in features(one.drawn)).most_common()),
+    )
+
+
+def features(drawn: Drawn) -> Iterator[str]:
+    """What a draw has, by name."""
+    case, what = drawn.case, drawn.what
+    plan = case.plan
+    yield f"model {what['model']['model_type']}"
+    yield f"workers {plan.mesh.size}"
+    yield f"optimizer {what['optimizer']}"
+    yield from _meshes(plan)
+    for name in _FEATURES:
+        if getattr(plan, name):
+            yield name
+    for name, has in (
+        ("shards of parameters", plan.shards.parameters > 1),
+        ("shards of gradients", plan.shards.gradients > 1),
+        ("shards of optimizer states", plan.shards.optimizer > 1),
+        ("recompute", any(stage.recompute for stage in plan.stages)),
+        ("order layer", plan.order == "layer"),
+        ("update behind", plan.update == "behind"),
+        ("uneven rows", plan.rows % plan.mesh.data > 0),
+        ("ladder", what["model"].get("ladder_from") is not None),
+        ("kraken", what["model"].get("kraken_ways") is not None),
+        ("tied", bool(what["model"].get("tie_word_embeddings"))),
+        ("clip", case.clip is not None),
+        ("masked rows", what["masked rows"] != (0, 0)),
+        ("uneven stages", bool(plan.pipeline.cuts)),
+        (f"vocabulary {plan.pipeline.vocabulary}", plan.pipeline.vocabulary > 0),
+        *((f"below: {state}", plan.rests_below(state)) for state in _STATES),
+    ):
+        if has:
+            yield name
+    if plan.mesh.pipeline > 1:
+        yield f"schedule {plan.pipeline.schedule}"
+    yield from (n for n in ("frozen", "label smoothing", "z-loss", "dropout", "resumed") if what[n])
+
+
+def _meshes(plan: Plan) -> Iterator[str]:
+    """Every two axes that have several workers."""
+    axes = [name for name in AXES if getattr(plan.mesh, name) > 1]
+    yield from (f"mesh {one} x {other}" for one, other in combinations(axes, 2))

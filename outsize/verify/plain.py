@@ -1,0 +1,120 @@
+"""The plain PyTorch loop that plans are compared with: one process, the whole step at once,
+autograd, torch.optim.
+
+It shares with what it judges the modules of the model and nothing else: no schedule, no chunk of
+states, no sink of gradients, no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.optim import Optimizer
+from outsize.plan import Precision
+from outsize.verify.updates import updater
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How both train. rates: the learning rate of each step; clip: largest norm of the gradient;
+    matrices: names of what a matrix optimizer updates as wholes."""
+
+    optimizer: Optimizer
+    rates: tuple[float, ...]
+    clip: float | None = None
+    matrices: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gave. norm: of the gradient before it is clipped; gradients: as the optimizer got
+    them, None where none arrived; weights: after the update, in what training goes on from."""
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, Tensor | None]
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A model in plain PyTorch. loss: of a whole step, (sum, what to divide it by); masters: by
+    name, what the optimizer updates: the parameters themselves, or their copies."""
+
+    model: nn.Module
+    loss: Callable[[Any], tuple[Tensor, float]]
+    masters: Mapping[str, Tensor]
+
+
+def masters_of(
+    model: nn.Module, precision: Precision, values: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Give every parameter of a model its first value; gives what the optimizer is to update."""
+    found: dict[str, Tensor] = {}
+    master = None if precision.master is None else getattr(torch, precision.master)
+    for name, parameter in model.named_parameters():
+        value = values(name)
+        parameter.data = value.to(parameter.dtype)
+        if parameter.requires_grad:
+            found[name] = parameter if master is None else value.to(master)
+    return found
+
+
+def train(plain: Plain, recipe: Recipe, batches: Sequence[Any]) -> list[Step]:
+    """Train on batches, one a step."""
+    update = updater(recipe.optimizer, plain.masters, recipe.matrices)
+    found = []
+    for batch, rate in zip(batches, recipe.rates, strict=True):
+        plain.model.zero_grad()
+        total, count = plain.loss(batch)
+        loss = total / count
+        loss.backward()
+        _hand_over(plain)
+        norm = _norm(plain.masters)
+        _clip(plain.masters, norm, recipe.clip)
+        gradients = {n: None if w.grad is None else w.grad.clone() for n, w in _named(plain)}
+        update(rate)
+        _hand_back(plain)
+        weights = {name: w.detach().clone() for name, w in _named(plain)}
+        found.append(Step(float(loss.detach()), norm, gradients, weights))
+    return found
+
+
+def _named(plain: Plain) -> list[tuple[str, Tensor]]:
+    return list(plain.masters.items())
+
+
+def _hand_over(plain: Plain) -> None:
+    """Gradients to the copies that are updated."""
+    for name, parameter in plain.model.named_parameters():
+        copy = plain.masters.get(name, parameter)
+        if copy is not parameter:
+            copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
+
+
+def _hand_back(plain: Plain) -> None:
+    """Updated copies to the parameters, rounded."""
+    for name, parameter in plain.model.named_parameters():
+        copy = plain.masters.get(name, parameter)
+        if copy is not parameter:
+            parameter.data.copy_(copy)
+
+
+def _norm(masters: Mapping[str, Tensor]) -> float:
+    squares = [
+        float(w.grad.double().square().sum()) for w in masters.values() if w.grad is not None
+    ]
+    return float(sum(squares) ** 0.5)
+
+
+def _clip(masters: Mapping[str, Tensor], norm: float, most: float | None) -> None:
+    """As torch.nn.utils.clip_grad_norm_."""
+    if most is not None and most < norm + 1e-6:
+        for weight in masters.values():
+            if weight.grad is not None:
+                weight.grad.mul_(most / (norm + 1e-6))

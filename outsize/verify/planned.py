@@ -1,0 +1,231 @@
+"""The same training under the plan, as one of its workers does it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.collectives import Collective, World, along, everyone
+from outsize.collectives.mesh import AXES
+from outsize.errors import OutsizeError
+from outsize.memory.store import Store
+from outsize.runtime import Job
+from outsize.runtime.job import Fill
+from outsize.runtime.residence import NO_STORES
+from outsize.schedule.pipelined import channels
+from outsize.verify.case import Case
+from outsize.verify.kept import GRADIENT, Kept
+from outsize.verify.plain import Step
+from outsize.verify.stores import stores_of
+from outsize.verify.volume import Volume, volume
+
+SUFFIX = f".{GRADIENT}"
+# That came: over the network lane's groups, over the computing thread's, between stages.
+Bytes = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that all workers together had from others in one step. network: states; compute: what
+    layers, the loss and the norm say; stages: between stages of a pipeline; formula: what they
+    should be."""
+
+    network: int
+    compute: int
+    formula: Volume
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one worker has at the end. steps: the first worker's, whole; of the others none. differ:
+    the workers whose losses, norms, gradients and weights are not the first one's bit for bit."""
+
+    steps: tuple[Step, ...]
+    differ: tuple[int, ...]
+    sent: Sent
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The states of a job, whole, as a checkpoint has them."""
+
+    weights: Mapping[str, Tensor]
+    states: Mapping[str, Tensor]
+    counts: Mapping[str, int]
+
+
+class Stopped(OutsizeError):
+    """A step has failed of a plan that was not refused before."""
+
+
+def run(case: Case, world: World) -> Run:
+    """Train as the plan says. OutsizeError for what it refuses, before the first step; after it,
+    Stopped."""
+    with stores_of(case.plan) as stores:
+        return _run(case, world, stores)
+
+
+def _run(case: Case, world: World, stores: Mapping[str, Store]) -> Run:
+    job = make(case, world, stores)
+    batches = [_rows(case, job, step) for step in range(case.steps)]
+    steps, prints, sent = [], [], (0, 0, 0)
+    for index, batch in enumerate(batches):
+        if case.resume_at and index == case.resume_at:
+            job = resumed(job, case, world, stores)
+        loss, norm, touched, sent = _step(job, batch, case.recipe.rates[index], world)
+        whole = _whole(job, loss, norm, touched)
+        prints.append(_print(whole))
+        if world.rank == 0:
+            steps.append(whole)
+    total = _sum(job, world, sent, fresh=case.steps - 1 in (0, case.resume_at))
+    job.close()
+    return Run(tuple(steps), _differing(prints, world), total)
+
+
+def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
+    """The job of one worker."""
+    part = case.subject.part(case.plan, world)
+    job = Job(
+        part.flow, case.plan, Kept(case.optimizer), clip=case.clip, stores=stores, fill=part.fill,
+        world=world, cuts=part.cuts,
+    )  # fmt: skip
+    for _ in job.weights():
+        pass  # what workers ask one another once, for wholes, is not of a step
+    return job
+
+
+def _rows(case: Case, job: Job, step: int) -> Any:
+    return case.subject.rows(case.batch(step), *case.plan.rows_at(job.place))
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def _step(
+    job: Job, batch: Any, rate: float, world: World
+) -> tuple[float, float, frozenset[str], Bytes]:
+    """Loss, norm, the names of what was updated, and what came from others."""
+    before, had = job.update_counts(), _received(job, world)
+    try:
+        loss = float(job.step(batch, rate))
+    except OutsizeError as error:
+        raise Stopped(str(error)) from error
+    network, compute, stages = (b - a for a, b in zip(had, _received(job, world), strict=True))
+    counts = job.update_counts()
+    touched = frozenset(name for name, n in counts.items() if n > before.get(name, 0))
+    return loss, job.report.norm, touched, (network, compute, stages)
+
+
+def _whole(job: Job, loss: float, norm: float, touched: frozenset[str]) -> Step:
+    """What the step gave, put together from all workers."""
+    gradients: dict[str, Tensor | None] = {}
+    for name, state in job.optimizer_state():
+        if name.endswith(SUFFIX):
+            own = name.removesuffix(SUFFIX)
+            gradients[own] = state.clone() if own in touched else None
+    weights = {name: w.clone() for name, w in job.weights() if name in gradients}
+    return Step(loss, norm, gradients, weights)
+
+
+def _print(step: Step) -> int:
+    """A number that differs where a bit does."""
+    found = zlib.crc32(repr((step.loss, step.norm)).encode())
+    for tensors in (step.gradients, step.weights):
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            if tensor is not None:
+                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                found = zlib.crc32(flat.numpy().data, found)
+    return found
+
+
+def _differing(prints: Sequence[int], world: World) -> tuple[int, ...]:
+    """The workers that do not have the first one's prints."""
+    count, group = len(prints), everyone(world)
+    spans = [(rank * count, (rank + 1) * count) for rank in range(group.size)]
+    every = torch.empty(spans[-1][1], dtype=torch.int64)
+    group.all_gather(torch.tensor(prints, dtype=torch.int64), spans, every)
+    first, *others = every.view(group.size, count).tolist()
+    return tuple(rank for rank, found in enumerate(others, start=1) if found != first)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def saved(job: Job) -> Saved:
+    """Copies of all states. Every worker calls it."""
+    weights = {name: w.clone() for name, w in job.weights()}
+    states = {name: s.clone() for name, s in job.optimizer_state()}
+    return Saved(weights, states, dict(job.update_counts()))
+
+
+def resumed(job: Job, case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
+    """Another job that goes on where one was, from its states alone."""
+    states = saved(job)
+    job.close()
+    fresh = make(case, world, stores)
+    fresh.load(_from(states.weights), _from(states.states))
+    fresh.restore_counts(states.counts)
+    return fresh
+
+
+def _from(values: Mapping[str, Tensor]) -> Fill:
+    def fill(name: str, out: Tensor) -> None:
+        out.copy_(values[name])
+
+    return fill
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def _received(job: Job, world: World) -> Bytes:
+    """So far."""
+    layers = [along(world, "tensor")]
+    if job.plan.overlap:
+        layers.append(along(world, "tensor", "overlap"))
+    groups: dict[int, Collective] = {
+        id(group): group for group in (*layers, *(along(world, n) for n in AXES), everyone(world))
+    }
+    computing, between = map(_bytes, (groups.values(), _pairs(job, world)))
+    return sum(job.peers.received.values()), computing, between
+
+
+def _bytes(groups: Iterable[Collective]) -> int:
+    return sum(sum(group.received.values()) for group in groups)
+
+
+def _pairs(job: Job, world: World) -> list[Collective]:
+    """Of this worker and those that have the stages next to its own, or other rows of the
+    vocabulary; and of all that have such rows."""
+    line, turn = job.placement.pipelining, job.placement.turn
+    if line is None:
+        return []
+    ranks = world.mesh.ranks("pipeline", world.rank)
+    found = [
+        world.group((ranks[a], ranks[b]), "stages") for a, b in channels(line) if turn in (a, b)
+    ]
+    return [*found, along(world, "pipeline", "exchange")] if line.tables else found
+
+
+def _sum(job: Job, world: World, mine: Sequence[int], fresh: bool) -> Sent:
+    """Of all workers. fresh: the job's first step."""
+    own = volume(job, fresh)
+    between = nan if own.stages is None else own.stages
+    numbers = [*mine, own.states, own.tensor, own.agreement, between, float(own.exact)]
+    total = torch.tensor(numbers, dtype=torch.float64)
+    network, compute, stages, states, tensor, agreement, between, exact = (
+        everyone(world).all_reduce(total).tolist()
+    )
+    known = exact == world.mesh.size
+    formula = Volume(
+        states, tensor, agreement, known, None if isnan(between) else between, own.rounded
+    )
+    return Sent(round(network), round(compute), formula, round(stages))

@@ -1,0 +1,158 @@
+"""A verdict as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+from rich.table import Table
+
+from outsize.memory import format_bytes
+from outsize.verify.compare import LIMIT, Comparison, Row
+from outsize.verify.many import Summary, command
+from outsize.verify.planned import Sent
+from outsize.verify.verify import Verdict
+
+
+def parameters(found: Comparison) -> Table:
+    """By parameter: the ratio and the largest difference of the gradient, and of the weight."""
+    table = Table("parameter", "ratio", "gradient", "weight", "", box=None, pad_edge=False)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in found.rows:
+        bad = max(row.gradient, row.weight) > LIMIT
+        table.add_row(
+            row.name, _ratio(row), f"{row.gradient:.1e}", f"{row.weight:.1e}",
+            "differs" if bad else "",
+        )  # fmt: skip
+    return table
+
+
+def _ratio(row: Row) -> str:
+    return "-" if row.ratio is None else f"{row.ratio:.10g}"
+
+
+def steps(found: Comparison) -> Table:
+    """Loss and norm by step."""
+    table = Table("step", "loss", "plain", "norm", "plain", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for index, (loss, norm) in enumerate(zip(found.losses, found.norms, strict=True)):
+        table.add_row(str(index + 1), *(f"{number:.12g}" for number in (*loss, *norm)))
+    return table
+
+
+def lines(verdict: Verdict) -> Iterator[str]:
+    """What there is to say below the tables."""
+    yield from _bytes(verdict.sent)
+    if verdict.own is not None and verdict.usual is not None:
+        own, usual = verdict.own, verdict.usual
+        yield (
+            f"{own.precision}: from plain float64 the plan's gradients differ by"
+            f" {own.gradient:.1e} at most, its weights by {own.weight:.1e}, its loss by"
+            f" {own.loss:.1e}; plain PyTorch's by {usual.gradient:.1e}, {usual.weight:.1e},"
+            f" {usual.loss:.1e}"
+        )
+    exact = verdict.exact
+    if exact.differ:
+        yield f"workers {', '.join(map(str, exact.differ))} have other bits than worker 0"
+    word = "holds" if verdict.holds else "does not hold"
+    yield (
+        f"float64: {word}; the largest difference is {exact.worst:.1e}, {LIMIT:g} is allowed (loss"
+        f" {exact.loss:.1e}, norm {exact.norm:.1e}, gradients {exact.gradient:.1e}, weights"
+        f" {exact.weight:.1e})"
+    )
+
+
+def _bytes(sent: Sent) -> Iterator[str]:
+    formula = sent.formula
+    if not (sent.network or sent.compute):
+        return
+    most = "" if formula.exact else "at most "
+    between = f" between stages {_beside(sent.stages, formula.stages)};" if sent.stages else ""
+    yield (
+        f"bytes of a step, all workers: states {_beside(sent.network, formula.states)};{between}"
+        f" layers, loss and norm"
+        f" {format_bytes(sent.compute)}, formula {most}{format_bytes(round(formula.compute))}"
+    )
+
+
+def _beside(sent: int, formula: float | None) -> str:
+    said = "no formula" if formula is None else f"formula {format_bytes(round(formula))}"
+    return f"{format_bytes(sent)}, {said}"
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """The whole verdict. Differences are parts of the plain run's values; null is infinite."""
+    sent, formula = verdict.sent, verdict.sent.formula
+    runs = {"float64": verdict.exact, "own": verdict.own, "plain": verdict.usual}
+    return {
+        "holds": verdict.holds,
+        "limit": LIMIT,
+        "runs": {name: _run(found) for name, found in runs.items() if found is not None},
+        "bytes": {
+            "states": sent.network,
+            "states_formula": formula.states,
+            "stages": sent.stages,
+            "stages_formula": formula.stages,
+            "compute": sent.compute,
+            "compute_formula": formula.compute,
+            "formula_is_exact": formula.exact,
+        },
+    }
+
+
+def _run(found: Comparison) -> dict[str, Any]:
+    return {
+        "precision": found.precision,
+        "worst": _number(found.worst),
+        "losses": found.losses,
+        "norms": found.norms,
+        "workers_that_differ": found.differ,
+        "parameters": {
+            row.name: {
+                "ratio": row.ratio,
+                "gradient": _number(row.gradient),
+                "weight": _number(row.weight),
+            }
+            for row in found.rows
+        },
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+# -- draws -----------------------------------------------------------------------------------------
+
+
+def draws_line(found: Summary) -> str:
+    """All draws in a line."""
+    total, refused = found.held + len(found.faults), sum(found.refused.values())
+    return (
+        f"{found.held} of {total} draws hold in float64, the farthest at {found.worst:.1e}"
+        f" ({LIMIT:g} is allowed), in {found.seconds:.0f} s; {refused} refused draws were drawn"
+        " again"
+    )
+
+
+def draws_json(found: Summary, workers: int, processes: bool) -> dict[str, Any]:
+    """All draws as JSON."""
+    return {
+        "held": found.held,
+        "worst": found.worst,
+        "seconds": found.seconds,
+        "refused": found.refused,
+        "covered": found.covered,
+        "faults": [
+            {
+                "seed": one.drawn.seed,
+                "fault": one.fault,
+                "draw": str(one.drawn),
+                "again": command(one.drawn, workers, processes),
+            }
+            for one in found.faults
+        ],
+    }

@@ -1,0 +1,251 @@
+"""What the command line names, as a Case: a run's file or directory, a model, a factory.
+
+States rest on the device here whatever the run's tiers are: where they rest changes no number, and
+is proved elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from outsize.checkpoint.opened import Checkpoint
+from outsize.checkpoint.store import Store as Checkpoints
+from outsize.collectives import Mesh
+from outsize.data import Batch, DataConfig, TrainStream, open_data
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import LossOptions
+from outsize.models.build import initial_draw, shells
+from outsize.models.dropout import Noise
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision, Rest, Sharding, from_yaml, zero
+from outsize.plan.plan import per_segment
+from outsize.runtime.job import Fill
+from outsize.train.filling import hub_fill
+from outsize.train.model import subject_of
+from outsize.train.resolve import Resolved, resolve
+from outsize.train.run import PLAN, RUN, recorded_values
+from outsize.train.setup import Setup, optimizer_of, set_up
+from outsize.train.state import weights_of
+from outsize.verify.case import Adopted, Case, Native
+
+EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64
+# Where nothing is named.
+SMALL = ("model.name=tiny", "train.sequence=32", "train.dropout=0.1", "plan.microbatch_rows=2")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was said. sets: "key=value" of a run; shards, sequence_parallel, rows: of an adopted
+    module's plan; steps; resume: made anew from saved states before the last step."""
+
+    target: str | None
+    sets: tuple[str, ...]
+    mesh: Mesh
+    shards: Sharding
+    steps: int
+    resume: bool
+
+
+WHOLE = Sharding()  # every worker has all of every state
+
+
+def case_of(wanted: Wanted) -> Case:
+    """The case that was named."""
+    return factory_case(wanted) if is_factory(wanted.target) else run_case(wanted)
+
+
+def degrees(text: str) -> tuple[int, ...]:
+    """Three numbers, as "1,2,4"."""
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
+        raise OutsizeError(
+            f"--shards {text!r}; expected three numbers (parameters, gradients, optimizer), as"
+            " 1,2,4"
+        )
+    return tuple(map(int, words))
+
+
+def sharding(mesh: Mesh, stage: int | None, shards: str | None) -> Sharding:
+    """What the data axis cuts of an adopted module's states."""
+    if shards is not None:
+        return Sharding(*degrees(shards))
+    return zero(stage or 0, mesh.data)
+
+
+def is_factory(target: str | None) -> bool:
+    """Whether a target is "import.path:factory"."""
+    return target is not None and ":" in target and not Path(target).exists()
+
+
+def values_of(target: str | None, sets: tuple[str, ...]) -> Resolved:
+    """The values of a run: of a file, a run's directory, a model's, a preset."""
+    if target is None:
+        return resolve(None, (*SMALL, *sets))
+    path = Path(target)
+    if (path / RUN).is_file():
+        found, said = recorded_values(path), resolve(None, sets)
+        for name, value in said.values.items():
+            found = found.with_value(name, value, said.origins[name])
+        return found
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
+        return resolve(path, sets)
+    return resolve(None, (f"model.name={target}", *sets))
+
+
+def _rows(mesh: Mesh) -> int:
+    """Of a step: uneven, of two a microbatch; on a pipeline enough for any schedule."""
+    return 4 * mesh.data * mesh.pipeline - 1 if mesh.pipeline > 1 else 3 * mesh.data + 1
+
+
+def _resume_at(wanted: Wanted) -> int:
+    if wanted.resume and wanted.steps == 1:
+        raise OutsizeError("--resume needs a step before it; expected --steps 2 or more")
+    return wanted.steps - 1 if wanted.resume else 0
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def run_case(wanted: Wanted) -> Case:
+    """The case of a run; its data, its model, its plan on the mesh that is wanted."""
+    resolved = values_of(wanted.target, wanted.sets)
+    mesh = wanted.mesh
+    resolved = resolved.with_value("mesh", str(mesh) if mesh.size > 1 else None, "--mesh")
+    for name in ("memory", "host_memory", "disk"):
+        resolved = resolved.with_value(name, None, "verify")
+    resolved = resolved.with_value("tiers", (), "verify").with_value("device", "cpu", "verify")
+    if wanted.target is None:
+        rows = _rows(mesh)
+        tokens = resolved.get("train.sequence") * rows
+        resolved = resolved.derive("train.batch_tokens", tokens, f"{rows} rows")
+    _refuse_approximate(resolved)
+    found = _checkpoint(wanted.target)
+    model = None if found is None else subject_of(found.path, resolved.get("data.tokenizer"))
+    setup = set_up(resolved, _recorded_plan(wanted.target), model, fit=False)
+    keys, steps = setup.config.train, wanted.steps
+    values = _values(setup, found)
+    options = LossOptions(keys.label_smoothing, keys.z_loss)
+    return Case(
+        Native(setup.subject.config, values, options),
+        _on_device(setup.plan),
+        optimizer_of(setup.config),
+        _batches(setup),
+        steps,
+        keys.clip,
+        resume_at=_resume_at(wanted),
+    )
+
+
+def _refuse_approximate(resolved: Resolved) -> None:
+    for name in resolved.get("plan.approximate"):
+        if name not in EXACT_APPROXIMATE:
+            raise OutsizeError(
+                f"verify: plan.approximate holds {name}, whose numbers are not the plain ones;"
+                " leave it out to verify the rest"
+            )
+
+
+def _on_device(plan: Plan) -> Plan:
+    stages = tuple(replace(stage, rest=Rest(), spill=()) for stage in plan.stages)
+    return replace(plan, stages=stages, budget=None)
+
+
+def _checkpoint(target: str | None) -> Checkpoint | None:
+    """The last of a run's directory."""
+    if target is None or not (Path(target) / RUN).is_file():
+        return None
+    store = Checkpoints(Path(target), None)
+    return None if store.latest() is None else store.load()
+
+
+def _recorded_plan(target: str | None) -> Plan | None:
+    path = Path(target or "") / PLAN
+    if target is None or not path.is_file():
+        return None
+    return from_yaml(path.read_text(encoding="utf-8"))
+
+
+def _values(setup: Setup, found: Checkpoint | None) -> Callable[[], Fill]:
+    """First values: a checkpoint's, a model directory's, or drawn."""
+    config, directory = setup.subject.config, setup.subject.directory
+    if found is not None:
+        return lambda: weights_of(found, config)
+    if setup.config.model.weights == "random":
+        model, seed = shells(config, torch.float32, "cpu"), setup.config.train.seed
+        return lambda: initial_draw(model, seed)
+    assert directory is not None
+    return lambda: hub_fill(directory, config)
+
+
+def _batches(setup: Setup) -> Callable[[int], Batch]:
+    """The run's own batches."""
+    own, keys = setup.config.data, setup.config.train
+    config = DataConfig(
+        own.path, own.kind, own.field, setup.subject.text, own.validation, own.cache
+    )
+    data = open_data(config, setup.subject.config.vocab)
+    assert keys.sequence is not None
+    stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
+
+    @cache
+    def batch(step: int) -> Batch:
+        found = stream.batch(step)
+        noise = Noise(keys.dropout, keys.seed, step) if keys.dropout else None
+        return replace(found, noise=noise)
+
+    return batch
+
+
+# -- somebody's own module -------------------------------------------------------------------------
+
+
+def factory_case(wanted: Wanted) -> Case:
+    """The case of "import.path:factory", whose factory gives an Adopted."""
+    assert wanted.target is not None
+    torch.manual_seed(0)
+    made = _factory(wanted.target)()
+    if not isinstance(made, Adopted):
+        raise OutsizeError(
+            f"verify: {wanted.target} gives a {type(made).__name__}; expected an"
+            " outsize.verify.Adopted(model, batch, loss, count)"
+        )
+    mesh = wanted.mesh
+    if mesh.tensor > 1:
+        raise OutsizeError(
+            f"mesh: tensor is {mesh.tensor}, but {type(made.model).__name__} is an adopted module,"
+            " for which verify runs the data axis alone; set tensor to 1"
+        )
+    rows, segments = _rows(mesh), len(made.named_blocks(made.model)) + 2
+    precision = Precision.named(_dtype(made))
+    plan = Plan(
+        segments, per_segment(segments), rows, 2, precision=precision, mesh=mesh,
+        shards=wanted.shards,
+    )  # fmt: skip
+    return Case(
+        made, plan, AdamW(1e-3), lambda step: made.batch(step, rows), wanted.steps, 1.0,
+        resume_at=_resume_at(wanted),
+    )  # fmt: skip
+
+
+def _dtype(made: Adopted) -> str:
+    dtype = next(made.model.parameters()).dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _factory(target: str) -> Callable[[], object]:
+    module, _, name = target.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OutsizeError(
+            f"verify: {target} cannot be imported ({error}); expected import.path:factory"
+        ) from None
+    if not callable(found):
+        raise OutsizeError(f"verify: {target} is a {type(found).__name__}; expected a function")
+    return found

@@ -1,0 +1,115 @@
+"""The updates of a plain run: torch.optim's, and Muon step by step as its paper has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.optim import SGD, AdamW, Muon, Optimizer
+
+Update = Callable[[float], None]  # with a learning rate
+
+
+def updater(
+    optimizer: Optimizer, weights: Mapping[str, Tensor], matrices: frozenset[str]
+) -> Update:
+    """What updates weights from their `.grad`: matrices decay, vectors do not.
+
+    matrices: names of those that a matrix optimizer takes. OutsizeError for an optimizer that
+    PyTorch has no twin of.
+    """
+    if isinstance(optimizer, Muon):
+        here = {name: w for name, w in weights.items() if name in matrices}
+        rest = {name: w for name, w in weights.items() if name not in matrices}
+        parts = [
+            _muon(optimizer, here),
+            _stepping(optimizer.rest, rest, optimizer.weight_decay),
+        ]
+    else:
+        parts = [_stepping(optimizer, weights, optimizer.weight_decay)]
+
+    def update(rate: float) -> None:
+        for part in parts:
+            part(rate)
+
+    return update
+
+
+def _stepping(optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float) -> Update:
+    if not weights:
+        return lambda _: None
+    groups = [
+        {"params": [w for w in weights.values() if w.ndim >= 2], "weight_decay": decay},
+        {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
+    ]
+    made = _made(optimizer, [group for group in groups if group["params"]])
+
+    def update(rate: float) -> None:
+        for group in made.param_groups:
+            group["lr"] = rate
+        made.step()
+
+    return update
+
+
+def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    match optimizer:
+        case AdamW():
+            return torch.optim.AdamW(
+                groups, lr=1.0, betas=optimizer.betas, eps=optimizer.eps, foreach=False, fused=False
+            )
+        case SGD():
+            return torch.optim.SGD(groups, lr=1.0, momentum=optimizer.momentum, foreach=False)
+    raise OutsizeError(
+        f"verify: optimizer {type(optimizer).__name__} has no twin in plain PyTorch; expected"
+        " AdamW, SGD or Muon"
+    )
+
+
+def _muon(optimizer: Muon, weights: Mapping[str, Tensor]) -> Update:
+    """One matrix at a time, each whole."""
+    means: dict[str, Tensor] = {}
+
+    def update(rate: float) -> None:
+        for name, weight in weights.items():
+            if weight.grad is None:
+                continue
+            mean = means.setdefault(name, torch.zeros_like(weight))
+            mean.mul_(optimizer.momentum).add_(weight.grad * (1 - optimizer.momentum))
+            towards = mean
+            if optimizer.nesterov:
+                towards = weight.grad * (1 - optimizer.momentum) + mean * optimizer.momentum
+            with torch.no_grad():
+                weight.mul_(1 - rate * optimizer.weight_decay)
+                for one, way in zip(_matrices(weight), _matrices(towards), strict=True):
+                    one.sub_(rate * _factor(optimizer, one) * _direction(way, optimizer.iterations))
+
+    return update
+
+
+def _matrices(stack: Tensor) -> list[Tensor]:
+    return [stack.detach()] if stack.ndim == 2 else list(stack.detach())
+
+
+def _factor(optimizer: Muon, matrix: Tensor) -> float:
+    rows, columns = matrix.shape
+    if optimizer.scale == "original":
+        return sqrt(max(1.0, rows / columns))
+    return 0.2 * sqrt(max(rows, columns))
+
+
+def _direction(matrix: Tensor, iterations: int) -> Tensor:
+    """Newton-Schulz: x <- a x + (b x x' + c (x x')^2) x. bfloat16, in float64 for float64."""
+    dtype = torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16
+    x = matrix.to(dtype)
+    if x.shape[0] > x.shape[1]:
+        return _direction(matrix.mT, iterations).mT
+    x = x / max(float(x.norm()), 1e-7)
+    for _ in range(iterations):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x

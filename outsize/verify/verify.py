@@ -1,0 +1,79 @@
+"""verify: a plan's run against the plain one, in float64 and in the plan's own precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outsize.collectives import Mesh, World
+from outsize.collectives.threads import play
+from outsize.plan import Precision
+from outsize.verify import plain, planned
+from outsize.verify.case import Case
+from outsize.verify.compare import LIMIT, Comparison, compare
+from outsize.verify.planned import Run, Sent
+
+EXACT = Precision.named("float64")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """exact: in float64, what is judged. own, usual: in the plan's own precision, how far the plan
+    and plain PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last
+    step, in float64."""
+
+    exact: Comparison
+    sent: Sent
+    own: Comparison | None = None
+    usual: Comparison | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Within LIMIT in float64, and the same on every worker."""
+        return self.exact.holds(LIMIT)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a worker has of the plan's runs: in float64, and in the plan's own precision."""
+
+    exact: Run
+    own: Run | None
+
+
+Together = Callable[[Mesh, Callable[[World], Runs]], Sequence[Runs]]
+
+
+def verify(case: Case, own: bool = True, together: Together = play) -> Verdict:
+    """Train both ways and compare. own: in the plan's precision too. together: runs the workers;
+    usually as threads of this process.
+
+    OutsizeError for a plan that is refused.
+    """
+    found = together(case.plan.mesh, lambda world: planned_runs(case, world, own))
+    return judged(case, found[0])
+
+
+def planned_runs(case: Case, world: World, own: bool = True) -> Runs:
+    """What one worker does."""
+    exact = planned.run(case.within(EXACT), world)
+    other = own and case.plan.precision != EXACT
+    return Runs(exact, planned.run(case, world) if other else None)
+
+
+def judged(case: Case, runs: Runs) -> Verdict:
+    """The first worker's runs against plain ones, which are made here."""
+    batches = [case.batch(step) for step in range(case.steps)]
+    exact = case.within(EXACT)
+    truth = plain.train(exact.plain(EXACT), exact.recipe, batches)
+    found = compare(runs.exact.steps, truth, "float64", runs.exact.differ)
+    if runs.own is None:
+        return Verdict(found, runs.exact.sent)
+    precision = case.plan.precision
+    usual = plain.train(case.plain(precision), case.recipe, batches)
+    return Verdict(
+        found,
+        runs.exact.sent,
+        compare(runs.own.steps, truth, precision.compute, runs.own.differ),
+        compare(usual, truth, precision.compute),
+    )

@@ -1,0 +1,170 @@
+"""`outsize plan` and `outsize train` with a pipeline: what is foretold, the numbers of one worker,
+going on with other workers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from outsize.train.metrics import read_metrics
+
+EXACT = ("--set", "precision=float64", "--set", "train.save_every=0")
+FLAT = ("--set", "schedule.shape=constant", "--set", "train.evaluate_every=2")
+PIPED = ("--mesh", "pipeline=2")
+
+
+def planned(invoke, *words: object) -> dict:
+    shown = invoke("plan", "run.yaml", "--set", "precision=float32", *words, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    return json.loads(shown.stdout)
+
+
+def test_plan_foretells_every_worker(home, invoke):
+    alone = planned(invoke)
+    assert alone["workers"] == []
+    made = planned(invoke, "--mesh", "pipeline=4")
+    assert [worker["stages"] for worker in made["workers"]] == [[0], [1], [2], [3]]
+    assert made["peak"] == max(worker["peak"] for worker in made["workers"])
+    held = [worker["static"]["parameters"] for worker in made["workers"]]
+    assert sum(held) == alone["static"]["parameters"]
+    crossed = 4 * 64 * 64 * 4  # rows, tokens, hidden numbers, bytes
+    heard = [worker["received"]["stages"]["this_machine"] for worker in made["workers"]]
+    assert heard == [crossed, 2 * crossed, 2 * crossed, crossed]
+    shown = invoke("plan", "run.yaml", "--mesh", "pipeline=4,data=1")
+    for said in ("always there", "from others", "1f1b", "pipeline=4; each takes all rows", "cuts"):
+        assert said in shown.stdout, said
+
+
+def test_cuts_make_room_within_a_budget(home, invoke):
+    wide = ("--set", "model.vocabulary=4096", "--set", "data.tokenizer=bytes", *PIPED)
+    free = planned(invoke, *wide)
+    peaks = [worker["peak"] for worker in free["workers"]]
+    made = planned(invoke, *wide, "--memory", int(0.9 * max(peaks)))
+    assert max(worker["peak"] for worker in made["workers"]) <= 0.9 * max(peaks)
+
+
+def numbers(run: Path) -> dict[tuple[int, str], float]:
+    names = ("loss", "gradient_norm", "tokens", "validation_loss", "lr")
+    return {(r["step"], n): r[n] for r in read_metrics(run) for n in names if n in r}
+
+
+def assert_same(run: Path, other: Path) -> None:
+    mine, theirs = numbers(run), numbers(other)
+    assert mine == pytest.approx(theirs, rel=1e-10)
+    assert (run / "sample.txt").read_text() == (other / "sample.txt").read_text()
+
+
+def test_a_pipeline_gives_the_numbers_of_one_worker_and_others_go_on(home, invoke):
+    def train(*words: object) -> None:
+        result = invoke("train", *words)
+        assert result.exit_code == 0, result.stderr
+
+    train("run.yaml", *EXACT, *FLAT, "--set", "train.steps=4", "--set", "output=one")
+
+    half = ("--set", "train.steps=2", "--set", "plan.pipeline=zb-h1", "--set", "output=many")
+    train("run.yaml", *EXACT, *FLAT, *half, "--mesh", "pipeline=2,data=2")
+    train("--resume", "many", "--workers", 1, "--set", "train.steps=4")
+    assert_same(home / "many", home / "one")
+
+    train("run.yaml", *EXACT, *FLAT, "--set", "train.steps=2", "--set", "output=alone")
+    train("--resume", "alone", *PIPED, "--set", "train.steps=4")
+    assert_same(home / "alone", home / "one")
+    plan = yaml.safe_load((home / "alone" / "plan.yaml").read_text())
+    assert plan["mesh"]["pipeline"] == 2 and plan["pipeline"]["cuts"] == [2]
+
+    records = read_metrics(home / "alone")
+    (last,) = [r for r in records if "measured_peak_bytes_1" in r]
+    for worker in range(2):
+        peak = last[f"measured_peak_bytes_{worker}"]
+        assert peak <= last[f"foretold_peak_bytes_{worker}"] <= 1.05 * peak
+    assert last["measured_peak_bytes"] <= last["foretold_peak_bytes"]
+    crossed = 4 * 64 * 64 * 8
+    assert [r["workers_bytes_read"] for r in records if r["step"] == 4 and "loss" in r] == [crossed]
+
+
+def test_torchrun_starts_a_pipeline(home, invoke):
+    """As on many machines."""
+    words = ["run.yaml", "--set", "precision=float64", "--set", "sample.tokens=0"]
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run += ["-m", "outsize", "train", *words, *PIPED]
+    many = subprocess.run(run, cwd=home, env=quiet, capture_output=True)
+    assert many.returncode == 0, many.stderr.decode()[-2000:]
+    assert invoke("train", *words, "--set", "output=one").exit_code == 0
+    assert numbers(home / "run") == pytest.approx(numbers(home / "one"), rel=1e-10)
+
+
+SETS = {
+    "too many workers": (
+        "pipeline=8", ["train.batch_tokens=1024"],
+        "1f1b cuts the model into 8 stages, and it has 4 segments (prologue, 2 blocks, epilogue); a"
+        " stage without blocks cannot run: expected mesh.pipeline 4 at most",
+    ),
+    "too many stages": (
+        "pipeline=4", ["plan.pipeline=interleaved:2"],
+        "interleaved:2 cuts the model into 8 stages, and it has 4 segments (prologue, 2 blocks,"
+        " epilogue); a stage without blocks cannot run: expected mesh.pipeline 2 at most",
+    ),
+    "too few rows": (
+        "pipeline=4,data=2", [],
+        "a step has 4 rows, which makes 2 microbatches at most to each of 2 places of the data"
+        " axis, and a pipeline needs as many as it has workers; set train.batch_tokens to 512, or"
+        " mesh.pipeline to 2",
+    ),
+    "too large microbatches": (
+        "pipeline=2", ["plan.microbatch_rows=4"],
+        "plan.microbatch_rows is 4, which makes 1 microbatch; a pipeline of 2 workers needs as many"
+        " at least: set it to 2, or leave it out",
+    ),
+    "too few microbatches": (
+        "pipeline=4", ["plan.pipeline=dualpipe"],
+        "DualPipe: microbatches is 4; expected at least 8; the nearest is 8",
+    ),
+    "an odd number": (
+        "pipeline=3", ["plan.pipeline=chimera"],
+        "Chimera: devices is 3; expected an even number; the nearest is 4",
+    ),
+    "no such schedule": ("pipeline=2", ["plan.pipeline=1f2b"], "did you mean '1f1b'?"),
+    "no such schedule, unused": ("data=1", ["plan.pipeline=1f2b"], "did you mean '1f1b'?"),
+    "no such number": (
+        "pipeline=2", ["plan.pipeline=interleaved:x"], "expected a number behind the colon",
+    ),
+    "a number too many": ("pipeline=2", ["plan.pipeline=1f1b:2"], "it has no such choice"),
+    "other maths": (
+        "pipeline=3", ["plan.pipeline=skip-pipe"],
+        "which changes the maths (each microbatch skips 0 of 3 stages): name partial-pipeline under"
+        " plan.approximate",
+    ),
+    "a loss of each group": (
+        "pipeline=2", ["plan.approximate=[local-learning]"], "local-learning, which runs on one",
+    ),
+    "chunks and weight gradients apart": (
+        "pipeline=2", ["plan.pipeline=zb-h1", "plan.sequence_chunk=64"],
+        "they would hold every chunk; set it to 0, or plan.pipeline to 1f1b",
+    ),
+    "too little memory": (
+        "pipeline=2", ["memory=200KiB"], "bytes missing; the smallest plan needs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETS.values(), ids=SETS)
+def test_what_a_pipeline_cannot_do_is_one_line(case, home, invoke):
+    mesh, sets, expected = case
+    words = [word for one in sets for word in ("--set", one)]
+    shown = invoke("plan", "run.yaml", "--mesh", mesh, *words)
+    assert shown.exit_code == 2 and not (home / "run").exists()
+    assert shown.stderr.count("\n") == 1 and shown.stderr.startswith("error: ")
+    assert expected in shown.stderr
+
+
+def test_train_refuses_before_anything_is_written(home, invoke):
+    shown = invoke("train", "run.yaml", "--mesh", "pipeline=8", "--set", "train.batch_tokens=1024")
+    assert shown.exit_code == 2 and not (home / "run").exists()
+    assert shown.stderr.count("\n") == 1 and "mesh.pipeline 4 at most" in shown.stderr

@@ -1,0 +1,201 @@
+"""Workers that something else has started, as torchrun does: forked here, as if on two machines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torchrun import free_port
+
+from outsize.collectives import Mesh, everyone
+from outsize.errors import OutsizeError
+from outsize.launch import Post, enter, hosts, judge, run_there
+from outsize.launch.activity import STOPPED, activity
+
+WORKERS = 3
+
+
+def environment(rank: int, port: int, count: int = WORKERS) -> dict[str, str]:
+    """Ranks 0 and 1 on machine 0, rank 2 on machine 1."""
+    here = {
+        "RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2,
+        "LOCAL_WORLD_SIZE": 2 - rank // 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return {name: str(value) for name, value in here.items()}
+
+
+def run_all(work: Callable[[Post], int], home: Path) -> list[tuple[int, str]]:
+    """(exit code, standard error) of each worker, which all end within 20 seconds."""
+    port, pids = free_port(), []
+    for rank in range(WORKERS):
+        pid = os.fork()
+        if pid == 0:
+            _life(rank, port, work, home)
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    until = time.monotonic() + 20
+    while len(codes) < WORKERS and time.monotonic() < until:
+        for rank, pid in enumerate(pids):
+            ended, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+        if len(codes) == WORKERS - 1:  # stopped, alone on its machine: torchrun's agent ends it
+            (last,) = {*range(WORKERS)} - {*codes}
+            if activity(pids[last]).state == STOPPED:
+                os.kill(pids[last], signal.SIGKILL)
+    for rank in {*range(WORKERS)} - {*codes}:
+        os.kill(pids[rank], signal.SIGKILL)
+    return [(codes[rank], (home / f"err-{rank}").read_text()) for rank in range(WORKERS)]
+
+
+def _life(rank: int, port: int, work: Callable[[Post], int], home: Path) -> None:
+    code = 99
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            file = os.open(home / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, number)
+        run_there(work, environment(rank, port))
+    except OutsizeError as error:
+        os.write(2, f"error: {error}\n".encode())
+        code = 2
+    finally:
+        os._exit(code)
+
+
+def working(fault: Callable[[Post], None], who: int) -> Callable[[Post], int]:
+    def work(post: Post) -> int:
+        crew = enter(post, Mesh(data=WORKERS), {})
+        for i in range(4):
+            crew.pulse.at(f"FORWARD {i} 0")
+            if i == 2:
+                time.sleep(0.8)  # a word of each is in the store
+                if post.rank == who:
+                    fault(post)
+            everyone(crew.world).all_reduce(torch.ones(1000))
+        return 0
+
+    return work
+
+
+def raising(post: Post) -> None:
+    raise RuntimeError("no bananas")
+
+
+def killed(post: Post) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped(post: Post) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hanging(post: Post) -> None:
+    time.sleep(1000)
+
+
+def test_workers_meet_sum_and_leave(tmp_path: Path) -> None:
+    def work(post: Post) -> int:
+        crew = enter(post, Mesh(data=WORKERS), {})
+        total = everyone(crew.world).all_reduce(torch.tensor([post.rank + 1.0])).item()
+        assert (total, post.here, post.machine) == (6.0, post.rank % 2, post.rank // 2)
+        return 143
+
+    assert run_all(work, tmp_path) == [(143, ""), (143, ""), (143, "")]
+
+
+def test_a_worker_ends_however_its_watch_is_just_then() -> None:
+    """Python's own way out ends a thread that comes back from the store, and with it the process
+    (SIGABRT), in most of such runs."""
+    command = (
+        "import os\nfrom outsize.launch import hosts\n"
+        "hosts.BEAT = 0.0005\nhosts.run_there(lambda post: 3, dict(os.environ))"
+    )
+    for _ in range(3):
+        port = free_port()
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", command], stderr=subprocess.PIPE,
+                env={**os.environ, **environment(rank, port)},
+            )
+            for rank in range(WORKERS)
+        ]  # fmt: skip
+        assert [(p.communicate()[1], p.returncode) for p in started] == [(b"", 3)] * WORKERS
+
+
+@pytest.mark.parametrize(
+    ("fault", "who", "words"),
+    [
+        (killed, 1, "has died (last heard of in FORWARD 2 0)"),
+        (stopped, 1, "(in FORWARD 2 0) is stopped (SIGSTOP)"),
+        (stopped, 2, "(in FORWARD 2 0) has not been heard of for 3"),
+        (hanging, 1, "(in FORWARD 2 0) hangs: nothing"),
+    ],
+)
+def test_a_worker_that_is_lost_ends_the_run_on_every_machine(
+    fault, who, words, tmp_path, monkeypatch
+) -> None:
+    for name, seconds in (("PATIENCE", 2.5), ("STOP_PATIENCE", 1.0), ("SILENCE", 3.0)):
+        monkeypatch.setattr(judge, name, seconds)  # half of what they are
+    found = run_all(working(fault, who), tmp_path)
+    for rank in {0, 2} - {who}:  # the first of each machine speaks
+        code, err = found[rank]
+        assert code == 1 and err.startswith(f"error: rank {who} {words}")
+        assert err.count("\n") == 1 and f"rank {who} runs on" in err
+    assert found[who][0] in (1, -signal.SIGKILL) and "error" not in found[who][1]
+
+
+def test_an_exception_is_printed_once(tmp_path) -> None:
+    found = run_all(working(raising, 2), tmp_path)
+    assert [code for code, _ in found] == [1, 1, 1]
+    assert found[2][1].startswith("Traceback") and "no bananas\nerror: rank 2 on" in found[2][1]
+    assert found[0][1] == found[1][1] == ""
+
+
+def test_a_worker_that_differs_is_refused(tmp_path) -> None:
+    def work(post: Post) -> int:
+        steps = "6" if post.rank == 1 else "5"
+        enter(post, Mesh(data=WORKERS), {"train.steps": steps, "data": "text"})
+        time.sleep(1000)
+        return 0
+
+    found = run_all(work, tmp_path)
+    assert [code for code, _ in found] == [1, 2, 1]
+    assert "train.steps is 6, there 5; start every worker with the same" in found[1][1]
+    assert found[1][1].startswith("error: rank 1: worker on") and found[1][1].count("\n") == 1
+    assert found[0][1] == found[2][1] == ""
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        with pytest.raises(OutsizeError, match=rf"127\.0\.0\.1:{port} .*another program"):
+            run_there(lambda post: 0, environment(0, port))
+
+
+def test_an_address_where_nobody_listens_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(hosts, "CONNECT", 0.5)
+    port = free_port()
+    with pytest.raises(OutsizeError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"):
+        run_there(lambda post: 0, environment(1, port))
+
+
+def test_workers_that_do_not_come_are_named(monkeypatch) -> None:
+    monkeypatch.setattr(hosts, "CONNECT", 0.5)
+    with pytest.raises(OutsizeError, match=r"of 3 workers, rank 1, 2 did not come to 127"):
+        run_there(lambda post: 0, environment(0, free_port()))
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "one"}, {"WORLD_SIZE": ""}, {"RANK": "3"}])
+def test_numbers_that_are_none_are_named(wrong) -> None:
+    (name,) = wrong
+    with pytest.raises(OutsizeError, match=name):
+        run_there(lambda post: 0, {**environment(0, 1), **wrong})

@@ -1,0 +1,160 @@
+"""Workers of one machine: how a run ends when one of them does not do well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_and_leave_nothing
+
+from outsize.collectives import Mesh, everyone
+from outsize.errors import OutsizeError
+from outsize.launch import Post, enter, judge, run_here
+
+WORKERS = 3
+
+
+def working(fault: Callable[[Post], None]) -> Callable[[Post], int]:
+    """Three sums over all workers; `fault` comes over rank 1 before the second."""
+
+    def work(post: Post) -> int:
+        crew = enter(post, Mesh(data=WORKERS), {})
+        print(f"worker {post.rank} is here")
+        crew.pulse.during("step 7")
+        for i in range(3):
+            crew.pulse.at(f"FORWARD {i} 0")
+            if post.rank == 1 and i == 1:
+                fault(post)
+            everyone(crew.world).all_reduce(torch.ones(1000))
+        return 0
+
+    return work
+
+
+def test_workers_sum_and_agree_on_an_exit_code(tmp_path: Path) -> None:
+    def work(post: Post) -> int:
+        crew = enter(post, Mesh(data=WORKERS), {})
+        mine = torch.tensor([post.rank + 1.0])
+        assert everyone(crew.world).all_reduce(mine).item() == 6.0
+        assert crew.told("colour", lambda: f"blue, says {post.rank}") == "blue, says 0"
+        return 143
+
+    assert run_and_leave_nothing(WORKERS, work, tmp_path)[0] == 143
+
+
+def raising(post: Post) -> None:
+    raise RuntimeError("no bananas")
+
+
+def refusing(post: Post) -> None:
+    raise OutsizeError("bananas: 0;\nexpected 1 or more")
+
+
+def killed(post: Post) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaving(post: Post) -> None:
+    os._exit(0)
+
+
+def stopped(post: Post) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hanging(post: Post) -> None:
+    time.sleep(1000)
+
+
+WHERE = "in step 7, FORWARD 1 0"
+WAITING = "waiting: ranks 0, 2 in all_reduce with ranks 0, 1, 2 of FORWARD 1 0"
+FAULTS = [
+    (raising, 1, 3, ["RuntimeError: no bananas\nerror: rank 1 failed", WHERE, WAITING]),
+    (refusing, 2, 3, ["error: rank 1: bananas: 0; expected 1 or more\n"]),
+    (killed, 137, 3, [f"error: rank 1 ({WHERE}) was killed by SIGKILL", WAITING]),
+    (leaving, 1, 3, [f"error: rank 1 ({WHERE}) ended without a word", WAITING]),
+    (stopped, 1, 10, [f"error: rank 1 ({WHERE}) is stopped (SIGSTOP)", WAITING]),
+    (hanging, 1, 10, [f"error: rank 1 ({WHERE}) hangs: nothing done for", WAITING]),
+]
+
+
+@pytest.mark.parametrize(("fault", "code", "most", "words"), FAULTS, ids=lambda v: str(v)[:20])
+def test_a_fault_ends_the_run_and_names_the_worker(
+    fault, code, most, words, tmp_path, capfd
+) -> None:
+    found, seconds = run_and_leave_nothing(WORKERS, working(fault), tmp_path)
+    out, err = capfd.readouterr()
+    assert found == code, err
+    assert seconds < most
+    for word in words:
+        assert word in err
+    first = "Traceback" if fault is raising else "error: rank 1"
+    assert err.startswith(first) and err.count("Traceback") == (fault is raising)
+    assert out == "worker 0 is here\n"
+    assert ("worker 1 is here" in err) == (fault is not refusing)
+    assert "worker 2" not in err
+
+
+def test_a_worker_that_computes_for_long_is_no_culprit(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(judge, "PATIENCE", 0.6)
+
+    def busy(post: Post) -> None:
+        until = time.process_time() + 1.0
+        while time.process_time() < until:
+            pass
+
+    assert run_and_leave_nothing(WORKERS, working(busy), tmp_path)[0] == 0
+
+
+def test_what_follows_from_a_fault_is_not_reported(tmp_path, capfd) -> None:
+    """Rank 2 raises because of rank 1, and is quicker with it."""
+
+    def work(post: Post) -> int:
+        if post.rank == 2:
+            post.pulse.wait("all_reduce")
+            raise OutsizeError("rank 1 does not answer")
+        if post.rank == 1:
+            time.sleep(0.1)
+            raise RuntimeError("the reason")
+        time.sleep(1000)
+        return 0
+
+    assert run_and_leave_nothing(WORKERS, work, tmp_path)[0] == 1
+    err = capfd.readouterr().err
+    assert "the reason" in err and "does not answer" not in err
+
+
+def test_other_workers_print_into_the_directory_of_the_run(tmp_path, capfd) -> None:
+    def work(post: Post) -> int:
+        print(f"before {post.rank}")
+        post.output(tmp_path / "run")
+        print(f"after {post.rank}", flush=True)
+        os.system("echo from a process")
+        return 0
+
+    assert run_here(2, work) == 0
+    assert capfd.readouterr().out.splitlines() == ["before 0", "after 0", "from a process"]
+    log = (tmp_path / "run" / "workers" / "rank-1.log").read_text()
+    assert log.splitlines() == ["before 1", "after 1", "from a process"]
+    assert not (tmp_path / "run" / "workers" / "rank-0.log").exists()
+
+
+def test_a_signal_reaches_all_workers(tmp_path) -> None:
+    def work(post: Post) -> int:
+        got: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+        (tmp_path / f"ready-{post.rank}").touch()
+        if post.rank == 0:
+            while len(list(tmp_path.glob("ready-*"))) < WORKERS:
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGTERM)
+        while not got:
+            time.sleep(0.01)
+        return 128 + got[0]
+
+    assert run_and_leave_nothing(WORKERS, work, tmp_path)[0] == 143

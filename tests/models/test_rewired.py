@@ -1,0 +1,154 @@
+"""Ladder and Kraken models: their equations, written out plainly; what they are made from."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from tensor_split import filled
+
+from outsize.checkpoint import hub
+from outsize.decode.generate import generate
+from outsize.errors import OutsizeError
+from outsize.models.families import parse
+from outsize.models.rewire import to_kraken, to_ladder
+from outsize.optim import AdamW
+from outsize.plan import Plan
+from outsize.plan.plan import per_segment
+from outsize.runtime.local import LocalJob
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA = {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True}
+IDS = torch.arange(20) * 7 % 61
+
+
+def plain_parts(model):
+    """The stream that enters, a context, and the branches with their norms of a plain model."""
+    ctx = model.context(torch.arange(20), (0, 20))
+    branches = []
+    for block in model.blocks:
+        branches.append(lambda x, b=block: b.attention(b.attention_norm(x), ctx))
+        branches.append(lambda x, b=block: b.mlp(b.mlp_norm(x), ctx))
+    return model.prologue(IDS, ctx), ctx, branches
+
+
+@pytest.mark.parametrize("first", [0, 2, 3])
+def test_a_ladder_branch_misses_the_one_before(first):
+    model = filled(LLAMA)
+    x, ctx, branches = plain_parts(model)
+    outputs = []
+    for i, branch in enumerate(branches):
+        seen = outputs[: i if i <= 2 * first else i - 1]
+        outputs.append(branch(x + sum(seen) if seen else x))
+    expected = model.epilogue.logits(model.epilogue(x + sum(outputs), ctx))
+    found = to_ladder(model, first)(IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert (found - model(IDS)).abs().max() > 1e-2
+
+
+def test_the_upper_half_is_converted_unless_told_otherwise():
+    model = filled(LLAMA)
+    torch.testing.assert_close(to_ladder(model)(IDS), to_ladder(model, 2)(IDS))
+
+
+def sub_model(model, way, ways):
+    """A plain model of one way's weights."""
+    cut = {**LLAMA, "num_attention_heads": 4 // ways, "num_key_value_heads": 2 // ways or 1}
+    cut |= {"intermediate_size": 48 // ways, "head_dim": 8}
+    mine = filled(cut)
+    for name, p in mine.named_parameters():
+        whole = dict(model.named_parameters())[name].detach()
+        dim = 1 if name.endswith(("o.weight", "down.weight")) else 0
+        if p.shape != whole.shape:
+            whole = whole.chunk(ways, dim)[way]
+        p.data = whole.clone()
+        if way and name.endswith(("o.bias", "down.bias")):
+            p.data.zero_()
+    return mine
+
+
+def test_kraken_is_as_many_models_that_hear_of_each_other_once_a_layer():
+    model, ways = filled(LLAMA), 2
+    ctx = model.context(torch.arange(20), (0, 20))
+    subs = [sub_model(model, way, ways) for way in range(ways)]
+    x = model.prologue(IDS, ctx)
+    given = [torch.zeros_like(x)] * ways
+    for layer in range(4):
+        blocks = [sub.blocks[layer] for sub in subs]
+        attended = [
+            b.attention(b.attention_norm(x + c), ctx) for b, c in zip(blocks, given, strict=True)
+        ]
+        x = x + sum(given)
+        given = [a + b.mlp(b.mlp_norm(x + a), ctx) for a, b in zip(attended, blocks, strict=True)]
+    expected = model.epilogue.logits(model.epilogue(x + sum(given), ctx))
+    found = to_kraken(model, ways)(IDS)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert (found - model(IDS)).abs().max() > 1e-2
+
+
+def test_one_way_is_the_plain_model():
+    model = filled(LLAMA)
+    assert torch.equal(to_kraken(model, 1)(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("convert", [lambda m: to_ladder(m, 1), lambda m: to_kraken(m, 2)])
+def test_generation_sees_what_one_pass_sees(convert):
+    model = convert(filled(LLAMA))
+    prompt = IDS.tolist()
+    new = generate(model, prompt, 6, prefill_tokens=7)
+    ids = list(prompt)
+    for token in new:
+        logits = model(torch.tensor(ids))[-1]
+        assert int(logits.argmax()) == token
+        ids.append(token)
+
+
+@pytest.mark.parametrize("convert", [lambda m: to_ladder(m, 1), lambda m: to_kraken(m, 2)])
+def test_the_wiring_is_in_the_config_and_the_weights_are_shared(convert):
+    model = filled(LLAMA)
+    made = convert(model)
+    owners = dict(model.named_parameters())
+    assert all(p is owners[name] for name, p in made.named_parameters())
+    again = parse(json.loads(json.dumps(dict(made.config.source))))
+    assert again == made.config
+    torch.testing.assert_close(copy.deepcopy(made)(IDS), made(IDS), rtol=0, atol=0)
+
+
+GPT_NEOX = {**SIZES, "model_type": "gpt_neox"}
+OLMO2 = {**SIZES, "model_type": "olmo2"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**LLAMA, "ladder_from": 4}, "ladder_from is 4; expected 0 to 3"),
+        ({**LLAMA, "kraken_ways": 3}, "kraken_ways is 3; expected a divisor of the 4 heads"),
+        ({**LLAMA, "kraken_ways": 4}, "divisor of the 2 key-value heads"),
+        ({**LLAMA, "kraken_ways": 2, "ladder_from": 1}, "exclude each other"),
+        ({**GPT_NEOX, "ladder_from": 1}, "gpt_neox has its branches side by side"),
+        ({**OLMO2, "kraken_ways": 2}, "norms after_branch"),
+        ({**LLAMA, "ladder_from": "half"}, "expected an integer from 0 on"),
+    ],
+)
+def test_what_cannot_be_wired_is_refused(config, words):
+    with pytest.raises(OutsizeError, match=words):
+        parse(config)
+
+
+def test_local_learning_of_a_ladder_is_refused():
+    plan = Plan(6, per_segment(6), approximate=("local-learning",))
+    with pytest.raises(OutsizeError, match="wired as a ladder"):
+        LocalJob(filled({**LLAMA, "ladder_from": 1}), plan, AdamW())
+
+
+def test_a_checkpoint_keeps_the_wiring(tmp_path):
+    model = to_ladder(filled(LLAMA, torch.float32), 1)
+    hub.save(model, tmp_path)
+    again = hub.load(tmp_path)
+    assert again.config == model.config
+    torch.testing.assert_close(again(IDS), model(IDS), rtol=0, atol=0)

@@ -1,0 +1,334 @@
+"""Vocabularies that are cut over the workers of a pipeline: the numbers of one worker that has all
+of it, whatever else the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from piped import SEGMENTS, check, model, near, numbers, one, piped
+from plain import batches
+from streamed import resting, small, snapshot
+from subjects import CONFIGS, SEQUENCE, VOCAB, config_of
+from threads import play
+
+from outsize.collectives import Mesh, World
+from outsize.errors import OutsizeError
+from outsize.kernels.entropy import LossOptions
+from outsize.models.dropout import Noise
+from outsize.models.families import parse
+from outsize.optim import SGD, AdamW
+from outsize.optim.parse import parse as optimizer_of
+from outsize.parallel.divide import divide
+from outsize.plan import Pipelined, Plan, Precision, Stage, zero
+from outsize.plan.plan import per_segment
+from outsize.runtime import AdoptedFlow, Job, NativeFlow
+
+BOTH = pytest.mark.parametrize("variant", [1, 2])
+
+
+def turns(cases):
+    """Cases with the variants in turns: most of what is beside a variant meets one of them."""
+    return [(each, 1 + index % 2) for index, each in enumerate(cases)]
+
+
+SMOOTH = LossOptions(0.1, 1e-2)
+# Embeddings narrower than the model, projected in and out; and logits with a factor and a cap.
+OPT = parse({
+    "model_type": "opt", "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "ffn_dim": 40, "max_position_embeddings": 32,
+    "word_embed_proj_dim": 10, "tie_word_embeddings": True,
+})  # fmt: skip
+SCALED = replace(
+    config_of("llama, untied", num_hidden_layers=6), logit_scale=0.3, logit_softcap=2.0
+)
+
+
+def cut(schedule: str, variant: int, devices: int = 2, microbatches: int = 4, **changes) -> Plan:
+    """A plan that cuts the vocabulary; its 53 tokens are odd for any number of workers here."""
+    said = Pipelined(schedule, changes.pop("cuts", ()), vocabulary=variant)
+    return piped(schedule, devices, microbatches, pipeline=said, **changes)
+
+
+FAMILIES = {
+    "gpt2": "gpt2", "gemma2": "gemma2", "untied": "llama, untied", "mixtral": "mixtral",
+    "deepseek_v3": "deepseek_v3", "opt": OPT, "scaled": SCALED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "variant"), turns(FAMILIES.values()), ids=FAMILIES)
+def test_families_whose_losses_are_smoothed(family, variant):
+    check(cut("1f1b", variant), family, options=SMOOTH)
+
+
+@pytest.mark.parametrize("options", [LossOptions(0.1), LossOptions(0.0, 1e-2)], ids=["s", "z"])
+@pytest.mark.parametrize("variant", [2])
+def test_smoothing_and_the_square_of_the_sum_alone(variant, options):
+    check(cut("zb-h1", variant), "gemma2", options=options)
+
+
+@pytest.mark.parametrize(("devices", "variant"), [(3, 2)])
+def test_workers_that_have_uneven_rows(variant, devices):
+    check(cut("1f1b", variant, devices, 2 * devices))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "variant", "stage"),
+    [("zb-v", 2, 1), ("1f1b", 2, 2), ("chimera", 1, 3)],
+)
+def test_with_a_data_axis(schedule, variant, stage):
+    plan = cut(schedule, variant, mesh=Mesh(2, 1, 2), shards=zero(stage, 2))
+    check(replace(plan, rows=plan.rows + 1), "gpt2" if stage % 2 else "llama, untied")
+
+
+def test_rows_of_a_tier_of_hybrid_shards():
+    check(cut("1f1b", 2, mesh=Mesh(4, 1, 2), shards=replace(zero(1, 4), parameters=2, gradients=2)))
+
+
+MIXED = (
+    Stage(0, 1), Stage(1, 2, ("attention",)), Stage(2, 4, ("block",)), Stage(4, 5, ("mlp",)),
+    Stage(5, 6, ("block",)), Stage(6, 7), Stage(7, 8),
+)  # fmt: skip
+WAYS = {
+    "recompute": {"stages": MIXED, "mlp_tile": 6},
+    "recompute, split": {"stages": MIXED, "split_backward": True},
+    "ends with blocks": {"stages": (Stage(0, 3), Stage(3, 5), Stage(5, 8))},
+    "ends with blocks, split": {"stages": (Stage(0, 4), Stage(4, 8)), "split_backward": True},
+    "uneven": {"cuts": (6,)},
+    "the embedding alone": {"cuts": (1,)},
+    "the head alone": {"cuts": (7,)},
+}
+
+
+@pytest.mark.parametrize(("changes", "variant"), turns(WAYS.values()), ids=WAYS)
+def test_with_the_rest_of_a_plan(changes, variant):
+    check(cut("1f1b", variant, **{"microbatches": 5, **changes}))
+
+
+@pytest.mark.parametrize("variant", [2])
+def test_recomputed_stages_whose_gradients_come_apart(variant):
+    check(cut("zb-v", variant, stages=MIXED), "gpt2")
+
+
+@BOTH
+def test_microbatches_without_targets(variant):
+    """The first, one between and the last: nothing is learned from them, nothing is infinite."""
+    plan = cut("1f1b", variant, microbatches=5)
+    data = batches(2, plan.rows, SEQUENCE, VOCAB)
+    for batch in data:
+        for m in (0, 2):
+            batch.targets_BS[slice(*plan.rows_of(m))] = -100
+    check(plan, "gemma2", options=SMOOTH, data=data)
+
+
+@pytest.mark.parametrize("variant", [2])
+def test_dropout_of_the_embedding(variant):
+    plan = cut("1f1b", variant)
+    data = [replace(batch, noise=Noise(0.2, 5, step))
+            for step, batch in enumerate(batches(2, plan.rows, SEQUENCE, VOCAB))]  # fmt: skip
+    check(plan, "gpt2", data=data)
+
+
+@pytest.mark.parametrize(("schedule", "variant"), [("1f1b", 2), ("chimera", 1)])
+def test_matrices_are_updated_whole(schedule, variant):
+    muon = optimizer_of("muon", 1e-2, 0.1, (0.9, 0.95))
+    check(cut(schedule, variant, mesh=Mesh(2, 1, 2), shards=zero(1, 2)), optimizer=muon)
+
+
+@pytest.mark.parametrize("variant", [2])
+def test_without_a_clip(variant):
+    check(cut("1f1b", variant), clip=None, optimizer=SGD(1e-2, 0.9))
+
+
+TIERS = {
+    "everything": {n: "disk" for n in ("parameters", "gradients", "optimizer", "activations")},
+    "parameters": {"parameters": "host"},
+    "gradients": {"gradients": "host"},
+    "optimizer": {"optimizer": "host"},
+    "activations": {"activations": "host"},
+}
+
+
+@pytest.mark.parametrize(("schedule", "variant", "family"), [("zb-v", 2, "gpt2")])
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+def test_states_below_the_device(tiers, schedule, variant, family, monkeypatch):
+    """A first stage that has nothing but the embedding gives what comes to it as it is."""
+    small(monkeypatch)
+    check(resting(cut(schedule, variant), **tiers), family)
+
+
+@pytest.mark.parametrize(("stage", "variant"), [(1, 1), (2, 2), (3, 1)])
+def test_optimizer_states_below_of_what_workers_cut(stage, variant, monkeypatch):
+    small(monkeypatch)
+    plan = cut("1f1b", variant, mesh=Mesh(2, 1, 2), shards=zero(stage, 2))
+    check(resting(plan, optimizer="host"), "llama, untied")
+
+
+def job_of(world: World, plan: Plan, family: str = "gpt2") -> Job:
+    """A worker's job."""
+    mine = model(family)
+    cuts = divide(mine, world, plan)
+    return Job(
+        NativeFlow(mine, plan), plan, AdamW(weight_decay=0.1), clip=0.5, world=world, cuts=cuts
+    )
+
+
+@BOTH
+def test_a_single_microbatch(variant):
+    plan = replace(cut("1f1b", variant, microbatches=1), rows=2)
+    check(plan)
+
+
+@BOTH
+def test_states_go_on_under_other_plans(variant):
+    """A step on three workers, one on two with the other variant, one alone: all of one worker."""
+    plans = [cut("1f1b", variant, 3, 6), cut("zb-h1", 3 - variant, 2, 6)]
+    plans.append(one(plans[0]))
+    data = batches(3, plans[0].rows, SEQUENCE, VOCAB)
+    alone = Job(NativeFlow(model("gpt2"), plans[2]), plans[2], AdamW(weight_decay=0.1), clip=0.5)
+    wanted, saved = [], None
+    for batch in data:
+        alone.step(batch, 1e-2)
+        wanted.append((snapshot(alone), alone.update_counts()))
+    for plan, batch, (states, counts) in zip(plans, data, wanted, strict=True):
+
+        def run(world: World, plan=plan, batch=batch, saved=saved):
+            job = job_of(world, plan)
+            if saved is not None:
+                (weights, states), counts = saved
+                job.load(lambda name, out: out.copy_(weights[name]),
+                         lambda name, out: out.copy_(states[name]))  # fmt: skip
+                job.restore_counts(counts)
+            job.step(batch, 1e-2)
+            found, read = snapshot(job), job.reader()
+            for name in found[1]:
+                own, _, kind = name.rpartition(".")
+                assert torch.equal(read(own, kind), found[1][name])
+            assert all(torch.equal(read(name, None), w) for name, w in found[0].items())
+            shapes = {name: job.shape(name) for name in found[0]}
+            assert shapes == {name: tuple(w.shape) for name, w in found[0].items()}
+            result = found, job.update_counts()
+            job.close()
+            return result
+
+        for found, made in play(plan.mesh, run):
+            assert made == counts
+            near(found[0], states[0])
+            near(found[1], states[1])
+            saved = found, made
+
+
+@BOTH
+def test_half_precision_is_the_same_run_to_run(variant):
+    """And near one worker's, which sums the logits of the whole vocabulary at once."""
+    plan = replace(cut("zb-v", variant), precision=Precision.named("bfloat16"))
+    data = batches(3, plan.rows, SEQUENCE, VOCAB)
+
+    def run(world: World):
+        job = job_of(world, plan, "llama, untied")
+        result = numbers(job, plan, data)
+        job.close()
+        return result
+
+    first, second = play(plan.mesh, run)[0], play(plan.mesh, run)[1]
+    assert first[0] == second[0]
+    assert all(torch.equal(w, second[1][name]) for name, w in first[1].items())
+    assert all(torch.equal(s, second[2][name]) for name, s in first[2].items())
+    alone = one(plan)
+    job = Job(NativeFlow(model("llama, untied"), alone), alone, AdamW(weight_decay=0.1), clip=0.5)
+    wanted = numbers(job, alone, data)
+    assert first[0][0] == pytest.approx(wanted[0][0], rel=2e-3)
+
+
+def test_each_worker_holds_its_rows_alone():
+    """And, of what it does not compute with, no memory."""
+    plan = cut("1f1b", 1, 4, 8)
+
+    def run(world: World):
+        job = job_of(world, plan, "llama, untied")
+        found = [t.numel for t in job.placement.tables], dict(job.flow.model.named_parameters())
+        job.close()
+        return found
+
+    whole = sum(p.numel() for p in model("llama, untied").parameters())
+    results = play(plan.mesh, run)
+    assert sum(sum(tables) for tables, _ in results) == whole
+    for name in ("prologue.tokens.weight", "epilogue.head.weight"):
+        assert [named[name].shape[0] for _, named in results] == [13, 13, 13, 14]
+
+
+def test_a_target_that_is_no_token_ends_the_step():
+    plan = cut("1f1b", 2)
+    (batch,) = batches(1, plan.rows, SEQUENCE, VOCAB)
+    batch.targets_BS[3, 4] = VOCAB
+    with pytest.raises(OutsizeError, match="target 53 is no token of a vocabulary of 53"):
+        play(plan.mesh, lambda world: job_of(world, plan).step(batch, 1e-2))
+
+
+FROZEN = {
+    "the embedding": (lambda name, _: "prologue.tokens" in name, "prologue.tokens.weight is froz"),
+    "the head": (lambda name, _: "head" in name, "epilogue.head.weight is frozen"),
+}
+
+
+@pytest.mark.parametrize(("frozen", "said"), FROZEN.values(), ids=FROZEN)
+def test_frozen_tables_are_refused(frozen, said):
+    with pytest.raises(OutsizeError, match=said):
+        check(cut("1f1b", 1), "llama, untied", frozen=frozen)
+
+
+@BOTH
+def test_what_else_is_frozen(variant):
+    frozen = lambda name, _: ".2." in name or "norm" in name or ".0." in name  # noqa: E731
+    check(cut("zb-h1", variant), "llama, untied", frozen=frozen)
+
+
+REFUSED = {
+    "loss_chunk": ({"loss_chunk": 7}, "vocabulary is 1 and loss_chunk 7"),
+    "sequence_chunk": (
+        {"sequence_chunk": 7, "stages": per_segment(SEGMENTS, ("block",))},
+        "vocabulary is 1 and sequence_chunk 7",
+    ),
+    "tensor": ({"mesh": Mesh(1, 2, 2)}, "mesh.tensor has cut it already"),
+    "whole": ({}, "whole, while pipeline.vocabulary is 1; cut it with outsize.parallel.divide"),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(changes, said):
+    plan = cut("1f1b", 1, **changes)
+
+    def run(world: World):
+        mine = model("llama, untied")
+        cuts = divide(mine, world, plan) if changes else {}
+        Job(NativeFlow(mine, plan), plan, AdamW(), world=world, cuts=cuts)
+
+    with pytest.raises(OutsizeError, match=said) as caught:
+        play(plan.mesh, run)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_that_nobody_has_handed_over_are_refused():
+    plan = cut("1f1b", 1)
+
+    def run(world: World):
+        mine = model("llama, untied")
+        divide(mine, world, plan)
+        Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
+
+    with pytest.raises(OutsizeError, match="hand over what that gives"):
+        play(plan.mesh, run)
+
+
+def test_adopted_modules_are_refused():
+    mine = model("llama, untied")
+    with pytest.raises(OutsizeError, match="an adopted module, whose embedding and head stay"):
+        AdoptedFlow(mine, [("blocks.0", mine.blocks[0])], cut("1f1b", 1), lambda out, _: out)
+
+
+def test_fewer_tokens_than_workers_are_refused():
+    few = parse({**CONFIGS["llama"], "num_hidden_layers": 6, "vocab_size": 3})
+    plan = cut("1f1b", 1, 4, 8)
+    with pytest.raises(OutsizeError, match="cuts 3 tokens over 4 workers"):
+        check(plan, few, data=batches(1, plan.rows, SEQUENCE, 3))

@@ -1,0 +1,248 @@
+"""Workers of the data axis, as threads: the numbers of one worker, whatever is cut over them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from piped import numbers
+from plain import batches
+from streamed import data_of, job_of, memory, model_of, plan_of, resting
+from subjects import MIXED, SEQUENCE, VOCAB
+from threads import play
+
+from outsize.collectives import Mesh, along
+from outsize.errors import OutsizeError
+from outsize.optim import AdamW
+from outsize.optim.parse import parse
+from outsize.parallel.tensor import split
+from outsize.plan import Plan, Rest, Sharding, zero
+from outsize.runtime import Job, NativeFlow
+
+STEPS = 3
+
+
+def spread(data: int, shards: Sharding, **changes) -> Plan:
+    """Workers that take 2 rows each, the first one 3; two microbatches each."""
+    base = {"rows": 2 * data + 1, "microbatch_rows": 2, "mesh": Mesh(data)}
+    return plan_of("float64", shards=shards, **(base | changes))
+
+
+def worker(plan: Plan, data, family: str, clip, optimizer, frozen=None):
+    def run(world):
+        model = model_of(family, plan.precision.compute, frozen)
+        axis = along(world, "tensor")
+        cuts = split(model, axis, plan.sequence_parallel)
+        flow = NativeFlow(model, plan)
+        with memory() as stores:
+            job = Job(flow, plan, optimizer, clip=clip, world=world, cuts=cuts, stores=stores)
+            result = numbers(job, plan, data)
+            job.close()
+        return result, job.peers.received
+
+    return run
+
+
+def check(plan: Plan, family="llama, untied", clip=0.5, optimizer=None, frozen=None):
+    """The workers of a plan against one worker with the same rows."""
+    optimizer = optimizer or AdamW(weight_decay=0.1)
+    data = batches(STEPS, plan.rows, SEQUENCE, VOCAB)
+    stages = tuple(replace(stage, rest=Rest()) for stage in plan.stages)
+    alone = replace(plan, mesh=Mesh(), shards=Sharding(), sequence_parallel=False, stages=stages)
+    model = model_of(family, plan.precision.compute, frozen)
+    job = Job(NativeFlow(model, alone), alone, optimizer, clip=clip)
+    wanted = numbers(job, alone, data)
+    every = play(plan.mesh, worker(plan, data, family, clip, optimizer, frozen))
+    for result, _ in every:
+        for here, there in zip(result[0], wanted[0], strict=True):
+            assert here == pytest.approx(there, rel=1e-10)
+        for mine, theirs in zip(result[1:], wanted[1:], strict=True):
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
+    for result, _ in every[1:]:  # bit for bit among themselves
+        assert result[0] == every[0][0][0]
+        assert all(torch.equal(w, every[0][0][1][n]) for n, w in result[1].items())
+    return every
+
+
+TENSOR = {
+    "tensor": (1, 2, 0, False),
+    "tensor, sequence": (1, 2, 0, True),
+    "zero 1, tensor": (2, 2, 1, False),
+    "zero 3, tensor": (2, 2, 3, False),
+    "zero 3, tensor, sequence": (2, 2, 3, True),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("way", TENSOR.values(), ids=TENSOR)
+def test_tensor_axis(way, family):
+    data, tensor, stage, sequence = way
+    mesh = Mesh(data, tensor)
+    check(spread(data, zero(stage, data), mesh=mesh, sequence_parallel=sequence), family)
+
+
+def test_more_workers_than_key_value_heads():
+    check(spread(1, Sharding(), mesh=Mesh(1, 4)), "llama, untied")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_matrices_are_updated_whole(stage):
+    plan = spread(2, zero(stage, 2), mesh=Mesh(2, 2))
+    check(plan, optimizer=parse("muon", 1e-2, 0.1, (0.9, 0.95)))
+
+
+def test_gradients_that_workers_sum_stay_on_the_device():
+    """Norms, where tokens are cut; heads that several have. Others may rest below."""
+    below = {"gradients": "host", "optimizer": "disk"}
+    for changes in ({"mesh": Mesh(1, 2), "sequence_parallel": True}, {"mesh": Mesh(1, 4)}):
+        plan = resting(spread(1, Sharding(), **changes), **below)
+        with pytest.raises(OutsizeError, match="gradients of stage 1 rest on host, and workers of"):
+            check(plan)
+    check(resting(spread(1, Sharding(), mesh=Mesh(1, 2)), **below))
+
+
+SHARDS = {
+    "replicated": Sharding(),
+    "optimizer": Sharding(1, 1, 4),
+    "gradients": Sharding(1, 4, 4),
+    "parameters": Sharding(4, 4, 4),
+    "pairs": Sharding(2, 2, 2),
+    "three levels": Sharding(1, 2, 4),
+    "parameters in pairs": Sharding(2, 4, 4),
+    "optimizer in pairs": Sharding(1, 1, 2),
+}
+
+
+@pytest.mark.parametrize("order", ["microbatch", "layer"])
+@pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
+def test_four_workers_give_the_numbers_of_one(shards, order):
+    check(spread(4, shards, order=order))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_families(family, stage):
+    check(spread(2, zero(stage, 2)), family)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update": "behind", "order": "layer"},
+        {"stages": MIXED, "loss_chunk": 7, "mlp_tile": 6, "microbatch_rows": 2},
+        {"split_backward": True},
+    ],
+    ids=["behind", "recompute", "split"],
+)
+def test_with_the_rest_of_a_plan(stage, changes):
+    plan = spread(3, zero(stage, 3), **changes)
+    check(plan, clip=None if plan.update == "behind" else 0.5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_optimizers(name, stage):
+    plan = spread(3, zero(stage, 3))
+    check(plan, optimizer=parse(name, 1e-2, 0.1, (0.9, 0.95)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters(stage):
+    plan = spread(2, zero(stage, 2))
+    check(plan, frozen=lambda name, _: "blocks.1" in name or "norm" in name)
+
+
+def test_master_copy_of_bfloat16():
+    plan = plan_of("bfloat16", mesh=Mesh(data=2), shards=zero(3, 2), rows=4)
+    data = data_of(STEPS, 4)
+    run = worker(plan, data, "llama, untied", 0.5, AdamW(weight_decay=0.1))
+    every = play(plan.mesh, run)
+    job = job_of(replace(plan, mesh=Mesh(), shards=Sharding()))
+    wanted = numbers(job, job.plan, data)
+    for result, _ in every:
+        for name, weight in result[1].items():
+            assert weight.dtype == torch.float32
+            torch.testing.assert_close(weight, wanted[1][name], rtol=0, atol=2e-2)
+
+
+def volume(name: str, size: int, numel: int) -> float:
+    """Bytes that a worker has from others in a step, of `numel` parameters in float64."""
+    share = 8 * numel * (size - 1) / size
+    return {
+        "replicated": 2 * share,
+        "optimizer": 2 * share,
+        "gradients": 2 * share,
+        "parameters": 3 * share,
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["replicated", "optimizer", "gradients", "parameters"])
+def test_bytes_are_those_of_the_formulas(name):
+    """ZeRO's volumes: two passes over the parameters, three where they are gathered twice."""
+    plan = plan_of("float64", mesh=Mesh(data=4), shards=SHARDS[name], order="layer", rows=8)
+    data = batches(2, 8, SEQUENCE, VOCAB)
+    model = model_of("llama, untied", "float64")
+    numel = sum(p.numel() for p in model.parameters())
+
+    def run(world):
+        job = Job(
+            NativeFlow(model_of("llama, untied", "float64"), plan), plan, AdamW(), world=world
+        )
+        job.step(data[0].rows(*plan.rows_at(job.place)))
+        before = sum(job.peers.received.values())
+        job.step(data[1].rows(*plan.rows_at(job.place)))
+        return sum(job.peers.received.values()) - before
+
+    had, wanted = sum(play(plan.mesh, run)), 4 * volume(name, 4, numel)
+    assert had <= wanted
+    assert had > 0.999 * wanted or name == "parameters", "whose last stages stay for their backward"
+    assert had > 0.7 * wanted
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_static_memory_is_that_of_the_formula(name):
+    """(parameters / p + gradients / g + 2 moments / o), in all workers together to the byte."""
+    shards = SHARDS[name]
+    plan = plan_of("float64", mesh=Mesh(data=4), shards=shards, rows=8)
+
+    def run(world):
+        model = model_of("llama, untied", "float64")
+        job = Job(NativeFlow(model, plan), plan, AdamW(), world=world)
+        held = []
+        for chunk in job.chunks:
+            pooled = set(chunk.shards)
+            mine = [*chunk.shards.values(), *chunk.optimizer.values()]
+            mine += [chunk.parameters] if "parameters" not in pooled else []
+            mine += [chunk.gradients] if "gradients" not in pooled else []
+            held.append(sum(t.nbytes for t in mine))
+        return sum(held), sum(p.numel() for p in job.owners.values())
+
+    every = play(plan.mesh, run)
+    numel = every[0][1]
+    total = 8 * numel * sum(4 // n for n in (shards.parameters, shards.gradients))
+    total += 8 * numel * 2 * 4 // shards.optimizer
+    assert sum(held for held, _ in every) == total
+    assert max(held for held, _ in every) - min(held for held, _ in every) <= 8 * 5 * 4 * 3
+
+
+def test_the_world_must_be_the_plans():
+    plan = plan_of("float64", mesh=Mesh(data=2), rows=4)
+    with pytest.raises(OutsizeError, match="mesh is data=2, but the workers that run are 1"):
+        job_of(plan)
+
+
+def test_closing_gives_back_what_parts_did_before():
+    """A part whose forward is the split's own, and which the job computes again meanwhile."""
+    stages = tuple(replace(s, recompute=("mlp",)) for s in MIXED[1:2])
+    plan = plan_of("float64", stages=(MIXED[0], *stages, *MIXED[2:]), rows=2)
+    model = model_of("llama, untied", "float64")
+    mlp = model.blocks[0].mlp
+    mlp.forward = own = mlp.forward
+    job = Job(NativeFlow(model, plan), plan, AdamW())
+    assert mlp.forward is not own
+    job.close()
+    assert mlp.forward is own

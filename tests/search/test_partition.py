@@ -1,0 +1,251 @@
+"""Partitions against every partition there is; costs against the bytes and times they come from."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from subjects import config_of
+from torch import nn
+
+import outsize
+from outsize.data import Batch
+from outsize.errors import OutsizeError
+from outsize.hardware import catalogue
+from outsize.optim import AdamW
+from outsize.plan import Plan, Precision, Stage
+from outsize.schedule.pipelines import Shape, make
+from outsize.schedule.place import looped, one_way, two_way
+from outsize.search import Wish, foretell
+from outsize.search.block_costs import costs_of
+from outsize.search.partition import Cost, best, in_flight, partition, tuned
+from outsize.simulate.calibrate import calibrate
+from outsize.simulate.steps import Times, play
+
+NAMES = ("1f1b", "gpipe", "interleaved", "zb-v", "hanayo", "chimera", "bitpipe")
+
+
+def drawn(rng: random.Random):
+    """A pipeline and a few fine stages more than it has stages."""
+    made = make(rng.choice(NAMES), Shape(rng.choice((2, 4)), rng.choice((4, 5))))
+    stages = made.placement.stages
+    count = rng.randint(stages, max(9, stages + 3))
+    costs = [
+        Cost(rng.choice((1.0, 2.0, 3 * rng.random())), rng.randint(0, 9), rng.randint(0, 5))
+        for _ in range(count)
+    ]
+    return made, costs
+
+
+def loads(costs, cuts, placement):
+    """Seconds of each worker in a step, microbatch by microbatch."""
+    edges = [0, *cuts, len(costs)]
+    busy = [0.0] * placement.workers
+    for microbatch in range(placement.microbatches):
+        for stage in range(placement.stages):
+            worker = placement.worker(stage, microbatch)
+            busy[worker] += sum(c.seconds for c in costs[edges[stage] : edges[stage + 1]])
+    return busy
+
+
+def peaks(made, costs, cuts):
+    """Bytes of each worker, by walking its list with the bytes of its stages."""
+    edges = [0, *cuts, len(costs)]
+    spans = [costs[a:b] for a, b in pairwise(edges)]
+    found = []
+    for worker, actions in enumerate(made.schedule.workers):
+        held = {s for s in range(len(spans)) if worker in made.placement.holders(s)}
+        live = peak = sum(c.static for s in held for c in spans[s])
+        for action in actions:
+            step = {"FORWARD": 1, "BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(action.kind.value, 0)
+            if step:
+                live += step * sum(c.activations for c in spans[action.stage])
+            peak = max(peak, live)
+        found.append(peak)
+    return found
+
+
+def every(made, costs):
+    """(seconds of the slowest worker, bytes of the fullest, cuts) of every partition."""
+    inner = range(1, len(costs))
+    for cuts in combinations(inner, made.placement.stages - 1):
+        yield max(loads(costs, cuts, made.placement)), max(peaks(made, costs, cuts)), cuts
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_partition_is_quicker(seed):
+    made, costs = drawn(random.Random(seed))
+    found = best(costs, made.placement, None, in_flight(made))
+    assert found.seconds == pytest.approx(min(every(made, costs))[0], rel=1e-9)
+    assert found.least == pytest.approx(found.seconds, rel=1e-9)
+    assert max(loads(costs, found.cuts, made.placement)) == pytest.approx(found.seconds)
+    assert list(found.bytes) == peaks(made, costs, found.cuts)
+
+
+@pytest.mark.parametrize("seed", range(60, 120))
+def test_no_partition_that_fits_is_quicker(seed):
+    rng = random.Random(seed)
+    made, costs = drawn(rng)
+    all_ = list(every(made, costs))
+    least, most = min(b for _, b, _ in all_), max(b for _, b, _ in all_)
+    memory = rng.randint(least, most)
+    found = best(costs, made.placement, memory, in_flight(made))
+    assert max(peaks(made, costs, found.cuts)) <= memory
+    fitting = min(seconds for seconds, size, _ in all_ if size <= memory)
+    assert found.seconds == pytest.approx(fitting, rel=1e-9)
+    if least:
+        with pytest.raises(OutsizeError, match=rf"too small: 1 bytes missing.* is {least}$"):
+            best(costs, made.placement, least - 1, in_flight(made))
+
+
+@pytest.mark.parametrize("workers", [4, 8, 16])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_alike_blocks_between_two_ends_are_split_optimally_at_once(workers, chunks):
+    """The least is known: with 6 blocks a stage nobody can have fewer, but a head of more than the
+    time of a block makes room for itself on its worker."""
+    count = 6 * workers * chunks
+    costs = [Cost(0.25), *(Cost(1.0) for _ in range(count)), Cost(2.5)]
+    found = best(costs, one_way(workers, looped(workers, chunks), 8))
+    blocks = count // workers
+    # Beside the head a worker has 3 fewer blocks, which others take: some have one more.
+    assert found.seconds == 8 * (blocks + 1)
+    assert found.least == found.seconds
+
+
+def test_workers_that_share_their_stages_are_split_optimally_at_once():
+    """Two routes: a pair of workers has two stages, each of them for half of the microbatches."""
+    costs = [Cost(0.25), *(Cost(1.0) for _ in range(64)), Cost(2.5)]
+    found = best(costs, two_way(8, looped(8, 1), 16))
+    # 66.75 seconds over 4 pairs are 16.7 each, and somebody has 17 blocks.
+    assert found.seconds == found.least == 8 * 17
+
+
+def test_many_different_blocks_are_split_to_a_bound():
+    rng = random.Random(1)
+    costs = [Cost(rng.uniform(0.5, 1.5)) for _ in range(66)]
+    found = best(costs, one_way(8, looped(8, 2), 16), limit=20_000)
+    assert found.least <= found.seconds <= 1.03 * found.least
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_in_flight_is_what_the_simulator_holds(name):
+    made = make(name, Shape(4, 8))
+    peaks_ = play(made, Times(1, 1, 1)).run.peaks
+    share = made.placement.share
+    # Of GPipe and the like a chunk's microbatches weigh the same, whatever its stage.
+    assert [max(map(sum, held)) * share for held in in_flight(made)] == pytest.approx(peaks_)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_tuned_cuts_are_near_the_shortest_step_of_all(name):
+    made = make(name, Shape(2, 4))
+    rng = random.Random(5)
+    costs = [Cost(rng.uniform(0.2, 2.0), 0, 1) for _ in range(9)]
+
+    def step(cuts):
+        edges = [0, *cuts, len(costs)]
+        spans = pairwise(edges)
+        stages = tuple(sum(c.seconds for c in costs[a:b]) for a, b in spans)
+        third = 1 / 3 / made.placement.share
+        return play(made, Times(third, third, third, stages=stages)).run.makespan
+
+    every_ = combinations(range(1, 9), made.placement.stages - 1)
+    shortest = min(map(step, every_))
+    found = step(tuned(costs, made))
+    assert shortest <= found + 1e-9 <= 1.05 * shortest
+    assert found <= step(partition(costs, made.placement)) + 1e-9
+    cap = max(best(costs, made.placement, None, in_flight(made)).bytes)
+    assert max(peaks(made, costs, tuned(costs, made, cap))) <= cap
+
+
+def test_a_stage_without_blocks_is_refused():
+    place = one_way(4, looped(4, 2), 4)
+    with pytest.raises(
+        OutsizeError, match=r"8 stages for 6 fine stages: a stage without blocks .* at most 6"
+    ):
+        partition([Cost(1.0)] * 6, place)
+
+
+@pytest.mark.parametrize(
+    "wrong", [Cost, lambda s: Cost(1.0, int(s)), lambda s: Cost(1.0, 0, int(s))]
+)
+def test_negative_costs_are_refused(wrong):
+    with pytest.raises(OutsizeError, match="not negative"):
+        wrong(-1.0)
+
+
+CONFIG = config_of("llama")
+
+
+def forecast_of(stages):
+    wish = Wish(4, 32, Precision.named("float32"), AdamW(), None)
+    plan = Plan(5, stages, rows=4, microbatch_rows=2, sequence=32)
+    return foretell(CONFIG, wish, plan, catalogue("H200"))
+
+
+def test_costs_of_a_decoder_are_those_of_its_forecast():
+    made = forecast_of(tuple(Stage(i, i + 1) for i in range(5)))
+    costs = costs_of(made)
+    work = sum(
+        e.end - e.start
+        for e in made.trace.events
+        if e.kind.startswith(("FORWARD", "BACKWARD", "RECOMPUTE"))
+    )
+    assert sum(c.seconds for c in costs) * made.plan.microbatches == pytest.approx(work)
+    states = sum(n for kind, n in made.static.items() if kind not in ("data", "window"))
+    assert sum(c.static for c in costs) == states
+    assert costs[1].static == costs[2].static == costs[3].static > 0
+    assert costs[1].activations > costs[0].activations
+    # Two segments as one stage cost what they cost apart.
+    (first, *_) = costs_of(forecast_of((Stage(0, 2), Stage(2, 4), Stage(4, 5))))
+    assert first.static == costs[0].static + costs[1].static
+    assert first.activations == pytest.approx(costs[0].activations + costs[1].activations, rel=0.05)
+
+
+def test_blocks_that_were_timed_take_the_place_of_rates():
+    made = forecast_of(tuple(Stage(i, i + 1) for i in range(5)))
+
+    def batch_of(rows):
+        ids = torch.arange(rows * 32).reshape(rows, 32) % CONFIG.vocab
+        return Batch(ids, ids, tuple((0, 32) for _ in range(rows)))
+
+    timed = costs_of(calibrate(made, CONFIG, AdamW(), None, batch_of))
+    assert [c.static for c in timed] == [c.static for c in costs_of(made)]
+    assert timed[1].seconds == timed[2].seconds  # blocks of one sort, of which one was timed
+    assert timed[1].seconds > timed[0].seconds  # which looks up rows and multiplies nothing
+
+
+class Uneven(nn.Module):
+    """Blocks of a module of somebody's own, the third of them eight times as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [64, 64, 1024, 64, 64]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, 64)) for w in wide
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_a_module_is_split_by_the_times_of_its_first_steps():
+    model = Uneven()
+    job = outsize.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), memory="1GiB")
+    traces = []
+    for _ in range(4):
+        job.step((torch.randn(512, 64),))
+        traces.append(job.report.trace)
+    assert job.forecast is not None
+    costs = costs_of(job.forecast, traces[1:])
+    assert max(costs[1:6], key=lambda c: c.seconds) == costs[3]
+    place = one_way(3, looped(3, 1), 4)
+    found = best(costs, place)
+    assert found.seconds <= max(loads(costs, (2, 4), place)) and found.cuts[0] <= 3 < found.cuts[1]
+    with pytest.raises(OutsizeError, match=re.escape("stage 0 is not in the trace")):
+        costs_of(job.forecast, [traces[0].__class__("measured", ())])

@@ -1,0 +1,229 @@
+"""What the workers of a pipeline are foretold to hold, hear and take, beside what they count and
+what formulas and the simulator of schedules say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from subjects import config_of
+from threads import play
+
+from outsize.collectives import Mesh
+from outsize.data import Batch
+from outsize.hardware import catalogue
+from outsize.memory import Ledger
+from outsize.models.build import build
+from outsize.optim import AdamW
+from outsize.parallel.divide import divide
+from outsize.plan import Pipelined, Plan, Precision, zero
+from outsize.plan.plan import per_segment
+from outsize.plan.spread import pipelined
+from outsize.runtime import Job, NativeFlow
+from outsize.schedule import Action, Kind
+from outsize.schedule.pipelined import coarse_of, computing, linked, pipelining_of
+from outsize.schedule.pipelines import Shape, named
+from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
+from outsize.schedule.vocabulary import PASSES
+from outsize.search import Wish, foretell
+from outsize.simulate import steps
+from outsize.simulate.replay import Player
+from outsize.simulate.together import play_together
+
+LAYERS, ROWS, SEQUENCE = 4, 15, 32
+CONFIG = config_of("llama, untied", num_hidden_layers=LAYERS)
+TIED = config_of("gpt2", n_layer=LAYERS)
+OPTIMIZER = AdamW()
+HARDWARE = catalogue("H200", 4)
+
+
+def plan_of(schedule: str, mesh: Mesh, **more) -> Plan:
+    """Eight microbatches of two rows on each worker of the data axis, the last of one row."""
+    count = LAYERS + 2
+    stages = per_segment(count, more.pop("recompute", ()))
+    line = pipelined(schedule)
+    precision = Precision.named(more.pop("precision", "float32"))
+    return Plan(
+        count, stages, ROWS * mesh.data, 2, SEQUENCE, precision, 0 if line.vocabulary else 32,
+        mesh=mesh, pipeline=line, **more,
+    )  # fmt: skip
+
+
+def foretold(plan: Plan, config=CONFIG):
+    wish = Wish(
+        plan.rows, SEQUENCE, plan.precision, OPTIMIZER, documents=(0, SEQUENCE), mesh=plan.mesh,
+        shards=plan.shards, pipeline=plan.pipeline.said,
+    )  # fmt: skip
+    return foretell(config, wish, plan, HARDWARE)
+
+
+def heard(job: Job) -> int:
+    exchanged = 0 if job.rows is None else job.rows.received
+    return sum(job.peers.received.values()) + job.passing.received + exchanged
+
+
+def measured(plan: Plan, config=CONFIG) -> list[tuple[int, int]]:
+    """(peak, bytes from others) of the second step, by worker."""
+    ids = torch.randint(0, config.vocab, (plan.rows, SEQUENCE + 1))
+    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), ((0, SEQUENCE),) * plan.rows)
+
+    def work(world) -> tuple[int, int]:
+        model, ledger = build(config, seed=0), Ledger()
+        cuts = divide(model, world, plan)
+        job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, ledger=ledger, cuts=cuts)
+        mine, had = batch.rows(*plan.rows_at(job.place)), []
+        for _ in range(2):
+            had.append(heard(job))
+            job.step(mine)
+        had.append(heard(job))
+        job.close()
+        return job.report.trace.peak(), had[2] - had[1]
+
+    return play(plan.mesh, work)
+
+
+CASES = {
+    "1f1b": plan_of("1f1b", Mesh(pipeline=2)),
+    "gpipe on four": plan_of("gpipe", Mesh(pipeline=4)),
+    "interleaved": plan_of("interleaved:2", Mesh(pipeline=2)),
+    "gradients apart": plan_of("zb-h1", Mesh(pipeline=2)),
+    "a V": plan_of("zb-v", Mesh(pipeline=2)),
+    "both ways": plan_of("chimera", Mesh(pipeline=2)),
+    "recompute": plan_of("1f1b", Mesh(pipeline=2), recompute=("block",)),
+    "zero 3": plan_of("1f1b", Mesh(2, 1, 2), shards=zero(3, 2)),
+    "rows, two barriers": plan_of("1f1b+vocabulary:1", Mesh(pipeline=2)),
+    "rows, one barrier": plan_of("1f1b+vocabulary:2", Mesh(pipeline=4)),
+    "rows, gpipe": plan_of("gpipe+vocabulary:1", Mesh(pipeline=4)),
+    "rows, gradients apart": plan_of("zb-h1+vocabulary:2", Mesh(pipeline=2)),
+    "rows, a V": plan_of("zb-v+vocabulary:1", Mesh(pipeline=2)),
+    "rows, both ways": plan_of("chimera+vocabulary:2", Mesh(pipeline=2)),
+    "rows, zero 3": plan_of("1f1b+vocabulary:2", Mesh(2, 1, 2), shards=zero(3, 2)),
+    "rows, bfloat16": plan_of("1f1b+vocabulary:1", Mesh(pipeline=2), precision="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peaks_and_bytes_are_those_that_workers_count(case):
+    made = foretold(CASES[case])
+    plan = made.plan
+    for rank, (peak, heard) in enumerate(measured(plan)):
+        turn = made.turns[plan.mesh.index("pipeline", rank)]
+        assert peak <= turn.peak <= 1.05 * peak, (rank, peak / turn.peak)
+        if plan.mesh.data == 1:
+            assert sum(part.total for part in turn.received.values()) == heard
+    assert made.peak == max(turn.peak for turn in made.turns)
+    assert made.below == {}, "what is sent rests nowhere"
+
+
+def test_a_tied_embedding_is_on_both_ends():
+    made = foretold(plan_of("1f1b", Mesh(pipeline=2)), TIED)
+    first, last = made.turns
+    assert 0 in first.stages and 0 in last.stages
+    assert {"stages", "merge"} <= first.received.keys()
+    for turn, (peak, heard) in zip(made.turns, measured(made.plan, TIED), strict=True):
+        assert peak <= turn.peak <= 1.05 * peak
+        assert sum(part.total for part in turn.received.values()) == heard
+
+
+def test_workers_have_as_even_rows_of_a_vocabulary_as_can_be():
+    """Of 107 on four workers: 26, then 27 each."""
+    config = config_of("llama, untied", num_hidden_layers=LAYERS, vocab_size=107)
+    made = foretold(plan_of("1f1b+vocabulary:2", Mesh(pipeline=4)), config)
+    found = foretold(replace(made.plan, pipeline=replace(made.plan.pipeline, vocabulary=0)), config)
+    more = [a.parameters - b.parameters for a, b in zip(made.turns, found.turns, strict=True)]
+    rows = [config.hidden * 2 * count for count in (26, 27, 27, 27)]
+    ends = [config.hidden * 107, 0, 0, config.hidden * 107]
+    assert more == [mine - whole for mine, whole in zip(rows, ends, strict=True)]
+    for turn, (peak, heard) in zip(made.turns, measured(made.plan, config), strict=True):
+        assert peak <= turn.peak <= 1.05 * peak
+        assert sum(part.total for part in turn.received.values()) == pytest.approx(heard, abs=100)
+
+
+def test_bytes_between_stages_follow_the_formula():
+    """Every boundary is crossed by the hidden states of all tokens, and back by their gradients."""
+    made = foretold(plan_of("1f1b", Mesh(pipeline=4)))
+    crossed = ROWS * SEQUENCE * CONFIG.hidden * 4
+    heard = [turn.received["stages"].total for turn in made.turns]
+    assert heard == [crossed, 2 * crossed, 2 * crossed, crossed]
+    assert (
+        sum(turn.parameters for turn in made.turns)
+        == foretold(replace(plan_of("1f1b", Mesh()), pipeline=Pipelined())).parameters
+    )
+
+
+def lists(plan: Plan) -> list[Player]:
+    """The workers' lists as the runtime has them, of stages that use their own parameters alone."""
+    count = len(plan.stages)
+    tables = (0, count - 1) if plan.pipeline.vocabulary else ()
+    line = pipelining_of(plan, 0, [(stage,) for stage in range(count)], tables)
+    made = (computing(line, plan, worker, {}) for worker in range(plan.mesh.pipeline))
+    return [Player(linked(s, line, plan, w), {}, w) for w, s in enumerate(made)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v", "chimera"])
+def test_a_step_is_as_long_as_the_simulator_of_schedules_says(schedule):
+    """With the same seconds for every stage, and links that take none."""
+    devices, count, times = 4, 8, steps.Times(3.0, 2.0, 4.0)
+    coarse = named(schedule, Shape(devices, count, Costs(3.0, 2.0, 4.0)))
+    stages = coarse.placement.stages
+    plan = Plan(
+        stages, per_segment(stages), count, mesh=Mesh(pipeline=devices),
+        pipeline=Pipelined(schedule, costs=(3.0, 2.0, 4.0)),
+    )  # fmt: skip
+    seconds = [lambda _, action: times.of(action, coarse.placement.share)] * devices
+    made = play_together(lists(plan), seconds)
+    assert made.span() == pytest.approx(steps.play(coarse, times).run.makespan)
+    assert made.workers == tuple(range(devices))
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "chimera"])
+def test_so_it_is_with_a_cut_vocabulary(schedule, variant):
+    """Exchanges take no time there, as little as messages."""
+    devices, head = 4, VocabularyCosts(6.0, 4.0, 8.0)
+    line = Pipelined(schedule, costs=(3.0, 2.0, 4.0), vocabulary=variant, head=head.output)
+    stages = named(schedule, Shape(devices, 8)).placement.stages
+    plan = Plan(stages, per_segment(stages), 8, mesh=Mesh(pipeline=devices), pipeline=line)
+    coarse, times = coarse_of(plan), steps.Times(3.0, 2.0, 4.0, vocabulary=head)
+    share = coarse.placement.share
+
+    def seconds(_: int, action: Action) -> float:
+        return times.of(action, share) + head.of_pass(action.kind, variant, devices)
+
+    made = play_together(lists(plan), [seconds] * devices)
+    assert made.span() == pytest.approx(steps.play(coarse, times).run.makespan)
+
+
+def test_an_exchange_ends_for_nobody_before_all_have_begun_theirs():
+    """The last worker's passes take longer than those of others, who wait for it."""
+    line = Pipelined("1f1b", vocabulary=1)
+    plan = Plan(4, per_segment(4), 8, mesh=Mesh(pipeline=4), pipeline=line)
+
+    def of(worker: int):
+        passes = dict.fromkeys(PASSES, 3.0 if worker == 3 else 0.5)
+        lengths = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.EXCHANGE: 0.25} | passes
+        return lambda _, action: lengths.get(action.kind, 0.0)
+
+    made = play_together(lists(plan), [of(worker) for worker in range(4)])
+    groups: dict[tuple[str, int], list] = {}
+    for event in made.events:
+        if event.kind.startswith("EXCHANGE"):
+            groups.setdefault((event.kind, event.microbatch), []).append(event)
+    assert len(groups) == 3 * 8
+    for events in groups.values():
+        last = max(event.start for event in events)
+        assert [event.end for event in events] == pytest.approx([last + 0.25] * 4)
+    assert any(min(e.start for e in g) < max(e.start for e in g) - 1 for g in groups.values())
+
+
+def test_what_takes_time_on_the_way_holds_the_next_worker_up():
+    """GPipe: the last worker begins three messages later, and the first ends three later."""
+    plan = Plan(4, per_segment(4), 4, mesh=Mesh(pipeline=4), pipeline=Pipelined("gpipe"))
+
+    def seconds(_: int, action: Action) -> float:
+        return {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.RECV: 0.25}.get(action.kind, 0.0)
+
+    made = play_together(lists(plan), [seconds] * 4)
+    assert made.span() == pytest.approx((4 + 3) * 3 + 6 * 0.25)
+    assert made.span() == pytest.approx(max(event.end for event in made.events))

@@ -1,0 +1,241 @@
+"""What the workers of a crew do in tests of collectives. Values come back as NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import FileStore
+
+from outsize.collectives import Joined, everyone, join
+from outsize.collectives.small import ALGORITHMS, Chosen, Row, Table, measure
+from outsize.collectives.strided import measure_strided, receive, send
+
+Spans = Sequence[tuple[int, int]]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What a worker brings: magnitudes from 1e-3 to 1e3, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    if dtype.is_floating_point:
+        return (x * 10 ** (torch.rand(numel, generator=generator) * 6 - 3)).to(dtype)
+    return (x * 1000).to(dtype)
+
+
+def numpy(x: Tensor) -> np.ndarray:
+    """As float64, or int64."""
+    return (x.double() if x.is_floating_point() else x.long()).numpy()
+
+
+def all_reduce(world: Joined, numel: int, dtype: torch.dtype, operation: str) -> Any:
+    group, x = everyone(world), values(world.rank, numel, dtype)
+    before = group.received["all_reduce"]
+    assert group.all_reduce(x, operation) is x
+    return numpy(x), group.received["all_reduce"] - before
+
+
+def all_reduce_strided(world: Joined) -> Any:
+    whole = values(world.rank, 60, torch.float32).view(6, 10)
+    everyone(world).all_reduce(whole[:, ::3])
+    return numpy(whole)
+
+
+def reduce_scatter(world: Joined, numel: int, dtype: torch.dtype, spans: Spans, alias: bool) -> Any:
+    group, x = everyone(world), values(world.rank, numel, dtype)
+    first, last = spans[world.rank]
+    out = x[first:last] if alias else torch.full((last - first,), 7, dtype=dtype)
+    before = group.received["reduce_scatter"]
+    group.reduce_scatter(x, spans, out)
+    return numpy(out), group.received["reduce_scatter"] - before
+
+
+def all_gather(world: Joined, numel: int, dtype: torch.dtype, spans: Spans, alias: bool) -> Any:
+    group, out = everyone(world), torch.zeros(numel, dtype=dtype)
+    first, last = spans[world.rank]
+    mine = values(world.rank, last - first, dtype)
+    if alias:
+        out[first:last] = mine
+        mine = out[first:last]
+    before = group.received["all_gather"]
+    group.all_gather(mine, spans, out)
+    return numpy(out), group.received["all_gather"] - before
+
+
+def all_to_all(world: Joined, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> Any:
+    """counts[from][to]: elements; what goes from a to b begins with values(10 a + b)."""
+    group, me, size = everyone(world), world.rank, world.mesh.size
+    given = [values(10 * me + to, counts[me][to], dtype) for to in range(size)]
+    out = [torch.zeros(counts[origin][me], dtype=dtype) for origin in range(size)]
+    before = group.received["all_to_all"]
+    group.all_to_all(given, out)
+    return [numpy(x) for x in out], group.received["all_to_all"] - before
+
+
+def broadcast(world: Joined, numel: int, dtype: torch.dtype, source: int) -> Any:
+    group, x = everyone(world), values(world.rank, numel, dtype)
+    before = group.received["broadcast"]
+    group.broadcast(x, source)
+    return numpy(x), group.received["broadcast"] - before
+
+
+def kind(world: Joined) -> str:
+    return type(everyone(world)).__name__
+
+
+def pairs(world: Joined) -> Any:
+    """Sums in groups of two of four, of both uses, from two threads at once; then of everybody."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    me = world.rank
+    neighbours, across = (me - me % 2, me - me % 2 + 1), (me % 2, me % 2 + 2)
+
+    def total(ranks: tuple[int, int], use: Any) -> float:
+        group = world.group(ranks, use)
+        return sum(float(group.all_reduce(torch.tensor([float(me)]))) for _ in range(50)) / 50
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(total, neighbours, "compute")
+        second = pool.submit(total, across, "network")
+        sums = first.result(), second.result()
+    return sums, float(everyone(world).all_reduce(torch.tensor([float(me)])))
+
+
+def barrier(world: Joined) -> float:
+    """When this worker left the barrier, into which worker 1 came late."""
+    group = everyone(world)
+    group.barrier()
+    if world.rank == 1:
+        time.sleep(0.2)
+        came = time.time()
+        group.barrier()
+        return came
+    group.barrier()
+    return time.time()
+
+
+def wait_for(world: Joined, late: int, seconds: float) -> None:
+    """Everybody sums but for the rank `late`, which sleeps first."""
+    if world.rank == late:
+        time.sleep(seconds)
+    everyone(world).all_reduce(torch.ones(4))
+
+
+def abort(world: Joined, who: int) -> None:
+    """Worker `who` aborts the run while the others wait."""
+    group = everyone(world)
+    if world.rank == who:
+        time.sleep(0.2)
+        world.abort("the loss is not a number")
+        return
+    group.barrier()
+
+
+def interrupted(world: Joined) -> str:
+    """Worker 0 gets a signal while it waits for worker 1, who comes late; both then go on."""
+    import signal
+    import threading
+
+    group = everyone(world)
+    if world.rank:
+        time.sleep(0.5)
+        group.barrier()
+        return ""
+    seen: list[float] = []
+    signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+    begin = time.monotonic()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    group.barrier()
+    return "handled while waiting" if seen and seen[0] - begin < 0.4 else f"late: {seen}"
+
+
+def largest_with_nan(world: Joined) -> list[bool]:
+    """Two workers have a NaN each: whether the largest is one, by element."""
+    x = torch.tensor([1.0, 2.0, 3.0])
+    if world.rank in (0, 3):
+        x[2 if world.rank else 0] = torch.nan
+    return everyone(world).all_reduce(x, "max").isnan().tolist()
+
+
+def states_of_a_wait(world: Joined) -> Any:
+    """What worker 0 reads of a group in which the others are an operation ahead of it."""
+    group, x = everyone(world), torch.zeros(1)
+    group.barrier()
+    if world.rank:
+        group.broadcast(x)
+        return None
+    time.sleep(0.3)
+    found = group.states()
+    group.broadcast(x)
+    return found
+
+
+def small(
+    world: Joined, name: str, size: int, numel: int, dtype: torch.dtype, operation: Any = "sum"
+) -> Any:
+    """An all-reduce of the first workers by an algorithm."""
+    x = values(world.rank, numel, dtype)
+    if world.rank < size:
+        ALGORITHMS[name](world.group(range(size)), x, operation)
+    return numpy(x)
+
+
+def bytes_of_doubling(world: Joined, numel: int) -> int:
+    group = everyone(world)
+    before = group.received["all_reduce"]
+    ALGORITHMS["doubling"](group, torch.zeros(numel), "sum")
+    return group.received["all_reduce"] - before
+
+
+def chosen(world: Joined) -> tuple[str, float]:
+    group = everyone(world)
+    table = measure(group, sizes=(64, 4096), rounds=2)
+    return table.text(), float(Chosen(group, table).all_reduce(torch.tensor(float(world.rank))))
+
+
+def joined_with_tables(world: Joined, path: str) -> tuple[str, float]:
+    """Two hosts of two, whose all-reduces between hosts go by a table."""
+    table = Table(2, tuple(Row("doubling", count, 1.0) for count in (1, 2)))
+    store, host = FileStore(path, world.mesh.size), "ab"[world.rank // 2]
+    again = join(world.mesh, world.rank, store, host=host, tables=[table])
+    group = everyone(again)
+    total = float(group.all_reduce(torch.tensor(float(world.rank))))
+    outer = type(group.outer).__name__
+    again.close()
+    return outer, total
+
+
+def strided(world: Joined) -> Any:
+    """Worker 0's and worker 1's ends of strided messages, packed and in blocks."""
+    group, ends = everyone(world), []
+    for way in ("pack", "blocks"):
+        for rows in (3, 5000):
+            whole = values(world.rank, rows * 40, torch.float32).view(rows, 4, 10)
+            part = whole[:, 1:, 2:7]
+            if world.rank == 0:
+                send(group, 1, part, way)
+            elif world.rank == 1:
+                before = whole.clone()
+                receive(group, 0, part, way)
+                assert torch.equal(whole[:, 0], before[:, 0])
+            ends.append(numpy(part.contiguous()))
+    model = measure_strided(group, rounds=1)
+    assert group.all_reduce(torch.tensor(model.latency, dtype=torch.float64)) == 4 * model.latency
+    return ends
+
+
+def levels(world: Joined, numel: int) -> tuple[dict[str, int], float]:
+    """Bytes of one all-gather of everybody's part, in all and from other hosts."""
+    group, part = everyone(world), numel // world.mesh.size
+    before, far = world.received(), world.across()
+    spans = [(i * part, i * part + part) for i in range(world.mesh.size)]
+    group.all_gather(torch.ones(part), spans, torch.empty(numel))
+    now = world.received()
+    return {n: now[n] - before.get(n, 0) for n in now if now[n] > before.get(n, 0)}, (
+        world.across() - far
+    )

@@ -1,0 +1,91 @@
+"""A crew: processes that stay and run functions over a world, for tests of collectives.
+
+Processes are forked from a server that has imported torch once, so that a crew starts in little
+more than one import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from outsize.collectives import Joined, Mesh, join
+
+
+def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
+    """Worlds by name are joined when first asked for: (hosts by rank, or "" for this machine)."""
+    from torch.distributed import FileStore, PrefixStore
+
+    torch.set_num_threads(1)
+    store, worlds = FileStore(path, size), dict[tuple[str, ...], Joined]()
+    while True:
+        try:
+            hosts, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if hosts not in worlds:
+                keys = PrefixStore("/".join(hosts) or "near", store)
+                host = hosts[rank] if hosts else ""
+                worlds[hosts] = join(Mesh(data=size), rank, keys, host=host, patience=30.0)
+            pipe.send((True, function(worlds[hosts], *arguments)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+@dataclass
+class Crew:
+    """Processes and the pipes to them."""
+
+    processes: list[Any]
+    pipes: list[Connection] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, size: int, path: str) -> Crew:
+        """path: of a file that is not there, for the store."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "outsize.collectives"])
+        crew = cls([])
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, size, path, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            crew.processes.append(process)
+            crew.pipes.append(ours)
+        return crew
+
+    def start(
+        self, function: Callable[..., Any], *arguments: Any, hosts: tuple[str, ...] = ()
+    ) -> None:
+        """Begin function(world, *arguments) everywhere; it must be found by its module's name."""
+        for pipe in self.pipes:
+            pipe.send((hosts, function, arguments))
+
+    def answer(self, rank: int, seconds: float = 60.0) -> tuple[bool, Any]:
+        """(whether it returned, what it returned or the text of what it raised) of one worker."""
+        assert self.pipes[rank].poll(seconds), f"worker {rank} says nothing for {seconds} s"
+        return self.pipes[rank].recv()
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, hosts: tuple[str, ...] = ()
+    ) -> list[Any]:
+        """What everybody's function returned."""
+        self.start(function, *arguments, hosts=hosts)
+        answers = [self.answer(rank) for rank in range(len(self.pipes))]
+        wrong = [str(what) for good, what in answers if not good]
+        assert not wrong, "\n".join(wrong)
+        return [what for _, what in answers]
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,28 @@
+"""Worker processes of tests: what ran, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from outsize.launch import Post, run_here
+from outsize.launch.activity import GONE, activity
+
+
+def run_and_leave_nothing(count: int, work: Callable[[Post], int], home: Path) -> tuple[int, float]:
+    """(exit code, seconds) of workers that are all gone afterwards, with their shared memory."""
+    begin = time.monotonic()
+
+    def noted(post: Post) -> int:
+        (home / f"pid-{post.rank}").write_text(str(os.getpid()))
+        return work(post)
+
+    code = run_here(count, noted)
+    seconds = time.monotonic() - begin
+    for path in home.glob("pid-*"):
+        pid = path.read_text()
+        assert activity(int(pid)).state == GONE
+        assert not list(Path("/dev/shm").glob(f"outsize-{pid}-*"))
+    return code, seconds

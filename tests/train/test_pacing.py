@@ -1,0 +1,116 @@
+"""Paces of workers that compute at once: measured by all before a pipeline starts, and used for the
+time that is foretold of a step."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+
+import pytest
+import torch
+from rich.console import Console
+from threads import play
+from torch.distributed import HashStore
+
+from outsize.cli.main import main
+from outsize.collectives import Mesh
+from outsize.launch import Crew, Post, Unwatched
+from outsize.simulate.alone import durations
+from outsize.simulate.shared_cores import on_cores
+from outsize.train import timing
+from outsize.train.ready import data_of, streamed
+from outsize.train.resolve import resolve
+from outsize.train.setup import Setup, set_up
+from outsize.train.timing import calibrated, keep_pace, no_pace
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Paces are measured with the run's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def setup(runs) -> Setup:
+    return set_up(resolve(None, runs.sets(mesh="pipeline=2", threads=1)))
+
+
+def together(setup: Setup) -> Setup:
+    """What the first worker finds while the second keeps pace."""
+    stream = streamed(setup, data_of(setup, Console(file=io.StringIO()), Crew())).stream
+    store = HashStore()
+
+    def run(world):
+        post = Post(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        crew = Crew(world, post.pulse, post)
+        return keep_pace(crew) if world.rank else calibrated(setup, stream, crew)
+
+    return play(Mesh(pipeline=2), run)[0]
+
+
+def test_a_step_is_foretold_by_the_paces_that_were_measured(setup, monkeypatch):
+    """Work under one lock is one core for both: a step takes what all actions take alone, one after
+    the other."""
+    known: list[dict] = []
+
+    def remembered(*words):
+        known.append(durations(*words))
+        return known[-1]
+
+    lock = threading.Lock()
+
+    def exclusive() -> None:
+        with lock:
+            time.sleep(0.005)
+
+    monkeypatch.setattr(timing, "durations", remembered)
+    monkeypatch.setattr(timing, "work", lambda *words: exclusive)
+    found = together(setup)
+    assert found.paces[0] == 1.0 and found.paces[1] == pytest.approx(0.5, abs=0.2)
+    same = on_cores(setup.forecast, known[0], found.paces)
+    assert found.forecast.seconds == same.seconds
+    apart = on_cores(setup.forecast, known[0], (1.0, 1.0))
+    assert found.forecast.seconds > 1.1 * apart.seconds
+    one = on_cores(setup.forecast, known[0], (1.0,))
+    assert found.forecast.seconds == pytest.approx(one.seconds, rel=0.35)
+
+
+def test_the_models_own_work_is_done_by_all(setup):
+    begin = time.perf_counter()
+    found = together(setup)
+    assert len(found.paces) == 2 and found.paces[0] == 1.0 and 0 < found.paces[1] < 2
+    assert found.forecast.trace.span() == found.forecast.seconds > 0
+    assert time.perf_counter() - begin < 60
+
+
+def test_what_takes_long_is_left_out(setup, monkeypatch):
+    monkeypatch.setattr(timing, "LONG_SECONDS", 0.0)
+    assert together(setup).paces == ()
+    monkeypatch.setattr(timing, "TRIAL_SECONDS", 0.0)
+    assert together(setup) == setup
+
+
+def test_nobody_waits_where_there_is_nothing_to_measure(setup):
+    store = HashStore()
+
+    def run(world):
+        post = Post(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        crew = Crew(world, post.pulse, post)
+        (keep_pace if world.rank else no_pace)(crew)
+
+    assert play(Mesh(pipeline=2), run) == [None, None]
+
+
+def test_a_run_says_its_paces(runs, capfd):
+    words = [w for s in runs.sets(train__steps=1, sample__tokens=0) for w in ("--set", s)]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words, "--mesh", "pipeline=2"])
+    printed = capfd.readouterr().out
+    assert ended.value.code == 0
+    said = re.search(r"alone being 1: 1: 1\.00, 2: (\d\.\d\d)\n", printed)
+    assert said is not None, printed
+    assert 0 < float(said[1]) < 2

@@ -1,0 +1,132 @@
+"""Somebody's own loop over two workers, as torchrun would start them, against plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchrun import free_port
+
+import outsize
+from outsize.errors import OutsizeError
+
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+LOOP = """
+import json, os, sys, torch
+sys.path[:0] = {paths!r}
+from test_prepare_workers import batches, count, loss, network
+import outsize
+rank = int(os.environ["RANK"])
+torch.set_num_threads(1)
+model = network(seed=rank)  # the first worker's weights are everybody's
+job = outsize.prepare(
+    model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss=loss, count=count, clip=0.5,
+    zero={zero}, microbatches=2,
+)
+losses = [float(job.step((x[rank * 4 : rank * 4 + 4], y[rank * 4 : rank * 4 + 4])))
+          for x, y in batches()]
+weights = {{name: w.tolist() for name, w in job.weights()}}
+job.close()
+if rank == 0:
+    print(json.dumps([losses, weights]))
+"""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12), nn.LayerNorm(12)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x, targets=None):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def network(seed: int) -> Network:
+    torch.manual_seed(seed)
+    return Network().double()
+
+
+def batches():
+    """Eight rows a step; some have no target."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        y[5:7] = -100
+        yield x, y
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1], ignore_index=-100, reduction="sum")
+
+
+def count(batch) -> float:
+    return float((batch[1] != -100).sum())
+
+
+def plain():
+    model = network(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        mean = F.cross_entropy(model(x), y, ignore_index=-100)
+        mean.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(mean.detach()))
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_two_workers_give_the_numbers_of_plain_pytorch(zero):
+    text = LOOP.format(paths=PATHS, zero=zero)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", text], env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    losses, weights = json.loads(said[0][0])
+    wanted, parameters = plain()
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    for name, parameter in parameters.items():
+        mine = torch.tensor(weights[name], dtype=torch.float64)
+        torch.testing.assert_close(mine, parameter.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_what_cannot_be_is_refused():
+    model = network(seed=0)
+    with pytest.raises(OutsizeError, match="mesh is data=2 without loss and count"):
+        outsize.prepare(model, "adamw", mesh="data=2")
+    with pytest.raises(OutsizeError, match="sequence_parallel is for decoders"):
+        outsize.prepare(model, "adamw", mesh="tensor=2", sequence_parallel=True)
+    with pytest.raises(OutsizeError, match="'host' is a tier and this is a Network"):
+        outsize.prepare(model, "adamw", "1GiB", mesh="tensor=2", host_memory="1GiB")
+    with pytest.raises(OutsizeError, match="zero is 4"):
+        outsize.prepare(model, "adamw", zero=4)

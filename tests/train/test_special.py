@@ -1,0 +1,124 @@
+"""Runs whose plan changes the maths: what they foretell, leave behind, and go on with, bitwise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from run_files import DeathError, assert_same_run
+from safetensors.torch import load_file
+
+from outsize.errors import OutsizeError
+from outsize.train.loop import Loop
+from outsize.train.metrics import read_metrics
+from outsize.train.resolve import resolve
+from outsize.train.setup import set_up
+
+WAYS = {
+    "zeroth-order": {"optimizer__lr": "1e-3", "plan__epsilon": "1e-3"},
+    "frozen-by-dynamics": {"plan__frozen": "0.6", "plan__frozen_keep": "int8"},
+    "local-learning": {"optimizer__lr": "1e-2"},
+}
+
+
+def sets_of(name, **more):
+    return {"plan__approximate": f"[{name}]", "train__keep": "null", **WAYS[name], **more}
+
+
+def losses_of(run):
+    return [r["loss"] for r in read_metrics(run) if "loss" in r]
+
+
+def died_at(runs, monkeypatch, step, **sets):
+    plain = Loop._step
+
+    def dying(loop, batch, show):
+        if loop.place.step == step:
+            raise DeathError
+        plain(loop, batch, show)
+
+    with monkeypatch.context() as patch, pytest.raises(DeathError):
+        patch.setattr(Loop, "_step", dying)
+        runs.train(**sets)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "float32") for name in WAYS), ("local-learning", "bfloat16")],
+)
+def test_a_run_and_going_on_with_it_bitwise(runs, name, precision, monkeypatch) -> None:
+    printed = runs.train(**sets_of(name, precision=precision))
+    whole, cut = runs.home / "run", runs.home / "cut"
+    for expected in ("foretold: ", name, "step 8/8", "bits per byte", "sample"):
+        assert expected in printed
+    assert (whole / "sample.txt").read_text().startswith("import ")
+    died_at(runs, monkeypatch, 5, **sets_of(name, precision=precision, output=cut))
+    assert "going on from step 3 of 8" in runs.resume(cut)
+    assert_same_run(whole, cut)
+    assert len(set(losses_of(whole))) == 8
+    for file in ("model", "optimizer"):
+        paths = [d / f"step-00000008/{file}.safetensors" for d in (whole, cut)]
+        if file == "optimizer" and name == "zeroth-order":
+            assert not any(p.exists() and load_file(p) for p in paths), "it has no state"
+            continue
+        one, other = map(load_file, paths)
+        assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("name", ["local-learning", "zeroth-order"])
+def test_the_foretold_peak_is_the_measured_one(runs, name) -> None:
+    runs.train(**sets_of(name, train__steps=4, memory="64MiB"))
+    last = read_metrics(runs.home / "run")[-1]
+    assert last["measured_peak_bytes"] == pytest.approx(last["foretold_peak_bytes"], rel=0.03)
+
+
+def test_the_checkpoint_of_local_learning_has_the_auxiliary_networks(runs) -> None:
+    runs.train(**sets_of("local-learning", train__steps=2))
+    last = runs.home / "run" / "step-00000002"
+    states = load_file(last / "optimizer.safetensors")
+    mean = states["auxiliary.0.average.mlp.up.weight.value"]
+    block = load_file(last / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    assert mean.shape == block.shape and not torch.equal(mean, block)
+    assert not any("auxiliary" in name for name in load_file(last / "model.safetensors"))
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoModelForCausalLM.from_pretrained(last)
+
+
+def test_a_freezing_run_freezes_other_layers_after_going_on(runs) -> None:
+    runs.train(**sets_of("frozen-by-dynamics", train__steps=3))
+    whole = losses_of(runs.home / "run")
+    runs.train(train__steps=3, output=runs.home / "plain")
+    assert whole[0] == losses_of(runs.home / "plain")[0]
+    assert whole[2] != losses_of(runs.home / "plain")[2]
+    text = next((runs.home / "run" / "step-00000003").glob("*.json"))
+    notes = [json.loads(p.read_text()) for p in text.parent.glob("*.json")]
+    assert any("freezing" in json.dumps(note) for note in notes)
+
+
+def test_zeroth_order_weights_rest_on_a_disk_where_memory_is_small(runs, tmp_path) -> None:
+    sets = sets_of("zeroth-order", model__name="small", train__steps=2, train__sequence=32,
+                   train__batch_tokens=64, train__evaluate_every=0, sample__tokens=3)  # fmt: skip
+    runs.train(**sets)
+    small = {"output": runs.home / "small", "memory": "20MiB", "disk": f"{tmp_path}:1GiB"}
+    printed = runs.train(**sets | small)
+    assert "disk" in printed
+    streamed, resident = (losses_of(runs.home / name) for name in ("small", "run"))
+    assert streamed == resident
+    records = [r for r in read_metrics(runs.home / "small") if "loss" in r]
+    assert sum(v for r in records for k, v in r.items() if "disk" in k) > 0
+    last = read_metrics(runs.home / "small")[-1]
+    assert last["measured_peak_bytes"] <= 20 << 20
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for name, more, what in (
+        ("frozen-by-dynamics", "plan.frozen=1", "plan.frozen is 1; expected"),
+        ("local-learning", "plan.local_groups=3", "groups is 3, but the model has 2 blocks"),
+        ("zeroth-order", "plan.recompute=[block]", "the plan has recompute"),
+        ("[local-learning, zeroth-order]", "plan.epsilon=1", "the plan has zeroth-order"),
+    ):
+        approximate = name if name.startswith("[") else f"[{name}]"
+        sets = (f"plan.approximate={approximate}", "model=tiny", "precision=float32", more)
+        with pytest.raises(OutsizeError, match=what):
+            set_up(resolve(None, sets))

@@ -1,0 +1,106 @@
+"""Twenty random models under random plans hold; more of them: outsize verify --random 300."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from outsize.errors import OutsizeError
+from outsize.memory.store import MemoryStore
+from outsize.runtime import Job
+from outsize.schedule.pipelines import NAMES
+from outsize.verify import verify
+from outsize.verify.draw import Drawn, draws
+from outsize.verify.draw_pipeline import SCHEDULES
+from outsize.verify.many import command, features, outcomes, summary
+
+WORKERS = 8
+ODD = ("model", "workers", "optimizer", "schedule")
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_ten_draws_hold(first):
+    found = list(outcomes(range(first, first + 10), WORKERS))
+    assert not [f"{one.fault}\n{one.drawn}" for one in found if not one.holds]
+    total = summary(found)
+    assert total.held == 10 and 0 < total.worst <= 1e-10
+
+
+def first_of(seed: int) -> Drawn:
+    return next(one for one in draws(seed, WORKERS) if isinstance(one, Drawn))
+
+
+def test_a_seed_is_one_draw():
+    one, same = first_of(7), first_of(7)
+    assert str(one) == str(same)
+    assert one.case.batch(1).ids_BS.equal(same.case.batch(1).ids_BS)
+    assert command(one, WORKERS) == "outsize verify --random 1 --seed 7 --workers 8"
+
+
+def test_everything_is_drawn():
+    """Of a few hundred draws, each feature comes up, alone and on many workers."""
+    seen = Counter(name for seed in range(250) for name in features(first_of(seed)))
+    names = {name for name in seen if not name.startswith(ODD)}
+    assert names == {
+        "mesh data x tensor", "mesh pipeline x data", "mesh pipeline x tensor", "loss_chunk",
+        "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel",
+        "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
+        "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",
+        "label smoothing", "z-loss", "dropout", "resumed", "overlap", "ladder", "kraken",
+        "uneven stages", "below: parameters", "below: gradients", "below: optimizer",
+        "below: activations", "vocabulary 1", "vocabulary 2",
+    }  # fmt: skip
+    assert min(seen[name] for name in names) >= 5
+    assert sum(name.startswith("model") for name in seen) == 15
+    assert {f"workers {n}" for n in range(1, 9)} <= seen.keys()
+    schedules = {name.removeprefix("schedule ") for name in seen if name.startswith("schedule")}
+    assert schedules <= set(SCHEDULES) and len(schedules) >= len(SCHEDULES) - 1
+    assert {f"optimizer {name}" for name in ("adamw", "sgd", "muon")} <= seen.keys()
+
+
+def test_every_schedule_may_be_drawn():
+    assert {name.partition(":")[0] for name in SCHEDULES} == set(NAMES)
+
+
+def test_activations_of_draws_do_leave_the_device(monkeypatch):
+    """They must be large enough to be moved."""
+    written, close = [], MemoryStore.close
+
+    def counted(self):
+        written.append(self.bytes_written)
+        close(self)
+
+    monkeypatch.setattr(MemoryStore, "close", counted)
+
+    def spills(drawn) -> bool:
+        plan = getattr(drawn, "case", None) and drawn.case.plan
+        return plan is not None and {s.rest.activations for s in plan.stages} == {"host"}
+
+    every = (drawn for seed in range(500) for drawn in draws(seed, 3))
+    case = next(drawn for drawn in every if spills(drawn)).case
+    assert verify(case, own=False).holds and sum(written) > 0
+
+
+def test_what_fails_in_a_step_is_no_refusal(monkeypatch):
+    def step(self, batch, rate):
+        raise OutsizeError("message 3: its tensors are others")
+
+    monkeypatch.setattr(Job, "step", step)
+    (found,) = outcomes([3], 2)
+    assert not found.holds and found.fault == "message 3: its tensors are others"
+
+
+def test_what_is_refused_is_drawn_again():
+    refusals = []
+
+    def judge(case):
+        if len(refusals) < 2:
+            refusals.append(case)
+            raise OutsizeError("pool: too small by 3 bytes")
+        raise RuntimeError("a worker is gone")
+
+    (found,) = outcomes([3], 2, judge)
+    assert found.refused.count("pool: too small by") == 2
+    assert found.fault.startswith("RuntimeError: a worker is gone")
+    assert summary([found]).refused["pool: too small by"] == 2
