@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import torch
+from meetings import meet_twice, variables
 from torch.distributed import HashStore, TCPStore
 from torchrun import started
 
 from outsize.collectives import Mesh, from_environment, join, meeting, shared
 from outsize.collectives.c10d import over_gloo
 from outsize.errors import OutsizeError
-
-
-def variables(port: int, **more: str) -> dict[str, str]:
-    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            **more}  # fmt: skip
 
 
 @pytest.fixture
@@ -56,18 +49,6 @@ def test_a_run_of_one_joins_itself() -> None:
     world = from_environment(Mesh(), variables(free()))
     assert (world.rank, world.group((0,)).size) == (0, 1)
     world.close()
-
-
-def meet_twice(rank: int, port: int, pipe: Connection) -> None:
-    served = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    sums = []
-    for turn in (1, 2):
-        time.sleep(0.3 * (1 - rank))  # the other one is first to look at what is there
-        world = from_environment(Mesh(data=2), variables(port, **served))
-        total = world.group((0, 1)).all_reduce(torch.tensor([float(turn + rank)]))
-        sums.append(total.item())
-        world.close()
-    pipe.send(sums)
 
 
 def test_a_process_may_join_again() -> None:

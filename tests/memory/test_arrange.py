@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise, product
 
 import pytest
@@ -271,12 +270,11 @@ def test_small_parts_share_few_rooms():
     assert arrange(visits, sizes, 256, policy="static", align=64).extent == 256
 
 
-def test_thousands_of_visits_take_less_than_a_second():
+def test_thousands_of_visits_are_arranged():
+    """benchmarks/planning.py says how long it takes."""
     visits, sizes = step(100, 16, table=3)
     capacity = sum(sizes.values()) // 4
-    start = time.process_time()
     found = arrange(visits, sizes, capacity, align=1)
-    assert time.process_time() - start < 2.5, "0.5 s where nothing else runs"
     assert traffic(visits, sizes, found.offsets).fetched <= 1.02 * bound(visits, sizes, capacity)
 
 

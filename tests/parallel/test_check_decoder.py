@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from subjects import CONFIGS, config_of
 
 from outsize.models.build import build
 from outsize.models.cuts import Cut
+from outsize.parallel import check_decoder as decoders
 from outsize.parallel.check_decoder import Spread, check_decoder
 from outsize.parallel.declared import FANNED, WHOLE, Boundary, boundaries
 from outsize.parallel.layouts import REPLICATED
@@ -109,10 +109,10 @@ def test_a_second_sum_of_the_gradient_is_named():
     assert any(f.module == "blocks.1" and "2 times too large" in f.what for f in found)
 
 
-def test_thirty_two_layers_take_milliseconds_and_no_compiler():
-    """In a process of its own, from the first call on."""
+def test_the_checker_imports_no_compiler():
+    """In a process of its own, from the first call on. Its seconds: benchmarks/planning.py."""
     code = """
-import sys, time
+import sys
 sys.path.insert(0, "tests/support")
 from subjects import config_of
 from outsize.models.build import build
@@ -120,33 +120,25 @@ from outsize.parallel.check_decoder import Spread, check_decoder
 from outsize.parallel.declared import boundaries
 from outsize.parallel.units import cuts_of
 config = config_of("llama")
-from dataclasses import replace
-config = replace(config, layers=config.layers[:1] * 32)
 spread = Spread(cuts_of(build(config), 2, 0, False), boundaries(False))
-times = []
-for _ in range(5):
-    start = time.process_time()
-    assert check_decoder(config, 2, spread) == ()
-    times.append(time.process_time() - start)
-print(times[0], min(times), "torch._dynamo" in sys.modules)
+assert check_decoder(config, 2, spread) == ()
+print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, best, dynamo = done.stdout.split()
-    assert dynamo == "False", "the checker imported PyTorch's compiler"
-    assert float(first) < 0.5 and float(best) < 0.15, (first, best)
+    assert done.stdout.strip() == "False", "the checker imported PyTorch's compiler"
 
 
-def test_layers_are_not_checked_once_each():
+def test_layers_are_not_checked_once_each(monkeypatch):
     config = config_of("llama")
-    few, many = (replace(config, layers=config.layers[:1] * n) for n in (1, 64))
+    looked_at = []
+    examined = decoders.examined
 
-    def least(config):
-        spread = spread_of(config, 2)
-        times = []
-        for _ in range(4):
-            start = time.process_time()
-            check_decoder(config, 2, spread)
-            times.append(time.process_time() - start)
-        return min(times)
+    def counted(graph, declared):
+        looked_at.append(len(graph.nodes))
+        return examined(graph, declared)
 
-    assert least(many) < 3 * least(few)
+    monkeypatch.setattr(decoders, "examined", counted)
+    for many in (1, 64):
+        alike = replace(config, layers=config.layers[:1] * many)
+        assert check_decoder(alike, 2, spread_of(alike, 2)) == ()
+    assert looked_at[0] == looked_at[1] > 0
