@@ -21,6 +21,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from rates import known_machine
+
+from outsize.hardware.probe import keep
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile("outsize", deadline=None, derandomize=True, database=None)
@@ -51,6 +54,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     kernels.mkdir(exist_ok=True)
     (cache / "outsize").mkdir()
     (cache / "outsize" / "kernels").symlink_to(kernels)
+    # And for this machine's rates: to measure them takes seconds, in every process of a test.
+    keep(known_machine(), cache=cache / "outsize")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 

@@ -46,7 +46,7 @@ def probe(
     """
     target = _target(device)
     key = _key(target, quick, directory)
-    path = _cache_file(key, Path(cache) if cache is not None else user_cache())
+    path = _cache_file(key, cache)
     hardware = _kept(path, key)
     if hardware is None:
         loaded = host.busy()  # before the probe adds its own load
@@ -54,6 +54,14 @@ def probe(
         if not loaded:
             _keep(path, key, hardware)
     return _refreshed(hardware, target, directory)
+
+
+def keep(hardware: Hardware, device: str = "cpu", *, cache: str | Path | None = None) -> None:
+    """Have the next quick probes of this machine give these rates instead of measuring any: where
+    a machine is never idle, or its rates are known better. One device, and the tiers "device",
+    "host" and "disk"."""
+    key = _key(_target(device), True, ".")
+    _keep(_cache_file(key, cache), key, hardware)
 
 
 def user_cache() -> Path:
@@ -93,7 +101,8 @@ def _key(target: torch.device, quick: bool, directory: str | Path) -> dict[str, 
     }
 
 
-def _cache_file(key: dict[str, Any], folder: Path) -> Path:
+def _cache_file(key: dict[str, Any], cache: str | Path | None) -> Path:
+    folder = user_cache() if cache is None else Path(cache)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / f"hardware-{digest[:16]}.json"
 

@@ -7,6 +7,7 @@ machine, and says from what.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ class Leaf:
     meaning: str
 
 
-def leaves() -> dict[str, Leaf]:
+@functools.cache
+def leaves() -> Mapping[str, Leaf]:
     """Every key of a RunConfig by its full name, in order."""
     found: dict[str, Leaf] = {}
     hints = typing.get_type_hints(RunConfig)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from outsize.hardware import Hardware, Measured, Rate, Tier
 from outsize.hardware.hardware import Device
 
 
+def rate(value: float, unit: Any) -> Rate:
+    return Rate(value, unit, "test", "2026-11-20")
+
+
 def known_hardware() -> Hardware:
     """One CPU of plausible rates."""
-
-    def rate(value: float, unit: Any) -> Rate:
-        return Rate(value, unit, "test", "2026-11-20")
 
     device = Device(
         "test",
@@ -23,3 +25,10 @@ def known_hardware() -> Hardware:
         measured=Measured(overhead=rate(1e-6, "s")),
     )
     return Hardware((device,), (Tier("device", 8 * 10**9),), (), "test")
+
+
+def known_machine() -> Hardware:
+    """The same with the other tiers that a probe finds."""
+    copied = rate(5e9, "B/s")
+    others = (Tier("host", 0, copied, copied), Tier("disk", 0))
+    return replace(known_hardware(), tiers=(Tier("device", 0), *others))
