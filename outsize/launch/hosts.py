@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CONNECT = 60.0  # seconds until all must have come
 BEAT = 0.5  # seconds between words
 LEAVE = 60.0  # seconds for the others to end after this one
+LINGER = 6 * BEAT  # seconds for the others to see that a run is over
 
 Work = Callable[[Post], int]
 
@@ -147,7 +148,7 @@ class _Watch:
     def _heed(self) -> None:
         """End where somebody else has failed, who says so himself, or has come to a verdict."""
         if self.store.check(["failed"]) and not self._failing.is_set():
-            _end(CRASH)
+            self._linger()
         if self.store.check(["verdict"]):
             self._judged(self._first(Verdict((), "")))
 
@@ -233,9 +234,14 @@ class _Watch:
         self._linger()
 
     def _linger(self, code: int = CRASH) -> NoReturn:
-        """The first worker may serve the store: the others read there why the run ends."""
-        if self.post.rank == 0:
-            time.sleep(4 * BEAT)
+        """The first worker may serve the store, where the others read why the run ends: it waits
+        until they have, as far as they can."""
+        keys = [f"ends/{rank}" for rank in range(self.post.count)]
+        with suppress(RuntimeError):
+            self.store.set(keys[self.post.rank], "seen")
+            until = time.monotonic() + LINGER
+            while self.post.rank == 0 and not self.store.check(keys) and time.monotonic() < until:
+                time.sleep(BEAT / 10)
         _end(code)
 
     def _lost(self) -> NoReturn:

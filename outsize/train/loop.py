@@ -63,6 +63,7 @@ class Loop:
     bits_per_byte: float | None = None
     limit: int = field(default_factory=lambda: memory().total)  # bytes that the process may hold
     look: float = 0.0  # when to look at it again
+    peak: int = 0  # bytes that it had held by then
 
     @property
     def data_place(self) -> int:
@@ -200,18 +201,17 @@ class Loop:
         if time.monotonic() < self.look:
             return 0
         self.look = time.monotonic() + LOOK_SECONDS
-        limit, peak = memory().total, resident()[1]
-        if limit >= min(self.limit, peak) or self.setup.device.type != "cpu":
+        limit, self.peak = memory().total, resident()[1]
+        if limit >= min(self.limit, self.peak) or self.setup.device.type != "cpu":
             return 0
-        return peak - limit
+        return self.peak - limit
 
     def _refuse(self, over: int) -> None:
         """Save and end."""
         self._save()
-        peak = resident()[1]
         raise OutsizeError(
-            f"memory: this process may hold {format_bytes(peak - over)} now, but its steps take"
-            f" {format_bytes(peak)}: {over} bytes missing; raise the limit, or go on with"
+            f"memory: this process may hold {format_bytes(self.peak - over)} now, but its steps"
+            f" take {format_bytes(self.peak)}: {over} bytes missing; raise the limit, or go on with"
             " a smaller --memory"
         )
 
