@@ -8,6 +8,8 @@ import socket
 import pytest
 import torch
 
+from outsize.hardware.probe import probe
+
 
 def test_far_connection_is_refused() -> None:
     with socket.socket() as sock, pytest.raises(OSError, match="without a network"):
@@ -33,8 +35,10 @@ def test_each_test_starts_alike(turn: int) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_cache_holds_but_compiled_kernels_at_start(turn: int) -> None:
+def test_cache_holds_but_kernels_and_rates_at_start(turn: int) -> None:
     cache = os.environ["XDG_CACHE_HOME"]
     assert os.listdir(cache) == ["outsize"]
-    assert os.listdir(os.path.join(cache, "outsize")) == ["kernels"]
+    kernels, rates = sorted(os.listdir(os.path.join(cache, "outsize")), reverse=True)
+    assert kernels == "kernels" and rates.startswith("hardware-")
+    assert probe("cpu").source == "test"
     os.mkdir(os.path.join(cache, "left_by_a_test"))

@@ -177,7 +177,10 @@ class _Watch:
         words = [self._heard[rank][0] for rank in range(self.post.count)]
         if any(said.leaving for said in words):
             return None
-        return self._dead(words) or self.judge.look(now, self._samples(now))
+        found = self._dead(words) or self.judge.look(now, self._samples(now))
+        # Who is gone by now may have left together with this one, without another word: this is
+        # looked at last, because nobody goes before all have said that they leave.
+        return None if self._leaving else found
 
     def _samples(self, now: float) -> list[Sample]:
         """As they say; what is on this machine as it is seen from here, where that is more."""

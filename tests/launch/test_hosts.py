@@ -9,16 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torchrun import free_port
 
 from outsize.collectives import Mesh, everyone
 from outsize.errors import OutsizeError
 from outsize.launch import Post, enter, hosts, judge, run_there
 from outsize.launch.activity import STOPPED, activity
+from outsize.launch.board import Board, memory, read
+from outsize.launch.capture import Capture
+from outsize.launch.word import word
 
 WORKERS = 3
 
@@ -151,6 +156,23 @@ def test_a_worker_that_is_lost_ends_the_run_on_every_machine(
         assert code == 1 and err.startswith(f"error: rank {who} {words}")
         assert err.count("\n") == 1 and f"rank {who} runs on" in err
     assert found[who][0] in (1, -signal.SIGKILL) and "error" not in found[who][1]
+
+
+def test_workers_that_leave_together_are_not_missed() -> None:
+    """One that is gone, whose last word was that it works: dead, unless all were leaving."""
+    store, board = HashStore(), Board(memory(1), 0)
+    post = Post(0, 2, 0, 2, 0, store, board, lambda path: None)
+    watch = hosts._Watch(post, store, board, Capture(0, None), sys.stderr)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    said = replace(word(3, 0, False, read(board.memory, 0)), pid=gone.pid)
+    store.set("word/1", said.to_json())
+    watch._tell(0)
+    verdict = watch._look()
+    assert verdict is not None and verdict.what.startswith("rank 1 has died")
+    store.add("left", 1)
+    watch.leave()
+    assert watch._look() is None
 
 
 def test_an_exception_is_printed_once(tmp_path) -> None:
