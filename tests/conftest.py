@@ -12,9 +12,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only cost
 
+import gc
 import random
 import socket
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -23,11 +27,20 @@ import pytest
 import torch
 from rates import known_machine
 
+from outsize.hardware import Hardware
 from outsize.hardware.probe import keep
+from outsize.models.config import DecoderConfig
+from outsize.search import single
+from outsize.search.wish import Oracle, Wish
+from outsize.simulate.costs import Costs
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile("outsize", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("outsize")
+
+# What is imported lives as long as the session; thousands of short tests make little waste.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
 
 LOOPBACK = ("127.", "::1", "localhost")
 
@@ -48,15 +61,32 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of one test are seen neither by another test nor by the person who runs them."""
-    cache = tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    cache = Path(tempfile.mkdtemp(prefix="cache-", dir=base))  # mktemp lists all others each time
     # But for the compiled kernels: whoever needs them first builds them for the whole session.
-    kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+    kernels = base.parent / "kernels"
     kernels.mkdir(exist_ok=True)
     (cache / "outsize").mkdir()
     (cache / "outsize" / "kernels").symlink_to(kernels)
     # And for this machine's rates: to measure them takes seconds, in every process of a test.
     keep(known_machine(), cache=cache / "outsize")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rehearsed_once() -> Iterator[None]:
+    """What one search has rehearsed, the next one knows: it depends neither on the budget nor on
+    what rests where."""
+    plain, known = single.oracle_of, dict[str, dict[tuple[object, ...], Costs]]()
+
+    def shared(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
+        made = plain(config, wish, hardware)
+        made._known = known.setdefault(repr((config, replace(wish, budget=None, tiers=()))), {})
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single, "oracle_of", shared)
+        yield
 
 
 @pytest.fixture(autouse=True)

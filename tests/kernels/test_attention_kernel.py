@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +21,10 @@ BOUNDS = (0, 300, 600, 607, 607, 608, 1125)  # over tiles and segments, tiny one
 HEADS = 4
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("attention")
-
-
 @pytest.fixture(autouse=True)
-def built(cache, monkeypatch):
-    """One build for all tests of this file."""
-    found = native.load(COMPILER, cache)
-    assert found is not None
-    monkeypatch.setattr(native, "library", lambda: found)
+def built():
+    """The session's build."""
+    assert native.library() is not None
 
 
 def dense(q, k, v, bounds, scale, window):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,17 +27,23 @@ OPS = torch.ops.outsize
 ULPS = {torch.float32: 4.0, torch.bfloat16: 0.51}
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
+@pytest.fixture
+def cache() -> Path:
+    """Of the session: whoever comes first builds what is kept there."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "outsize" / "kernels"
+
+
+@pytest.fixture
+def quick_build(monkeypatch) -> None:
+    """A build that is not optimised takes a fraction of the time."""
+    monkeypatch.setattr(native, "_FLAGS", ("-O0", *(f for f in native._FLAGS if f != "-O3")))
 
 
 @pytest.fixture(autouse=True)
-def built(cache, monkeypatch):
-    """One build for all tests of this file."""
-    found = native.load(COMPILER, cache)
+def built():
+    """The session's build."""
+    found = native.library()
     assert found is not None
-    monkeypatch.setattr(native, "library", lambda: found)
     with torch.no_grad():
         yield found
 
@@ -257,15 +264,17 @@ def test_a_compiler_that_fails_is_a_warning(tmp_path, caplog):
     assert list(tmp_path.glob("*.so")) == []
 
 
-def test_a_damaged_cache_is_built_again(cache, tmp_path):
-    (kept,) = cache.glob("native-*.so")
+@pytest.mark.usefixtures("quick_build")
+def test_a_damaged_cache_is_built_again(tmp_path):
+    assert native.load(COMPILER, tmp_path) is not None
+    (kept,) = tmp_path.iterdir()
     whole = kept.read_bytes()
     for damage in (b"", whole[: len(whole) // 2], whole[:5000] + b"?" + whole[5001:]):
-        here = tmp_path / kept.name
-        here.write_bytes(damage)
-        assert not native._sealed(here)
+        kept.unlink()  # this process has the file that was there
+        kept.write_bytes(damage)
+        assert not native._sealed(kept)
     assert native.load(COMPILER, tmp_path) is not None
-    assert native._sealed(here) and sorted(tmp_path.iterdir()) == [here]
+    assert native._sealed(kept) and sorted(tmp_path.iterdir()) == [kept]
 
 
 def test_a_kept_library_needs_no_build(cache, monkeypatch):
@@ -273,11 +282,13 @@ def test_a_kept_library_needs_no_build(cache, monkeypatch):
     assert native.load(COMPILER, cache) is not None
 
 
+@pytest.mark.usefixtures("quick_build")
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert native.load(COMPILER, tmp_path / "file" / "kernels") is not None
 
 
+@pytest.mark.usefixtures("quick_build")
 def test_builds_at_once_do_not_meet(tmp_path):
     with ThreadPoolExecutor(2) as pool:  # each runs a compiler of its own
         both = [pool.submit(native.load, COMPILER, tmp_path) for _ in range(2)]

@@ -124,7 +124,7 @@ def test_a_worker_ends_however_its_watch_is_just_then() -> None:
         "import os\nfrom outsize.launch import hosts\n"
         "hosts.BEAT = 0.0005\nhosts.run_there(lambda post: 3, dict(os.environ))"
     )
-    for _ in range(3):
+    for _ in range(2):
         port = free_port()
         started = [
             subprocess.Popen(

@@ -183,7 +183,7 @@ def test_workers_cut_more_where_less_does_not_fit():
         best[stage] = [foretell(CONFIG, wish, plan, HARDWARE) for plan in plans]
     least = {stage: min(made.peak for made in best[stage]) for stage in best}
     assert least[3] < least[2] < least[1]
-    for budget in (None, least[1], least[1] - 1, least[2] - 1, least[3]):
+    for budget in (None, least[1] - 1, least[2] - 1):
         fitting = [m for stage in best for m in best[stage] if budget is None or m.peak <= budget]
         made = choose(CONFIG, replace(wish, budget=budget), HARDWARE)
         assert budget is None or made.peak <= budget

@@ -1,0 +1,103 @@
+"""Workers of a data axis whose shares of optimizer states make unequal parts below the device: what
+they do together stands in the same order for all, and the numbers are those of one worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from piped import numbers
+from plain import batches
+from streamed import memory, plan_of, resting, small
+from subjects import SEQUENCE, VOCAB, config_of
+from threads import play
+
+from outsize.collectives import Mesh
+from outsize.models.build import build
+from outsize.optim import AdamW
+from outsize.optim.parse import parse
+from outsize.plan import Plan, Precision, Sharding, Stream, zero
+from outsize.plan import plan as plans
+from outsize.plan.plan import per_segment
+from outsize.runtime import Job, NativeFlow
+from outsize.schedule import Lane
+from outsize.search import Wish
+from outsize.search.wish import facts_of_model
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_workers_meet_in_the_same_order(stage, monkeypatch):
+    """Shares of odd numbers of elements, in parts of just what the smallest share is."""
+    config, data, segments = config_of("gpt2", n_embd=51, vocab_size=997), 4, 5
+    wish = Wish(4 * data, 8, Precision.named("float32"), AdamW(), 0.5, mesh=Mesh(data))
+    facts = facts_of_model(config, wish)
+    numel = next(t.numel for t in facts.tables if t.segment == 1)
+    assert numel % data
+    seen = set()
+    for parts in (1, 2, 3):
+        monkeypatch.setattr(plans, "PART", numel // data // parts)
+        for resident in (1, 2, 3):
+            for room in (0, 200 << 10, 670_924):
+                stream = Stream(resident, pool=room, part=plans.PART, parts=2)
+                plan = Plan(
+                    segments, per_segment(segments), 4 * data, 2, 8, wish.precision,
+                    mesh=wish.mesh, shards=zero(stage, data), stream=stream,
+                )  # fmt: skip
+                plan = resting(plan, optimizer="disk")
+                every = [replace(facts.placement(plan), index=i) for i in range(data)]
+                least = max(
+                    replace(e, plan=replace(plan, stream=replace(stream, pool=0))).pool
+                    for e in every
+                )
+                if room and room < 1.1 * least:
+                    continue
+                pass
+                together = {
+                    tuple(a for a in e.schedule.workers[0] if a.lane is Lane.NETWORK) for e in every
+                }
+                print("X", stage, parts, resident, room, len(together))
+                seen |= together
+    assert len(seen) > 1
+
+
+def worker(plan: Plan, optimizer, data):
+    def run(world=None):
+        model = build(config_of("llama, untied", num_hidden_layers=3), 1, torch.float64)
+        with memory() as stores:
+            own = {} if world is None else {"world": world}
+            job = Job(
+                NativeFlow(model, plan), plan, optimizer, clip=0.5, stores=stores, **own
+            )  # fmt: skip
+            found = numbers(job, plan, data)
+            empty = [p for some in job.placement.pieces.values() for p in some if p.first == p.last]
+            job.close()
+        return found, len(empty)
+
+    return run
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_some_workers_have_fewer_parts(name, stage, monkeypatch):
+    """Muon's shares are whole matrices, so that some workers have none of a segment."""
+    small(monkeypatch, 512)
+    optimizer = parse(name, 1e-2, 0.1, (0.9, 0.95))
+    workers = 9
+    plan = plan_of(
+        "float64", rows=workers + 1, microbatch_rows=1, mesh=Mesh(workers),
+        shards=zero(stage, workers), stream=Stream(part=512, parts=2),
+    )  # fmt: skip
+    data = batches(STEPS, plan.rows, SEQUENCE, VOCAB)
+    alone = replace(plan, mesh=Mesh(), shards=Sharding())
+    wanted, _ = worker(alone, optimizer, data)()
+    every = play(plan.mesh, worker(resting(plan, optimizer="disk"), optimizer, data))
+    assert any(empty for _, empty in every) == (name == "muon")
+    for found, _ in every:
+        for here, there in zip(found[0], wanted[0], strict=True):
+            assert here == pytest.approx(there, rel=1e-10)
+        for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+            for key in theirs:
+                torch.testing.assert_close(mine[key], theirs[key], rtol=1e-10, atol=1e-10)
