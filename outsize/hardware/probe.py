@@ -25,6 +25,7 @@ from outsize.hardware.disk import disk_rates
 from outsize.hardware.form import from_plain, to_plain
 from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Tier
 
+TIERS = ("device", "host", "disk")
 FORMAT = 2  # raised when what is measured, or how, changes
 
 
@@ -58,8 +59,17 @@ def probe(
 
 def keep(hardware: Hardware, device: str = "cpu", *, cache: str | Path | None = None) -> None:
     """Have the next quick probes of this machine give these rates instead of measuring any: where
-    a machine is never idle, or its rates are known better. One device, and the tiers "device",
-    "host" and "disk"."""
+    a machine is never idle, or its rates are known better.
+
+    hardware: one device, and no other tiers than a probe finds: OutsizeError.
+    """
+    others = sorted({tier.name for tier in hardware.tiers} - set(TIERS))
+    if len(hardware.devices) != 1 or others:
+        raise OutsizeError(
+            f"hardware: {len(hardware.devices)} devices and the tiers"
+            f" {', '.join(tier.name for tier in hardware.tiers)}; expected one device, and tiers"
+            f" among {', '.join(TIERS)}: declare others with --tier"
+        )
     key = _key(_target(device), True, ".")
     _keep(_cache_file(key, cache), key, hardware)
 
@@ -192,7 +202,9 @@ def _memory(target: torch.device) -> tuple[int, int]:
 def _refreshed(hardware: Hardware, target: torch.device, directory: str | Path) -> Hardware:
     """The same rates with the memory and the disk that are free now."""
     total, free = _memory(target)
-    sizes = {"device": free, "host": host.memory().available, "disk": host.disk_free(directory)}
+    sizes = dict(
+        zip(TIERS, (free, host.memory().available, host.disk_free(directory)), strict=True)
+    )
     (device,) = hardware.devices
     seen = replace(device.memory, value=float(total))
     return replace(

@@ -6,18 +6,21 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rates import known_machine
 
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware, Rate, host, measure
 from outsize.hardware import probe as package_probe
 from outsize.hardware.disk import OPERATION, ROUNDS, THREADS, disk_rates, preallocate, unnamed
 from outsize.hardware.form import dumps, loads
-from outsize.hardware.probe import probe
+from outsize.hardware.hardware import Tier
+from outsize.hardware.probe import keep, probe
 
 CPU = torch.device("cpu")
 
@@ -164,6 +167,18 @@ def test_a_busy_machine_is_measured_but_not_remembered(
 def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert take(tmp_path, timer=Clockwork()).source == "probe"
+
+
+def test_rates_kept_by_hand_are_taken_instead(tmp_path: Path) -> None:
+    known, timer = known_machine(), Clockwork()
+    keep(known, cache=tmp_path / "cache")
+    found = take(tmp_path, timer=timer)
+    assert timer.calls == 0 and found.devices[0].peak == known.devices[0].peak
+    assert found.tier("host").read == known.tier("host").read
+    assert found.tier("host").bytes > 0
+    cxl = replace(known, tiers=(*known.tiers, Tier("cxl", 1)))
+    with pytest.raises(OutsizeError, match="1 devices and the tiers device, host, disk, cxl; exp"):
+        keep(cxl, cache=tmp_path)
 
 
 def test_a_thorough_probe_measures_the_disk(tmp_path: Path) -> None:
