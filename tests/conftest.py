@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only cost
 
+import fcntl
 import gc
 import random
 import socket
@@ -29,6 +30,7 @@ from rates import known_machine
 
 from outsize.hardware import Hardware
 from outsize.hardware.probe import keep
+from outsize.kernels import native
 from outsize.models.config import DecoderConfig
 from outsize.search import single
 from outsize.search.wish import Oracle, Wish
@@ -58,17 +60,32 @@ def _same_start() -> Iterator[None]:
     torch.set_grad_enabled(True)
 
 
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the compiled kernels: who comes first builds them for the whole session, so
+    that no test that has its eye on the clock does."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent / "kernels"
+    folder.mkdir(exist_ok=True)
+    (base / "first" / "outsize").mkdir(parents=True)
+    (base / "first" / "outsize" / "kernels").symlink_to(folder)
+    with pytest.MonkeyPatch.context() as patch, (base.parent / "building").open("w") as lock:
+        patch.setenv("XDG_CACHE_HOME", str(base / "first"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        native.library()
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(
+    tmp_path_factory: pytest.TempPathFactory, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Caches of one test are seen neither by another test nor by the person who runs them."""
     base = tmp_path_factory.getbasetemp()
     cache = Path(tempfile.mkdtemp(prefix="cache-", dir=base))  # mktemp lists all others each time
-    # But for the compiled kernels: whoever needs them first builds them for the whole session.
-    kernels = base.parent / "kernels"
-    kernels.mkdir(exist_ok=True)
     (cache / "outsize").mkdir()
     (cache / "outsize" / "kernels").symlink_to(kernels)
-    # And for this machine's rates: to measure them takes seconds, in every process of a test.
+    # This machine's rates are known: to measure them takes seconds, in every process of a test.
     keep(known_machine(), cache=cache / "outsize")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
