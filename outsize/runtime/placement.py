@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 
@@ -64,11 +64,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [first, last) of a chunk that are updated as one part of their stage."""
+    """Elements [first, last) of a chunk that are updated as one part of their stage. most: those of
+    the worker of the data axis that has most in this part."""
 
     chunk: int
     first: int
     last: int
+    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,9 +248,26 @@ class Placement:
         table = self.tables[chunk]
         if not table.trainable or not (self.states_of(chunk) or self.dtypes.master):
             return
-        span = self.extent(chunk, MASTER)
-        for first, last in pairwise(table.cuts(self.plan.stream.part, plans.PART, span)):
-            yield Piece(chunk, first, last)
+        most = self._most(chunk)
+        mine = self._parts(chunk, self.index)
+        end = self.extent(chunk, MASTER)[1]
+        mine += ((end, end),) * (len(most) - len(mine))
+        for (first, last), size in zip(mine, most, strict=True):
+            yield Piece(chunk, first, last, size)
+
+    def _most(self, chunk: int) -> tuple[int, ...]:
+        """Elements of the parts of a chunk, of the worker that has most in each. All workers of the
+        data axis have as many parts, some of them empty, and rooms as large: what they do together
+        then stands at the same places of their schedules."""
+        last = self.plan.mesh.data - 1  # whose shares are the largest, but for whole matrices
+        places = range(last + 1) if self.tables[chunk].matrices else (last,)
+        sizes = ([b - a for a, b in self._parts(chunk, place)] for place in places)
+        return tuple(max(some) for some in zip_longest(*sizes, fillvalue=0))
+
+    def _parts(self, chunk: int, place: int) -> tuple[tuple[int, int], ...]:
+        """The parts of a chunk that a worker of the data axis updates."""
+        span = self.extent(chunk, MASTER, place)
+        return tuple(pairwise(self.tables[chunk].cuts(self.plan.stream.part, plans.PART, span)))
 
     @cached_property
     def residency(self) -> Residency:
@@ -328,7 +347,15 @@ class Placement:
     @cached_property
     def sizes(self) -> Mapping[Item, int]:
         """Bytes of every item's room."""
-        return {name: sum(rounded(span.bytes) for span in ss) for name, ss in self.spans.items()}
+        most = {
+            item(State.OPTIMIZER, stage, part): piece.most
+            for stage, pieces in self.pieces.items()
+            for part, piece in enumerate(pieces)
+        }
+        return {
+            name: sum(rounded(max(s.bytes, most.get(name, 0) * s.dtype.itemsize)) for s in spans)
+            for name, spans in self.spans.items()
+        }
 
     # -- schedules ------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Residence:
             (piece.chunk, what, piece.first)
             for pieces in placement.pieces.values()
             for piece in pieces
+            if piece.first < piece.last
             for what in placement.states_of(piece.chunk)
         }
         with account("window"):
@@ -153,7 +154,7 @@ class Residence:
     def fetch(self, name: Item) -> None:
         """Bring an item into its room. Blocks; any thread."""
         for span in self.placement.spans[name]:
-            if not span.load:
+            if not span.load or not span.bytes:
                 continue
             if (span.chunk, span.what, span.first) in self._zero:
                 self.view(name, span).zero_()
@@ -164,7 +165,7 @@ class Residence:
     def evict(self, name: Item) -> None:
         """Write an item back from its room. Blocks; any thread."""
         for span in self.placement.spans[name]:
-            if span.store:
+            if span.store and span.bytes:
                 self._write(span, self.view(name, span))
 
     def _write(self, span: Span, data: Tensor) -> None:
@@ -235,7 +236,7 @@ class Residence:
             return
         stage = self.placement.stage_of[self.placement.tables[chunk].segment]
         pieces = self.placement.pieces[stage]
-        yield from ((p.first, p.last) for p in pieces if p.chunk == chunk)
+        yield from ((p.first, p.last) for p in pieces if p.chunk == chunk and p.first < p.last)
 
     def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
         """Where whole new states of a chunk are made, to be given to `write`: the buffers

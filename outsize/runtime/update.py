@@ -106,6 +106,9 @@ class Updates:
         touched: set[str],
         outdated: bool = False,
     ) -> None:
+        start, end = self.residence.placement.extent(piece.chunk, MASTER)
+        if piece.first == piece.last and start < end:  # others have a part more
+            return
         weights = held.get(MASTER, held[PARAMETERS])
         gradients = held[GRADIENTS]
         optimizer = taker(self.optimizer, self.residence.chunks[piece.chunk].table.matrices)

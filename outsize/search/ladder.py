@@ -13,7 +13,7 @@ from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.search.candidates import candidates
 from outsize.search.streamed import Search
-from outsize.search.tiers import APART, Passing, states
+from outsize.search.tiers import Passing, states
 from outsize.search.ways import Foretells, Way, spilling, way_of
 from outsize.simulate import Forecast
 
@@ -82,11 +82,11 @@ def _streamed(oracle: Foretells, plans: list[Plan]) -> Iterator[Rung]:
     spilt = way_of(oracle, spilling(way.plan, last.name))
     helps = max(spilt.dynamic) < max(way.dynamic)
     if helps:
-        yield _forecast(search, spilt, len(APART), "activations below")
+        yield _forecast(search, spilt, len(spilt.kinds), "activations below")
     small = replace(plans[-1], order=order, update=update)
     if helps:
         small = spilling(small, last.name)
-    yield _forecast(search, way_of(oracle, small), len(APART), "sequence, logits in chunks")
+    yield _forecast(search, way_of(oracle, small), len(way.kinds), "sequence, logits in chunks")
 
 
 def _down(search: Search, way: Way) -> Iterator[Rung]:

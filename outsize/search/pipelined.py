@@ -73,11 +73,11 @@ def check_cut(wish: Wish) -> None:
 
 
 def continued(plan: Plan, wish: Wish, shards: Sharding) -> Plan:
-    """The plan of a run that goes on with the workers that there are now. On another pipeline its
-    microbatches are smaller where they would be too few, and its states rest on the device.
-    OutsizeError where microbatches would leave out other stages than before."""
-    line, stages, rows, order, update = (
-        playing(wish), plan.stages, plan.microbatch_rows, plan.order, plan.update
+    """The plan of a run that goes on with the workers that there are now. With others its states
+    rest on the device, and on another pipeline its microbatches are smaller where they would be too
+    few. OutsizeError where microbatches would leave out other stages than before."""
+    line, stages, rows, order, update, stream = (
+        playing(wish), plan.stages, plan.microbatch_rows, plan.order, plan.update, plan.stream
     )  # fmt: skip
     same = (plan.mesh, plan.rows, plan.pipeline.said) == (wish.mesh, wish.rows, line.said)
     if same:
@@ -87,13 +87,18 @@ def continued(plan: Plan, wish: Wish, shards: Sharding) -> Plan:
             f"plan.approximate holds {PARTIAL}: which stages are left out follows from the mesh and"
             f" the schedule; keep mesh {plan.mesh} and plan.pipeline {plan.pipeline.schedule}"
         )
-    elif wish.mesh.pipeline > 1:
+    if not same:
         stages = tuple(replace(stage, rest=Rest(), spill=()) for stage in stages)
+        rows = min(rows, -(-wish.rows // wish.mesh.data))
+    if not same and wish.mesh.pipeline > 1:
         rows, order, update = rows_like(wish, rows), "microbatch", "apart"
+    if not same or shards != plan.shards:  # other rooms pass through the pool
+        stream = replace(stream, pool=0)
     return replace(
         plan, budget=wish.budget, mesh=wish.mesh, shards=shards, pipeline=line, stages=stages,
         sequence_parallel=wish.sequence_parallel, overlap=wish.overlap, microbatch_rows=rows,
         order=order, update=update, loss_chunk=0 if line.vocabulary else plan.loss_chunk,
+        stream=stream,
     )  # fmt: skip
 
 

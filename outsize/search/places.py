@@ -1,4 +1,5 @@
-"""The workers among whose stages a search for tiers chooses: one, or those of a pipeline.
+"""The workers among whose stages a search for tiers chooses: one, or those of a pipeline. Of those
+of a data axis, who have shares of the same, the one with the largest stands for all.
 
 Each has the states of its own stages and a pool of its own, so what goes below is chosen for each
 by itself, and the one that fits worst decides. What several of them have rests on one tier
@@ -14,7 +15,6 @@ from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.runtime.placement import GRADIENTS, PARAMETERS
 from outsize.search.tiers import (
-    APART,
     OPTIMIZER,
     Below,
     Passing,
@@ -42,15 +42,10 @@ class Place:
     order: tuple[int, ...]
     summed: frozenset[int] = frozenset()
 
-    @property
-    def levels(self) -> int:
-        """The last level, at which everything rests below that can."""
-        return len(APART) * len(self.order)
-
     def below(self, level: int, kinds: Sequence[str]) -> Below:
         """What rests below at a level (`tiers.graded`)."""
-        made = graded_among(self.order, level, kinds)
-        return {k: mine - self.summed if k == GRADIENTS else mine for k, mine in made.items()}
+        made = dict(graded_among(self.order, level, kinds))
+        return made | {GRADIENTS: made[GRADIENTS] - self.summed}
 
     def resident(self, below: Below) -> int:
         """Bytes of states that the device holds throughout."""

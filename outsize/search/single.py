@@ -40,9 +40,9 @@ def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
     """
     oracle = oracle_of(config, wish, hardware)
     count = len(config.layers) + 2
-    if wish.tiers and wish.budget is not None:
-        return choose_streamed(oracle, list(candidates(wish, count)))
     ways = (list(candidates(replace(wish, shards=s), count)) for s in _shardings(wish))
+    if wish.tiers and wish.budget is not None:
+        return choose_streamed(oracle, *ways)
     return _quickest(ways, oracle.forecast, wish.budget)
 
 

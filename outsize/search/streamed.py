@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from outsize.errors import OutsizeError
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
-from outsize.plan import DEVICE, Plan, Rest
+from outsize.plan import DEVICE, Plan, Rest, Stream
 from outsize.plan.plan import PART
 from outsize.runtime.placement import GRADIENTS, PARAMETERS
 from outsize.search.places import rests_of, short_of, with_rests
@@ -48,8 +48,9 @@ class Choice:
     seconds: float
 
 
-def choose_streamed(oracle: Foretells, plans: Sequence[Plan]) -> Forecast:
-    """The quickest of the plans with states below that fits wish.budget.
+def choose_streamed(oracle: Foretells, plans: Sequence[Plan], *others: Sequence[Plan]) -> Forecast:
+    """The quickest of the plans with states below that fits wish.budget. others: the same plans
+    with states cut otherwise over the data axis; each of these comes in order of rising time.
 
     Raises OutsizeError where none does, with the missing bytes and the nearest budget that works,
     or the bytes that are missing on the tiers.
@@ -58,14 +59,16 @@ def choose_streamed(oracle: Foretells, plans: Sequence[Plan]) -> Forecast:
     sizes = states(oracle.facts, plans[0])
     search = Search(oracle, sizes, oracle.wish.budget, oracle.wish.tiers)
     found: list[Choice] = []
-    ways: list[Way] = []
-    for plan in plans:
-        mine = [way_of(oracle, variant) for variant in variants(oracle, plan)]
-        ways += mine
-        best = min((choice.seconds for choice in found), default=float("inf"))
-        if min(way.seconds for way in mine) > best:
-            break  # what follows takes longer still
-        found += [choice for way in mine if (choice := search.fitted(way)) is not None]
+    ways: list[list[Way]] = []
+    for some in (plans, *others):
+        ways.append([])
+        for plan in some:
+            mine = [way_of(oracle, variant) for variant in variants(oracle, plan)]
+            ways[-1] += mine
+            best = min((choice.seconds for choice in found), default=float("inf"))
+            if min(way.seconds for way in mine) > best:
+                break  # what follows takes longer still
+            found += [choice for way in mine if (choice := search.fitted(way)) is not None]
     made = search.quickest(found)
     return search.least(ways) if made is None else made
 
@@ -100,11 +103,22 @@ class Search:
 
     def fitted(self, way: Way) -> Choice | None:
         """The way with as little below as the budget allows; None where that is too much."""
-        for passing in (replace(one, behind=way.behind) for one in PASSINGS):
+        for passing in self.passings(way):
             found = self.down(way, passing)
             if found is not None:
                 return found
         return None
+
+    def passings(self, way: Way) -> list[Passing]:
+        """PASSINGS; where weights are cut, with as many stages of them at once as are said."""
+        found = [replace(one, behind=way.behind) for one in PASSINGS]
+        if not self._said(way):
+            return found
+        return [replace(one, resident=self.oracle.wish.gathered) for one in found]
+
+    def _said(self, way: Way) -> bool:
+        cut = way.plan.shards.parameters > 1
+        return cut and self.oracle.wish.gathered != Stream().resident
 
     def down(self, way: Way, passing: Passing, budgets: Sequence[int] = ()) -> Choice | None:
         """The same with a given passing. budgets: of each worker, where not all have the wish's."""
@@ -259,7 +273,7 @@ class Search:
         """With more stages in the pool at once, where that is quicker: more overlaps, for more that
         rests below."""
         for resident in DEEP:
-            if best.plan.stream.resident < 2 or not best.below:
+            if best.plan.stream.resident < 2 or not best.below or self._said(way):
                 break
             choice = self.down(way, replace(PASSINGS[0], resident=resident, behind=way.behind))
             made = None if choice is None else self.fitting(choice)
@@ -291,14 +305,18 @@ class Search:
 
     # -- what cannot work ---------------------------------------------------------------------
 
-    def least(self, ways: Sequence[Way]) -> Forecast:
-        """The plan that needs the least of all, if that fits. OutsizeError with what is missing."""
+    def least(self, ways: Sequence[Sequence[Way]]) -> Forecast:
+        """The plan that needs the least of all, if that fits. OutsizeError with what is missing.
+        ways: by how states are cut over the data axis."""
 
         def tight(way: Way) -> Passing:
-            return replace(PASSINGS[-1], behind=way.behind)
+            return self.passings(way)[-1]
+
+        def least(some: Sequence[Way]) -> list[Way]:
+            return sorted(some, key=lambda way: way.peak(way.levels, tight(way)))[:2]
 
         found: list[Forecast] = []
-        for way in sorted(ways, key=lambda way: way.peak(way.levels, tight(way)))[:2]:
+        for way in (way for some in ways for way in least(some)):
             choice = self.choice(way, way.levels, tight(way))
             if choice is not None:
                 found.append(self.oracle.forecast(self.plan(choice, pool=0)))

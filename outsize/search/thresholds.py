@@ -10,7 +10,7 @@ for the gradient's norm and hides behind nothing: what it moves beyond what it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
@@ -67,18 +67,22 @@ def pace(made: Forecast, sizes: States) -> Pace:
 def thresholds(
     made: Forecast, sizes: States, tiers: Sequence[TierSpec], hardware: Hardware
 ) -> list[Threshold]:
-    """For every tier: streaming of weights, updates behind the backward pass, updates apart."""
-    one = pace(made, sizes)
+    """For every tier: streaming of weights, updates behind the backward pass, updates apart. With
+    a data axis weights and gradients stay on the device."""
+    one, alone = pace(made, sizes), made.plan.mesh.data == 1
+    if not alone:
+        one = replace(one, parameters=0, gradients=0)
     of = "step" if made.plan.order == "layer" or made.plan.microbatches == 1 else "microbatch"
     found = []
     for tier in tiers:
         read, write = (rate(hardware, tier.name, fetch) for fetch in (True, False))
-        found.append(Threshold("weights", tier.name, weights_from(one, read, write), of))
+        if alone:
+            found.append(Threshold("weights", tier.name, weights_from(one, read, write), of))
         name = "host update" if tier.medium == "memory" else "disk update"
         behind = update_from(one, read, write)
         found.append(Threshold(f"{name} behind the backward pass", tier.name, behind, "step"))
         late = apart_seconds(one, read, write, sizes.own)
-        if tier.medium == "memory":
+        if tier.medium == "memory" and alone:
             late = min(late, one.update * host_share(hardware))
         tokens = late * (1 - SMALL) / SMALL / (one.forward + one.backward)
         found.append(Threshold(f"{name} apart", tier.name, tokens, "step", False))

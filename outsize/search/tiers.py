@@ -10,7 +10,7 @@ forecast exactly (outsize/simulate).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -18,7 +18,7 @@ from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
-from outsize.runtime.placement import GRADIENTS, PARAMETERS, Placement
+from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Placement
 from outsize.simulate.costs import Facts
 from outsize.simulate.rehearse import unpiped
 
@@ -32,17 +32,20 @@ Below = Mapping[str, frozenset[int]]  # by kind, the segments whose state of tha
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of a model's states by kind and segment, as a plan's precision holds them.
+    """Bytes of a model's states by kind and segment, as a plan's precision holds them; of what the
+    data axis cuts, this worker's shares.
 
     chunks: by segment, of each of its chunks the elements, the bytes of optimizer states, and the
     elements that are updated together at least. own: the parameters are their own master copy, so
-    an update reads them.
+    an update reads them. shared: by kind and segment, bytes that are put together in the pool of
+    what workers have shares of; of other kinds none.
     """
 
     bytes: Mapping[str, tuple[int, ...]]
     chunks: tuple[tuple[tuple[int, int, int], ...], ...]
     uses: tuple[tuple[int, ...], ...]
     own: bool
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def segments(self) -> int:
@@ -59,33 +62,39 @@ class States:
 
 
 def states(facts: Facts, plan: Plan) -> States:
-    """Those of a model under a plan's precision, whichever workers have them; each segment is a
-    stage."""
+    """Those of a model under a plan's precision, whichever workers of a pipeline have them; each
+    segment is a stage."""
     return states_of(facts.placement(unpiped(plan)))
 
 
 def states_of(placement: Placement) -> States:
     """Those of the chunks that are placed; other segments have none."""
-    count = placement.plan.segments
+    count, whole = placement.plan.segments, placement.shards
     held = {kind: [0] * count for kind in APART}
+    degrees = {PARAMETERS: whole.parameters, GRADIENTS: whole.gradients}
+    shared = {kind: [0] * count for kind, degree in degrees.items() if degree > 1}
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     for index, table in enumerate(placement.tables):
         mine = 0
         for what, dtype in placement.held(index):
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
-            size = table.numel * dtype.itemsize
+            first, last = placement.extent(index, what)
+            size = (last - first) * dtype.itemsize
             held[kind][table.segment] += size
             mine += size if kind == OPTIMIZER else 0
+            if kind in shared:
+                shared[kind][table.segment] += table.numel * dtype.itemsize
         if mine:
+            span = placement.extent(index, MASTER)
             least = (
-                max(b - a for a, b in pairwise(table.cuts(PART, PART, (0, table.numel))))
+                max(b - a for a, b in pairwise(table.cuts(PART, PART, span)))
                 if table.matrices
                 else 1
             )
-            chunks[table.segment].append((table.numel, mine, least))
+            chunks[table.segment].append((span[1] - span[0], mine, least))
     own = placement.plan.precision.master is None
-    sizes = {kind: tuple(sizes) for kind, sizes in held.items()}
-    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own)
+    sizes, pooled = ({k: tuple(v) for k, v in by.items()} for by in (held, shared))
+    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own, pooled)
 
 
 def levels(count: int) -> int:
@@ -107,12 +116,13 @@ def in_order(mine: Iterable[int], count: int) -> tuple[int, ...]:
 
 
 def graded_among(order: Sequence[int], level: int, kinds: Sequence[str]) -> Below:
-    """`graded`, of these segments alone."""
+    """`graded`, of these segments alone. Of kinds that are not said nothing rests below."""
     count = len(order)
-    return {
+    made = {
         kind: frozenset(order[: max(0, min(count, level - place * count))])
         for place, kind in enumerate(kinds)
     }
+    return dict.fromkeys(APART, frozenset[int]()) | made
 
 
 def placed(
@@ -204,7 +214,10 @@ def _visits(states: States, below: Below, passing: Passing) -> Iterator[dict[str
 def _needed(states: States, below: Below, segment: int, kinds: Sequence[str]) -> dict[str, int]:
     uses = dict.fromkeys((segment, *states.uses[segment]))
     return {
-        f"{kind} {i}": states.bytes[kind][i] for kind in kinds for i in uses if i in below[kind]
+        f"{kind} {i}": states.shared.get(kind, states.bytes[kind])[i]
+        for kind in kinds
+        for i in uses
+        if kind in states.shared or i in below[kind]
     }
 
 

@@ -11,7 +11,7 @@ from outsize.hardware import Hardware
 from outsize.plan import Plan, Rest
 from outsize.search.places import Had, Place, had, places_of
 from outsize.search.settled import settled
-from outsize.search.tiers import APART, BEHIND, Passing
+from outsize.search.tiers import APART, BEHIND, OPTIMIZER, Passing
 from outsize.search.wish import Wish
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
@@ -44,7 +44,7 @@ class Way:
     plan: its states on the device, stages that spill marked. places: its workers; the following
     are one entry each. dynamic: bytes beyond states, at most. passes, updates: seconds. spilled:
     bytes of activations on their tier. waits: seconds of a step in which the busiest worker has
-    nothing to do. layout: which of the wish's layouts holds most.
+    nothing to do but wait for others. layout: which of the wish's layouts holds most.
     """
 
     plan: Plan
@@ -62,12 +62,15 @@ class Way:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """Of states that may rest below, in the order in which they go."""
+        if self.plan.mesh.data > 1:  # the workers share the others, as ZeRO-Offload does
+            return (OPTIMIZER,)
         return BEHIND if self.behind else APART
 
     @property
     def levels(self) -> tuple[int, ...]:
         """By worker, the last level of what rests below."""
-        return tuple(place.levels for place in self.places)
+        return tuple(len(self.kinds) * len(place.order) for place in self.places)
 
     @property
     def seconds(self) -> float:
@@ -101,7 +104,7 @@ def way_of(oracle: Foretells, plan: Plan) -> Way:
         tuple(one.passes for one in top),
         tuple(one.updates for one in top),
         tuple(one.below for one in top),  # nothing else is below yet
-        made[layout].seconds - busiest if len(top) > 1 else 0.0,
+        made[layout].seconds - busiest if len(top) > 1 or plan.mesh.data > 1 else 0.0,
         layout,
     )
 

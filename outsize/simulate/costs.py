@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from outsize.memory import ChunkTable
 from outsize.memory.chunk import Slot
@@ -54,14 +55,28 @@ class Facts:
     host: frozenset[str] = frozenset()
 
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
-        """How a plan places the model's states. turn: the place on the pipeline axis."""
+        """How a plan places the model's states on the worker of the data axis that has most of
+        them. turn: the place on the pipeline axis."""
         dtypes, every = dtypes_of(plan.precision), self.tables
         if plan.mesh.pipeline > 1:
             every = tuple(_cut(t, plan.mesh.pipeline, turn) if t.piped else t for t in every)
-        last = plan.mesh.data - 1  # whose shares are the largest where they are not equal
-        return Placement(
+        last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
+        made = Placement(
             plan, every, self.uses, dtypes, self.states, self.matrix, self.host, last, turn
         )
+        if last and any(table.matrices for table in made.tables):
+            return replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
+        return made
+
+
+def _share(placement: Placement, place: int) -> int:
+    """Bytes of states of a worker of the data axis."""
+    found = 0
+    for index in range(len(placement.tables)):
+        for what, dtype in placement.held(index):
+            first, end = placement.extent(index, what, place)
+            found += (end - first) * dtype.itemsize
+    return found
 
 
 def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:

@@ -201,7 +201,8 @@ class Clock:
         """The part of its stage that an update of a part is."""
         pieces = self.placement.pieces[action.stage]
         here = pieces[action.part]
-        return (here.last - here.first) / sum(piece.last - piece.first for piece in pieces)
+        every = sum(piece.last - piece.first for piece in pieces)
+        return (here.last - here.first) / max(1, every)
 
     def _passing(self, action: Action) -> float:
         """What a RECV waits for from the start of its SEND, which itself waits for nothing."""

@@ -97,11 +97,6 @@ def set_up(
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     wish = wish_of(resolved, specs)
     check_memory(hardware, wish.budget, specs)
-    if specs and wish.mesh.data > 1:
-        raise OutsizeError(
-            f"mesh is {wish.mesh} and states may rest on {specs[0].name}; workers of the data axis"
-            " cut states over each other instead: leave out --disk, --host-memory and --tier"
-        )
     check_pipeline(wish, len(model.config.layers) + 2)
     if plan is None:
         check_cut(wish)
@@ -264,13 +259,15 @@ def _continued(
     shards = wish.shards or Sharding(1, 1, wish.mesh.data)
     if plan.mesh == wish.mesh and wish.shards is None:
         shards = plan.shards
+    others = plan.mesh != wish.mesh
     plan = continued(plan, wish, shards)
     missing = named(plan) - {spec.name for spec in wish.tiers}
+    budget = plannable(hardware, wish.tiers) if wish.budget is None else wish.budget
     if not missing:
         made = _foretell(model, wish, plan, hardware, way)
-        if wish.budget is None or made.peak <= wish.budget:
+        free = wish.budget is None and not (others and wish.tiers)
+        if free or made.peak <= budget:
             return made
-    budget = plannable(hardware, wish.tiers) if wish.budget is None else wish.budget
     fixed = replace(
         wish,
         budget=budget,

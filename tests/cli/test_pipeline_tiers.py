@@ -84,7 +84,10 @@ def test_what_a_tier_is_too_small_for_is_one_line(home, invoke):
     assert re.search(r"too small \(disk 8\.00 KiB\): \d+ bytes missing", shown.stderr)
 
 
-def test_the_data_axis_and_tiers_exclude_each_other(home, invoke):
-    shown = invoke("plan", "run.yaml", "--mesh", "pipeline=2,data=2", *BELOW)
-    assert shown.exit_code == 2 and shown.stderr.count("\n") == 1
-    assert "leave out --disk, --host-memory and --tier" in shown.stderr
+def test_beside_a_data_axis_optimizer_states_alone_rest_below(home, invoke):
+    words = ("plan", "run.yaml", *EXACT, "--mesh", "pipeline=2,data=2", "--disk", "spill:64MiB")
+    made = json.loads(invoke(*words, "--memory", "2000KiB", "--json").stdout)
+    assert max(worker["peak"] for worker in made["workers"]) <= 2000 << 10
+    assert any(worker["below"] for worker in made["workers"])
+    shown = invoke(*words, "--memory", "2000KiB").stdout
+    assert "optimizer states below" in shown and "parameters below" not in shown

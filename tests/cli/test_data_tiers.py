@@ -1,0 +1,69 @@
+"""`outsize plan` and `outsize train` with a data axis whose optimizer states rest on tiers: the
+numbers of one worker, every worker within what is foretold, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+from outsize.hardware import Rate, Tier
+from outsize.train.metrics import read_metrics
+
+FEW = ("plan.recompute=[block]", "plan.loss_chunk=32", "plan.mlp_tile=32")  # ways to look at
+KEYS = ("precision=float64", "train.save_every=2", "schedule.shape=constant", *FEW)
+EXACT = tuple(word for key in KEYS for word in ("--set", key))
+DISK = ("--disk", "spill:64MiB")
+WORKERS = ("--workers", "2", "--mesh", "data=2")
+
+
+@pytest.fixture(autouse=True)
+def known_disk(home, monkeypatch) -> None:
+    """To measure the disk anew in each test takes seconds."""
+    (home / "spill").mkdir()
+    rate = Rate(1e9, "B/s", "test", "2026-11-22")
+    monkeypatch.setattr(
+        "outsize.train.tiers.measured", lambda spec, date: Tier(spec.name, spec.bytes, rate, rate)
+    )
+
+
+def test_the_least_budget_trains_and_one_worker_goes_on_and_back(home, invoke):
+    def train(*words: object) -> None:
+        result = invoke("train", *words)
+        assert result.exit_code == 0, result.stderr
+        assert not list((home / "spill").iterdir()), "nothing is left behind"
+
+    refused = invoke("train", "run.yaml", *EXACT, *WORKERS, *DISK, "--memory", "100KiB")
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    least = int(re.search(r"the smallest plan needs [^(]*\((\d+) bytes", refused.stderr)[1])
+
+    train("run.yaml", *EXACT, "--set", "train.steps=5", "--set", "output=one")
+    train("run.yaml", *EXACT, *WORKERS, *DISK, "--memory", least, "--set", "train.steps=2")
+    plan = yaml.safe_load((home / "run" / "plan.yaml").read_text())
+    assert {stage["rest"]["optimizer"] for stage in plan["stages"]} == {"disk"}
+    alone = ("--memory", "2400KiB", *DISK, "--set", "train.steps=3")
+    train("--resume", "run", "--workers", 1, *alone)
+    assert "parameters: disk" in (home / "run" / "plan.yaml").read_text(), "as one worker may"
+    train("--resume", "run", *WORKERS, "--memory", least, "--set", "train.steps=5")
+
+    records, wanted = (read_metrics(home / run) for run in ("run", "one"))
+    for name in ("loss", "gradient_norm", "tokens"):
+        mine, theirs = ({r["step"]: r[name] for r in rs if name in r} for rs in (records, wanted))
+        assert len(mine) == 5 and mine == pytest.approx(theirs, rel=1e-10)
+    ends = [r for r in records if "measured_peak_bytes" in r]
+    assert len(ends) == 3
+    for last, budget in zip(ends, (least, 2400 << 10, least), strict=True):
+        measured, foretold = last["measured_peak_bytes"], last["foretold_peak_bytes"]
+        assert 0.95 * foretold <= measured <= foretold <= budget
+
+
+def test_plan_foretells_what_rests_below(home, invoke):
+    words = ("plan", "run.yaml", *EXACT, "--mesh", "data=2", *DISK, "--memory")
+    made = json.loads(invoke(*words, "2700KiB", "--json").stdout)
+    assert made["peak"] <= 2700 << 10 and made["below"]["disk"] > 0
+    shown = invoke(*words, "2700KiB").stdout
+    for said in ("optimizer states below", "disk update apart", "GB/s", "data=2"):
+        assert said in shown, said
+    assert "parameters below" not in shown and "weights" not in shown.split("hidden from")[1]

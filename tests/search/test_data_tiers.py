@@ -1,0 +1,147 @@
+"""The choice of tiers for the workers of a data axis: optimizer states of each one's shares below,
+as little as the budget allows, what is foretold is what it counts, and the numbers are those of one
+worker."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plain import batches
+from subjects import config_of
+from threads import play
+
+from outsize.collectives import Mesh
+from outsize.errors import OutsizeError
+from outsize.hardware import Rate, Tier, catalogue
+from outsize.memory import Ledger
+from outsize.memory.store import MemoryStore
+from outsize.memory.tiers import TierSpec
+from outsize.models.build import build
+from outsize.optim import AdamW
+from outsize.optim.parse import parse
+from outsize.plan import DEVICE, Plan, Precision, Sharding, zero
+from outsize.runtime import Job, NativeFlow
+from outsize.search import Wish, choose
+from outsize.simulate import Forecast
+
+KIB, MIB = 1 << 10, 1 << 20
+ROWS, SEQUENCE, LAYERS = 4, 8, 6
+DISK = TierSpec("disk", "disk", (Path("."),), 64 * MIB)
+RATE = Rate(1e9, "B/s", "test", "2026-11-22")
+MACHINE = catalogue("H200", 2)
+MACHINE = replace(MACHINE, tiers=(*MACHINE.tiers, Tier("disk", 64 * MIB, RATE, RATE)))
+WISH = Wish(
+    ROWS, SEQUENCE, Precision.named("float64"), AdamW(), 0.5, microbatch_rows=1, recompute=(),
+    loss_chunk=64, mlp_tile=0, tiers=(DISK,), documents=(0, SEQUENCE), mesh=Mesh(data=2),
+)  # fmt: skip
+LARGER = {"num_hidden_layers": LAYERS, "hidden_size": 48, "intermediate_size": 96}
+CONFIG = config_of("llama, untied", **LARGER)
+
+
+def chosen(wish: Wish, budget: int) -> Forecast:
+    return choose(CONFIG, replace(wish, budget=budget), MACHINE)
+
+
+def missing(error) -> int:
+    return int(re.search(r"(\d+) bytes missing", str(error))[1])
+
+
+def least(wish: Wish) -> int:
+    """The budget that a refusal names."""
+    with pytest.raises(OutsizeError, match=r"bytes missing.*; the smallest plan") as caught:
+        chosen(wish, KIB)
+    return KIB + missing(caught.value)
+
+
+def losses(plan: Plan, wish: Wish, world=None, capacity: int = 64 * MIB):
+    """(loss and norm of each of three steps, the peak of the last)."""
+    store, ledger = MemoryStore("disk", capacity), Ledger()
+    own = {} if world is None else {"world": world}
+    job = Job(
+        NativeFlow(build(CONFIG, seed=0, dtype=torch.float64), plan), plan, wish.optimizer,
+        clip=wish.clip, ledger=ledger, stores={"disk": store}, **own,
+    )  # fmt: skip
+    found = []
+    for batch in batches(3, ROWS, SEQUENCE, CONFIG.vocab):
+        loss = job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)
+        found += [float(loss), job.report.norm]
+    peak = job.report.trace.peak()
+    job.close()
+    store.close()
+    return found, peak
+
+
+WAYS = {
+    "as the planner cuts": {},
+    "ZeRO-Offload": {"shards": zero(2, 2)},
+    "whole parameters and gradients": {"shards": zero(1, 2)},
+    "behind the backward pass": {"shards": zero(3, 2), "clip": None},
+    "whole matrices": {"shards": zero(2, 2), "optimizer": parse("muon", 1e-2, 0.1, (0.9, 0.95))},
+    "a pipeline too": {"mesh": Mesh(data=2, pipeline=2), "pipeline": "1f1b"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_within_a_budget_workers_give_the_numbers_of_one(way):
+    """In the middle between what needs no tier, and the least."""
+    wish = replace(WISH, **WAYS[way])
+    plenty = choose(CONFIG, replace(wish, shards=wish.shards or zero(3, 2)), MACHINE)
+    small = least(wish)
+    budget = (plenty.peak + small) // 2
+    made = chosen(wish, budget)
+    plan = made.plan
+    assert small <= made.peak <= budget < plenty.peak and made.below["disk"] > 0
+    rests = [stage.rest for stage in plan.stages]
+    assert {"disk"} <= {rest.optimizer for rest in rests} <= {"disk", DEVICE}
+    assert {DEVICE} == {rest.parameters for rest in rests} | {rest.gradients for rest in rests}
+
+    stages = tuple(replace(s, rest=type(s.rest)()) for s in plan.stages)
+    alone = Plan(plan.segments, stages, ROWS, 1, SEQUENCE, plan.precision, 64)
+    wanted, _ = losses(alone, wish)
+    most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
+    told = play(plan.mesh, lambda world: losses(plan, wish, world, most))
+    for found, _ in told:
+        assert found == pytest.approx(wanted, rel=1e-10)
+    foretold = [made.peaks[plan.mesh.index("pipeline", rank)] for rank in range(plan.mesh.size)]
+    assert all(peak <= told for (_, peak), told in zip(told, foretold, strict=True))
+    assert max(peak for _, peak in told) >= 0.95 * made.peak
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_the_least_budget_works_and_a_byte_less_does_not(stage):
+    wish = WISH if stage is None else replace(WISH, shards=zero(stage, 2))
+    small = least(wish)
+    made = chosen(wish, small)
+    assert made.peak == small and made.below["disk"] > 0
+    with pytest.raises(OutsizeError) as caught:
+        chosen(wish, small - 1)
+    assert missing(caught.value) == 1 and "\n" not in str(caught.value)
+
+
+def test_less_memory_cuts_more_and_has_more_below():
+    top = choose(CONFIG, replace(WISH, tiers=()), MACHINE)
+    budgets = [2 * top.peak, top.peak * 95 // 100, top.peak * 8 // 10, least(WISH)]
+    made = [chosen(WISH, budget) for budget in budgets]
+    assert made[0].plan.shards == zero(1, 2) and not made[0].below
+    order = [plan.shards.parameters + plan.shards.gradients for plan in (m.plan for m in made)]
+    assert order == sorted(order) and made[-1].plan.shards == zero(3, 2)
+    below = [sum(one.below.values()) for one in made]
+    assert below == sorted(below) and below[-1] > below[0]
+    assert [m.peak <= b for m, b in zip(made, budgets, strict=True)] == [True] * 4
+
+
+def test_tiers_hold_a_workers_own_shares():
+    """What is too small for a worker's shares is refused; half of the model's states is enough."""
+    wish = replace(WISH, shards=zero(2, 2))
+    budget = least(wish)
+    small = replace(DISK, bytes=4 * KIB)
+    with pytest.raises(OutsizeError, match=r"disk 4\.00 KiB.*bytes missing") as caught:
+        chosen(replace(wish, tiers=(small,)), budget)
+    enough = replace(small, bytes=small.bytes + missing(caught.value))
+    made = chosen(replace(wish, tiers=(enough,)), budget)
+    whole = chosen(replace(wish, shards=Sharding()), 64 * MIB)
+    assert made.below["disk"] * 2 == whole.static["optimizer"]
