@@ -1,4 +1,5 @@
-"""Where the stages of a pipeline begin, for `prepare`: as the first worker finds, for all."""
+"""What workers must plan alike under `prepare`: as the first worker finds, for all. Where the
+stages of a pipeline begin, and where states rest, follow from rates that each measures itself."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from outsize.collectives import World, everyone
 from outsize.hardware.probe import probe
-from outsize.plan import Plan
+from outsize.plan import Plan, from_yaml, to_yaml
 from outsize.search.settled import settled
 from outsize.simulate.costs import Costs
 
@@ -32,3 +33,16 @@ def balanced(
     *cuts, a, b, c, d, e, f = everyone(world).broadcast(numbers).tolist()
     same = replace(found, cuts=tuple(map(int, cuts)), costs=(a, b, c), head=(d, e, f))
     return [replace(plan, pipeline=same) for plan in plans]
+
+
+def agreed(plan: Plan, world: World, device: torch.device) -> Plan:
+    """The first worker's plan; all call this."""
+    if world.mesh.size == 1:
+        return plan
+    said = torch.frombuffer(bytearray(to_yaml(plan).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(said)], dtype=torch.float64, device=device)
+    size = everyone(world).broadcast(size)
+    text = torch.zeros(int(size), dtype=torch.uint8)
+    text[: len(said)] = said[: len(text)]  # others' own is overwritten
+    told = everyone(world).broadcast(text.to(device)).cpu()
+    return from_yaml(bytes(told.tolist()).decode())

@@ -65,7 +65,8 @@ def prepare(
     folders as "DIR[,DIR][:SIZE]"; tiers, memory with a path as "NAME=PATH:SIZE". The model's
     parameters move there at the first step, one chunk at a time, and have no values of their own
     any more: `evaluate` computes with them, `weights` reads them, and the model's own forward is
-    refused until they are back on the device.
+    refused until they are back on the device. Of several workers sizes are of each; beside a data
+    axis optimizer states alone go below, of each worker's own share.
 
     Under torchrun every worker calls this with its own rows of each batch, as many as the others.
     mesh: "data=2,tensor=2"; by default all workers are on the data axis. zero: which states that
@@ -90,7 +91,8 @@ def prepare(
     Raises OutsizeError for a model that cannot be split, naming the module.
     """
     workers = workers_of(mesh)
-    specs = specs_of(host_memory, disk, tuple(tiers))
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    specs = specs_of(host_memory, disk, tuple(tiers), near)
     if specs and memory is None:
         raise OutsizeError(
             f"{specs[0].name!r} is a tier for what does not fit in memory, and memory is None;"
@@ -106,11 +108,6 @@ def prepare(
         )
     if parts > 1:
         _refuse_batch_statistics(model)
-    if specs and workers.data > 1:
-        raise OutsizeError(
-            f"mesh is {workers} and {specs[0].name!r} is a tier; workers of the data axis cut"
-            " states over each other instead: leave out host_memory, disk and tiers"
-        )
     order = pipelined(pipeline) if isinstance(pipeline, str) else pipeline
     _check_pipeline(workers, order, microbatches, bool(specs))
     _check_vocabulary(workers, order, model)

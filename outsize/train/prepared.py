@@ -39,7 +39,7 @@ from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import nowhere, rehearse
 from outsize.train.adopting import Guard, Neighbours, begin_alike, derived_of, said
-from outsize.train.balancing import balanced
+from outsize.train.balancing import agreed, balanced
 from outsize.train.batches import cut, empty_like, own_loss, tokens_of
 from outsize.train.candidates import Settings, plans_of, refuse_small_budget, rows_in
 from outsize.train.foretelling import choose_tiered, wish_of
@@ -242,7 +242,9 @@ class Prepared:
                 return pick(iter(plans), foretell, settings.budget)
             wish = wish_of(plans[0], self._optimizer, settings.clip)
             wish = replace(wish, tiers=settings.tiers)
-            return choose_tiered(plans, wish, hardware, self._rehearsed)
+            made = choose_tiered(plans, wish, hardware, self._rehearsed)
+            plan = agreed(made.plan, self._world, self._device())
+            return made if plan == made.plan else foretell(plan)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise OutsizeError(
                 f"{type(self.model).__name__} cannot be foretold: its forward depends on values"
