@@ -145,3 +145,11 @@ def test_tiers_hold_a_workers_own_shares():
     made = chosen(replace(wish, tiers=(enough,)), budget)
     whole = chosen(replace(wish, shards=Sharding()), 64 * MIB)
     assert made.below["disk"] * 2 == whole.static["optimizer"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_little_less_memory_has_little_below(stage):
+    wish = replace(WISH, shards=zero(stage, 2), clip=None)
+    plenty = choose(CONFIG, replace(wish, tiers=()), MACHINE)
+    made = chosen(wish, plenty.peak * 97 // 100)
+    assert 0 < made.below["disk"] <= plenty.static["optimizer"] / 3
