@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from plain import batches
-from tensor_split import Part, filled, one_pass, played, reference, whole
+from tensor_split import Part, filled, one_pass, played, reference, whole, wrapping
 from threads import play
 
 from outsize.collectives import Lone, Mesh, along
@@ -21,7 +21,6 @@ from outsize.parallel.tensor import split
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.again import recomputed, tiled
 from outsize.search.wish import Wish
 from outsize.train.setup import check_layouts
 
@@ -65,20 +64,6 @@ def plan_of(**changes) -> Plan:
     usual = {"stages": per_segment(5), "microbatch_rows": 2, "loss_chunk": 7}
     usual |= {"rows": ROWS, "sequence": TOKENS, "precision": Precision.named("float64")}
     return Plan(5, **{**usual, **changes})
-
-
-def wrapping(tile=0, recompute=()):
-    """What a job does to the parts of blocks once they are split."""
-
-    def wrap(model) -> None:
-        for block in model.blocks:
-            for part in recompute:
-                one = getattr(block, part)
-                one.forward = recomputed(one, False)
-            if tile:
-                block.mlp.forward = tiled(block.mlp, tile)
-
-    return wrap
 
 
 def close(parts, model, batch) -> None:

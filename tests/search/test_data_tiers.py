@@ -4,50 +4,27 @@ worker."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from plain import batches
+import tiered
 from subjects import config_of
 from threads import play
+from tiered import DISK, KIB, LARGER, MACHINE, MIB, ROWS, SEQUENCE, losses, missing
 
 from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
-from outsize.hardware import Rate, Tier, catalogue
-from outsize.memory import Ledger
-from outsize.memory.store import MemoryStore
-from outsize.memory.tiers import TierSpec
-from outsize.models.build import build
-from outsize.optim import AdamW
 from outsize.optim.parse import parse
-from outsize.plan import DEVICE, Plan, Precision, Sharding, zero
-from outsize.runtime import Job, NativeFlow
+from outsize.plan import DEVICE, Plan, Sharding, zero
 from outsize.search import Wish, choose
 from outsize.simulate import Forecast
 
-KIB, MIB = 1 << 10, 1 << 20
-ROWS, SEQUENCE, LAYERS = 4, 8, 6
-DISK = TierSpec("disk", "disk", (Path("."),), 64 * MIB)
-RATE = Rate(1e9, "B/s", "test", "2026-11-22")
-MACHINE = catalogue("H200", 2)
-MACHINE = replace(MACHINE, tiers=(*MACHINE.tiers, Tier("disk", 64 * MIB, RATE, RATE)))
-WISH = Wish(
-    ROWS, SEQUENCE, Precision.named("float64"), AdamW(), 0.5, microbatch_rows=1, recompute=(),
-    loss_chunk=64, mlp_tile=0, tiers=(DISK,), documents=(0, SEQUENCE), mesh=Mesh(data=2),
-)  # fmt: skip
-LARGER = {"num_hidden_layers": LAYERS, "hidden_size": 48, "intermediate_size": 96}
+WISH = replace(tiered.WISH, mesh=Mesh(data=2))
 CONFIG = config_of("llama, untied", **LARGER)
 
 
 def chosen(wish: Wish, budget: int) -> Forecast:
-    return choose(CONFIG, replace(wish, budget=budget), MACHINE)
-
-
-def missing(error) -> int:
-    return int(re.search(r"(\d+) bytes missing", str(error))[1])
+    return tiered.chosen(CONFIG, wish, budget)
 
 
 def least(wish: Wish) -> int:
@@ -55,24 +32,6 @@ def least(wish: Wish) -> int:
     with pytest.raises(OutsizeError, match=r"bytes missing.*; the smallest plan") as caught:
         chosen(wish, KIB)
     return KIB + missing(caught.value)
-
-
-def losses(plan: Plan, wish: Wish, world=None, capacity: int = 64 * MIB):
-    """(loss and norm of each of three steps, the peak of the last)."""
-    store, ledger = MemoryStore("disk", capacity), Ledger()
-    own = {} if world is None else {"world": world}
-    job = Job(
-        NativeFlow(build(CONFIG, seed=0, dtype=torch.float64), plan), plan, wish.optimizer,
-        clip=wish.clip, ledger=ledger, stores={"disk": store}, **own,
-    )  # fmt: skip
-    found = []
-    for batch in batches(3, ROWS, SEQUENCE, CONFIG.vocab):
-        loss = job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)
-        found += [float(loss), job.report.norm]
-    peak = job.report.trace.peak()
-    job.close()
-    store.close()
-    return found, peak
 
 
 WAYS = {
@@ -101,9 +60,9 @@ def test_within_a_budget_workers_give_the_numbers_of_one(way):
 
     stages = tuple(replace(s, rest=type(s.rest)()) for s in plan.stages)
     alone = Plan(plan.segments, stages, ROWS, 1, SEQUENCE, plan.precision, 64)
-    wanted, _ = losses(alone, wish)
+    wanted, _ = losses(CONFIG, alone, wish, 3)
     most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
-    told = play(plan.mesh, lambda world: losses(plan, wish, world, most))
+    told = play(plan.mesh, lambda world: losses(CONFIG, plan, wish, 3, world, most))
     for found, _ in told:
         assert found == pytest.approx(wanted, rel=1e-10)
     foretold = [made.peaks[plan.mesh.index("pipeline", rank)] for rank in range(plan.mesh.size)]

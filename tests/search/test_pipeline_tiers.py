@@ -3,43 +3,23 @@ tiers, what is foretold of it is what it counts, and the numbers are those of on
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from plain import batches
+import tiered
 from subjects import config_of
 from threads import play
+from tiered import DISK, KIB, LARGER, LAYERS, MACHINE, ROWS, SEQUENCE, chosen, losses, missing
 
 from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
-from outsize.hardware import Rate, Tier, catalogue
-from outsize.memory import Ledger
-from outsize.memory.store import MemoryStore
-from outsize.memory.tiers import TierSpec
-from outsize.models.build import build
-from outsize.optim import AdamW
-from outsize.plan import DEVICE, Plan, Precision
+from outsize.plan import DEVICE, Plan
 from outsize.plan.plan import per_segment
-from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose, ladder, oracle_of
+from outsize.search import choose, ladder, oracle_of
 from outsize.search.places import places_of
 from outsize.search.tiers import states
-from outsize.simulate import Forecast
 
-KIB, MIB = 1 << 10, 1 << 20
-ROWS, SEQUENCE, LAYERS = 4, 8, 6
-DISK = TierSpec("disk", "disk", (Path("."),), 64 * MIB)
-RATE = Rate(1e9, "B/s", "test", "2026-11-22")
-MACHINE = catalogue("H200", 2)
-MACHINE = replace(MACHINE, tiers=(*MACHINE.tiers, Tier("disk", 64 * MIB, RATE, RATE)))
-WISH = Wish(
-    ROWS, SEQUENCE, Precision.named("float64"), AdamW(), 0.5, microbatch_rows=1, recompute=(),
-    loss_chunk=64, mlp_tile=0, tiers=(DISK,), documents=(0, SEQUENCE), mesh=Mesh(pipeline=2),
-)  # fmt: skip
-LARGER = {"num_hidden_layers": LAYERS, "hidden_size": 48, "intermediate_size": 96}
+WISH = replace(tiered.WISH, mesh=Mesh(pipeline=2))
 UNTIED = config_of("llama, untied", **LARGER)
 TIED = config_of("gpt2", n_layer=LAYERS, n_embd=48)
 CASES = {
@@ -47,31 +27,6 @@ CASES = {
     "an embedding on both ends": (TIED, "interleaved:2"),
     "stages on two workers": (UNTIED, "chimera"),
 }
-
-
-def chosen(config, wish: Wish, budget: int) -> Forecast:
-    return choose(config, replace(wish, budget=budget), MACHINE)
-
-
-def missing(error) -> int:
-    return int(re.search(r"(\d+) bytes missing", str(error))[1])
-
-
-def losses(config, plan: Plan, world=None, capacity: int = 64 * MIB):
-    """(loss and norm of each of two steps, the peak of the second)."""
-    store, ledger = MemoryStore("disk", capacity), Ledger()
-    job = Job(
-        NativeFlow(build(config, seed=0, dtype=torch.float64), plan), plan,
-        WISH.optimizer, clip=WISH.clip, ledger=ledger, stores={"disk": store},
-        **({} if world is None else {"world": world}),
-    )  # fmt: skip
-    found = []
-    for batch in batches(2, ROWS, SEQUENCE, config.vocab):
-        found.append((float(job.step(batch, 1e-2)), job.report.norm))
-    peak = job.report.trace.peak()
-    job.close()
-    store.close()
-    return found, peak
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,14 +41,14 @@ def test_what_is_chosen_fits_every_worker_and_gives_the_numbers_of_one(case):
 
     segments = LAYERS + 2
     alone = Plan(segments, per_segment(segments), ROWS, 1, SEQUENCE, plan.precision, 512)
-    wanted, _ = losses(config, alone)
+    wanted, _ = losses(config, alone, WISH, 2)
     most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
     for turn, (found, peak) in zip(
-        made.turns, play(plan.mesh, lambda world: losses(config, plan, world, most)), strict=True
+        made.turns,
+        play(plan.mesh, lambda world: losses(config, plan, WISH, 2, world, most)),
+        strict=True,
     ):
-        assert [n for pair in found for n in pair] == pytest.approx(
-            [n for pair in wanted for n in pair], rel=1e-10
-        )
+        assert found == pytest.approx(wanted, rel=1e-10)
         assert peak <= turn.peak <= 1.05 * peak
 
 

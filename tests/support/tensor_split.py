@@ -16,6 +16,7 @@ from outsize.models.families import parse
 from outsize.parallel.overlap import overlap_of
 from outsize.parallel.tensor import split
 from outsize.plan import Plan
+from outsize.runtime.again import recomputed, tiled
 from outsize.runtime.native import NativeFlow
 
 
@@ -143,3 +144,17 @@ def reference(model: Decoder, batch, options: LossOptions = PLAIN):
     loss = loss / max(batch.count(), 1)
     loss.backward()
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+
+
+def wrapping(tile=0, recompute=()):
+    """What a job does to the parts of blocks once they are split."""
+
+    def wrap(model) -> None:
+        for block in model.blocks:
+            for part in recompute:
+                one = getattr(block, part)
+                one.forward = recomputed(one, False)
+            if tile:
+                block.mlp.forward = tiled(block.mlp, tile)
+
+    return wrap
