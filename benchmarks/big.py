@@ -5,7 +5,7 @@
 
 AdamW over random data, in a child process whose control group may hold so many bytes, interpreter
 and page cache included. Parameters are made chunk by chunk: the model is never in memory. Prints
-what was foretold beside what was measured. Exit code 1 where the cap was broken, more bytes moved
+what was predicted beside what was measured. Exit code 1 where the cap was broken, more bytes moved
 than the formula allows, the peak left the forecast, or (on a quiet machine) the disk or the
 clock did: `--lenient` only reports those two.
 
@@ -44,7 +44,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stream
 from outsize.report.timeline import write_timeline
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish
+from outsize.search import PlanRequest
 from outsize.simulate import Forecast
 from outsize.trace.text import dumps as trace_text
 from outsize.trace.text import write_text
@@ -95,7 +95,7 @@ class Settings:
 @dataclass(frozen=True)
 class Result:
     """What the child found. steps: seconds, read and written bytes and peak of each; the rest is
-    of the last step, foretold first where there are two."""
+    of the last step, predicted first where there are two."""
 
     parameters: int
     below: int
@@ -107,9 +107,9 @@ class Result:
     peaks: list[int]
     formula: Bytes
     schedule: Bytes
-    foretold_peak: int
-    foretold_seconds: float
-    foretold_computing: float
+    predicted_peak: int
+    predicted_seconds: float
+    predicted_computing: float
     pool: int
     computing: float
     moving: float
@@ -118,21 +118,21 @@ class Result:
     flops: float
 
 
-def foretold(settings: Settings, hardware: Hardware) -> Forecast:
+def predicted(settings: Settings, hardware: Hardware) -> Forecast:
     work = settings.work()
     bounds = (0, work.sequence)
     plan = settings.plan()
-    wish = Wish(
+    request = PlanRequest(
         work.rows, work.sequence, work.precision, AdamW(), clip=settings.clip(),
         approximate=plan.approximate, documents=bounds,
     )  # fmt: skip
-    return streaming.foretell_sampled(settings.config(), wish, plan, hardware)
+    return streaming.predict_sampled(settings.config(), request, plan, hardware)
 
 
 def inside(settings: Settings) -> None:
     """The child: train under the cap that it finds itself in."""
     hardware = form.read(settings.hardware)
-    forecast = foretold(settings, hardware)
+    forecast = predicted(settings, hardware)
     gc.collect()
     begin = time.perf_counter()
     work, config = settings.work(), settings.config()
@@ -205,18 +205,18 @@ class Check:
 def checks(result: Result, hardware: Hardware, cap: int, peak: int, spills: bool) -> list[Check]:
     disk = hardware.tier("disk")
     assert disk.read is not None and disk.write is not None
-    last, made = result.seconds[-1], result.peaks[-1] / result.foretold_peak
+    last, made = result.seconds[-1], result.peaks[-1] / result.predicted_peak
     planned = result.schedule.read + result.schedule.written
     by_formula = result.formula.read + result.formula.written
     moved = result.read[-1] + result.written[-1]
     ideal = result.read[-1] / disk.read.value + result.written[-1] / disk.write.value
     band = ideal / result.moving if result.moving else 0.0
-    off = last / result.foretold_seconds
+    off = last / result.predicted_seconds
     found = [
         Check("cap", f"{format_bytes(peak)} of {format_bytes(cap)}, everything counted",
               peak <= cap),
         Check("peak", f"{format_bytes(result.peaks[-1])} measured,"
-              f" {format_bytes(result.foretold_peak)} foretold: {made:.4f}",
+              f" {format_bytes(result.predicted_peak)} predicted: {made:.4f}",
               PEAK <= made <= 1.0),
         Check("schedule", f"{format_bytes(planned)} a step of states, formula"
               f" {format_bytes(by_formula)}: {planned / by_formula:.3f}",
@@ -228,7 +228,7 @@ def checks(result: Result, hardware: Hardware, cap: int, peak: int, spills: bool
         Check("disk", f"{band:.2f} of its direct bandwidth while bytes move"
               f" ({disk.read.value / 1e9:.1f} GB/s read, {disk.write.value / 1e9:.1f} written)",
               band >= BANDWIDTH, timed=True),
-        Check("clock", f"{last:.1f} s a step, {result.foretold_seconds:.1f} foretold: {off:.2f}",
+        Check("clock", f"{last:.1f} s a step, {result.predicted_seconds:.1f} predicted: {off:.2f}",
               abs(off - 1) <= CLOCK, timed=True),
     ]  # fmt: skip
     return found
@@ -245,7 +245,7 @@ def show(result: Result, settings: Settings, found: list[Check]) -> None:
     )
     print(
         f"{rate:.1f} tokens/s, {result.flops / result.seconds[-1] / 1e9:.0f} GFLOP/s;"
-        f" computing {result.computing:.1f} s ({result.foretold_computing:.1f} foretold), bytes"
+        f" computing {result.computing:.1f} s ({result.predicted_computing:.1f} predicted), bytes"
         f" moving {result.moving:.1f} s, of it {hidden:.0%} under computation"
     )
     print("seconds by kind: " + ", ".join(f"{k} {s:.1f}" for k, s in result.kinds.items()))

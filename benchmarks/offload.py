@@ -31,6 +31,7 @@ import torch
 from support.cgroup import Finished, run_capped
 from support.contest import Answer, Task
 from support.ours_offload import planned
+from support.paths import whole_path
 from support.streaming import median, quick_fill
 from torch import Tensor
 
@@ -193,7 +194,7 @@ def with_plan(task: Task) -> Task:
     found = planned(task)
     print(
         f"planned: {format_bytes(found.peak)} of {format_bytes(task.memory)},"
-        f" {format_bytes(found.below['disk'])} on disk, {found.seconds:.2f} s a step foretold"
+        f" {format_bytes(found.below['disk'])} on disk, {found.seconds:.2f} s a step predicted"
     )
     return replace(task, plan=to_yaml(found.plan))
 
@@ -201,7 +202,9 @@ def with_plan(task: Task) -> Task:
 def options_of(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--deepspeed-python", help="of an environment with deepspeed; see README")
-    parser.add_argument("--peers-python", default=sys.executable, help="transformers, accelerate")
+    parser.add_argument(
+        "--peers-python", type=whole_path, default=sys.executable, help="transformers, accelerate"
+    )
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--cap", type=parse_bytes, default=5 << 29)
     parser.add_argument("--deepspeed-cap", type=parse_bytes, default=8 << 30)

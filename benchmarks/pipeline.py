@@ -3,7 +3,7 @@
 The same model, initial weights, rows of real text, microbatches, ranks and machine for both sides;
 all workers of both are there at once and step in turns, so that a busy second hits both. Peers
 speak gloo and train a lean Llama, cut by hand (peers/pipelined.py). Prints a table and the targets;
-the exit code is 1 where one is missed. --forecast: steps foretold and measured. See README.md.
+the exit code is 1 where one is missed. --forecast: steps predicted and measured. See README.md.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parsed() -> tuple[argparse.Namespace, Bench]:
     add("--peers-alone", action="store_true", help="without Outsize")
     add(
         "--forecast", nargs="*", choices=tuple(SCHEDULES),
-        help="foretell steps of these schedules (all) from blocks timed alone, instead",
+        help="predict steps of these schedules (all) from blocks timed alone, instead",
     )  # fmt: skip
     add("--traces", type=Path, help="with --forecast: a folder for the traces of both")
     add("--cache", type=Path, default=user_cache() / "benchmarks", help="tokenizer and tokens")

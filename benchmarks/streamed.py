@@ -6,7 +6,7 @@ on a disk behind a small pool, steps of the two in turn; below and above the thr
 A decoder of 113M parameters in float32 with AdamW, updates behind the backward pass, blocks
 computed again in both. Losses must be equal bit for bit. The threshold is the tokens of a step from
 which the disk hides (`outsize plan` prints it; docs/memory.md has the formula): above it the
-streamed run must reach 0.7 of the resident tokens/s, below it its step must take what was foretold
+streamed run must reach 0.7 of the resident tokens/s, below it its step must take what was predicted
 within 15%.
 Exit code 1 where a target is missed. Let the machine be quiet.
 """
@@ -30,9 +30,9 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Precision, Rest, Stream
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish
+from outsize.search import PlanRequest
 
-RATIO, FORETOLD = 0.7, 0.15
+RATIO, PREDICTED = 0.7, 0.15
 BELOW, ABOVE = 64, 2048  # tokens of a step
 BELOW_ALL = Rest("disk", "disk", "disk", "device")
 
@@ -47,7 +47,7 @@ def shape() -> DecoderConfig:
 
 
 def compare(tokens: int, folder: str, steps: int) -> tuple[float, float, float]:
-    """Median seconds of a step: resident, streamed, and streamed as foretold."""
+    """Median seconds of a step: resident, streamed, and streamed as predicted."""
     config = shape()
     work = streaming.work_of(tokens, min(tokens, 512), 1, Precision())
     spec = disk_tier(folder)
@@ -55,10 +55,12 @@ def compare(tokens: int, folder: str, steps: int) -> tuple[float, float, float]:
         probe("cpu"), [measured(spec, datetime.date.today().isoformat())]
     )
     bounds = (0, work.sequence)
-    wish = Wish(work.rows, work.sequence, work.precision, AdamW(), clip=None, documents=bounds)
+    request = PlanRequest(
+        work.rows, work.sequence, work.precision, AdamW(), clip=None, documents=bounds
+    )
     stream = Stream(parts=4, part=1 << 21)
     plans = [streaming.plan_of(config, work, rest, stream) for rest in (Rest(), BELOW_ALL)]
-    forecast = streaming.foretell_sampled(config, wish, plans[1], hardware)
+    forecast = streaming.predict_sampled(config, request, plans[1], hardware)
     seconds: tuple[list[float], list[float]] = ([], [])
     with open_stores([spec]) as stores:
         jobs = []
@@ -92,11 +94,11 @@ def main() -> int:
     for tokens, name in ((ABOVE, "above the threshold"), (BELOW, "below the threshold")):
         held, streamed, told = compare(tokens, str(options.disk), options.steps)
         ratio, away = held / streamed, streamed / told - 1
-        met = ratio >= RATIO if tokens == ABOVE else abs(away) <= FORETOLD
+        met = ratio >= RATIO if tokens == ABOVE else abs(away) <= PREDICTED
         good &= met
         print(
             f"{tokens:5} tokens a step, {name}: resident {held:.2f} s, streamed {streamed:.2f} s:"
-            f" {ratio:.2f} of its tokens/s; foretold {told:.2f} s ({away:+.0%}):"
+            f" {ratio:.2f} of its tokens/s; predicted {told:.2f} s ({away:+.0%}):"
             f" {'met' if met else 'MISSED'}; losses equal bit for bit",
             flush=True,
         )

@@ -36,6 +36,7 @@ from support.figures import (
     work_of,
 )
 from support.job_data import write_rows, write_weights
+from support.paths import whole_path
 
 import outsize
 from outsize.hardware import host
@@ -152,7 +153,12 @@ def parsed() -> tuple[Bench, Path, Path | None]:
     add("--threads", type=int, default=torch.get_num_threads())
     add("--contenders", nargs="+", choices=tuple(TITLES), default=tuple(TITLES))
     add("--peer-rows", type=int, default=TOKENS // SEQUENCE, help="rows of a peer's microbatch")
-    add("--peers-python", default=sys.executable, help=f"an environment with: {PEERS_NEED}")
+    add(
+        "--peers-python",
+        type=whole_path,
+        default=sys.executable,
+        help=f"an environment with: {PEERS_NEED}",
+    )
     add("--cache", type=Path, default=user_cache() / "benchmarks", help="tokenizer and tokens")
     add("--json", type=Path, help="also write every step's figures to this file")
     options = parser.parse_args()

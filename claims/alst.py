@@ -3,7 +3,7 @@
 Bekman et al., "Arctic Long Sequence Training", 2025: Llama 8B on one H100 from 32K to 500K tokens
 by a loss and an MLP in tiles and activation checkpoints in host memory, weights and optimizer off
 the device. Here blocks and epilogue run in chunks of the sequence too (Luo et al., "StreamBP",
-2025), all in one plan. Lengths are those whose foretold peak, states included, fits the device:
+2025), all in one plan. Lengths are those whose predicted peak, states included, fits the device:
 for a small model, whose ends are then run under a ledger that raises above the budget, and for the
 shape of Llama 8B with its states in host memory. Baselines are block recompute with all logits at
 once (the paper's) and with logits in chunks (ours). That the combination is exact is shown in
@@ -34,7 +34,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose, native_makers
+from outsize.search import PlanRequest, choose, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
@@ -118,15 +118,17 @@ def plan_of(subject: Subject, rung: Rung, tokens: int) -> Plan:
     )  # fmt: skip
 
 
-def wish_of(subject: Subject, tokens: int) -> Wish:
-    return Wish(1, tokens, Precision.named(subject.precision), AdamW(), documents=(0, tokens))
+def request_of(subject: Subject, tokens: int) -> PlanRequest:
+    return PlanRequest(
+        1, tokens, Precision.named(subject.precision), AdamW(), documents=(0, tokens)
+    )
 
 
-def foretold(subject: Subject, facts: Facts, rung: Rung, tokens: int) -> Forecast:
+def predicted(subject: Subject, facts: Facts, rung: Rung, tokens: int) -> Forecast:
     """One layer is rehearsed, on fake tensors, and stands for all."""
     plan = plan_of(subject, rung, tokens)
     chosen = sample(subject.config, plan)
-    makers = native_makers(chosen.config, wish_of(subject, tokens), (0, tokens))
+    makers = native_makers(chosen.config, request_of(subject, tokens), (0, tokens))
     return compose(plan, expand(rehearse(chosen.plan, *makers), chosen, plan, facts), hardware())
 
 
@@ -135,7 +137,7 @@ def longest(subject: Subject, facts: Facts, rung: Rung) -> int:
     guess."""
 
     def needs(steps: int) -> int:
-        return foretold(subject, facts, rung, steps * subject.step).peak
+        return predicted(subject, facts, rung, steps * subject.step).peak
 
     low, high = 1, 2 * subject.chunk // subject.step
     at_low, at_high = needs(low), needs(high)
@@ -223,10 +225,10 @@ def exact(tokens: int) -> tuple[float, bool]:
 
 def chosen(tokens: int) -> Plan:
     """What the planner takes for such a sequence, given the device and host memory."""
-    wish = replace(
-        wish_of(SMALL, tokens), budget=SMALL.budget, tiers=(TierSpec("host", "memory", (), GIB),)
+    request = replace(
+        request_of(SMALL, tokens), budget=SMALL.budget, tiers=(TierSpec("host", "memory", (), GIB),)
     )
-    return choose(SMALL.config, wish, hardware()).plan
+    return choose(SMALL.config, request, hardware()).plan
 
 
 def combined(plan: Plan) -> bool:
@@ -238,20 +240,20 @@ def main() -> None:
     torch.manual_seed(0)
     found: dict[str, list[int]] = {}
     for name, subject in (("small", SMALL), ("Llama 8B", LLAMA)):
-        facts = facts_of_model(subject.config, wish_of(subject, subject.chunk))
+        facts = facts_of_model(subject.config, request_of(subject, subject.chunk))
         found[name] = []
         for rung in LADDER:
             found[name].append(longest(subject, facts, rung))
             print(f"  {name:10}{rung.name:30}{found[name][-1]:>10,} tokens", flush=True)
-    facts = facts_of_model(SMALL.config, wish_of(SMALL, SMALL.chunk))
+    facts = facts_of_model(SMALL.config, request_of(SMALL, SMALL.chunk))
     peaks, fits = [], True
     with open_stores([TierSpec("host", "memory", (), GIB)]) as stores:
         for place in (1, -1):
             tokens = found["small"][place]
-            made = foretold(SMALL, facts, LADDER[place], tokens)
+            made = predicted(SMALL, facts, LADDER[place], tokens)
             peak, seconds = run(made.plan, stores, Ledger(SMALL.budget))
             fits = fits and 0.95 * made.peak <= peak <= made.peak <= SMALL.budget
-            peaks.append(f"{tokens:,} tokens in {peak:,} bytes, foretold {made.peak:,}")
+            peaks.append(f"{tokens:,} tokens in {peak:,} bytes, predicted {made.peak:,}")
             print(f"  run: {LADDER[place].name}: {peaks[-1]}, {seconds:.1f} s")
     far, bitwise = exact(700)
     picks = combined(chosen(found["small"][-1]))
@@ -259,7 +261,7 @@ def main() -> None:
     verdict(
         'Bekman et al., "Arctic Long Sequence Training", 2025',
         "16x: from 32K to 500K tokens on one H100, Llama 8B",
-        f"{paper['Llama 8B']:.1f}x with the shape of Llama 8B, foretold, {found['Llama 8B'][0]:,}"
+        f"{paper['Llama 8B']:.1f}x with the shape of Llama 8B, predicted, {found['Llama 8B'][0]:,}"
         f" to {found['Llama 8B'][-1]:,} tokens; {paper['small']:.1f}x with the small one;"
         f" against block recompute with logits in chunks {ours['Llama 8B']:.1f}x and"
         f" {ours['small']:.1f}x; small one run: {'; '.join(peaks)}; {far:.0e} from a plain loop in"

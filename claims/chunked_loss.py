@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from verdict import verdict
 
-from outsize.kernels.loss import Head, chunked_loss
+from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.memory import Ledger
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 4096, 384, 14336, 512
@@ -30,7 +30,7 @@ def main() -> None:
     gradient = torch.zeros_like(weight)
     with Ledger() as chunked:
         head = Head(1 / TOKENS, CHUNK, lambda _, compute: compute(gradient))
-        ours = chunked_loss(h, weight, None, targets, head)
+        ours = chunked_loss(h, weight, None, Targets(targets), head)
         ours.backward()
     assert h.grad is not None
     pairs = zip((ours.detach(), h.grad, gradient), expected, strict=True)

@@ -59,9 +59,9 @@ def plan_of(workers: int, rows: int) -> Plan:
     )
 
 
-def behind(made: Forecast, oracle: sharded.Foretold, hardware: Hardware) -> float:
+def behind(made: Forecast, forecaster: sharded.Predicted, hardware: Hardware) -> float:
     """Seconds of the same step with all sums behind the backward pass."""
-    costs = oracle.costs(made.plan)
+    costs = forecaster.costs(made.plan)
     clock = Clock(costs.facts.placement(made.plan), costs, hardware)
     places = {action.key: i for i, action in enumerate(made.schedule.workers[0])}
     late = sharded.sums_last(made.schedule)
@@ -70,16 +70,16 @@ def behind(made: Forecast, oracle: sharded.Foretold, hardware: Hardware) -> floa
 
 def simulated() -> tuple[float, float]:
     """The largest gain of overlap on 32 devices; throughput kept from 8 to 256 devices."""
-    oracle, gains = sharded.Foretold(BERT, Precision.named("bfloat16")), []
+    forecaster, gains = sharded.Predicted(BERT, Precision.named("bfloat16")), []
     for rows in (4, 8, 16, 32):
-        made = oracle.of(plan_of(32, rows), servers())
-        gains.append(behind(made, oracle, servers()) / made.seconds - 1)
+        made = forecaster.of(plan_of(32, rows), servers())
+        gains.append(behind(made, forecaster, servers()) / made.seconds - 1)
         print(
             f"  (simulated) 32 V100, {rows} rows of 512 a worker: a step"
             f" {made.seconds * 1e3:.0f} ms, {sharded.hidden(made.trace)[1]:.0%} of the sums hidden,"
             f" {gains[-1]:+.0%} by overlap"
         )
-    one, all_ = (oracle.of(plan_of(n, 32), servers()).seconds for n in (8, 256))
+    one, all_ = (forecaster.of(plan_of(n, 32), servers()).seconds for n in (8, 256))
     print(f"  (simulated) 256 V100 keep {one / all_:.0%} of the speed of 8, at 32 rows a worker")
     return max(gains), one / all_
 

@@ -33,7 +33,7 @@ CLAIMED = 1.70
 # The disk here is twice as fast as the SSDs of such machines, and unpacking takes a core that
 # others want. So it is measured as it is, and slowed by waiting to PACE B/s, the paper's case.
 PACE, LEAST_PACED, LEAST = 2.5e9, 1.5, 1.15
-# Foretold only: a path through the host moves every byte twice, one after another; a direct one
+# Predicted only: a path through the host moves every byte twice, one after another; a direct one
 # moves it once. What that is worth is taken from the paper's own two figures, not found here.
 DIRECT, DIRECT_CLAIMED = 2.25 / 1.70, 2.25
 
@@ -121,16 +121,16 @@ def main(folder: Path) -> None:
     unpack = min(_timed(lambda: sparse.codec.decode(sparse.images[0], room)) for _ in range(5))
     store.close()
     ratio, paced = before / after, paced_before / paced_after
-    foretold = dense.bytes / sparse.bytes
+    predicted = dense.bytes / sparse.bytes
     by_bytes = ELEMENT / (1 + DENSITY * ELEMENT)
     verdict(
         'Joo et al., "Endor", 2024',
         f"{CLAIMED}x (OPT-66B), 1.78x (Llama2-70B); {DIRECT_CLAIMED}x with direct SSD to GPU",
         f"{paced:.2f}x at {PACE / 1e9} GB/s; as the disk is {ratio:.2f}x: {before:.3f} s "
         f"at {dense.bytes / before / 1e9:.2f} GB/s to {after:.3f} s; "
-        f"reading alone {before / read:.2f}x; bytes {foretold:.3f}x fewer (formula "
+        f"reading alone {before / read:.2f}x; bytes {predicted:.3f}x fewer (formula "
         f"{by_bytes:.3f}); unpacking {room.nbytes / unpack / 1e9:.1f} GB/s on one core; direct to "
-        f"a GPU not measurable here, foretold by bytes {by_bytes * DIRECT:.2f}x",
+        f"a GPU not measurable here, predicted by bytes {by_bytes * DIRECT:.2f}x",
         paced >= LEAST_PACED and ratio >= LEAST,
         f"{MATRICES} matrices of {ROWS} x {COLUMNS} bfloat16, density {DENSITY}, {IN_FLIGHT} in "
         f"flight, O_DIRECT with checksums, least of {ROUNDS} interleaved, on a machine "

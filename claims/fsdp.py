@@ -73,10 +73,10 @@ def gpt(workers: int, stream: Stream) -> Plan:
 
 def simulated() -> tuple[float, float]:
     """What a step of 128 devices gains by gathering ahead; what 512 keep of their speed."""
-    oracle = sharded.Foretold(GPT, sharded.MIXED)
+    forecaster = sharded.Predicted(GPT, sharded.MIXED)
     seconds = {}
     for name, workers in (("on demand", 128), ("one ahead", 128), ("one ahead", 512)):
-        made = oracle.of(gpt(workers, WAYS[name]), machines())
+        made = forecaster.of(gpt(workers, WAYS[name]), machines())
         seconds[name, workers] = made.seconds
         print(
             f"  (simulated) GPT-175B, {workers} A100, {name}: a step {made.seconds:.1f} s,"

@@ -43,12 +43,12 @@ def plan_of(workers: int, shards: Sharding) -> Plan:
     return sharded.plan_of(CONFIG, Mesh(workers), shards, 8, 2048, 4, sharded.MIXED)
 
 
-def against_published(oracle: sharded.Foretold) -> list[tuple[float, float]]:
-    """By number of devices, the gain of 8 over all: foretold and published."""
+def against_published(forecaster: sharded.Predicted) -> list[tuple[float, float]]:
+    """By number of devices, the gain of 8 over all: predicted and published."""
     gains = []
     for workers, published in PUBLISHED.items():
         ways = (zero(1, workers), Sharding(1, 1, 8))
-        speeds = [TOKENS / oracle.of(plan_of(workers, way), machines()).seconds for way in ways]
+        speeds = [TOKENS / forecaster.of(plan_of(workers, way), machines()).seconds for way in ways]
         gains.append((speeds[1] / speeds[0], published[1] / published[0]))
         print(
             f"  (simulated) {workers} devices, tokens a second and device: over all"
@@ -58,10 +58,10 @@ def against_published(oracle: sharded.Foretold) -> list[tuple[float, float]]:
     return gains
 
 
-def frontier(oracle: sharded.Foretold) -> list[Sharding]:
+def frontier(forecaster: sharded.Predicted) -> list[Sharding]:
     """What nothing beats in memory and time at once."""
     known: dict[Sharding, Forecast] = {
-        shards: oracle.of(plan_of(WORKERS, shards), machines())
+        shards: forecaster.of(plan_of(WORKERS, shards), machines())
         for shards in sharded.degrees(WORKERS, (1, 2, 8, WORKERS))
     }
     kept = []
@@ -81,21 +81,21 @@ def frontier(oracle: sharded.Foretold) -> list[Sharding]:
 
 
 def main() -> None:
-    oracle = sharded.Foretold(CONFIG, sharded.MIXED)
-    gains = against_published(oracle)
-    kept = frontier(oracle)
+    forecaster = sharded.Predicted(CONFIG, sharded.MIXED)
+    gains = against_published(forecaster)
+    kept = frontier(forecaster)
     stages = {zero(stage, WORKERS) for stage in range(4)}
     others = [shards for shards in kept if shards not in stages]
-    foretold, published = gains[-1]
+    predicted, published = gains[-1]
     verdict(
         '"InternEvo", 2024 (independent sharding degrees)',
         f"optimizer states over 8 devices instead of all: {published:.2f} times the speed on 1,024",
-        f"(simulated) {foretold:.2f} times on 1,024, {gains[2][0]:.2f} on 128 (published"
+        f"(simulated) {predicted:.2f} times on 1,024, {gains[2][0]:.2f} on 128 (published"
         f" {gains[2][1]:.2f}); of {len(kept)} cuts that none beats on {WORKERS} devices,"
         f" {len(others)} are no stage of ZeRO",
-        all(ours > 1 for ours, _ in gains[1:]) and foretold > 1.05 and len(others) > 0,
+        all(ours > 1 for ours, _ in gains[1:]) and predicted > 1.05 and len(others) > 0,
         f"7B, 2 + 2 + 12 bytes, {REACHED:.0%} of peak, 6.25 GB/s of a device to other machines, 20"
-        " us a message; what networks of a thousand devices lose beyond that is not foretold",
+        " us a message; what networks of a thousand devices lose beyond that is not predicted",
     )
 
 

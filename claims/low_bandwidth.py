@@ -4,7 +4,7 @@
 over the 2 chips of a board, gradients over the 8 of a node, optimizer states over all. Beside it
 the two-level cases: hybrid sharding (all states within a node), ZeRO++'s second copy of parameters
 in every node (Wang et al., 2023), and plain ZeRO-3. Real: 8 workers that take themselves to be on 2
-hosts, bytes counted by level against those foretold, weights against ZeRO-3's. Simulated: a GPT of
+hosts, bytes counted by level against those predicted, weights against ZeRO-3's. Simulated: a GPT of
 20G parameters on Frontier's nodes (200 GB/s between the chips of a board, 50 within a node, 12.5 or
 less of each chip to other nodes). The papers' messages of 8 and 4 bits are on neither side here.
 """
@@ -46,15 +46,15 @@ def real() -> tuple[bool, dict[str, float]]:
         for shards in REAL.values()
     ]
     found = sharded.run(*(sharded.Steps(CONFIG, plan, 2) for plan in plans), hosts=HOSTS)
-    oracle, good, across = sharded.Foretold(CONFIG, Precision.named("float64")), True, {}
+    forecaster, good, across = sharded.Predicted(CONFIG, Precision.named("float64")), True, {}
     for (name, plan), every in zip(zip(REAL, plans, strict=True), found, strict=True):
         across[name] = sum(ran.far for ran in every) / 8
         had = sum(ran.bytes for ran in every) / 8
-        made = oracle.of(plan, catalogue("MI250X-GCD", 4))
+        made = forecaster.of(plan, catalogue("MI250X-GCD", 4))
         apart = max(ran.apart(found[0][0]) for ran in every)
         print(
             f"  8 real workers on 2 hosts, {name}: a worker has {had / 1e6:.3f} MB a step from"
-            f" others, {across[name] / 1e6:.3f} of them from the other host (foretold"
+            f" others, {across[name] / 1e6:.3f} of them from the other host (predicted"
             f" {sharded.received(made) / 1e6:.3f}, {sharded.far(made) / 1e6:.3f}); weights differ"
             f" by {apart:.0e}"
         )
@@ -73,13 +73,13 @@ def frontier(network: float) -> Hardware:
 def simulated() -> tuple[dict[tuple[str, float], Forecast], float]:
     """Each way on 384 chips over networks of several rates; what of the speed of 64 chips three
     levels keep on the slowest."""
-    oracle, made = sharded.Foretold(GPT, sharded.MIXED), {}
+    forecaster, made = sharded.Predicted(GPT, sharded.MIXED), {}
 
     def of(name: str, workers: int, network: float) -> Forecast:
         plan = sharded.plan_of(
             GPT, Mesh(workers), FRONTIER[name](workers), 2, 2048, 2, sharded.MIXED, ("block",)
         )
-        return oracle.of(plan, frontier(network))
+        return forecaster.of(plan, frontier(network))
 
     for name in FRONTIER:
         for network in NETWORKS:
@@ -112,8 +112,8 @@ def main() -> None:
         '"Scaling LLM Training on Frontier with Low-Bandwidth Partitioning", 2025 (and ZeRO++)',
         "levels keep bytes off the slowest links; 1.71 times ZeRO++'s speed on 384 chips, scaling"
         " efficiency 0.94",
-        f"real: {fewer:.1f} times fewer bytes from the other host than ZeRO-3, as foretold, one set"
-        f" of weights; (simulated) of the speed of ZeRO++'s cut and of ZeRO-3"
+        f"real: {fewer:.1f} times fewer bytes from the other host than ZeRO-3, as predicted, one"
+        f" set of weights; (simulated) of the speed of ZeRO++'s cut and of ZeRO-3"
         f" {gain(copied, nominal):.2f} and {gain(plain, nominal):.2f} at {nominal} GB/s, where"
         f" passes hide nearly all, {gain(copied, slowest):.2f} and {gain(plain, slowest):.2f} at"
         f" {slowest}: the paper's 1.71 is not reached; {kept:.2f} of linear from 64 chips",

@@ -2,7 +2,7 @@
 
 Fang et al., "PatrickStar", 2021: chunks of parameters, gradients and optimizer states share the
 device, evicted by the recorded order of a step, against a fixed partition (ZeRO-Offload); models
-2.27 and 2.5 times as large in the same memory. Foretold, not run: the visits are those of the
+2.27 and 2.5 times as large in the same memory. Predicted, not run: the visits are those of the
 Schedule that a real plan compiles to, the bytes those of the layout that the runtime would use,
 played visit by visit. Beside it the best fixed partition there is: some items stay for good, chosen
 by bytes saved, the others pass. The rule gains over LRU and over a partition by kind of state, not
@@ -24,10 +24,11 @@ from outsize.memory.sizes import format_bytes
 from outsize.models.build import build, segments
 from outsize.models.families import parse
 from outsize.models.presets import PRESETS
+from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import Rest, Stage
-from outsize.runtime.placement import Placement
-from outsize.schedule.offload import visits
+from outsize.schedule.layout import Placement
+from outsize.schedule.passes.offload import visits
 
 GIB = 1 << 30
 SCALES = (2.27, 2.5)
@@ -71,7 +72,7 @@ def placement(shape: Shape) -> Placement:
         for i, numel in enumerate(shape.numels)
     )
     uses = ((),) * (count - 1) + ((0,) if shape.tied else (),)
-    return Placement(plan, tables, uses, MIXED, ("exp_avg", "exp_avg_sq"))
+    return Placement(plan, tables, uses, MIXED, AdamW().states)
 
 
 Visits = Sequence[frozenset[str]]
@@ -167,8 +168,8 @@ def main() -> None:
         'Fang et al., "PatrickStar", 2021',
         "less traffic than a fixed partition by kind of state, and models 2.27 and 2.5 times as"
         " large in a memory",
-        f"(foretold) of the bytes by Belady's rule LRU fetches {spans['lru']}, a partition by kind,"
-        f" where it fits, {spans['by kind']}, nothing kept {spans['static']}, the best fixed"
+        f"(predicted) of the bytes by Belady's rule LRU fetches {spans['lru']}, a partition by"
+        f" kind, where it fits, {spans['by kind']}, nothing kept {spans['static']}, the best fixed"
         f" partition {spans['partition']}; models 2.27 and 2.5 times as large"
         f" {'have' if fits else 'DO NOT have'} a layout",
         fits and min(min(times[name]) for name in ("lru", "by kind", "static")) > 1,

@@ -30,7 +30,7 @@ from outsize.runtime import Job, NativeFlow
 from outsize.schedule.pipelined import bounds_of
 from outsize.schedule.pipelines import Pipeline, interleaved, one_f_one_b
 from outsize.schedule.pipelines.uniform import uniform
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.search.spilling import Spilling, spilled, with_spills
 from outsize.simulate.away import Moving
 from outsize.simulate.steps import Times, play

@@ -1,7 +1,7 @@
 """Claim: keeping block inputs alone costs one more forward and frees most of the activations.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016: memory of a deep network's
-activations falls to that of its checkpoints, for one extra forward pass. Foretold by rehearsal,
+activations falls to that of its checkpoints, for one extra forward pass. Predicted by rehearsal,
 whose figures the tests hold against measured ones.
 """
 
@@ -16,14 +16,14 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Precision
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 
 ROWS, SEQUENCE = 8, 512
 
 
 def main() -> None:
     config = parse(PRESETS["25m"])
-    base = Wish(
+    base = PlanRequest(
         ROWS, SEQUENCE, Precision.named("float32"), AdamW(), microbatch_rows=ROWS, recompute=()
     )
     hardware = probe()

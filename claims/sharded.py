@@ -39,8 +39,8 @@ from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Kind, Lane, Schedule
-from outsize.search import Wish
-from outsize.search.wish import Oracle, facts_of_model
+from outsize.search import PlanRequest
+from outsize.search.request import Forecaster, facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import Costs
@@ -172,7 +172,7 @@ class Steps:
     def __call__(self, world: Joined) -> Ran:
         job = job_of(self.config, self.plan, Slow(world, self.slow) if self.slow else world)
         if self.change is not None:
-            job.follow(self.change(job.schedule))
+            job.loaded = job.playable(self.change(job.schedule))
         losses, seconds, before, far = [], [], 0, 0.0
         for step in range(self.steps):
             before, far = sum(world.received().values()), world.across()
@@ -307,34 +307,34 @@ def _gbps(value: float) -> Rate:
 
 
 @dataclass
-class Foretold:
+class Predicted:
     """Forecasts of plans of one model that differ in their workers only."""
 
     config: DecoderConfig
     precision: Precision
 
     def __post_init__(self) -> None:
-        self._oracles: dict[Any, Oracle] = {}
+        self._oracles: dict[Any, Forecaster] = {}
 
     def costs(self, plan: Plan) -> Costs:
         """Of a plan's actions."""
-        (found,) = self._oracle(plan).costs(plan)
+        (found,) = self._forecaster(plan).costs(plan)
         return found
 
     def of(self, plan: Plan, hardware: Hardware) -> Forecast:
         """What a plan holds and takes on a cluster."""
         return compose(plan, self.costs(plan), hardware)
 
-    def _oracle(self, plan: Plan) -> Oracle:
+    def _forecaster(self, plan: Plan) -> Forecaster:
         key = (plan.mesh.tensor, plan.sequence_parallel)
         if key not in self._oracles:
-            wish = Wish(
+            request = PlanRequest(
                 plan.rows, plan.sequence, self.precision, AdamW(), clip=1.0,
                 documents=(0, plan.sequence), mesh=plan.mesh,
                 sequence_parallel=plan.sequence_parallel,
             )  # fmt: skip
-            facts = facts_of_model(self.config, wish)
-            self._oracles[key] = Oracle(self.config, wish, catalogue("H200"), facts)
+            facts = facts_of_model(self.config, request)
+            self._oracles[key] = Forecaster(self.config, request, catalogue("H200"), facts)
         return self._oracles[key]
 
 

@@ -24,7 +24,7 @@ from torch.distributed import FileStore
 from outsize.collectives import Collective, Mesh, Span, World, along
 from outsize.collectives.collective import Operation
 from outsize.collectives.joined import join
-from outsize.decode.cache import KeyValueCache
+from outsize.decode.cache import StateCache
 from outsize.decode.generate import Forward
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
@@ -163,7 +163,7 @@ def decoder(**changes: Any) -> Decoder:
 def prompt(forward: Forward) -> Tensor:
     """One prompt through a model: the logits of its last token."""
     ids = torch.arange(TOKENS) * 7 % 512
-    attend = KeyValueCache(1, TOKENS).extend([0], [TOKENS])
+    attend = StateCache(1, TOKENS).extend([0], [TOKENS])
     return forward(ids, attend.positions(), attend.bounds, attend)
 
 

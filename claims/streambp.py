@@ -2,7 +2,7 @@
 
 Luo et al., "StreamBP: Memory-Efficient Exact Backpropagation for Long Sequence Training of LLMs",
 2025: against gradient checkpointing, whose logits exist all at once, in comparable or less time.
-Lengths are found by bisection over the foretold peak; the longest is then run under a ledger that
+Lengths are found by bisection over the predicted peak; the longest is then run under a ledger that
 raises above the budget. Both baselines are printed: block recompute with all logits at once (the
 paper's), and with chunks of logits (ours). Times are of real steps at one length, taken in turns.
 """
@@ -20,7 +20,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose, native_makers
+from outsize.search import PlanRequest, choose, native_makers
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
 
@@ -43,27 +43,27 @@ CONFIG = parse(
 WAYS = {"all logits": (0, 0), "chunks of logits": (LOGITS, 0), "chunks": (LOGITS, CHUNK)}
 
 
-def wish_of(way: str, tokens: int) -> Wish:
+def request_of(way: str, tokens: int) -> PlanRequest:
     """One document of so many tokens, blocks recomputed whole."""
     logits, chunk = WAYS[way]
-    return Wish(
+    return PlanRequest(
         1, tokens, Precision.named("float32"), AdamW(), recompute=("block",), mlp_tile=0,
         loss_chunk=logits, sequence_chunk=chunk, documents=(0, tokens),
     )  # fmt: skip
 
 
-def foretold(way: str, tokens: int) -> Forecast:
-    return choose(CONFIG, wish_of(way, tokens), catalogue("H200"))
+def predicted(way: str, tokens: int) -> Forecast:
+    return choose(CONFIG, request_of(way, tokens), catalogue("H200"))
 
 
 def longest(way: str) -> int:
     """Tokens of the longest document that fits the budget."""
     low, high = 0, 1
-    while foretold(way, high * STEP).peak <= BUDGET:
+    while predicted(way, high * STEP).peak <= BUDGET:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = foretold(way, middle * STEP).peak <= BUDGET
+        fits = predicted(way, middle * STEP).peak <= BUDGET
         low, high = (middle, high) if fits else (low, middle)
     return low * STEP
 
@@ -77,7 +77,7 @@ def job_of(plan: Plan, ledger: Ledger | None = None) -> tuple[Job, Batch]:
 
 def seconds(tokens: int) -> dict[str, float]:
     """The best of three backward passes of all blocks, their recomputation included."""
-    jobs = {way: job_of(foretold(way, tokens).plan) for way in ("chunks of logits", "chunks")}
+    jobs = {way: job_of(predicted(way, tokens).plan) for way in ("chunks of logits", "chunks")}
     best = dict.fromkeys(jobs, float("inf"))
     for _ in range(3):
         for way, (job, batch) in jobs.items():
@@ -93,15 +93,15 @@ def seconds(tokens: int) -> dict[str, float]:
 
 def operations(way: str, tokens: int) -> tuple[float, float]:
     """Of a step: all, and those of attention."""
-    wish = wish_of(way, tokens)
-    costs = rehearse(foretold(way, tokens).plan, *native_makers(CONFIG, wish, (0, tokens)))
+    request = request_of(way, tokens)
+    costs = rehearse(predicted(way, tokens).plan, *native_makers(CONFIG, request, (0, tokens)))
     work = [cost.work for cost in costs.actions.values()]
     return sum(w.flops() for w in work), sum(sum(w.attention.values()) for w in work)
 
 
 def confirmed(tokens: int) -> tuple[int, int]:
-    """Foretold and measured peak of a real step at this length; the ledger raises over budget."""
-    made = foretold("chunks", tokens)
+    """Predicted and measured peak of a real step at this length; the ledger raises over budget."""
+    made = predicted("chunks", tokens)
     job, batch = job_of(made.plan, Ledger(BUDGET))
     job.step(batch, 1e-4)
     return made.peak, job.report.trace.peak()
@@ -123,7 +123,7 @@ def main() -> None:
         " with fewer operations",
         f"{ratios['all logits']:.2f}x block recompute with all logits ({lengths['all logits']:,} to"
         f" {tokens:,} tokens), {ratios['chunks of logits']:.2f}x block recompute with chunks of"
-        f" logits ({lengths['chunks of logits']:,}); run at {tokens:,}: {found:,} bytes, foretold"
+        f" logits ({lengths['chunks of logits']:,}); run at {tokens:,}: {found:,} bytes, predicted"
         f" {peak:,}; backward at {TIMED:,} tokens {slower:.2f}x the time of block recompute;"
         f" operations {all_ours / all_block:.3f}x of block recompute, whose kernel leaves out what"
         f" causality hides too, {all_ours / full:.2f}x of one over all scores under a mask",

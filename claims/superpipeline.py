@@ -16,11 +16,11 @@ from torch import Tensor
 from verdict import verdict
 
 import outsize
-from outsize.decode.cache import CachedAttend
 from outsize.decode.generate import Forward, generate
 from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.models.seams import Past
 from outsize.runtime.fit import Request
 from outsize.runtime.streamed import Streamed
 from outsize.runtime.tokens import TokenPlayer
@@ -41,9 +41,9 @@ class Kept:
         self.forward, self.seen = forward, list[Tensor]()
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
-        self.seen.append(self.forward(ids_T, positions_T, bounds, attend))
+        self.seen.append(self.forward(ids_T, positions_T, bounds, past))
         return self.seen[-1].clone()
 
 

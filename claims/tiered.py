@@ -21,7 +21,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, native_makers
+from outsize.search import PlanRequest, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
@@ -153,7 +153,7 @@ def costs_of(config: DecoderConfig, plan: Plan) -> Costs:
     """What a plan's actions cost. Its blocks are alike: the first of three is rehearsed for all,
     since what a block spills needs others behind it to be gone before it is read."""
     bounds = (0, plan.sequence)
-    wish = Wish(
+    request = PlanRequest(
         plan.rows, plan.sequence, plan.precision, AdamW(), approximate=plan.approximate,
         documents=bounds,
     )  # fmt: skip
@@ -162,8 +162,8 @@ def costs_of(config: DecoderConfig, plan: Plan) -> Costs:
     small = replace(plan, segments=5, stages=(first, *blocks, replace(last, first=4, last=5)))
     stands = (0, *[1] * len(config.layers), 4)
     chosen = Sample(replace(config, layers=config.layers[:1] * 3), small, stands)
-    costs = rehearse(chosen.plan, *native_makers(chosen.config, wish, bounds))
-    return expand(costs, chosen, plan, facts_of_model(config, wish))
+    costs = rehearse(chosen.plan, *native_makers(chosen.config, request, bounds))
+    return expand(costs, chosen, plan, facts_of_model(config, request))
 
 
 def simulated(

@@ -94,19 +94,19 @@ def machines() -> Hardware:
     return sharded.cluster("H100-SXM-96", 8, REACHED, wait=20e-6)
 
 
-def foretold(case: Case) -> Forecast:
+def predicted(case: Case) -> Forecast:
     plan = sharded.plan_of(
         case.config, case.mesh, zero(3, case.mesh.data), case.rows, 8192, 1, sharded.MIXED,
         case.recompute, sequence_parallel=case.mesh.tensor > 1,
     )  # fmt: skip
-    return sharded.Foretold(case.config, sharded.MIXED).of(plan, machines())
+    return sharded.Predicted(case.config, sharded.MIXED).of(plan, machines())
 
 
 def simulated() -> list[float]:
-    """Throughput foretold over published."""
+    """Throughput predicted over published."""
     ratios = []
     for case in CASES:
-        made = foretold(case)
+        made = predicted(case)
         speed = made.plan.rows * 8192 / made.seconds / case.mesh.size
         ratios.append(speed / case.published)
         within = made.received.get("tensor")

@@ -31,7 +31,7 @@ from outsize.runtime import Job, NativeFlow
 from outsize.schedule.pipelines import Costs, Pipeline, one_f_one_b, v_half
 from outsize.schedule.pipelines.costs import VocabularyCosts
 from outsize.schedule.pipelines.vocabulary import with_vocabulary
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.simulate.steps import Times, play
 
 MICROBATCHES, TRANSFER = 128, 0.02  # of a unit's forward

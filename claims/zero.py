@@ -15,9 +15,10 @@ from verdict import verdict
 
 from outsize.collectives import Mesh
 from outsize.memory.chunk import ChunkTable, Dtypes, Slot
+from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, zero
 from outsize.plan.plan import per_segment
-from outsize.runtime.placement import Placement
+from outsize.schedule.layout import Placement
 
 NUMEL, WORKERS, BLOCKS = 7_500_000_000, 64, 60
 PAPER = (120.0, 31.4, 16.6, 1.9)  # GB of 7.5G parameters, stages 0 to 3
@@ -37,17 +38,14 @@ def placement(stage: int, index: int) -> Placement:
         ChunkTable(i, True, (Slot(f"weights {i}", (NUMEL // BLOCKS,), 0, 0),))
         for i in range(BLOCKS)
     )
-    states = ("exp_avg", "exp_avg_sq")
-    return Placement(plan, tables, ((),) * BLOCKS, MIXED, states, index=index)
+    return Placement(plan, tables, ((),) * BLOCKS, MIXED, AdamW().states, index=index)
 
 
 def held(placed: Placement) -> int:
     """Bytes between uses."""
     total = 0
     for index in range(BLOCKS):
-        for what, dtype in placed.held(index):
-            first, last = placed.extent(index, what)
-            total += (last - first) * dtype.itemsize
+        total += sum(placed.nbytes(index, what) for what, _ in placed.held(index))
     return total
 
 

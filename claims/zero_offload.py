@@ -3,9 +3,9 @@
 Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021: parameters stay on the
 device, gradients leave as they come, optimizer states rest on the host and are updated there; 13G
 parameters on a V100 of 32 GB against 1.4G by PyTorch alone. The largest depth that fits is found by
-foretold peaks (which are those measured, to the byte), at the paper's scale and at a small one,
+predicted peaks (which are those measured, to the byte), at the paper's scale and at a small one,
 where the largest is run for real under a ledger that raises over its budget. Beside it: parameters
-on the host as well. (The paper's delayed update is another plan, under `approximate:`.)
+on the host as well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def small(layers: int) -> DecoderConfig:
     return tiered.llama(256, layers, 8, 1024, 688)
 
 
-def foretold(config: DecoderConfig, rest: Rest, tokens: int, hardware: Hardware) -> Forecast:
+def predicted(config: DecoderConfig, rest: Rest, tokens: int, hardware: Hardware) -> Forecast:
     precision = "bfloat16" if tokens > 512 else "float32"
     part = 1 << 26 if tokens > 512 else 1 << 20
     host = 0 if rest.optimizer == "device" or rest.parameters != "device" else ON_HOST
@@ -65,7 +65,7 @@ def deepest(shape: Callable[[int], DecoderConfig], rest: Rest, tokens: int, budg
     hardware = tiered.machine("V100-SXM2-32", 0.4, [tiered.tier("host", 12.0, 12.0, source)])
 
     def fits(layers: int) -> bool:
-        return foretold(shape(layers), rest, tokens, hardware).peak <= budget
+        return predicted(shape(layers), rest, tokens, hardware).peak <= budget
 
     low, high = 0, 1
     while high <= DEEPEST and fits(high):

@@ -4,7 +4,7 @@ Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Languag
 Limited GPU Memory", 2025: OPT-175B in 18 GB of device memory, with almost no time added to
 zeroth-order steps whose weights all lie on the device, and the same numbers.
 
-Bytes of the large shapes are foretold: the pool and the copy are those that a job on tensors
+Bytes of the large shapes are predicted: the pool and the copy are those that a job on tensors
 without memory allocates, what a block needs while it runs is counted on such tensors too. The same
 sum is held against the ledger's peak of a small job that really streams, from memory and from disk,
 whose steps are timed against the resident job's, bit for bit equal.
@@ -47,7 +47,7 @@ ADAMW = 18  # bytes a parameter: bfloat16, float32 master, gradients and two mom
 
 
 @dataclass(frozen=True)
-class Foretold:
+class Predicted:
     """Bytes: of all weights, of the pool, of the copy a stage computes with, of a step's hidden
     states and what its costliest stage needs beside them. parameters: their number."""
 
@@ -95,7 +95,7 @@ def beside(model: Decoder, tokens: int, sequence: int, dtype: torch.dtype) -> in
     return 2 * x_TD.nbytes + max(ledger.peak, logits)
 
 
-def foretell(config: DecoderConfig, rows: int, sequence: int, precision: Precision) -> Foretold:
+def predict(config: DecoderConfig, rows: int, sequence: int, precision: Precision) -> Predicted:
     plan, ledger = plan_of(config, "host", rows, sequence, precision), Ledger()
     dtype = getattr(torch, precision.compute)
     with FakeTensorMode():
@@ -106,7 +106,7 @@ def foretell(config: DecoderConfig, rows: int, sequence: int, precision: Precisi
         job = ZerothJob(NativeFlow(model, plan), plan, ledger=ledger, stores={"host": Nowhere()})
     numel = sum(table.numel for table in job.placement.tables)
     live = ledger.live
-    return Foretold(numel * dtype.itemsize, live["window"], live["workspace"], need, numel)
+    return Predicted(numel * dtype.itemsize, live["window"], live["workspace"], need, numel)
 
 
 def batch_of(vocabulary: int) -> Batch:
@@ -114,8 +114,8 @@ def batch_of(vocabulary: int) -> Batch:
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), ((0, SEQUENCE),) * ROWS)
 
 
-def measured(config: DecoderConfig, told: Foretold) -> tuple[dict[str, float], float, bool]:
-    """Seconds of a step by where the weights rest; the peak over the foretold one; equal bits."""
+def measured(config: DecoderConfig, told: Predicted) -> tuple[dict[str, float], float, bool]:
+    """Seconds of a step by where the weights rest; the peak over the predicted one; equal bits."""
     precision, batch = Precision.named("float32"), batch_of(256)
     size = 4 * told.parameters + (1 << 20) * 64
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +162,7 @@ def main() -> None:
     }  # fmt: skip
     device = {}
     for name, config in shapes.items():
-        told = foretell(config, 1, 2048, BF16)
+        told = predict(config, 1, 2048, BF16)
         device[name] = told.device
         print(
             f"  {name}: {told.parameters / 1e9:.1f}G parameters, {format_bytes(told.weights)} of"
@@ -171,18 +171,18 @@ def main() -> None:
             f" {format_bytes(told.beside)}); AdamW has {format_bytes(ADAMW * told.parameters)}"
         )
     config = parse(PRESETS["small"])
-    told = foretell(config, ROWS, SEQUENCE, Precision.named("float32"))
+    told = predict(config, ROWS, SEQUENCE, Precision.named("float32"))
     seconds, share, equal = measured(config, told)
     added = {tier: seconds[tier] / seconds["device"] - 1 for tier in ("host", "disk")}
     drawn = drawing(told.parameters)
     verdict(
         'Wang et al., "ZO2", 2025',
         "OPT-175B in 18 GB of device memory, almost no time added, the same numbers",
-        f"(foretold) OPT-175B in {device['OPT-175B'] / 1e9:.1f} GB, OPT-13B in"
+        f"(predicted) OPT-175B in {device['OPT-175B'] / 1e9:.1f} GB, OPT-13B in"
         f" {device['OPT-13B'] / 1e9:.1f} GB; (measured) a step of {seconds['device']:.2f} s takes"
         f" {added['host']:+.1%} with weights in memory and {added['disk']:+.1%} on disk,"
         f" {drawn / seconds['device']:.0%} of it draws numbers; measured peak {share:.3f}x of the"
-        f" foretold; bits {'equal' if equal else 'DIFFER'}",
+        f" predicted; bits {'equal' if equal else 'DIFFER'}",
         device["OPT-175B"] < PAPER and max(added.values()) < 0.15 and equal and 0.9 < share < 1.05,
         f"large shapes: 1 x 2048 tokens, bfloat16; timed: the small preset (5M), {ROWS} x"
         f" {SEQUENCE} tokens a step, float32, minima of {ROUNDS - 1} interleaved steps",

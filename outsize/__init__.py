@@ -5,25 +5,60 @@ outsize.generate(model, "def fib(n):")
 job = outsize.prepare(model, optimizer="adamw")   # or any nn.Module made of blocks
 loss = job.step(batch)
 outsize.save(model, path)
+plan = outsize.plan("small", memory="2GiB")       # what prepare(plan=...) and train --plan take
+outsize.simulate("small", plan)                   # a step of it, predicted
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outsize.errors import OutsizeError
+from outsize.lazy import importing
 
 if TYPE_CHECKING:
-    from outsize.api import generate, load, prepare, save
+    from outsize.api import adapt, generate, load, merge, save
+    from outsize.hardware import Hardware
+    from outsize.plan import Plan
+    from outsize.schedule.program import Program
+    from outsize.trace.trace import Trace
+    from outsize.train.plans import plan, simulate
+    from outsize.train.prepare import prepare
 
 __version__ = "0.1.0"
-__all__ = ["OutsizeError", "__version__", "generate", "load", "prepare", "save"]
+__all__ = [
+    "Hardware",
+    "OutsizeError",
+    "Plan",
+    "Program",
+    "Trace",
+    "__version__",
+    "adapt",
+    "generate",
+    "load",
+    "merge",
+    "plan",
+    "prepare",
+    "save",
+    "simulate",
+]
 
 
-def __getattr__(name: str) -> Any:
-    """The functions come with PyTorch, which takes a second: they are imported when first used."""
-    if name in ("generate", "load", "prepare", "save"):
-        from outsize import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'outsize' has no attribute {name!r}")
+# They come with PyTorch, which takes a second. `plan` and `simulate` are packages that are called.
+__getattr__ = importing(
+    __name__,
+    {
+        "Hardware": "outsize.hardware",
+        "Plan": "outsize.plan",
+        "Program": "outsize.schedule.program",
+        "Trace": "outsize.trace.trace",
+        "adapt": "outsize.api",
+        "generate": "outsize.api",
+        "load": "outsize.api",
+        "merge": "outsize.api",
+        "plan": "outsize.plan",
+        "prepare": "outsize.train.prepare",
+        "save": "outsize.api",
+        "simulate": "outsize.simulate",
+    },
+)

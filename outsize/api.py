@@ -1,32 +1,33 @@
-"""What `import outsize` offers: load, save, generate, prepare."""
+"""What `import outsize` offers to load, save and generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch import Tensor
 
-from outsize.checkpoint import hub
-from outsize.checkpoint.hub import save
-from outsize.collectives import Mesh, parse_mesh
-from outsize.data import Tokenizer, open_tokenizer
+from outsize.checkpoint import adapters, hub
+from outsize.collectives.mesh import Mesh, parse_mesh
+from outsize.data.tokenizer import Tokenizer, open_tokenizer
 from outsize.decode.generate import PREFILL_TOKENS, Forward, check_request
 from outsize.decode.generate import generate as generate_tokens
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
-from outsize.memory import parse_bytes
+from outsize.memory.sizes import parse_bytes
 from outsize.models.decoder import Decoder
-from outsize.runtime.fit import Request
-from outsize.runtime.streamed import Streamed
 from outsize.runtime.tokens import TokenPlayer
-from outsize.serve import Meshed
 from outsize.train.directory import model_directory
-from outsize.train.prepare import prepare
 
-__all__ = ["generate", "load", "prepare", "save"]
+if TYPE_CHECKING:
+    from outsize.runtime.streamed import Streamed
+    from outsize.serve import Meshed
+
+__all__ = ["adapt", "generate", "load", "merge", "save"]
 
 BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
 
@@ -107,16 +108,22 @@ def load(
                     f"{name} is {value!r} with mesh, where each worker reads its own part and keeps"
                     " it: leave one of them out"
                 )
+        from outsize.serve import Meshed
+
         axes = parse_mesh(mesh) if isinstance(mesh, str) else mesh
         return Meshed.joined(directory, axes, dtype, device)
     if memory is None:
         if disk is not None or sparse:
             raise OutsizeError("disk and sparse go with memory; pass memory='2GiB' or leave them")
+        if weights == "required":
+            return adapters.load(directory, dtype, device)
         return hub.load(directory, dtype, device, weights, seed)
     if weights != "required":
         raise OutsizeError(
             f"weights = {weights!r} with memory; expected 'required': values are read from files"
         )
+    from outsize.runtime.streamed import Streamed
+
     return Streamed(directory, parse_bytes(memory), dtype, device, disk, sparse)
 
 
@@ -146,14 +153,15 @@ def generate(
     workers of a mesh all call this alike and have the same text. Raises OutsizeError for settings
     out of range, and for a budget that is too small.
     """
+    _check_model(model)
     sampling = Sampling(temperature, top_k, top_p, seed)
     if isinstance(prompt, str):
         text = tokenizer_of(model, tokenizer)
         ids: Sequence[int] = prompt_ids(text, prompt)
     else:
-        ids = prompt
+        ids = _ids(prompt)
     decoder, player, at_once = _player(model, ids, max_tokens, temperature > 0)
-    draw: Sampler = model.relay.drawing(sampling) if isinstance(model, Meshed) else sampling
+    draw = _sampler(model, sampling)
     if on_ready is not None:
         on_ready(_outlook(model))
     if not isinstance(prompt, str):
@@ -162,7 +170,7 @@ def generate(
         )
     pieces = []
     for piece in stream_text(
-        decoder, text, prompt, max_tokens, draw, stop, forward=player, prefill_tokens=at_once
+        decoder, text, ids, max_tokens, draw, stop, forward=player, prefill_tokens=at_once
     ):
         pieces.append(piece)
         if on_text is not None:
@@ -170,21 +178,119 @@ def generate(
     return "".join(pieces)
 
 
+def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_BYTES) -> None:
+    """Write a model that `load` gave as a Hugging Face directory, with checksums in outsize.json
+    beside it; of a model with an adapter the adapter alone, as peft has it (`merge` makes a plain
+    model of it). The directory appears complete or not at all.
+
+    OutsizeError for one that exists and is not empty, for other modules, and where the system
+    refuses.
+    """
+    if not isinstance(model, Decoder):
+        raise OutsizeError(
+            f"save: model is a {type(model).__name__}; expected a decoder of outsize.load. What"
+            " outsize.prepare trains is written by job.save(path), other modules by torch.save"
+        )
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int):
+        raise OutsizeError(f"max_shard_bytes is {max_shard_bytes!r}; expected a number of bytes")
+    adapters.save(model, path, max_shard_bytes)
+
+
+def adapt(model: Decoder, adapter: Mapping[str, Mapping[str, object]], seed: int = 0) -> Decoder:
+    """Freeze a model and put an adapter beside its weights, as a run's file says it: `prepare` then
+    trains the adapter alone. Gives the same object.
+
+    adapter: {"lora": {"rank": 16}}; `outsize keys adapt` lists what there is. seed: of the initial
+    values. OutsizeError for unknown settings and for a model that cannot be adapted.
+    """
+    from outsize.models.build import adapt as adapted
+    from outsize.train.model import adapter_of
+    from outsize.train.resolve import Resolved, apply_values
+
+    _check_decoder(model, "adapt")
+    found = adapter_of(apply_values(Resolved(), {"adapt": adapter}, "adapt").config)
+    if found is None:
+        raise OutsizeError(f"adapt: {adapter!r} names no adapter; expected {{'lora': {{}}}}")
+    return adapted(model, found, seed)
+
+
+def merge(model: Decoder) -> Decoder:
+    """The plain model that computes what a model with an adapter does: the same object, its weights
+    changed. It generates at the cost of the plain model, and `save` writes all of it."""
+    _check_decoder(model, "merge")
+    return adapters.merge(model)
+
+
+def _check_decoder(model: object, what: str) -> None:
+    if not isinstance(model, Decoder):
+        raise OutsizeError(
+            f"{what}: model is a {type(model).__name__}; expected a decoder of outsize.load,"
+            " without memory or mesh"
+        )
+
+
+def _check_model(model: object) -> None:
+    """OutsizeError for what `load` does not give."""
+    if isinstance(model, Decoder):
+        return
+    from outsize.runtime.streamed import Streamed
+    from outsize.serve import Meshed
+
+    if not isinstance(model, (Streamed, Meshed)):
+        raise OutsizeError(
+            f"model is a {type(model).__name__}; expected what outsize.load(path) gives"
+        )
+
+
+def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    """The token ids of a prompt that is no text."""
+    given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    whole = isinstance(given, Sequence) and all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in given
+    )
+    if not whole:
+        raise OutsizeError(
+            f"prompt is {_short(prompt)}; expected a text, or token ids as a list of whole numbers"
+        )
+    return [int(token) for token in given]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
 def _outlook(model: Decoder | Streamed | Meshed) -> str:
     """What is said of a model before its first token."""
-    if isinstance(model, Meshed):
-        return str(model)
-    return str(model.outlook) if isinstance(model, Streamed) else ""
+    if isinstance(model, Decoder):
+        return ""
+    from outsize.serve import Meshed
+
+    return str(model) if isinstance(model, Meshed) else str(model.outlook)
+
+
+def _sampler(model: Decoder | Streamed | Meshed, sampling: Sampling) -> Sampler:
+    """Who draws: of several workers the one that has the logits tells the others."""
+    if isinstance(model, Decoder):
+        return sampling
+    from outsize.serve import Meshed
+
+    return model.relay.drawing(sampling) if isinstance(model, Meshed) else sampling
 
 
 def _player(
     model: Decoder | Streamed | Meshed, ids: Sequence[int], new: int, drawn: bool
 ) -> tuple[Decoder, Forward, int]:
     """The decoder, what plays its steps, and how many tokens of a prompt are fed at once."""
+    if isinstance(model, Decoder):
+        return model, TokenPlayer(model), PREFILL_TOKENS
+    from outsize.runtime.fit import Request
+    from outsize.serve import Meshed
+
     if isinstance(model, Meshed):
         return model.decoder, model.relay, PREFILL_TOKENS
-    if not isinstance(model, Streamed):
-        return model, TokenPlayer(model), PREFILL_TOKENS
     check_request(model.decoder, ids, new)
     reading = model.ready(Request(len(ids), new, drawn))
     assert model.outlook is not None

@@ -18,6 +18,19 @@ import yaml
 from outsize.errors import OutsizeError, nearest
 
 
+class Written:
+    """A value that is written as something else than its fields."""
+
+    def written(self) -> Any:
+        """It as YAML has it."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """What `written` gave."""
+        raise NotImplementedError
+
+
 def load_yaml(text: str, source: str) -> Any:
     """YAML as plain values. OutsizeError, naming `source`, for what is not YAML or names a key
     twice."""
@@ -48,6 +61,8 @@ def read(kind: Any, value: Any, source: str, path: str = "") -> Any:
     OutsizeError names `source` and `path`, the place of the value in it.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Written):
+        return kind.read(read(Mapping[str, int], value, source, path))
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, source, path)
     if origin in (typing.Union, types.UnionType):

@@ -33,7 +33,7 @@ from outsize.hardware.probe import keep
 from outsize.kernels import native
 from outsize.models.config import DecoderConfig
 from outsize.search import single
-from outsize.search.wish import Oracle, Wish
+from outsize.search.request import Forecaster, PlanRequest
 from outsize.simulate.costs import Costs
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
@@ -94,15 +94,15 @@ def _own_cache(
 def _rehearsed_once() -> Iterator[None]:
     """What one search has rehearsed, the next one knows: it depends neither on the budget nor on
     what rests where."""
-    plain, known = single.oracle_of, dict[str, dict[tuple[object, ...], Costs]]()
+    plain, known = single.forecaster_of, dict[str, dict[tuple[object, ...], Costs]]()
 
-    def shared(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
-        made = plain(config, wish, hardware)
-        made._known = known.setdefault(repr((config, replace(wish, budget=None, tiers=()))), {})
+    def shared(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecaster:
+        made = plain(config, request, hardware)
+        made._known = known.setdefault(repr((config, replace(request, budget=None, tiers=()))), {})
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single, "oracle_of", shared)
+        patch.setattr(single, "forecaster_of", shared)
         yield
 
 

@@ -1,6 +1,6 @@
 """Runs the code blocks of Markdown documents, so that what they show works.
 
-    python tools/doc_blocks.py README.md docs/quickstart.md
+    python tools/doc_blocks.py README.md docs/start/train.md
 
 The blocks of a document run in order, in one temporary directory for the whole document:
 `bash` blocks by bash, `console` blocks by bash without their output lines, `python` blocks in a

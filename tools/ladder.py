@@ -3,7 +3,7 @@
     python tools/ladder.py            # write
     python tools/ladder.py --check    # exit with 1 where the page is not what this would write
 
-Figures are foretold on rates that are written here, so that they are the same everywhere:
+Figures are predicted on rates that are written here, so that they are the same everywhere:
 a processor of two cores and a disk, as measured on 2026-11-21.
 """
 
@@ -20,7 +20,7 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Precision
-from outsize.search import Wish, choose, ladder, oracle_of, thresholds
+from outsize.search import PlanRequest, choose, forecaster_of, ladder, thresholds
 from outsize.search.tiers import states
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -52,13 +52,13 @@ def written() -> str:
     config = parse(dict(PRESETS["llama-1.1b"]))
     disk = TierSpec("disk", "disk", (Path("."),), 200 * GIB)
     documents = (0, 1024)
-    wish = Wish(
+    request = PlanRequest(
         8, 1024, Precision.named("float32"), AdamW(), None, tiers=(disk,), documents=documents
     )
     hardware = machine()
-    oracle = oracle_of(config, wish, hardware)
+    forecaster = forecaster_of(config, request, hardware)
     lines = [
-        "llama-1.1b, float32, AdamW, no clipping, 8 rows of 1,024 tokens a step; foretold for"
+        "llama-1.1b, float32, AdamW, no clipping, 8 rows of 1,024 tokens a step; predicted for"
         f" {FP32 / 1e9:.0f} GFLOP/s, {BANDWIDTH / 1e9:.0f} GB/s of memory and a disk that reads"
         f" {READ / 1e9} GB/s and writes {WRITE / 1e9}.",
         "",
@@ -66,7 +66,7 @@ def written() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     before = None
-    for rung in ladder(oracle, len(config.layers) + 2):
+    for rung in ladder(forecaster, len(config.layers) + 2):
         saves = "" if before is None else format_bytes(before.bytes - rung.bytes)
         costs = "" if before is None else f"{rung.seconds / before.seconds - 1:+.1%}"
         lines.append(
@@ -81,7 +81,7 @@ def written() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for budget in BUDGETS:
-        made = choose(config, replace(wish, budget=int(budget * GIB)), hardware)
+        made = choose(config, replace(request, budget=int(budget * GIB)), hardware)
         stages = made.plan.stages
         below = [
             sum(getattr(s.rest, kind) != "device" for s in stages)
@@ -93,7 +93,7 @@ def written() -> str:
             f" {', '.join(map(str, below))} of {len(stages)} | {made.seconds:.1f} s |"
         )
         if budget == BUDGETS[0]:
-            limits = thresholds(made, states(oracle.facts, made.plan), (disk,), hardware)
+            limits = thresholds(made, states(forecaster.facts, made.plan), (disk,), hardware)
     lines += ["", f"Thresholds of the plan for {BUDGETS[0]} GiB:", ""]
     lines += ["| hidden | from tokens |", "| --- | --- |"]
     for limit in limits:

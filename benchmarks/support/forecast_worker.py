@@ -1,4 +1,4 @@
-"""Outsize's worker where steps are foretold: it first measures, then steps, and leaves its traces.
+"""Outsize's worker where steps are predicted: it first measures, then steps, and leaves its traces.
 
 The first worker times the plan's actions alone while the others wait; then 1, 2, ... of them
 compute at once, for the pace of each. Everything is left in the task's folder.
@@ -35,7 +35,7 @@ class Watched:
         (self.folder / f"schedule-{rank}.txt").write_text(text, encoding="utf-8")
 
     def _measure(self, task: Task) -> None:
-        """Before the first step, since a run would foretell itself then too."""
+        """Before the first step, since a run would predict itself then too."""
         worker, config, optimizer = self.worker, hub.read_config(task.weights), optimizer_of(task)
         ids_BS = task.steps()[0]
 

@@ -16,7 +16,7 @@ from outsize.memory import format_bytes
 from outsize.optim import AdamW
 from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -30,13 +30,13 @@ def batch_of(ids_BS: Tensor) -> Batch:
 
 
 def job_of(task: Task) -> tuple[Job, Forecast]:
-    """The job, its weights loaded, and what was foretold of its plan."""
+    """The job, its weights loaded, and what was predicted of its plan."""
     rows, sequence = task.steps()[0].shape
     config = hub.read_config(task.weights)
     precision = Precision.named(NAMES[task.precision])
     optimizer = AdamW(task.lr, task.betas, task.eps, task.weight_decay)
-    wish = Wish(rows, sequence, precision, optimizer, clip=task.clip)
-    forecast = choose(config, wish, probe("cpu"))
+    request = PlanRequest(rows, sequence, precision, optimizer, clip=task.clip)
+    forecast = choose(config, request, probe("cpu"))
     model = hub.load(task.weights, getattr(torch, precision.master or precision.compute))
     flow = NativeFlow(model, forecast.plan)
     return Job(flow, forecast.plan, optimizer, clip=task.clip), forecast
@@ -50,7 +50,7 @@ def describe(forecast: Forecast) -> str:
         f"microbatches of {plan.microbatch_rows} rows, recompute {', '.join(again) or 'nothing'},"
         f" loss in chunks of {plan.loss_chunk or 'all'} tokens,"
         f" feed-forward in tiles of {plan.mlp_tile or 'all'} tokens;"
-        f" foretold {format_bytes(forecast.peak)} of tensors and {forecast.seconds:.2f} s a step"
+        f" predicted {format_bytes(forecast.peak)} of tensors and {forecast.seconds:.2f} s a step"
     )
 
 

@@ -20,7 +20,7 @@ from outsize.plan.text import from_yaml
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.streamed import Streamed
 from outsize.schedule import Kind
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 
@@ -32,12 +32,12 @@ def planned(task: Task) -> Forecast:
     """What the planner chooses within the task's memory, with a disk below it as measured now."""
     spec = disk_tier(task.folder)
     tier = measured(spec, datetime.date.today().isoformat())
-    wish = Wish(
+    request = PlanRequest(
         task.rows, task.sequence, Precision(), optimizer(task), budget=task.memory,
         documents=(0, task.sequence), tiers=(spec,),
     )  # fmt: skip
     hardware = streaming.with_tiers(probe("cpu"), [tier])
-    return choose(hub.read_config(task.weights), wish, hardware)
+    return choose(hub.read_config(task.weights), request, hardware)
 
 
 def trained(task: Task) -> Answer:

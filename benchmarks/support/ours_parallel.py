@@ -21,7 +21,7 @@ from outsize.parallel.tensor import split
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.text import from_yaml, to_yaml
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.train.filling import hub_fill
 
 
@@ -30,14 +30,14 @@ def optimizer_of(task: Task) -> AdamW:
 
 
 def planned(task: Task, config: DecoderConfig) -> tuple[Plan, int]:
-    """The plan, and the bytes of tensors that it is foretold to hold on a worker."""
+    """The plan, and the bytes of tensors that it is predicted to hold on a worker."""
     rows, sequence = task.steps().shape[1:]
-    wish = Wish(
+    request = PlanRequest(
         rows, sequence, Precision.named("float32"), optimizer_of(task), clip=task.clip,
         documents=(0, sequence), mesh=Mesh(task.data, task.tensor),
         shards=Sharding(*task.shards), sequence_parallel=task.sequence_parallel,
     )  # fmt: skip
-    found = choose(config, wish, probe("cpu"))
+    found = choose(config, request, probe("cpu"))
     return found.plan, found.peak
 
 

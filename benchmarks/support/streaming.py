@@ -18,10 +18,10 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.plan import Plan, Rest
 from outsize.plan.plan import Precision, Stream, per_segment
-from outsize.runtime.placement import GRADIENTS, PARAMETERS, Placement
 from outsize.schedule import Kind, Schedule, State
+from outsize.schedule.layout import GRADIENTS, PARAMETERS, Placement
 from outsize.schedule.residency import moved as item_of
-from outsize.search import Wish, native_makers
+from outsize.search import PlanRequest, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
@@ -121,7 +121,9 @@ def with_tiers(hardware: Hardware, tiers: Iterable[Tier]) -> Hardware:
     return replace(hardware, tiers=tuple(named.values()))
 
 
-def foretell_sampled(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
+def predict_sampled(
+    config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
+) -> Forecast:
     """The forecast of a given plan for a model of equal blocks. The first of three is rehearsed
     for all: what a block spills needs others behind it to be gone before it is read."""
     first, block, last = plan.stages[0], plan.stages[1], plan.stages[-1]
@@ -129,8 +131,8 @@ def foretell_sampled(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Ha
     small = replace(plan, segments=5, stages=(first, *blocks, replace(last, first=4, last=5)))
     stands = (0, *[1] * len(config.layers), 4)
     chosen = Sample(replace(config, layers=config.layers[:1] * 3), small, stands)
-    costs = rehearse(chosen.plan, *native_makers(chosen.config, wish, wish.documents))
-    return compose(plan, expand(costs, chosen, plan, facts_of_model(config, wish)), hardware)
+    costs = rehearse(chosen.plan, *native_makers(chosen.config, request, request.documents))
+    return compose(plan, expand(costs, chosen, plan, facts_of_model(config, request)), hardware)
 
 
 # -- bytes ------------------------------------------------------------------------------------

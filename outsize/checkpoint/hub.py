@@ -57,6 +57,7 @@ def load(
     device: torch.device | str | None = None,
     weights: Literal["required", "random"] = "required",
     seed: int = 0,
+    config: DecoderConfig | None = None,
 ) -> Decoder:
     """The model in a Hugging Face directory, in `dtype` (None: that of the files) on `device`.
 
@@ -66,7 +67,7 @@ def load(
     """
     if dtype not in (None, *WEIGHT_DTYPES):
         raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_spell(WEIGHT_DTYPES)}")
-    config = read_config(path)
+    config = config or read_config(path)
     device = device or "cpu"
     if weights == "random":
         return build(config, seed, dtype or _config_dtype(config), device)
@@ -124,9 +125,25 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTE
     """
     if max_shard_bytes <= 0:
         raise OutsizeError(f"max_shard_bytes = {max_shard_bytes}, expected a positive number")
+    if model.config.adapter is not None:
+        raise OutsizeError(
+            "model: it has an adapter, and a Hugging Face directory holds plain models; merge it"
+            " before (outsize.merge), or save the adapter"
+        )
+    check_values(model)
+    whole_directory(path, lambda directory: _write(model, directory, max_shard_bytes))
+
+
+def check_values(model: Decoder) -> None:
+    """Refuse a model of which some parameter is a shape alone."""
     absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
     if absent is not None:
         raise OutsizeError(f"parameter {absent} has no value yet (it is on the meta device)")
+
+
+def whole_directory(path: str | Path, write: Callable[[Path], None]) -> None:
+    """Make a directory of what `write` puts there: complete, or not at all. OutsizeError for one
+    that exists and is not empty, and where the system refuses."""
     final = Path(path).resolve()
     try:
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -138,7 +155,7 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTE
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed process with this number
         scratch.mkdir()
         try:
-            _write(model, scratch, max_shard_bytes)
+            write(scratch)
             sync_directory(scratch)
             os.rename(scratch, final)  # refuses a directory that is not empty
         except BaseException:

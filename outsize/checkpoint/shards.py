@@ -99,6 +99,11 @@ def _why_absent(directory: Path) -> str:
             f"{directory} has its weights in a pickle ({pickles[0]}), which can run code when it "
             "is read: convert it to safetensors, e.g. with save_pretrained of transformers"
         )
+    if (directory / "adapter_config.json").is_file():
+        return (
+            f"{directory} holds an adapter alone; expected whole weights: write them with"
+            " outsize.save(outsize.merge(outsize.load(DIRECTORY)), NEW)"
+        )
     return f"{directory} has no weights: expected {SINGLE} or {INDEX}"
 
 

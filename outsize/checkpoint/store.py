@@ -106,7 +106,7 @@ class Store:
         One whose manifest has been damaged counts if the pointer names it, so that loading it is
         refused rather than work being lost in silence.
         """
-        pointed = self._pointed()
+        pointed = self.pointed
         for step in reversed(self._candidates()):
             if step == pointed or self._is_valid(step):
                 return step
@@ -268,7 +268,9 @@ class Store:
             return False
         return manifest is not None and manifest.step == step
 
-    def _pointed(self) -> int | None:
+    @property
+    def pointed(self) -> int | None:
+        """The step that was saved last, whether or not it is there still."""
         try:
             with (self.directory / POINTER_NAME).open("rb") as file:
                 return _step_of(file.read(64).decode("ascii", "replace").rstrip("\n"))

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outsize.cli.command import Command
+
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
+    from outsize.launch.heartbeat import Heartbeat
+    from outsize.models.config import DecoderConfig
     from outsize.models.decoder import Decoder
     from outsize.runtime.streamed import Streamed
     from outsize.serve import Meshed
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--prompt", default="", help="What the text begins with.")
 @click.option("--max-tokens", default=200, show_default=True, help="Most tokens to add.")
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     help="With --memory: keep the weights of a pruned model under --disk without their zeros.",
 )
 @click.option(
-    "--timing", is_flag=True, help="With --memory: seconds a token, foretold and measured."
+    "--timing", is_flag=True, help="With --memory: seconds a token, predicted and measured."
 )
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
@@ -82,72 +86,104 @@ def generate(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.api import generate as go_on
     from outsize.decode.samplers import Sampling
+    from outsize.decode.text import check_prompt
     from outsize.errors import OutsizeError
-    from outsize.serve.workers import Asked, run_workers, several
-    from outsize.train.directory import model_directory
 
     sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
+    check_prompt(prompt)
     if memory is None and (disk is not None or sparse or timing):
         raise OutsizeError("--disk, --sparse and --timing go with --memory; give --memory SIZE")
     begun = partial(
-        go_on, prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k,
+        go_on, max_tokens=max_tokens, temperature=temperature, top_k=top_k,
         top_p=top_p, seed=seed, stop=stop,
     )  # fmt: skip
 
-    def go(model: Decoder | Streamed | Meshed, first: bool = True) -> None:
-        assert model.origin is not None
-        text = _tokenizer(model.origin, tokenizer)
+    def go(
+        model: Decoder | Streamed | Meshed,
+        text: Tokenizer,
+        on_text: Callable[[str], None],
+        first: bool = True,
+    ) -> None:
         if not first:
-            begun(model, tokenizer=text)
+            begun(model, prompt, tokenizer=text)
             return
-        on_text = partial(click.echo, nl=False)
-        begun(model, tokenizer=text, on_text=on_text, on_ready=_echo(prompt, no_echo))
+        begun(model, prompt, tokenizer=text, on_text=on_text, on_ready=_echo(prompt, no_echo))
         click.echo()
 
-    def find() -> Path:
-        found = model_directory(directory)
-        _tokenizer(found, tokenizer)
-        return found
+    def meet(model: Meshed, first: bool, pulse: Heartbeat) -> None:
+        assert model.origin is not None
+        go(model, _tokenizer(model.origin, tokenizer, model.config), _printing(pulse), first)
 
-    facts = {
-        "prompt": repr(prompt), "max_tokens": repr(max_tokens), "sampling": repr(sampling),
-        "stop": repr(stop), "tokenizer": repr(tokenizer),
-    }  # fmt: skip
-    asked = Asked(mesh, workers, facts)
-    if several(asked):
-        if memory is not None:
-            raise OutsizeError(
-                f"--memory {memory} with several workers, each of which holds its part; leave"
-                " --memory out, or --workers and --mesh"
-            )
-        ctx.exit(run_workers(asked, find, go))
+    if workers is not None or mesh is not None or "RANK" in os.environ:
+        from outsize.serve.workers import Asked, run_workers, several
+
+        facts = {
+            "prompt": repr(prompt), "max_tokens": repr(max_tokens), "sampling": repr(sampling),
+            "stop": repr(stop), "tokenizer": repr(tokenizer),
+        }  # fmt: skip
+        asked = Asked(mesh, workers, facts)
+        if several(asked):
+            if memory is not None:
+                raise OutsizeError(
+                    f"--memory {memory} with several workers, each of which holds its part; leave"
+                    " --memory out, or --workers and --mesh"
+                )
+            ctx.exit(run_workers(asked, lambda: _found(directory, tokenizer)[0], meet))
+    found, config, text = _found(directory, tokenizer)
     with ExitStack() as stack:
-        model = _opened(stack, find(), memory, disk, sparse)
-        go(model)
+        model = _opened(stack, found, config, memory, disk, sparse)
+        go(model, text, partial(click.echo, nl=False))
         if timing:
             click.echo(_timing(model), err=True)
 
 
-def _tokenizer(found: Path, named: str | None) -> Tokenizer:
+def _printing(pulse: Heartbeat) -> Callable[[str], None]:
+    """Prints text; a worker that waits for whoever reads it does not hang."""
+
+    def on_text(text: str) -> None:
+        pulse.wait("writing the text")
+        click.echo(text, nl=False)
+        pulse.go()
+
+    return on_text
+
+
+def _found(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, Tokenizer]:
+    """Where a model lies, its config and the tokenizer that goes with it, each read once."""
+    from outsize.checkpoint.adapters import read_config
+    from outsize.train.directory import model_directory
+
+    found = model_directory(directory)
+    config = read_config(found)
+    return found, config, _tokenizer(found, named, config)
+
+
+def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokenizer:
     """The tokenizer that was named, or the model's, if it is one for the model."""
-    from outsize.checkpoint import hub
-    from outsize.data import check_vocabulary, open_tokenizer
+    from outsize.data.tokenizer import check_vocabulary, open_tokenizer
 
     text = open_tokenizer(named or str(found))
-    check_vocabulary(text, hub.read_config(found).vocab)
+    check_vocabulary(text, config.vocab)
     return text
 
 
 def _opened(
-    stack: ExitStack, found: Path, memory: str | None, disk: str | None, sparse: bool
+    stack: ExitStack,
+    found: Path,
+    config: DecoderConfig,
+    memory: str | None,
+    disk: str | None,
+    sparse: bool,
 ) -> Decoder | Streamed:
-    from outsize.checkpoint import hub
-    from outsize.memory import parse_bytes
-    from outsize.runtime.streamed import Streamed
+    from outsize.checkpoint import adapters
 
     if memory is None:
-        return hub.load(found)
-    return stack.enter_context(Streamed(found, parse_bytes(memory), disk=disk, sparse=sparse))
+        return adapters.load(found, config=config)
+    from outsize.memory.sizes import parse_bytes
+    from outsize.runtime.streamed import Streamed
+
+    budget = parse_bytes(memory)
+    return stack.enter_context(Streamed(found, budget, disk=disk, sparse=sparse, config=config))
 
 
 def _echo(prompt: str, no_echo: bool) -> Callable[[str], None]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from outsize.cli.generate import generate
+from outsize.cli.keys import keys
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
 from outsize.cli.trace import trace
@@ -23,6 +24,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except OutsizeError as error:
             message = str(error)
+        except click.NoSuchOption as error:
+            message = f"{error.format_message()}{_ours(error.option_name)}"
         except click.UsageError as error:
             message = error.format_message()
         except KeyboardInterrupt:
@@ -32,11 +35,19 @@ class _Group(click.Group):
         ctx.exit(2)
 
 
+def _ours(option: str) -> str:
+    """What an option of another trainer is here."""
+    from outsize.train.others import here
+
+    ours = here(option)
+    return "" if ours is None else f" Here it is {ours}."
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="outsize")
 def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (train, generate, plan, schedule, trace, verify):
+for command in (train, generate, plan, keys, schedule, trace, verify):
     main.add_command(command)

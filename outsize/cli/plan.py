@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outsize.cli.command import Command, refuse_unused
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from outsize.train.setup import Setup
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("target", required=False)
 @click.option("--model", metavar="NAME", help="A preset or a Hugging Face directory, as TARGET.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
@@ -29,8 +31,16 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=int, help="Processes of this machine that train together.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write the plan there, for `outsize train --plan FILE`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
+@click.pass_context
 def plan(
+    ctx: click.Context,
     target: str | None,
     model: str | None,
     sets: tuple[str, ...],
@@ -40,10 +50,14 @@ def plan(
     tiers: tuple[str, ...],
     workers: int | None,
     mesh: str | None,
+    out: Path | None,
     as_json: bool,
 ) -> None:
-    """Foretell a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
+    """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
     import json
+
+    if model is not None and not is_run(target):
+        refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
 
     from outsize.cli.show import console
     from outsize.train import show
@@ -61,35 +75,40 @@ def plan(
 
     whole = mesh_of(resolved, None, None)
     setup = set_up(with_workers(resolved, whole, whole.size), fit=False)
+    if out is not None:
+        from outsize.plan.file import write_plan
+        from outsize.train.planned import file_of
+
+        write_plan(out, file_of(setup.plan, setup.config.model.name, setup.subject.config))
     if as_json:
         click.echo(json.dumps(show.as_json(setup.forecast), indent=2))
         return
-    out = console()
+    screen = console()
     tables = [show.plan_table(setup.forecast), show.bytes_table(setup.forecast)]
     if setup.forecast.turns:
         tables.append(show.turns_table(setup.forecast))
     if setup.forecast.received:
         tables.append(show.network_table(setup.forecast))
     for table in tables:
-        out.print(table, markup=False)
-        out.print()
-    for line in (show.foretold(setup.forecast), _fits(setup)):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        screen.print(table, markup=False)
+        screen.print()
+    for line in (show.predicted(setup.forecast), _fits(setup)):
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
     if setup.tiers:
-        _print_tiers(setup, out)
+        _print_tiers(setup, screen)
 
 
 def _print_tiers(setup: Setup, out: Console) -> None:
     """What rests on the tiers, the ladder of techniques and the thresholds."""
-    from outsize.search import ladder, oracle_of, thresholds
+    from outsize.search import forecaster_of, ladder, thresholds
     from outsize.search.tiers import states
     from outsize.train import show
-    from outsize.train.setup import wish_of
+    from outsize.train.setup import request_of
 
     made, config = setup.forecast, setup.subject.config
-    oracle = oracle_of(config, wish_of(setup.resolved, setup.tiers), setup.hardware)
-    limits = thresholds(made, states(oracle.facts, made.plan), setup.tiers, setup.hardware)
-    rungs = ladder(oracle, len(config.layers) + 2)
+    forecaster = forecaster_of(config, request_of(setup.resolved, setup.tiers), setup.hardware)
+    limits = thresholds(made, states(forecaster.facts, made.plan), setup.tiers, setup.hardware)
+    rungs = ladder(forecaster, len(config.layers) + 2)
     tables = (
         show.tiers_table(made, setup.tiers, setup.hardware),
         show.ladder_table(rungs),
@@ -100,13 +119,18 @@ def _print_tiers(setup: Setup, out: Console) -> None:
         out.print(table, markup=False)
 
 
+def is_run(target: str | None) -> bool:
+    """Whether a target is a run's file: anything else is the name of a model."""
+    path = Path(target or "")
+    return target is not None and (path.is_file() or path.suffix in (".yaml", ".yml"))
+
+
 def _target(target: str | None) -> tuple[Path | None, tuple[str, ...]]:
     """(run file or None, what to set): a file is a run, anything else the name of a model."""
     if target is None:
         return None, ()
-    path = Path(target)
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
-        return path, ()
+    if is_run(target):
+        return Path(target), ()
     return None, (f"model.name={target}",)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outsize.cli.command import Command
 from outsize.cli.schedule_figures import compared, show
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 COMPARE, AUTO = "compare", "auto"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("name")
 @click.option("--devices", type=int, help="Workers of the pipeline.")
 @click.option("--microbatches", type=int, help="Microbatches of a step.")
@@ -232,7 +233,7 @@ def _one(
     made: Pipeline, times: Times, as_json: bool, html: Path | None, to_csv: Path | None,
     moving: Moving | None,
 ) -> None:  # fmt: skip
-    from outsize.schedule.prove import prove
+    from outsize.schedule.proof import prove
     from outsize.simulate.steps import play
 
     prove(made.schedule, paths=made.paths)

@@ -1,4 +1,4 @@
-"""`outsize trace`: what actions of a step took, beside what was foretold of them."""
+"""`outsize trace`: what actions of a step took, beside what was predicted of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outsize.errors import OutsizeError
 if TYPE_CHECKING:
     from outsize.trace import Difference, Event, Sum, Trace
 
-FORETOLD, MEASURED = "foretold.json", "measured.json"  # in the directory of a run
+PREDICTED, MEASURED = "predicted.json", "measured.json"  # in the directory of a run
 SHOWN = 10  # actions of a table
 
 
@@ -26,7 +26,7 @@ def trace() -> None:
 
 
 @trace.command()
-@click.argument("first", metavar="RUN_DIR|FORETOLD", type=click.Path(path_type=Path))
+@click.argument("first", metavar="RUN_DIR|PREDICTED", type=click.Path(path_type=Path))
 @click.argument("second", metavar="[MEASURED]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--top", type=click.IntRange(min=1), help="Actions to name; 10, and with --json all of them."
@@ -45,7 +45,7 @@ def diff(
 ) -> None:  # fmt: skip
     """Name the actions that took longest beyond forecast.
 
-    Of the run in RUN_DIR, or of a foretold trace and a measured one. The first may be a measured
+    Of the run in RUN_DIR, or of a predicted trace and a measured one. The first may be a measured
     one too: then it is the forecast. Waiting for other workers is not counted.
     """
     found = _compared(*_both(first, second), scaled)
@@ -53,12 +53,12 @@ def diff(
         from outsize.report import write_timeline
 
         write_timeline(
-            html, found.foretold, found.measured, title=f"One step of {first.resolve().name}"
+            html, found.predicted, found.measured, title=f"One step of {first.resolve().name}"
         )
     if perfetto is not None:
         from outsize.trace import write_perfetto
 
-        write_perfetto(perfetto, found.foretold, found.measured)
+        write_perfetto(perfetto, found.predicted, found.measured)
     if as_json:
         click.echo(json.dumps(_figures(found, top), indent=2))
     else:
@@ -67,15 +67,15 @@ def diff(
 
 @dataclass(frozen=True)
 class _Compared:
-    """Two traces action by action. seconds: of the step, as foretold; pace: how many times longer
-    than that actions took; foretold: stretched to it where that was asked for."""
+    """Two traces action by action. seconds: of the step, as predicted; pace: how many times longer
+    than that actions took; predicted: stretched to it where that was asked for."""
 
     seconds: float
-    foretold: Trace
+    predicted: Trace
     measured: Trace
     found: Sequence[Difference]
     pace: float
-    only_foretold: Sequence[Event]
+    only_predicted: Sequence[Event]
     only_measured: Sequence[Event]
 
     def kinds(self) -> list[Sum]:
@@ -98,36 +98,36 @@ def _both(first: Path, second: Path | None) -> tuple[Trace, Trace]:
             raise OutsizeError(
                 f"{first}: no directory of a run; expected one, or the files of two traces"
             )
-        for name in (FORETOLD, MEASURED):
+        for name in (PREDICTED, MEASURED):
             if not (first / name).is_file():
                 raise OutsizeError(
                     f"{first}: {name} is missing; expected the directory of a run that has come to"
                     " its end"
                 )
-        first, second = first / FORETOLD, first / MEASURED
+        first, second = first / PREDICTED, first / MEASURED
     before, now = read(first), read(second)
-    if (before.source, now.source) == ("measured", "foretold"):
+    if (before.source, now.source) == ("measured", "predicted"):
         raise OutsizeError(
-            f"{first} is measured and {second} foretold; name the foretold one first"
+            f"{first} is measured and {second} predicted; name the predicted one first"
         )
-    return replace(before, source="foretold"), replace(now, source="measured")
+    return replace(before, source="predicted"), replace(now, source="measured")
 
 
-def _compared(foretold: Trace, measured: Trace, scaled: bool) -> _Compared:
+def _compared(predicted: Trace, measured: Trace, scaled: bool) -> _Compared:
     from outsize.trace import alone, differences, pace_of, paced
 
-    found = differences(foretold, measured)
+    found = differences(predicted, measured)
     if not found:
         raise OutsizeError(
-            f"the traces have no action in common ({_few(foretold)}; {_few(measured)}); expected"
+            f"the traces have no action in common ({_few(predicted)}; {_few(measured)}); expected"
             " those of one plan"
         )
-    seconds, pace = foretold.span(), pace_of(found)
+    seconds, pace = predicted.span(), pace_of(found)
     if scaled:
         stretched = {"forecast": f"stretched {pace:.2f} times, to the pace of the step"}
-        foretold = replace(paced(foretold, pace), meta={**foretold.meta, **stretched})
-        found = differences(foretold, measured)
-    return _Compared(seconds, foretold, measured, found, pace, *alone(foretold, measured))
+        predicted = replace(paced(predicted, pace), meta={**predicted.meta, **stretched})
+        found = differences(predicted, measured)
+    return _Compared(seconds, predicted, measured, found, pace, *alone(predicted, measured))
 
 
 def _few(of: Trace) -> str:
@@ -140,11 +140,11 @@ def _few(of: Trace) -> str:
 
 def _figures(of: _Compared, top: int | None) -> dict[str, Any]:
     return {
-        "foretold_seconds": of.seconds,
+        "predicted_seconds": of.seconds,
         "measured_seconds": of.measured.span(),
         "pace": of.pace,
         "matched": len(of.found),
-        "only_foretold": len(of.only_foretold),
+        "only_predicted": len(of.only_predicted),
         "only_measured": len(of.only_measured),
         "actions": [_action(one) for one in of.found[:top]],
         "kinds": [{"kind": each.name, **_sum(each)} for each in of.kinds()],
@@ -161,7 +161,7 @@ def _action(one: Difference) -> dict[str, Any]:
         "stage": event.stage,
         "microbatch": event.microbatch,
         "part": event.part,
-        "foretold": one.expected,
+        "predicted": one.expected,
         "measured": one.took,
         "waited": one.waited,
         "beyond": one.beyond,
@@ -171,7 +171,7 @@ def _action(one: Difference) -> dict[str, Any]:
 def _sum(each: Sum) -> dict[str, Any]:
     return {
         "count": each.count,
-        "foretold": each.expected,
+        "predicted": each.expected,
         "measured": each.took,
         "waited": each.waited,
         "beyond": each.beyond,
@@ -204,11 +204,11 @@ def _lines(of: _Compared) -> list[str]:
 
     before, now = of.seconds, of.measured.span()
     lines = [
-        f"a step: {seconds(before)} foretold, {seconds(now)} measured"
+        f"a step: {seconds(before)} predicted, {seconds(now)} measured"
         f" ({signed_percent(now, before)}); {len(of.found):,} actions in both,"
         f" at {of.pace:.2f} times their forecast",
     ]
-    for name, events in (("foretold", of.only_foretold), ("measured", of.only_measured)):
+    for name, events in (("predicted", of.only_predicted), ("measured", of.only_measured)):
         if events:
             kinds = Counter(event.kind for event in events)
             each = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
@@ -233,7 +233,7 @@ def _seconds(one: Difference | Sum) -> list[str]:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     from rich.table import Table
 
-    table = Table(*heads, "foretold", "measured", "waited", "beyond", "", box=None, pad_edge=False)
+    table = Table(*heads, "predicted", "measured", "waited", "beyond", "", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from outsize.cli.command import Command, refuse_unused
+
 if TYPE_CHECKING:
     from outsize.train.resolve import Resolved
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a run.")
@@ -37,6 +39,12 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=int, help="Processes on this machine that train together.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
+@click.option(
+    "--plan",
+    "plan_file",
+    metavar="FILE",
+    help="Train under this plan, which `outsize plan --out` wrote.",
+)
 @click.option("--explain", is_flag=True, help="Print every value and its origin; start nothing.")
 @click.pass_context
 def train(
@@ -51,6 +59,7 @@ def train(
     tiers: tuple[str, ...],
     workers: int | None,
     mesh: str | None,
+    plan_file: str | None,
     explain: bool,
 ) -> None:
     """Train a model as the file RUN (YAML) says.
@@ -60,21 +69,28 @@ def train(
 
     Workers of several machines are started by torchrun: torchrun ... -m outsize train RUN.
     """
+    if resume is None:
+        refuse_unused(ctx, ("on_damage",), "no --resume, which it is about")
+    else:
+        refuse_unused(
+            ctx, ("run", "plan_file"), f"--resume {resume}, whose values are those of that run"
+        )
     # OpenMP reads it when PyTorch is loaded. Threads that spin while they wait keep the others of a
     # busy machine from running: a step of the default run took 135 to 2,300 ms beside one other
     # process on two cores, and 70 ms with threads that sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.cli.show import console
+    from outsize.train.planned import with_plan
     from outsize.train.resolve import resolve
 
     options = {
         "memory": memory, "host_memory": host_memory, "disk": disk, "workers": workers,
-        "mesh": mesh, "tiers": tiers or None,
+        "mesh": mesh, "tiers": tiers or None, "plan_file": plan_file,
     }  # fmt: skip
     places = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
 
     def said() -> Resolved:
-        return resolve(run, (*sets, *places))
+        return with_plan(resolve(run, (*sets, *places)))
 
     directory = None if resume is None else _run_directory(resume)
     if explain:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outsize.cli.command import Command, refuse_unused
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,9 +18,12 @@ if TYPE_CHECKING:
     from outsize.verify.verify import Verdict
 
 DRAWN_WORKERS = 8
+_NOT_OF_DRAWS = (
+    "target", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume"
+)  # fmt: skip
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("target", required=False)
 @click.option("--workers", type=click.IntRange(1), help="Workers; of draws: at most so many.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
@@ -57,7 +62,10 @@ def verify(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.cli.show import console
 
-    if count is not None:
+    if count is None:
+        refuse_unused(ctx, ("seed",), "no --random, whose first draw it is of")
+    else:
+        refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
         ctx.exit(_random(count, seed, workers or DRAWN_WORKERS, processes, as_json, console()))
     wanted = _wanted(target, workers, mesh, zero, shards, sequence_parallel, sets, steps, resume)
     verdict = _verdict(wanted, processes)

@@ -1,14 +1,21 @@
 """What workers say to one another: meshes, groups, sums and gathers over a mesh axis."""
 
-from outsize.collectives.collective import Alone, Collective, Operation, Span
-from outsize.collectives.joined import Joined, from_environment, join, meeting
-from outsize.collectives.mesh import AXES, Mesh, parse_mesh
-from outsize.collectives.pretend import Pretend, PretendWorld
-from outsize.collectives.world import Lone, Use, World, along, everyone
+from typing import TYPE_CHECKING
+
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.collectives.axes import AXES, Axis, axis_of
+    from outsize.collectives.collective import Alone, Collective, Operation, Span
+    from outsize.collectives.joined import Joined, from_environment, join, meeting
+    from outsize.collectives.mesh import Mesh, from_device_mesh, parse_mesh, to_device_mesh
+    from outsize.collectives.pretend import Pretend, PretendWorld
+    from outsize.collectives.world import Lone, Use, World, along, everyone, inside, together
 
 __all__ = [
     "AXES",
     "Alone",
+    "Axis",
     "Collective",
     "Joined",
     "Lone",
@@ -20,9 +27,44 @@ __all__ = [
     "Use",
     "World",
     "along",
+    "axis_of",
     "everyone",
+    "from_device_mesh",
     "from_environment",
+    "inside",
     "join",
     "meeting",
     "parse_mesh",
+    "to_device_mesh",
+    "together",
 ]
+
+__getattr__ = importing(
+    __name__,
+    {
+        "AXES": "outsize.collectives.axes",
+        "Alone": "outsize.collectives.collective",
+        "Axis": "outsize.collectives.axes",
+        "Collective": "outsize.collectives.collective",
+        "Joined": "outsize.collectives.joined",
+        "Lone": "outsize.collectives.world",
+        "Mesh": "outsize.collectives.mesh",
+        "Operation": "outsize.collectives.collective",
+        "Pretend": "outsize.collectives.pretend",
+        "PretendWorld": "outsize.collectives.pretend",
+        "Span": "outsize.collectives.collective",
+        "Use": "outsize.collectives.world",
+        "World": "outsize.collectives.world",
+        "along": "outsize.collectives.world",
+        "axis_of": "outsize.collectives.axes",
+        "everyone": "outsize.collectives.world",
+        "from_device_mesh": "outsize.collectives.mesh",
+        "from_environment": "outsize.collectives.joined",
+        "inside": "outsize.collectives.world",
+        "join": "outsize.collectives.joined",
+        "meeting": "outsize.collectives.joined",
+        "parse_mesh": "outsize.collectives.mesh",
+        "to_device_mesh": "outsize.collectives.mesh",
+        "together": "outsize.collectives.world",
+    },
+)

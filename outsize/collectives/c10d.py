@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp, Store, Work
 
 from outsize.collectives.collective import Operation, Span
 from outsize.collectives.pieces import (
@@ -34,6 +33,15 @@ from outsize.collectives.pieces import (
     wider,
 )
 from outsize.errors import OutsizeError
+from outsize.torch_private import (
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    Work,
+    end_coalescing,
+    gloo_options,
+    start_coalescing,
+)
 
 # Bytes of a message of a reduction: few enough for a processor's caches, many for a GPU's launches.
 _PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -50,8 +58,6 @@ class Transport(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
     def broadcast(self, tensor: Tensor, root: int) -> Work: ...
     def allreduce(self, tensor: Tensor, op: Any) -> Work: ...
-    def _start_coalescing(self) -> None: ...
-    def _end_coalescing(self) -> Work: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -197,7 +203,7 @@ class C10d:
         together = not self.early
         try:
             if together:
-                transport._start_coalescing()
+                start_coalescing(transport)
             for peer, tensor in had:
                 if tensor.numel():
                     works.append((peer, transport.recv([raw(tensor)], peer, 0)))
@@ -205,7 +211,7 @@ class C10d:
                 if tensor.numel():
                     works.append((peer, transport.send([raw(tensor)], peer, 0)))
             if together:
-                works = [(peer, transport._end_coalescing())]
+                works = [(peer, end_coalescing(transport))]
         except RuntimeError as error:
             raise self._failed(name, peer, error) from error
         return works
@@ -236,9 +242,7 @@ def over_gloo(
     options: Any = span
     try:
         if address:
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=address)]
-            options._timeout = span
+            options = gloo_options(address, span)
         return C10d(gloo(store, rank, len(members), options), members)
     except RuntimeError as error:
         raise OutsizeError(

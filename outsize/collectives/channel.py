@@ -19,7 +19,7 @@ from torch import Tensor
 from outsize.collectives.collective import Collective
 from outsize.errors import OutsizeError
 
-LIMIT = 2  # messages: what the prover of schedules counts on (outsize/schedule/prove.py)
+LIMIT = 2  # messages: what the prover of schedules counts on (outsize/schedule/proof/)
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,

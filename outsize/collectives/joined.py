@@ -18,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from outsize.collectives.c10d import C10d, over_gloo, over_nccl
 from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import Hierarchical
@@ -27,8 +25,9 @@ from outsize.collectives.mesh import Mesh
 from outsize.collectives.shared import MOST, Shared, over_memory, usable
 from outsize.collectives.small import Chosen, Table
 from outsize.collectives.watch import Process, this_process
-from outsize.collectives.world import Use
+from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError
+from outsize.torch_private import PrefixStore, Store, TCPStore
 
 Backend = Literal["gloo", "nccl"]
 Closable = C10d | Shared
@@ -65,7 +64,7 @@ class Joined:
         self.mesh, self.rank = mesh, rank
         self._tables = {table.size: table for table in tables}
         self._store, self._backend, self._patience = store, backend, patience
-        self._groups: dict[tuple[tuple[int, ...], Use], Collective] = {}
+        self.groups: dict[Key, Collective] = {}
         self._open: list[Closable] = []
         self.seats = _seated(store, rank, mesh.size, seat)
 
@@ -73,14 +72,14 @@ class Joined:
         """The collective of some ranks in that order. The threads of the two uses may be in here at
         once: each makes its own keys, and waits on its own connection to the store."""
         key = (tuple(ranks), use)
-        if key not in self._groups:
-            self._groups[key] = self._made(key[0], use)
-        return self._groups[key]
+        if key not in self.groups:
+            self.groups[key] = self._made(key[0], use)
+        return self.groups[key]
 
     def received(self) -> dict[str, int]:
         """Bytes that this worker has had from others, over all groups, by operation."""
         counted: dict[str, int] = {}
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             for name, count in _own(group).items():
                 counted[name] = counted.get(name, 0) + count
         return counted
@@ -89,7 +88,7 @@ class Joined:
         """Of these, bytes from other hosts; of a group that several hosts have unequal parts of,
         their share of its workers."""
         here, total = self.seats[self.rank].host, 0.0
-        for (ranks, _), group in list(self._groups.items()):
+        for (ranks, _), group in list(self.groups.items()):
             away = sum(self.seats[rank].host != here for rank in ranks)
             total += sum(_own(group).values()) * away / max(1, len(ranks) - 1)
         return total
@@ -104,7 +103,7 @@ class Joined:
         for group in self._open:
             group.close()
         self._open.clear()
-        self._groups.clear()
+        self.groups.clear()
 
     def _made(self, ranks: tuple[int, ...], use: Use) -> Collective:
         if self.rank not in ranks or len(set(ranks)) < len(ranks) or max(ranks) >= self.mesh.size:

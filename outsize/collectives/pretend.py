@@ -14,7 +14,7 @@ from torch import Tensor
 from outsize.collectives.collective import Operation, Span
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.pieces import agree, gathered, outside, reduced, scattered
-from outsize.collectives.world import Use
+from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError
 
 
@@ -60,7 +60,7 @@ class PretendWorld:
         if not 0 <= rank < mesh.size:
             raise OutsizeError(f"rank {rank} of mesh {mesh}; expected 0 to {mesh.size - 1}")
         self.mesh, self.rank = mesh, rank
-        self.groups: dict[tuple[tuple[int, ...], Use], Pretend] = {}
+        self.groups: dict[Key, Pretend] = {}
 
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Pretend:
         key = (tuple(ranks), use)

@@ -19,7 +19,6 @@ from secrets import token_hex
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from outsize.collectives.collective import Operation, Span
 from outsize.collectives.pieces import (
@@ -34,6 +33,7 @@ from outsize.collectives.pieces import (
 from outsize.collectives.watch import Process, State, Watch
 from outsize.errors import OutsizeError
 from outsize.kernels import native
+from outsize.torch_private import Store
 
 MOST = 256  # workers of a group: as in shared.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.int64: 3, torch.int32: 4}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outsize.collectives.collective import Operation, Span
 from outsize.collectives.mesh import Mesh
-from outsize.collectives.world import Use, World
+from outsize.collectives.world import Key, Use, World
 
 T = TypeVar("T")
 WAIT = 600.0  # seconds that the others may be behind
@@ -170,14 +170,14 @@ class ThreadWorld:
 
     def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
         self.mesh, self.rank, self._board = mesh, rank, board
-        self._groups: dict[tuple[tuple[int, ...], Use], Threads] = {}
+        self.groups: dict[Key, Threads] = {}
 
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Threads:
         key = (tuple(ranks), use)
-        if key not in self._groups:
+        if key not in self.groups:
             meeting = self._board.meeting(key, len(ranks))
-            self._groups[key] = Threads(meeting, list(ranks).index(self.rank))
-        return self._groups[key]
+            self.groups[key] = Threads(meeting, list(ranks).index(self.rank))
+        return self.groups[key]
 
 
 def play(mesh: Mesh, work: Callable[[World], T]) -> list[T]:

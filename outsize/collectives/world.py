@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
+from outsize.collectives.axes import Axis
 from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.mesh import Mesh
 
-Use = Literal["compute", "network", "overlap", "stages", "merge", "exchange"]
+Use = Literal["compute", "network", "overlap", "stages", "merge", "exchange", "agreement"]
+Key = tuple[tuple[int, ...], Use]  # ranks in their order, and who calls them
 
 
 class World(Protocol):
@@ -21,6 +25,10 @@ class World(Protocol):
     def rank(self) -> int:
         """This worker, from 0 to mesh.size - 1."""
 
+    @property
+    def groups(self) -> Mapping[Key, Collective]:
+        """The collectives that there are by now."""
+
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Collective:
         """The collective of some workers, this one among them, in the order given. Made at its
         first call, which all of them make in the same order. use: the thread that calls it; two
@@ -31,6 +39,7 @@ class Lone:
     """A run of one worker."""
 
     mesh, rank = Mesh(), 0
+    groups: Mapping[Key, Collective] = MappingProxyType({})
 
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Collective:
         return Alone()
@@ -39,6 +48,31 @@ class Lone:
 def along(world: World, axis: str, use: Use = "compute") -> Collective:
     """The collective of the workers that differ from this one on an axis alone."""
     return world.group(world.mesh.ranks(axis, world.rank), use)
+
+
+def together(world: World, wanted: Callable[[Axis], bool], use: Use = "compute") -> Collective:
+    """The collective of the workers that differ from this one on the axes that are wanted alone."""
+    return world.group(world.mesh.along(wanted, world.rank), use)
+
+
+@dataclass(frozen=True)
+class Within:
+    """What layers talk over. axis: of whose workers; beside: from a thread beside the one that
+    computes."""
+
+    axis: str
+    beside: bool
+    group: Collective
+
+
+def inside(world: World) -> Iterator[Within]:
+    """The collectives that actions of the computing lane have used by now."""
+    uses: tuple[Use, Use] = ("compute", "overlap")
+    for axis in world.mesh.axes:
+        for use in uses if axis.inside else ():
+            found = world.groups.get((world.mesh.ranks(axis.name, world.rank), use))
+            if found is not None:
+                yield Within(axis.name, use == "overlap", found)
 
 
 def everyone(world: World, use: Use = "compute") -> Collective:

@@ -6,22 +6,30 @@
     batch = stream.batch(step)
 """
 
-from outsize.data.batch import IGNORE, Batch
-from outsize.data.dataset import Dataset, dataset_of
-from outsize.data.open import BackgroundData, Data, DataConfig, open_data
-from outsize.data.sources import Skip, SkipReport
-from outsize.data.stream import Cursor, Prefetch, TrainStream, ValidationStream
-from outsize.data.tokenizer import (
-    ByteTokenizer,
-    FileTokenizer,
-    TextStream,
-    Tokenizer,
-    check_vocabulary,
-    open_tokenizer,
-)
+from typing import TYPE_CHECKING
+
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.data.batch import IGNORE, Batch
+    from outsize.data.dataset import Dataset, dataset_of
+    from outsize.data.files import check_paths
+    from outsize.data.open import BackgroundData, Data, DataConfig, open_data
+    from outsize.data.source import SOURCES, Document, Given, Source, SourceKind, sourced
+    from outsize.data.sources import Skip, SkipReport
+    from outsize.data.stream import Cursor, Prefetch, TrainStream, ValidationStream
+    from outsize.data.tokenizer import (
+        ByteTokenizer,
+        FileTokenizer,
+        TextStream,
+        Tokenizer,
+        check_vocabulary,
+        open_tokenizer,
+    )
 
 __all__ = [
     "IGNORE",
+    "SOURCES",
     "BackgroundData",
     "Batch",
     "ByteTokenizer",
@@ -29,16 +37,55 @@ __all__ = [
     "Data",
     "DataConfig",
     "Dataset",
+    "Document",
     "FileTokenizer",
+    "Given",
     "Prefetch",
     "Skip",
     "SkipReport",
+    "Source",
+    "SourceKind",
     "TextStream",
     "Tokenizer",
     "TrainStream",
     "ValidationStream",
+    "check_paths",
     "check_vocabulary",
     "dataset_of",
     "open_data",
     "open_tokenizer",
+    "sourced",
 ]
+
+__getattr__ = importing(
+    __name__,
+    {
+        "BackgroundData": "outsize.data.open",
+        "Batch": "outsize.data.batch",
+        "ByteTokenizer": "outsize.data.tokenizer",
+        "Cursor": "outsize.data.stream",
+        "Data": "outsize.data.open",
+        "DataConfig": "outsize.data.open",
+        "Dataset": "outsize.data.dataset",
+        "Document": "outsize.data.source",
+        "FileTokenizer": "outsize.data.tokenizer",
+        "Given": "outsize.data.source",
+        "IGNORE": "outsize.data.batch",
+        "Prefetch": "outsize.data.stream",
+        "SOURCES": "outsize.data.source",
+        "Skip": "outsize.data.sources",
+        "SkipReport": "outsize.data.sources",
+        "Source": "outsize.data.source",
+        "SourceKind": "outsize.data.source",
+        "TextStream": "outsize.data.tokenizer",
+        "Tokenizer": "outsize.data.tokenizer",
+        "TrainStream": "outsize.data.stream",
+        "ValidationStream": "outsize.data.stream",
+        "check_paths": "outsize.data.files",
+        "check_vocabulary": "outsize.data.tokenizer",
+        "dataset_of": "outsize.data.dataset",
+        "open_data": "outsize.data.open",
+        "open_tokenizer": "outsize.data.tokenizer",
+        "sourced": "outsize.data.source",
+    },
+)

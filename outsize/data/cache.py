@@ -65,8 +65,7 @@ def key(recipe: Recipe) -> str:
     identity = {
         "version": VERSION,
         "files": [_identity(file, content) for file in recipe.files],
-        "field": recipe.field,
-        "fraction": recipe.fraction,
+        **recipe.source.identity(),
         "tokenizer": recipe.tokenizer.fingerprint(),
     }
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
@@ -162,14 +161,20 @@ def _map(entry: Path, name: str, split: dict[str, Any], recipe: Recipe) -> Datas
             raise ValueError(f"{path}: size")
         if sum(split["sizes"].values()) <= CHECKED_BYTES and _crc(path) != split["checksums"][file]:
             raise ValueError(f"{path}: checksum")
-    widths = f"{name}.widths" in split["sizes"]
+
+    def array(kind: str, dtype: str) -> NDArray[Any] | None:
+        file = f"{name}.{kind}"
+        return _array(entry / file, np.dtype(dtype)) if file in split["sizes"] else None
+
     return Dataset(
         tokens_N=_array(entry / f"{name}.tokens", token_dtype(recipe.tokenizer.vocab_size)),
         ends=_array(entry / f"{name}.ends", np.dtype("<i8")),
-        widths_N=_array(entry / f"{name}.widths", np.dtype("<u4")) if widths else None,
+        widths_N=array("widths", "<u4"),
         start=recipe.tokenizer.start,
         bytes=split["bytes"],
         fingerprint=split["fingerprint"],
+        weights_N=array("weights", "<f4"),
+        whole=recipe.source.whole,
     )
 
 

@@ -23,7 +23,9 @@ class Dataset:
 
     tokens_N: uint16 or uint32; ends: (documents,) int64, where each document ends in tokens_N,
     its eos included; widths_N: uint32, the UTF-8 bytes that each token stands for (0 for eos),
-    kept for validation data only; bytes: of all the text; fingerprint: a hash of tokens and ends.
+    kept for validation data only; bytes: of all the text; fingerprint: a hash of tokens, ends and
+    weights. weights_N: float32, what the loss of saying each token is times, None for 1. whole: no
+    document is cut over rows, and its first token is read, not said (outsize/data/whole.py).
     """
 
     tokens_N: Tokens
@@ -32,6 +34,8 @@ class Dataset:
     start: int
     bytes: int
     fingerprint: str
+    weights_N: NDArray[np.float32] | None = None
+    whole: bool = False
 
     @property
     def documents(self) -> int:
@@ -39,8 +43,13 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """All tokens that an epoch has as targets, eos of every document included."""
+        """All tokens, eos of every document included."""
         return len(self.tokens_N)
+
+    @cached_property
+    def targets(self) -> int:
+        """The tokens that an epoch has as targets."""
+        return self.tokens if self.weights_N is None else int(np.count_nonzero(self.weights_N))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -76,6 +76,13 @@ def find_files(paths: tuple[str, ...], kind: Kind | None = None) -> Found:
     return Found(tuple(files.values()), sum(ignored.values()))
 
 
+def check_paths(paths: tuple[str, ...]) -> None:
+    """Refuse a path that is not there, before anything is read or measured."""
+    for text in paths:
+        if text != STDLIB and not Path(text).expanduser().exists():
+            raise OutsizeError(f"data path {text} does not exist: check the path (in {Path.cwd()})")
+
+
 def looks_binary(path: Path) -> bool:
     """Whether there are NUL bytes at the start of the file, which UTF-8 text never has."""
     with path.open("rb") as file:
@@ -86,15 +93,14 @@ def _expand(text: str, kind: Kind | None, ignored: Counter[str]) -> Iterator[Sou
     if text == STDLIB:
         yield from _stdlib()
         return
+    check_paths((text,))
     path = Path(text).expanduser()
     if path.is_dir():
         yield from _directory(path, _suffixes(kind), ignored)
     elif path.is_file():
         yield _named(path, kind)
-    elif path.exists():
-        raise OutsizeError(f"data path {text}: expected a file or a directory, found neither")
     else:
-        raise OutsizeError(f"data path {text} does not exist: check the path (in {Path.cwd()})")
+        raise OutsizeError(f"data path {text}: expected a file or a directory, found neither")
 
 
 def _named(path: Path, kind: Kind | None) -> SourceFile:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from outsize.data.build import Progress, Recipe
 from outsize.data.cache import open_cached
 from outsize.data.dataset import Dataset
-from outsize.data.files import STDLIB, Kind, find_files
+from outsize.data.files import STDLIB, Kind, SourceFile, find_files
+from outsize.data.source import Given, Source, SourceKind
 from outsize.data.sources import SkipReport
+from outsize.data.texts import TextSource
 from outsize.data.tokenizer import BYTES, Tokenizer, check_vocabulary, open_tokenizer
 from outsize.errors import OutsizeError, nearest
 
@@ -28,7 +30,9 @@ class DataConfig:
     field: the field of a JSON line, or the Parquet column, that holds the text;
     tokenizer: "bytes", or a directory with a tokenizer.json;
     validation: the part of the documents that is held out, 0 to 0.5;
-    cache: where tokenised data is kept, None for ~/.cache/outsize/data.
+    cache: where tokenised data is kept, None for ~/.cache/outsize/data;
+    source: what a document is, with its settings, None for plain text; sequence: tokens of a row,
+    which a source of whole documents must know.
     """
 
     path: str | tuple[str, ...] = STDLIB
@@ -37,6 +41,8 @@ class DataConfig:
     tokenizer: str = BYTES
     validation: float = 0.03
     cache: str | None = None
+    source: tuple[SourceKind, Any] | None = None
+    sequence: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (known := (AUTO, *get_args(Kind))):
@@ -82,10 +88,20 @@ def open_data(
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     found = find_files(config.paths(), None if config.kind == AUTO else _kind(config.kind))
-    recipe = Recipe(found.files, config.field, config.validation, tokenizer)
+    recipe = Recipe(found.files, tokenizer, _source(config, found.files, tokenizer))
     cache = config.cache_directory()
     train, validation, skipped = open_cached(recipe, found.ignored, cache, progress)
     return Data(train, validation, skipped, tokenizer)
+
+
+def _source(config: DataConfig, files: tuple[SourceFile, ...], tokenizer: Tokenizer) -> Source:
+    if config.source is None:
+        return TextSource(files, tokenizer, config.field, config.validation)
+    assert config.sequence is not None, "rows have a length by now"
+    kind, settings = config.source
+    directory = None if config.tokenizer == BYTES else config.tokenizer
+    given = Given(files, tokenizer, directory, config.sequence, config.validation, config.field)
+    return kind.open(settings, given)
 
 
 def _kind(name: str) -> Kind:

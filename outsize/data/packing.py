@@ -38,13 +38,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """ids_S and targets_S (int64), bounds (0, ..., S), and the bytes of the targets (0 where the
-    data has no widths)."""
+    """ids_S and targets_S (int64), bounds (0, ..., S), the bytes of the targets, by their weights
+    (0 where the data has no widths), and the weights (float32), if there are any."""
 
     ids_S: NDArray[np.int64]
     targets_S: NDArray[np.int64]
     bounds: tuple[int, ...]
-    bytes: int
+    bytes: float
+    weights_S: NDArray[np.float32] | None = None
 
 
 def layout(data: Dataset, seed: int, epoch: int, sequence: int) -> Layout:

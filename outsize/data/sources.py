@@ -39,6 +39,8 @@ class SkipReport:
     duplicates: int = 0
     empty: int = 0
     ignored: int = 0  # files of a directory whose suffix no reader takes
+    long: int = 0  # documents longer than a row, left out
+    cut: int = 0  # documents longer than a row, of which its length was kept
 
     def summary(self) -> str:
         """One line for people; "nothing skipped" when that is so."""
@@ -48,9 +50,11 @@ class SkipReport:
             (self.duplicates, "duplicates"),
             (self.empty, "empty"),
             (self.ignored, "files of other kinds"),
+            (self.long, "longer than a row"),
         )
         said = [f"{count} {what}" for count, what in counts if count]
-        return f"skipped {', '.join(said)}" if said else "nothing skipped"
+        skipped = f"skipped {', '.join(said)}" if said else "nothing skipped"
+        return f"{skipped}; {self.cut} cut to the length of a row" if self.cut else skipped
 
 
 @dataclass
@@ -62,6 +66,8 @@ class ReadLog:
     bad: int = 0
     duplicates: int = 0
     empty: int = 0
+    long: int = 0
+    cut: int = 0
     done: int = 0
 
     def skip(self, where: str, why: str) -> None:
@@ -70,7 +76,9 @@ class ReadLog:
             self.skips.append(Skip(where, why))
 
     def report(self, ignored: int) -> SkipReport:
-        return SkipReport(tuple(self.skips), self.bad, self.duplicates, self.empty, ignored)
+        return SkipReport(
+            tuple(self.skips), self.bad, self.duplicates, self.empty, ignored, self.long, self.cut
+        )
 
 
 def read_documents(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
@@ -173,14 +181,20 @@ def _checked(value: Any, column: str) -> str:
     return value
 
 
-def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+def parquet_for(file: SourceFile) -> tuple[Any, type[Exception]]:
+    """pyarrow's module for a Parquet file, and what it raises for a damaged one. OutsizeError with
+    what to install where there is none."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
-        broken = importlib.import_module("pyarrow").lib.ArrowException
+        return parquet, importlib.import_module("pyarrow").lib.ArrowException
     except ImportError:
         raise OutsizeError(
             f"data file {file.path} is Parquet, which needs pyarrow: pip install 'outsize[data]'"
         ) from None
+
+
+def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    parquet, broken = parquet_for(file)
     row = 0
     try:
         with parquet.ParquetFile(file.path) as table:

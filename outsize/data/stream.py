@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-from outsize.data.batch import Batch
+from outsize.data.batch import IGNORE, Batch, Span
 from outsize.data.dataset import Dataset
 from outsize.data.packing import Layout, Row, layout, read_row
+from outsize.data.whole import Whole, pack, read_whole
 from outsize.errors import OutsizeError
+from outsize.plan.spread import share
 
 _LAYOUTS_KEPT = 2  # a step may lie across two epochs
 _POLL = 0.1  # seconds between looks of a waiting reader whether it should stop
@@ -62,25 +64,30 @@ class TrainStream:
         if rows < 1 or sequence < 1:
             raise OutsizeError(f"rows {rows} of {sequence} tokens: expected at least 1 of 1")
         self.data, self.seed, self.rows, self.sequence = data, seed, rows, sequence
-        self.rows_per_epoch = data.tokens // sequence
+        self._whole = pack(data, seed, sequence) if data.whole else None
+        self.rows_per_epoch = (
+            data.tokens // sequence if self._whole is None else len(self._whole.documents)
+        )
         if not self.rows_per_epoch:
             raise OutsizeError(
                 f"training data has {data.tokens} tokens, less than one row of {sequence}: "
                 f"give more data or set the sequence length to at most {data.tokens}"
             )
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Layout | Whole] = {}
         self._lock = threading.Lock()
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step (0, 1, ...)."""
+    def batch(self, step: int, own: Span | None = None) -> Batch:
+        """The batch of a step (0, 1, ...); own: of its rows, the first and the end of those that
+        are wanted."""
+        start, stop = own or (0, self.rows)
         first = step * self.rows
-        return _collate([self.row(sample) for sample in range(first, first + self.rows)])
+        return _collate([self.row(sample) for sample in range(first + start, first + stop)])
 
     def row(self, sample: int) -> Row:
         """Row number `sample` of the run."""
         epoch, index = divmod(sample, self.rows_per_epoch)
         order = self._layout(epoch)
-        return read_row(self.data, order, int(order.rows[index]), self.sequence)
+        return _read(self.data, order, int(order.rows[index]), self.sequence)
 
     def cursor(self, step: int) -> Cursor:
         """The cursor after `step` steps (before batch number `step`)."""
@@ -103,16 +110,23 @@ class TrainStream:
             )
         return step
 
-    def prefetch(self, step: int = 0, stop: int | None = None, depth: int = 2) -> Prefetch:
-        """Batches `step` .. stop - 1 (endless for None), at most `depth` made ahead by a thread."""
-        return Prefetch(self, step, stop, depth)
+    def prefetch(
+        self, step: int = 0, stop: int | None = None, depth: int = 2, own: Span | None = None
+    ) -> Prefetch:
+        """Batches `step` .. stop - 1 (endless for None), at most `depth` made ahead by a thread.
+        own: as for `batch`."""
+        return Prefetch(lambda at: self.batch(at, own), step, stop, depth)
 
-    def _layout(self, epoch: int) -> Layout:
+    def _layout(self, epoch: int) -> Layout | Whole:
         with self._lock:
             if epoch not in self._layouts:
                 while len(self._layouts) >= _LAYOUTS_KEPT:
                     self._layouts.pop(next(iter(self._layouts)))
-                self._layouts[epoch] = layout(self.data, self.seed, epoch, self.sequence)
+                self._layouts[epoch] = (
+                    layout(self.data, self.seed, epoch, self.sequence)
+                    if self._whole is None
+                    else self._whole.of(self.seed, epoch)
+                )
             return self._layouts[epoch]
 
     @staticmethod
@@ -128,11 +142,13 @@ class Prefetch:
     """An iterator over batches that a thread makes ahead. Use it in `with`, or call `close`: the
     thread ends then, wherever it is. An error in the thread is raised where the batch is taken."""
 
-    def __init__(self, stream: TrainStream, step: int, stop: int | None, depth: int) -> None:
+    def __init__(
+        self, batch_of: Callable[[int], Batch], step: int, stop: int | None, depth: int
+    ) -> None:
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(max(depth, 1))
         self._closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._work, args=(stream, step, stop), name="outsize-data", daemon=True
+            target=self._work, args=(batch_of, step, stop), name="outsize-data", daemon=True
         )
         self._thread.start()
 
@@ -166,10 +182,10 @@ class Prefetch:
     ) -> None:
         self.close()
 
-    def _work(self, stream: TrainStream, step: int, stop: int | None) -> None:
+    def _work(self, batch_of: Callable[[int], Batch], step: int, stop: int | None) -> None:
         try:
             while not self._closed.is_set() and (stop is None or step < stop):
-                self._put(stream.batch(step))
+                self._put(batch_of(step))
                 step += 1
             self._put(None)
         except BaseException as error:  # handed to whoever waits for the batch
@@ -188,7 +204,8 @@ class ValidationStream:
     whatever its seed. The whole set, or its first `max_tokens` tokens rounded up to whole rows;
     the documents are shuffled once, so that a part is a fair sample.
 
-    `tokens` is the count of targets in all batches, `bytes` the UTF-8 bytes they stand for.
+    `tokens` is the count of targets in all batches, `bytes` the UTF-8 bytes they stand for, by
+    their weights.
     """
 
     def __init__(
@@ -197,11 +214,19 @@ class ValidationStream:
         self.data, self.rows, self.sequence = data, rows, sequence
         wanted = data.tokens if max_tokens is None else min(max_tokens, data.tokens)
         self._count = -(-wanted // sequence)
+        self._layout: Layout | Whole
+        if data.whole:
+            self._layout = packed = pack(data, 0, sequence)
+            every = len(packed.documents)
+            self._count = every if wanted == data.tokens else min(every, self._count)
+            read = [self._row(row) for row in range(self._count)]
+            self.tokens = sum(int((row.targets_S != IGNORE).sum()) for row in read)
+            self.bytes = sum(row.bytes for row in read)
+            return
         self._layout = layout(data, 0, 0, sequence)
         self.tokens = min(self._count * sequence, data.tokens)
-        if self.tokens == data.tokens:
-            self.bytes = data.bytes
-        else:
+        self.bytes = float(data.bytes)
+        if self.tokens < data.tokens:
             self.bytes = sum(self._row(row).bytes for row in range(self._count))
 
     def __len__(self) -> int:
@@ -210,23 +235,36 @@ class ValidationStream:
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(index) for index in range(len(self)))
 
-    def batch(self, index: int) -> Batch:
-        """Batch number `index`; the last one may have fewer rows."""
+    def batch(self, index: int, place: int = 0, workers: int = 1) -> Batch:
+        """Batch number `index`; the last one may have fewer rows. place, workers: of several that
+        share it, the rows of one: a row without targets where there are not enough."""
         first = index * self.rows
         last = min(first + self.rows, self._count)
-        return _collate([self._row(row) for row in range(first, last)])
+        start, stop = share(last - first, workers, place)
+        if start < stop:
+            return _collate([self._row(row) for row in range(first + start, first + stop)])
+        spare = _collate([self._row(first)])
+        return replace(spare, targets_BS=torch.full_like(spare.targets_BS, IGNORE))
 
     def bits_per_byte(self, nats: float) -> float:
         """Bits per byte of text, from the loss summed over all targets, in nats."""
         return nats / (np.log(2.0) * self.bytes) if self.bytes else float("nan")
 
     def _row(self, row: int) -> Row:
-        return read_row(self.data, self._layout, row, self.sequence)
+        return _read(self.data, self._layout, row, self.sequence)
+
+
+def _read(data: Dataset, order: Layout | Whole, row: int, sequence: int) -> Row:
+    if isinstance(order, Whole):
+        return read_whole(data, order, row, sequence)
+    return read_row(data, order, row, sequence)
 
 
 def _collate(rows: list[Row]) -> Batch:
+    weights = [row.weights_S for row in rows if row.weights_S is not None]
     return Batch(
         ids_BS=torch.from_numpy(np.stack([row.ids_S for row in rows])),
         targets_BS=torch.from_numpy(np.stack([row.targets_S for row in rows])),
         bounds=tuple(row.bounds for row in rows),
+        weights_BS=torch.from_numpy(np.stack(weights)) if weights else None,
     )

@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.uint32]
 BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A text's tokens: ids (tokens,) uint32, the characters [start, end) that each stands for, and
+    the UTF-8 bytes (uint32)."""
+
+    ids: Ids
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    widths: Ids
 
 
 class TextStream(Protocol):
@@ -58,6 +70,13 @@ class Tokenizer(Protocol):
         """Ids and the UTF-8 bytes that each stands for, (tokens,) uint32 each; bytes that no token
         covers (stripped by the tokenizer) count to the next token, else to the last."""
 
+    def encode_placed(self, text: str) -> Placed:
+        """`encode`, and where each id is in the text; bytes as `encode_measured` has them."""
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The texts of special tokens."""
+
     def fingerprint(self) -> str:
         """A hash of all that decides the ids, so that stored ids can be told stale."""
 
@@ -83,6 +102,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos = 256
     start = 256
+    special = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -99,6 +119,12 @@ class ByteTokenizer:
     def encode_measured(self, text: str) -> tuple[Ids, Ids]:
         (ids,) = self.encode_many([text])
         return ids, np.ones_like(ids)
+
+    def encode_placed(self, text: str) -> Placed:
+        ids, widths = self.encode_measured(text)
+        bytes_before = _byte_offsets(text)
+        starts = np.searchsorted(bytes_before, np.arange(len(ids)), side="right") - 1
+        return Placed(ids, starts, starts + 1, widths)
 
     def fingerprint(self) -> str:
         return BYTES
@@ -165,16 +191,26 @@ class FileTokenizer:
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def encode_measured(self, text: str) -> tuple[Ids, Ids]:
+        placed = self.encode_placed(text)
+        return placed.ids, placed.widths
+
+    def encode_placed(self, text: str) -> Placed:
         encoded = self._inner.encode(text, add_special_tokens=False)
         ids = np.array(encoded.ids, dtype=np.uint32)
+        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
         if not ids.size:
-            return ids, ids
+            return Placed(ids, starts, ends, ids)
         # Tokens that share a character (byte-level pieces of it) have the same span: the first of
         # them gets its bytes, and the running maximum gives the others none.
-        ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets]))
-        ends[-1] = len(text)
-        reached = _byte_offsets(text)[ends]
-        return ids, np.diff(reached, prepend=0).astype(np.uint32)
+        furthest = np.maximum.accumulate(ends)
+        furthest[-1] = len(text)
+        widths = np.diff(_byte_offsets(text)[furthest], prepend=0)
+        return Placed(ids, starts, ends, widths.astype(np.uint32))
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        added = self._inner.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     def fingerprint(self) -> str:
         return f"{self._digest}/{self.start}/{self.eos}"
@@ -226,12 +262,12 @@ def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:
     """The end-of-document id: as a token in the tokenizer's own settings, else as an id in the
     model's (of several, the first)."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _settings(directory / name).get("eos_token")
+        token = settings_in(directory / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and (found := inner.token_to_id(text)) is not None:
             return int(found)
     for name in ("config.json", "generation_config.json"):
-        value = _settings(directory / name).get("eos_token_id")
+        value = settings_in(directory / name).get("eos_token_id")
         first = value[0] if isinstance(value, list) and value else value
         if isinstance(first, int) and inner.id_to_token(first) is not None:
             return first
@@ -241,7 +277,8 @@ def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:
     )
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def settings_in(path: Path) -> dict[str, Any]:
+    """What a JSON file says, nothing where there is none. OutsizeError for one that is broken."""
     if not path.is_file():
         return {}
     try:

@@ -1,8 +1,9 @@
-"""Keys and values of earlier tokens, kept at the `Attend` seam: model code knows nothing of it.
+"""What earlier tokens left, kept at the `Attend` and `Carry` seams: model code knows nothing of it.
 
-A step feeds new tokens of any of the sequences, prompts and single tokens alike, laid flat. Each
-layer's call stores the keys and values it is given behind those of earlier steps and attends the
-new queries to all of them.
+A step feeds new tokens of any of the sequences, prompts and single tokens alike, laid flat. A layer
+of attention stores the keys and values it is given behind those of earlier steps and attends the
+new queries to all of them. A recurrent layer goes on from the state of each sequence and leaves the
+new one in its place, the same bytes however long the sequence.
 
 N sequences (slots), T new tokens laid flat, C new tokens handled at once, L tokens they can see,
 H query heads, G key-value heads, R = H / G, K head size, W value size.
@@ -21,34 +22,45 @@ from torch.nn import functional as F
 
 from outsize.models.attention import LocalAttend
 from outsize.models.norm import upcast
-from outsize.models.seams import AttendSpec
+from outsize.models.seams import AttendSpec, Mixer, Recurrence, StateSpec, Tensors
 
 _CHUNK = 256  # queries whose scores or mask exist at once
 
 
-class KeyValueCache:
+def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int) -> int:
+    """What a layer's cache takes for one sequence with room for so many tokens."""
+    return sum(one.bytes(tokens) for one in mixer.states(dtype))
+
+
+class StateCache:
     """Room for `slots` sequences of `capacity` tokens, allocated when a layer first uses it.
 
-    The buffers have the dtype and device of the keys and values they are first given.
+    The buffers of keys and values have the dtype and device of those they are first given.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
         self.capacity = capacity
         self.lengths = [0] * slots  # tokens of each sequence
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # (N, G, capacity, K), (..., W)
+        self._states: dict[int, Tensors] = {}  # (N, ...) each
 
     @property
     def bytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+        return sum(x.nbytes for layer in self.layers for x in self.buffers(layer))
 
-    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Of a layer that has been used: k_NGLK, v_NGLW."""
-        return self._layers[layer]
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those that have been used."""
+        return (*self._layers, *self._states)
+
+    def buffers(self, layer: int) -> Tensors:
+        """Of a layer that has been used: k_NGLK, v_NGLW, or its recurrent states."""
+        return self._layers[layer] if layer in self._layers else self._states[layer]
 
     def extend(
         self, slots: Sequence[int], counts: Sequence[int], ahead: Sequence[int] | None = None
-    ) -> CachedAttend:
-        """Make room for `counts` new tokens of the sequences in `slots`: that step's Attend.
+    ) -> CachedPast:
+        """Make room for `counts` new tokens of the sequences in `slots`: what that step meets.
 
         `ahead`: tokens of each that are known to follow in later steps, 0 by default.
         """
@@ -59,11 +71,14 @@ class KeyValueCache:
             self.lengths[slot] += count
             assert self.lengths[slot] <= self.capacity, f"slot {slot} is full: {self.capacity}"
         bounds = (0, *itertools.accumulate(counts))
-        return CachedAttend(self, tuple(slots), starts, bounds, tuple(ahead or [0] * len(slots)))
+        return CachedPast(self, tuple(slots), starts, bounds, tuple(ahead or [0] * len(slots)))
 
     def clear(self, slot: int) -> None:
         """Forget a sequence: its slot may take another."""
         self.lengths[slot] = 0
+        for states in self._states.values():
+            for state in states:
+                state[slot] = 0
 
     def layer(self, index: int, k_TGK: Tensor, v_TGW: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers of a layer."""
@@ -71,17 +86,26 @@ class KeyValueCache:
             self._layers[index] = (self._allocate(k_TGK), self._allocate(v_TGW))
         return self._layers[index]
 
+    def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
+        """The recurrent states of a layer, by slot; those of new sequences are zeros."""
+        if layer not in self._states:
+            slots = len(self.lengths)
+            self._states[layer] = tuple(
+                torch.zeros((slots, *one.shape), dtype=one.dtype, device=device) for one in declared
+            )
+        return self._states[layer]
+
     def _allocate(self, x_TGK: Tensor) -> Tensor:
         _, heads, size = x_TGK.shape
         return x_TGK.new_empty((len(self.lengths), heads, self.capacity, size))
 
 
 @dataclass(frozen=True)
-class CachedAttend:
-    """One step's Attend: sequence j of the flat batch is the cache's `slots[j]`, and `starts[j]` of
-    its tokens came in earlier steps. An implementation of `Attend` for inference only."""
+class CachedPast:
+    """One step's Attend and Carry: sequence j of the flat batch is the cache's `slots[j]`, and
+    `starts[j]` of its tokens came in earlier steps. For inference only."""
 
-    cache: KeyValueCache
+    cache: StateCache
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     bounds: tuple[int, ...]
@@ -113,6 +137,7 @@ class CachedAttend:
         spec: AttendSpec,
     ) -> Tensor:
         assert bounds == self.bounds, "a step's Attend serves the batch it was made for"
+        assert spec.plain, "what is cached is attended to in order"
         k_NGLK, v_NGLW = self.cache.layer(spec.layer, k_TGK, v_TGW)
         spans = zip(self.slots, self.starts, self.stops, itertools.pairwise(bounds), strict=True)
         outputs = []
@@ -125,6 +150,34 @@ class CachedAttend:
         if not outputs:  # nothing came before: the very computation of training
             return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)
         return torch.cat(outputs)
+
+    def run(
+        self,
+        layer: int,
+        states: tuple[StateSpec, ...],
+        recurrence: Recurrence,
+        inputs: Tensors,
+        bounds: tuple[int, ...],
+    ) -> Tensor:
+        assert bounds == self.bounds, "a step's Carry serves the batch it was made for"
+        held = self.cache.states(layer, states, inputs[0].device)
+        slots = list(self.slots)
+        if len(slots) == bounds[-1]:  # one token each
+            y, behind = recurrence.step(inputs, tuple(x[slots] for x in held))
+            for x, new in zip(held, behind, strict=True):
+                x[slots] = new
+            return y
+        outputs = []
+        for slot, (first, last) in zip(slots, itertools.pairwise(bounds), strict=True):
+            own = tuple(x[first:last] for x in inputs)
+            y, behind = recurrence.whole(own, (0, last - first), tuple(x[slot] for x in held))
+            for x, new in zip(held, behind, strict=True):
+                x[slot] = new
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def keep(self, left: Tensors) -> None:
+        raise AssertionError("a step of generation asks what its tokens give")
 
 
 def attend_tail(q_CHK: Tensor, k_GLK: Tensor, v_GLW: Tensor, spec: AttendSpec) -> Tensor:

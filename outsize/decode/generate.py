@@ -16,10 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outsize.decode.cache import CachedAttend, KeyValueCache
+from outsize.decode.cache import StateCache
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
+from outsize.models.seams import Past
 
 PREFILL_TOKENS = 2048  # prompt tokens fed in one step: bounds the activations, not the prompt
 
@@ -30,7 +31,7 @@ class Forward(Protocol):
     """One step through the model."""
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         """logits_NV of the last token of each of the N sequences that `bounds` cut ids_T into."""
 
@@ -38,10 +39,8 @@ class Forward(Protocol):
 def direct(model: Decoder) -> Forward:
     """The plain way: the model's parts in order; only last tokens go through the head."""
 
-    def forward(
-        ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
-    ) -> Tensor:
-        ctx = model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
+    def forward(ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past) -> Tensor:
+        ctx = model.context(positions_T, bounds, past=past)
         x_TD = model.prologue(ids_T, ctx)
         for block in model.blocks:
             x_TD = block(x_TD, ctx)
@@ -128,7 +127,7 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
     """OutsizeError for a request that the model cannot serve."""
     config = model.config
     if max_new_tokens < 0:
-        raise OutsizeError(f"max_new_tokens is {max_new_tokens}; expected 0 or more")
+        raise OutsizeError(f"max_tokens is {max_new_tokens}; expected 0 or more")
     if not ids:
         raise OutsizeError("the prompt has no tokens; expected at least one, such as the start id")
     wrong = [token for token in ids if not 0 <= token < config.vocab]
@@ -155,7 +154,7 @@ def run(
 ) -> Iterator[tuple[int, int]]:
     """(index of the request, token) in the order in which tokens are drawn."""
     capacity = max((len(r.ids) + max(r.max_new_tokens - 1, 0) for r in requests), default=0)
-    cache = KeyValueCache(len(requests), capacity)
+    cache = StateCache(len(requests), capacity)
     waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
     drawn = dict.fromkeys(waiting, 0)
     while waiting:
@@ -184,14 +183,14 @@ def _slices(waiting: dict[int, list[int]], most: int) -> dict[int, list[int]]:
 
 
 def _step(
-    cache: KeyValueCache,
+    cache: StateCache,
     waiting: dict[int, list[int]],
     fed: dict[int, list[int]],
     forward: Forward,
     device: torch.device,
 ) -> Tensor:
     ahead = [len(waiting[index]) - len(ids) for index, ids in fed.items()]
-    attend = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
+    past = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
     ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=device)
     with torch.no_grad():
-        return forward(ids_T, attend.positions(device), attend.bounds, attend)
+        return forward(ids_T, past.positions(device), past.bounds, past)

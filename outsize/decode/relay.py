@@ -17,9 +17,9 @@ from torch import Tensor
 
 from outsize.collectives import Collective, World, along, everyone
 from outsize.collectives.channel import Receiver, Sender
-from outsize.decode.cache import CachedAttend
 from outsize.decode.samplers import Sampler
 from outsize.models.decoder import Decoder
+from outsize.models.seams import Past
 
 
 class Relay:
@@ -53,11 +53,11 @@ class Relay:
                     self._receivers[source] = Receiver(pair, self._device)
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         """logits_NV where the epilogue is; elsewhere (N, 0), and `drawing` knows the tokens."""
         model, here = self.model, self._here
-        ctx = model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
+        ctx = model.context(positions_T, bounds, past=past)
         parts = (model.prologue if self._line is None else model.prologue.enter, *model.blocks)
         x = ids_T if self._line is None else self._line.all_reduce(model.prologue.tokens(ids_T))
         for segment, (turn, after) in enumerate(pairwise(self.turns)):

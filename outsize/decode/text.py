@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Forward, stream_tokens
@@ -72,13 +72,26 @@ class StopStrings:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The tokens that a text begins with."""
+    check_prompt(prompt)
     return [tokenizer.start, *tokenizer.encode(prompt)]
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuse one that no tokenizer can read: bytes of a command line that are not UTF-8, which
+    Python hands over as half surrogate pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        begun = prompt[: error.start]
+        raise OutsizeError(
+            f"prompt is not UTF-8 behind {begun[-40:]!r}; expected text in UTF-8"
+        ) from None
 
 
 def stream_text(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int,
     sampling: Sampler = GREEDY,
     stop_strings: Collection[str] = (),
@@ -86,12 +99,13 @@ def stream_text(
     forward: Forward | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[str]:
-    """The text that follows `prompt`, in pieces that are never empty, as it comes.
+    """The text that follows `prompt`, or its `prompt_ids`, in pieces that are never empty, as it
+    comes.
 
     Ends before the first of `stop_strings`, at a token of `stop` (by default the tokenizer's eos)
     or after `max_new_tokens`. OutsizeError, before anything is computed, as of `generate`.
     """
-    ids = prompt_ids(tokenizer, prompt)
+    ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else prompt
     ends = frozenset((tokenizer.eos,) if stop is None else stop)
     tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward, prefill_tokens)
     return _pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)

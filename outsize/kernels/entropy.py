@@ -12,15 +12,15 @@ C tokens of a chunk, V vocabulary (here), R workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outsize.errors import OutsizeError
+from outsize.torch_private import FakeTensor
 
 IGNORE = -100  # target of a token that has none
 Span = tuple[int, int]
@@ -44,6 +44,39 @@ class LossOptions:
 
 
 PLAIN = LossOptions()
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """What is trained on, made of each target's cross-entropy: the negative log of the probability
+    that the model gives it."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads of each target beside that, from a batch's columns: coefficients, the
+        log-probabilities of other models."""
+
+    def of(self, entropy_C: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Each target's loss, and its derivative by the cross-entropy. Their weights and the one
+        division come afterwards; what it gives for a token without a target is not used."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the tokens of a microbatch should say next. ids: int64, IGNORE where there is nothing to
+    be said. weights: float32, what each one's loss is times; None for 1. columns: what else a loss
+    reads of each."""
+
+    ids_T: Tensor
+    weights_T: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def at(self, here: slice) -> Targets:
+        """Some of them."""
+        weights_T = None if self.weights_T is None else self.weights_T[here]
+        return Targets(
+            self.ids_T[here], weights_T, {name: x_T[here] for name, x_T in self.columns.items()}
+        )
 
 
 class Gather(Protocol):
@@ -101,17 +134,20 @@ def check(targets_T: Tensor, size: int) -> None:
 
 def plain(
     logits_CV: Tensor,
-    targets_C: Tensor,
+    targets: Targets,
     factor: float,
     gradient: bool,
     options: LossOptions = PLAIN,
     vocabulary: Vocabulary | None = None,
+    loss: Loss | None = None,
 ) -> Tensor:
     """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient.
 
-    The twin of outsize_cross_entropy, which has neither options nor a cut vocabulary; logits are at
-    least float32 here. The sum is the same on all workers, the gradient of each worker's logits.
+    The twin of outsize_cross_entropy, which has neither options, a cut vocabulary nor another loss;
+    logits are at least float32 here. The sum is the same on all workers, the gradient of each
+    worker's logits.
     """
+    targets_C = targets.ids_T
     valid_C = targets_C != IGNORE
     here_C, index_C = valid_C, targets_C
     if vocabulary is not None:
@@ -122,15 +158,28 @@ def plain(
     smooth = options.label_smoothing
     seen = _look(logits_CV, index_C1, here_C, smooth > 0.0, vocabulary)
     losses_C, slope_C = losses(seen, options)
-    counted_C = valid_C.to(logits_CV.dtype)  # not bool: bool * float would be fp32
+    losses_C, counted_C = weighed(losses_C, targets, loss)
     if gradient:
         logits_CV.mul_((slope_C * counted_C * factor).unsqueeze(1))
-        pull_C = here_C.to(logits_CV.dtype) * -(factor * (1 - smooth))
+        pull_C = here_C * (counted_C * -(factor * (1 - smooth)))
         logits_CV.scatter_add_(1, index_C1, pull_C.unsqueeze(1))
         if smooth:
             size = logits_CV.shape[1] if vocabulary is None else vocabulary.size
             logits_CV.sub_((counted_C * (factor * smooth / size)).unsqueeze(1))
-    return (losses_C * counted_C).sum() * factor
+    return losses_C.sum() * factor
+
+
+def weighed(losses_C: Tensor, targets: Targets, loss: Loss | None) -> tuple[Tensor, Tensor]:
+    """Losses as they are summed, and what each token's gradient of the cross-entropy is times."""
+    counted_C = (targets.ids_T != IGNORE).to(losses_C.dtype)  # not bool: bool * float: fp32
+    if targets.weights_T is not None:
+        counted_C = counted_C * targets.weights_T
+    if loss is None:
+        return losses_C * counted_C, counted_C
+    made_C, slope_C = loss.of(losses_C, targets.columns)
+    without_C = counted_C == 0  # whatever the columns have there, be it no number
+    made_C, slope_C = (x_C.masked_fill(without_C, 0.0) for x_C in (made_C, slope_C))
+    return made_C * counted_C, slope_C * counted_C
 
 
 def losses(seen: Seen, options: LossOptions) -> tuple[Tensor, Tensor]:

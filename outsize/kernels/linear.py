@@ -68,8 +68,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
         return product.linear(x, weight, bias)
     if sink is None:
         return F.linear(x, weight, bias)
-    if not x.requires_grad:  # the Function must be entered for its weight's sake
-        x = x.detach().requires_grad_()
+    if not x.requires_grad:
+        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+            return product.linear(x, weight, bias)  # nothing before it learns, nor does it
+        x = x.detach().requires_grad_()  # the Function must be entered for its weight's sake
     y: Tensor = _SinkLinear.apply(x, weight, bias, sink)  # type: ignore[no-untyped-call]
     return y
 
@@ -83,14 +85,13 @@ class _SinkEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:
         ids_T, gy_TD = ctx.ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
-        if ctx.weight.requires_grad:
-            ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))
+        ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))
         return None, None, None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
     """Rows of weight (V, D) at ids (...): (..., D). With a sink, the gradient goes to it."""
-    if sink is None or not torch.is_grad_enabled():
+    if sink is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.embedding(ids, weight)
     anchor = torch.empty(0, device=weight.device, requires_grad=True)
     y: Tensor = _SinkEmbedding.apply(anchor, ids, weight, sink)  # type: ignore[no-untyped-call]

@@ -12,19 +12,36 @@ T tokens, C tokens of a chunk, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outsize.kernels import native, product
-from outsize.kernels.entropy import IGNORE, PLAIN, LossOptions, Vocabulary, check, plain
+from outsize.kernels.entropy import (
+    IGNORE,
+    PLAIN,
+    Loss,
+    LossOptions,
+    Targets,
+    Vocabulary,
+    check,
+    plain,
+)
 from outsize.kernels.linear import GradSink, add_product
 
-__all__ = ["IGNORE", "Head", "LossOptions", "Vocabulary", "chunked_loss", "plain", "wide"]
+__all__ = [
+    "IGNORE",
+    "Head",
+    "Loss",
+    "LossOptions",
+    "Targets",
+    "Vocabulary",
+    "chunked_loss",
+    "plain",
+    "wide",
+]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -55,24 +72,39 @@ def soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | N
     return tanh_CV
 
 
-def _allocate(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
+def _allocate(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    factor: float,
+    gradient: bool,
+    weights_C: Tensor | None = None,
+) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=logits_CV.device)
 
 
-def _run(logits_CV: Tensor, targets_C: Tensor, factor: float, gradient: bool) -> Tensor:
+def _run(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    factor: float,
+    gradient: bool,
+    weights_C: Tensor | None = None,
+) -> Tensor:
     count, size = logits_CV.shape
     targets_C = targets_C.contiguous()
     check(targets_C, size)
+    weights_C = None if weights_C is None else weights_C.contiguous()
     total = native.loaded().outsize_cross_entropy(
         *(native.CODES[logits_CV.dtype], logits_CV.data_ptr(), targets_C.data_ptr(), IGNORE),
         *(factor, gradient, count, size, native.threads()),
+        None if weights_C is None else weights_C.data_ptr(),
     )
-    return _allocate(logits_CV, targets_C, factor, gradient).fill_(total * factor)
+    return _allocate(logits_CV, targets_C, factor, gradient, weights_C).fill_(total * factor)
 
 
 _OPERATORS = (
     native.define(
-        "cross_entropy(Tensor(a!) logits, Tensor targets, float factor, bool gradient) -> Tensor",
+        "cross_entropy(Tensor(a!) logits, Tensor targets, float factor, bool gradient,"
+        " Tensor? weights=None) -> Tensor",
         _run,
         _allocate,
     ),
@@ -86,24 +118,24 @@ class _ChunkedLoss(torch.autograd.Function):
         h_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        targets_T: Tensor,
+        targets: Targets,
         head: Head,
         gradient: bool,
     ) -> Tensor:
         dtype = wide(h_TD.dtype)
         fused = head.bare(gradient) and native.served(h_TD, weight_VD)
-        chunk = torch.ops.outsize.cross_entropy.default if fused else head.entropy(gradient)
         loss = torch.zeros((), dtype=dtype, device=h_TD.device)
         gh_TD = torch.empty_like(h_TD) if gradient else None
         size = min(head.chunk, h_TD.shape[0])
         held = h_TD.dtype if fused else dtype  # the fused pass reads and writes half precision
         buffer_CV = torch.empty(size, weight_VD.shape[0], dtype=held, device=h_TD.device)
         for start in range(0, h_TD.shape[0], size):
-            h_CD, targets_C = h_TD[start : start + size], targets_T[start : start + size]
+            h_CD, here = h_TD[start : start + size], targets.at(slice(start, start + size))
             logits_CV = buffer_CV[: h_CD.shape[0]]
             logits(h_CD, weight_VD, bias_V, logits_CV)
             tanh_CV = soften(logits_CV, head.scale, head.softcap)
-            loss += chunk(logits_CV, targets_C, head.factor, gradient)
+            entropy = head.fused if fused else head.entropy
+            loss += entropy(logits_CV, here, gradient)
             if gh_TD is None:
                 continue
             if tanh_CV is not None:
@@ -131,7 +163,8 @@ class Head:
     place where the loss is divided. chunk: tokens of a chunk. sink: receives the gradients. scale,
     softcap: of the logits. options: of the loss where gradients are made; a pass without gradients
     gives the plain cross-entropy. vocabulary: where the weight holds some of its rows only; h's
-    gradient is then a summand, the sum over the workers is whole.
+    gradient is then a summand, the sum over the workers is whole. loss: what is made of the
+    cross-entropy where gradients are made, None for itself.
     """
 
     factor: float
@@ -141,16 +174,23 @@ class Head:
     softcap: float | None = None
     options: LossOptions = PLAIN
     vocabulary: Vocabulary | None = None
+    loss: Loss | None = None
 
     def bare(self, gradient: bool) -> bool:
         """Whether the fused pass knows all of it."""
-        added = gradient and self.options != PLAIN
+        added = gradient and (self.options != PLAIN or self.loss is not None)
         return not added and self.vocabulary is None and self.scale == 1.0 and self.softcap is None
 
-    def entropy(self, gradient: bool) -> Callable[[Tensor, Tensor, float, bool], Tensor]:
-        """The pass that knows all of it."""
-        options = self.options if gradient else PLAIN
-        return partial(plain, options=options, vocabulary=self.vocabulary)
+    def fused(self, logits_CV: Tensor, targets: Targets, gradient: bool) -> Tensor:
+        """The losses of a chunk, times factor; with `gradient`, logits become their gradient."""
+        return torch.ops.outsize.cross_entropy.default(  # type: ignore[no-any-return]
+            logits_CV, targets.ids_T, self.factor, gradient, targets.weights_T
+        )
+
+    def entropy(self, logits_CV: Tensor, targets: Targets, gradient: bool) -> Tensor:
+        """The same by the pass that knows all of it."""
+        options, loss = (self.options, self.loss) if gradient else (PLAIN, None)
+        return plain(logits_CV, targets, self.factor, gradient, options, self.vocabulary, loss)
 
     def accumulate(self, weight: Tensor, bias: Tensor | None, g_CV: Tensor, h_CD: Tensor) -> None:
         """Hand the gradients of one chunk to the sink; they run at once: the buffer is reused."""
@@ -166,18 +206,18 @@ class Head:
 
 
 def chunked_loss(
-    h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, head: Head
+    h_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets, head: Head
 ) -> Tensor:
     """Sum over valid targets of the loss times head.factor: a scalar, at least fp32.
 
-    h_TD: hidden after the final norm; targets_T int64, IGNORE where none. Where gradients are on,
-    they are made here: weight and bias go to head.sink, and the backward pass only hands h's on
-    (so the result must be differentiated with gradient 1).
+    h_TD: hidden after the final norm. Where gradients are on, they are made here: weight and bias
+    go to head.sink, and the backward pass only hands h's on (so the result must be differentiated
+    with gradient 1).
     """
     if head.vocabulary is not None:
-        check(targets_T, head.vocabulary.size)
+        check(targets.ids_T, head.vocabulary.size)
     gradient = torch.is_grad_enabled() and head.sink is not None
     if gradient and not h_TD.requires_grad:
         h_TD = h_TD.detach().requires_grad_()
-    loss: Tensor = _ChunkedLoss.apply(h_TD, weight_VD, bias_V, targets_T, head, gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(h_TD, weight_VD, bias_V, targets, head, gradient)  # type: ignore[no-untyped-call]
     return loss

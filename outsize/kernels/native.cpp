@@ -218,14 +218,15 @@ inline float* scratch(bfloat16*, std::vector<float>& held, int64_t size) {
 
 template <class T>
 double cross_entropy(T* logits, const int64_t* targets, int64_t ignore, float factor,
-                     bool gradient, int64_t rows, int64_t size, int threads) {
+                     bool gradient, int64_t rows, int64_t size, int threads, const float* weights) {
     std::vector<double> losses(rows, 0.0);
     double* loss = losses.data();
     in_parts(rows, size, threads, 1, [=](int64_t, int64_t first, int64_t last) {
         std::vector<float> held;
         for (int64_t row = first; row < last; ++row) {
             T* here = logits + row * size;
-            if (targets[row] == ignore) {
+            const double weight = weights ? double(weights[row]) : 1.0;
+            if (targets[row] == ignore || weight == 0.0) {
                 if (gradient) std::memset(static_cast<void*>(here), 0, size * sizeof(T));
                 continue;
             }
@@ -238,10 +239,11 @@ double cross_entropy(T* logits, const int64_t* targets, int64_t ignore, float fa
             const float picked = wide(here[targets[row]]) - top;
             float* e = scratch(here, held, size);
             const double total = exponentials(here, size, top, e);
-            loss[row] = std::log(total) - double(picked);
+            loss[row] = weight * (std::log(total) - double(picked));
             if (!gradient) continue;
-            const float scale = float(double(factor) / total);
-            const float target = e[targets[row]] * scale - factor;
+            const double own = weight * double(factor);
+            const float scale = float(own / total);
+            const float target = e[targets[row]] * scale - float(own);
             for (int64_t v = 0; v < size; ++v) here[v] = narrow<T>(e[v] * scale);
             here[targets[row]] = narrow<T>(target);
         }
@@ -345,11 +347,13 @@ void outsize_gate_backward(int dtype, const void* g, const void* gate_, const vo
                               threads))
 }
 
-// Sum of the losses, not yet times factor. Targets must lie in 0..size - 1 or be `ignore`.
+// Sum of the losses, not yet times factor. Targets must lie in 0..size - 1 or be `ignore`. weights:
+// what each one's loss is times, null for 1.
 double outsize_cross_entropy(int dtype, void* logits, const int64_t* targets, int64_t ignore,
-                             float factor, int gradient, int64_t rows, int64_t size, int threads) {
+                             float factor, int gradient, int64_t rows, int64_t size, int threads,
+                             const float* weights) {
     BOTH(dtype, return cross_entropy(at<T>(logits), targets, ignore, factor, gradient != 0, rows,
-                                     size, threads))
+                                     size, threads, weights))
 }
 
 void outsize_add(int dtype, float* to, const void* from, int64_t count, int threads) {

@@ -26,12 +26,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from outsize.torch_private import FakeTensor
+
+_READ = (Tensor, nn.Parameter, FakeTensor)
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
 
 _SOURCES = tuple(
-    map(Path(__file__).with_name, ("native.cpp", "attention.cpp", "sparse.cpp", "shared.cpp"))
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("native", "attention", "sparse", "shared", "blockwise", "normal")
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
@@ -54,7 +57,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rope": (None, (_I, _P, _P, _P, _P, _N, _P, _P, _N, _I, _F, _I)),
     "gate": (None, (_I, _P, _P, _P, _N, _I)),
     "gate_backward": (None, (_I, _P, _P, _P, _P, _P, _N, _I)),
-    "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I)),
+    "cross_entropy": (c_double, (_I, _P, _P, _N, _F, _I, _N, _N, _I, _P)),
     "add": (None, (_I, _P, _P, _N, _I)),
     "exponential": (None, (_P, _P, _N)),
     "checksum": (c_uint64, (_P, _N)),
@@ -63,6 +66,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
     "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
     "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),
+    "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
+    "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
     "shared_close": (None, (_P,)),
     "shared_bytes": (_N, (_I, _N)),
@@ -82,15 +87,10 @@ def reads(*tensors: Tensor) -> bool:
     """Whether the passes read such tensors: on the CPU, float32 or bfloat16, and no subclass that
     means something else by its numbers. Fake tensors are judged as the real ones they stand for.
     """
-    return (
-        all(
-            x.dtype in CODES
-            and x.device.type == "cpu"
-            and type(x) in (Tensor, nn.Parameter, FakeTensor)
-            for x in tensors
-        )
-        and library() is not None
-    )
+    for x in tensors:  # a generator costs more than what it asks
+        if x.dtype not in CODES or x.device.type != "cpu" or type(x) not in _READ:
+            return False
+    return library() is not None
 
 
 def served(*tensors: Tensor) -> bool:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+
+from outsize.torch_private import FakeTensor
 
 LEAST = 1 << 20  # multiplications below which a call's own cost counts for more
 PART = 1 << 20  # elements of a result that are made at once and then put where they belong
@@ -25,7 +26,7 @@ PART = 1 << 20  # elements of a result that are made at once and then put where 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., N). Not for autograd to record."""
-    if not _fits(x, weight_NI):
+    if not _fits(x, weight_NI, weight_NI.shape[0]):
         return F.linear(x, weight_NI, bias_N)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight_NI, bias_N, "none", [], "")
     return y
@@ -33,12 +34,12 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
 
 def product(a: Tensor, b_IN: Tensor) -> Tensor:
     """a (..., I) @ b."""
-    return linear(a, b_IN.t(), None) if _fits(a, b_IN.t()) else a @ b_IN
+    return linear(a, b_IN.t(), None) if _fits(a, b_IN, b_IN.shape[1]) else a @ b_IN
 
 
 def add_product(total_MN: Tensor, a_MI: Tensor, b_IN: Tensor) -> None:
     """total += a @ b, all of one dtype."""
-    if _fits(a_MI, b_IN.t()):  # whole: in blocks, a transposed `a` is 1.3x slower
+    if _fits(a_MI, b_IN, b_IN.shape[1]):  # whole: in blocks, a transposed `a` is 1.3x slower
         total_MN.add_(linear(a_MI, b_IN.t(), None))
     else:
         total_MN.addmm_(a_MI, b_IN)
@@ -46,7 +47,7 @@ def add_product(total_MN: Tensor, a_MI: Tensor, b_IN: Tensor) -> None:
 
 def put_product(a_MI: Tensor, b_IN: Tensor, out_MN: Tensor) -> None:
     """out = a @ b, all of one dtype."""
-    if not _fits(a_MI, b_IN.t()):
+    if not _fits(a_MI, b_IN, b_IN.shape[1]):
         torch.mm(a_MI, b_IN, out=out_MN)
         return
     for rows, columns in _blocks(out_MN):
@@ -64,17 +65,23 @@ def _blocks(out_MN: Tensor) -> Iterator[tuple[slice, slice]]:
         yield (part, slice(None)) if rows >= columns else (slice(None), part)
 
 
-def _fits(x: Tensor, weight_NI: Tensor) -> bool:
+def _fits(x: Tensor, other: Tensor, columns: int) -> bool:
+    """Whether x times `other`, of so many columns, is a product for oneDNN. Small ones are asked
+    about most often: what tells them comes first."""
     return (
-        all(
-            t.dtype == torch.float32
-            and t.device.type == "cpu"
-            and type(t) in (Tensor, nn.Parameter, FakeTensor)
-            for t in (x, weight_NI)
-        )
-        and x.numel() * weight_NI.shape[0] >= LEAST
+        x.numel() * columns >= LEAST
         and not torch.is_grad_enabled()
+        and _plain(x)
+        and _plain(other)
         and _preferred()
+    )
+
+
+def _plain(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     )
 
 

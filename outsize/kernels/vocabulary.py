@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import product
-from outsize.kernels.entropy import IGNORE, Vocabulary, check, losses, numbers, together
+from outsize.kernels.entropy import (
+    IGNORE,
+    Targets,
+    Vocabulary,
+    check,
+    losses,
+    numbers,
+    together,
+    weighed,
+)
 from outsize.kernels.loss import Head, logits, soften, wide
 
 
@@ -49,9 +58,9 @@ class Scored:
 
     h: its hidden states. exp: of logits less their largest here. slope: of the logits as they are
     used by what the product gave, one number where there is no cap. index: of the target here, 0
-    where it is elsewhere; here, counted: 1 for tokens whose target is here, that have one. numbers:
-    what is exchanged. soft, pull: the gradient of h (T, D) up to each token's factor, and the rest
-    of it; None in variant 1.
+    where it is elsewhere; here: 1 for tokens whose target is here. numbers: what is exchanged.
+    soft, pull: the gradient of h (T, D) up to each token's factor, and the rest of it up to its
+    weight; None in variant 1.
     """
 
     h_TD: Tensor
@@ -59,7 +68,7 @@ class Scored:
     slope_TV: Tensor | float
     index_T1: Tensor
     here_T: Tensor
-    counted_T: Tensor
+    targets: Targets
     numbers_XT: Tensor
     soft_TD: Tensor | None = None
     pull_TD: Tensor | None = None
@@ -68,16 +77,17 @@ class Scored:
 @dataclass(frozen=True)
 class Agreed:
     """What the exchange gives. loss: the sum over the tokens, times head.factor. factor: of each
-    token, for exp."""
+    token, for exp. weight: what each token's gradient is times, 0 where it has no target."""
 
     loss: Tensor
     factor_T: Tensor
+    weight_T: Tensor
 
 
 @torch.no_grad()
-def score(h_TD: Tensor, targets_T: Tensor, part: Part, early: bool) -> Scored:
-    """S. targets: int64 of the whole vocabulary, IGNORE where none. early: variant 2."""
-    head, (first, last) = part.head, part.vocabulary.span
+def score(h_TD: Tensor, targets: Targets, part: Part, early: bool) -> Scored:
+    """S. targets: of the whole vocabulary. early: variant 2."""
+    head, (first, last), targets_T = part.head, part.vocabulary.span, targets.ids_T
     check(targets_T, part.vocabulary.size)
     z_TV = h_TD.new_empty(h_TD.shape[0], last - first, dtype=wide(h_TD.dtype))
     logits(h_TD, part.weight_VD, part.bias_V, z_TV)
@@ -85,13 +95,10 @@ def score(h_TD: Tensor, targets_T: Tensor, part: Part, early: bool) -> Scored:
     slope_TV: Tensor | float = head.scale
     if tanh_TV is not None:
         slope_TV = tanh_TV.square_().neg_().add_(1).mul_(head.scale)
-    valid_T = targets_T != IGNORE
-    here_T = valid_T & (targets_T >= first) & (targets_T < last)
+    here_T = (targets_T != IGNORE) & (targets_T >= first) & (targets_T < last)
     index_T1 = (targets_T - first).masked_fill(~here_T, 0).unsqueeze(1)
     numbers_XT = numbers(z_TV, index_T1, here_T, head.options.label_smoothing > 0.0)
-    scored = Scored(
-        h_TD, z_TV, slope_TV, index_T1, here_T.to(z_TV.dtype), valid_T.to(z_TV.dtype), numbers_XT
-    )
+    scored = Scored(h_TD, z_TV, slope_TV, index_T1, here_T.to(z_TV.dtype), targets, numbers_XT)
     if not early:
         return scored
     soft_TV = z_TV * slope_TV
@@ -100,7 +107,7 @@ def score(h_TD: Tensor, targets_T: Tensor, part: Part, early: bool) -> Scored:
 
 
 def _pull(scored: Scored, part: Part) -> Tensor:
-    """The gradient of h, less what is times a token's factor."""
+    """The gradient of h, less what is times a token's factor; up to each token's weight."""
     head, slope_TV, dtype = part.head, scored.slope_TV, scored.exp_TV.dtype
     smooth = head.options.label_smoothing
     here_T = scored.here_T * (-head.factor * (1 - smooth))
@@ -114,8 +121,7 @@ def _pull(scored: Scored, part: Part) -> Tensor:
             even_TD = product.product(slope_TV.to(part.weight_VD.dtype), part.weight_VD).to(dtype)
         else:
             even_TD = part.weight_VD.to(dtype).sum(0) * slope_TV
-        share_T = scored.counted_T * (head.factor * smooth / part.vocabulary.size)
-        pull_TD -= share_T.unsqueeze(1) * even_TD
+        pull_TD -= (head.factor * smooth / part.vocabulary.size) * even_TD
     return pull_TD
 
 
@@ -124,8 +130,10 @@ def agree(scored: Scored, part: Part) -> Agreed:
     """The exchange of the sums: all workers call it in one order. The loss is the same on all."""
     seen = together(part.vocabulary, scored.numbers_XT)
     losses_T, slope_T = losses(seen, part.head.options)
-    counted_T, factor = scored.counted_T, part.head.factor
-    return Agreed((losses_T * counted_T).sum() * factor, slope_T * counted_T * factor)
+    # A pass without gradients has a plain head: see runtime/native.py.
+    losses_T, weight_T = weighed(losses_T, scored.targets, part.head.loss)
+    factor = part.head.factor
+    return Agreed(losses_T.sum() * factor, slope_T * weight_T * factor, weight_T)
 
 
 @torch.no_grad()
@@ -133,7 +141,8 @@ def early_gradient(scored: Scored, agreed: Agreed) -> Tensor:
     """This worker's summand of the gradient of h (T, D), where S was early: in the memory of what
     S has made, and in the precision of the logits."""
     assert scored.soft_TD is not None and scored.pull_TD is not None
-    return scored.soft_TD.mul_(agreed.factor_T.unsqueeze(1)).add_(scored.pull_TD)
+    soft_TD = scored.soft_TD.mul_(agreed.factor_T.unsqueeze(1))
+    return soft_TD.addcmul_(scored.pull_TD, agreed.weight_T.unsqueeze(1))
 
 
 @torch.no_grad()
@@ -143,11 +152,11 @@ def settle(scored: Scored, agreed: Agreed, part: Part) -> Tensor | None:
     head, z_TV = part.head, scored.exp_TV
     smooth = head.options.label_smoothing
     z_TV.mul_(agreed.factor_T.unsqueeze(1))
-    pull_T1 = (scored.here_T * (-head.factor * (1 - smooth))).unsqueeze(1)
+    pull_T1 = (scored.here_T * agreed.weight_T * (-head.factor * (1 - smooth))).unsqueeze(1)
     z_TV.scatter_add_(1, scored.index_T1, pull_T1)
     if smooth:
         share = head.factor * smooth / part.vocabulary.size
-        z_TV.sub_((scored.counted_T * share).unsqueeze(1))
+        z_TV.sub_((agreed.weight_T * share).unsqueeze(1))
     z_TV.mul_(scored.slope_TV)
     g_TV = z_TV.to(scored.h_TD.dtype)
     head.accumulate(part.weight_VD, part.bias_V, g_TV, scored.h_TD)

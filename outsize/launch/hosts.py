@@ -26,19 +26,19 @@ from outsize.launch.activity import GONE, activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_of
-from outsize.launch.judge import SILENCE, Judge, Sample, Verdict, waiting
-from outsize.launch.post import Post
-from outsize.launch.word import Word, word
+from outsize.launch.mailbox import Mailbox
+from outsize.launch.message import Message, word
+from outsize.launch.watchdog import SILENCE, Sample, Verdict, Watchdog, waiting
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from outsize.torch_private import Store
 
 CONNECT = 60.0  # seconds until all must have come
 BEAT = 0.5  # seconds between words
 LEAVE = 60.0  # seconds for the others to end after this one
 LINGER = 6 * BEAT  # seconds for the others to see that a run is over
 
-Work = Callable[[Post], int]
+Work = Callable[[Mailbox], int]
 
 
 def started(environment: Mapping[str, str]) -> bool:
@@ -78,7 +78,7 @@ def run_there(work: Work, environment: Mapping[str, str]) -> NoReturn:
         number(environment, "LOCAL_WORLD_SIZE", count),
     )
     machine = number(environment, "GROUP_RANK", 0)
-    post = Post(rank, count, here, near, machine, store, board, capture.settle)
+    post = Mailbox(rank, count, here, near, machine, store, board, capture.settle)
     watch = _Watch(post, store.clone(), board, capture, error)  # type: ignore[attr-defined]
     watch.start()
     try:
@@ -115,13 +115,13 @@ class _Watch:
     store: a connection of its own, since the worker may be waiting on the other.
     """
 
-    post: Post
+    post: Mailbox
     store: Store
     board: Board
     capture: Capture
     error: TextIO
-    judge: Judge = field(default_factory=Judge)
-    _heard: dict[int, tuple[Word, float]] = field(default_factory=dict)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    _heard: dict[int, tuple[Message, float]] = field(default_factory=dict)
     _leaving: bool = False
     _failing: threading.Event = field(default_factory=threading.Event)
 
@@ -171,13 +171,13 @@ class _Watch:
             return None
         now = time.monotonic()
         for rank, text in enumerate(self.store.multi_get(keys)):
-            said = Word.from_json(bytes(text).decode())
+            said = Message.from_json(bytes(text).decode())
             if rank not in self._heard or said.beat != self._heard[rank][0].beat:
                 self._heard[rank] = (said, now)
         words = [self._heard[rank][0] for rank in range(self.post.count)]
         if any(said.leaving for said in words):
             return None
-        found = self._dead(words) or self.judge.look(now, self._samples(now))
+        found = self._dead(words) or self.watchdog.look(now, self._samples(now))
         # Who is gone by now may have left together with this one, without another word: this is
         # looked at last, because nobody goes before all have said that they leave.
         return None if self._leaving else found
@@ -192,7 +192,7 @@ class _Watch:
             found.append(sample)
         return found
 
-    def _dead(self, words: list[Word]) -> Verdict | None:
+    def _dead(self, words: list[Message]) -> Verdict | None:
         """of this machine one sees at once who has ended."""
         for rank, said in enumerate(words):
             if said.machine == self.post.machine and activity(said.pid).state == GONE:

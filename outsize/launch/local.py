@@ -28,14 +28,14 @@ from outsize.launch.activity import activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_by_status, failure_of
-from outsize.launch.judge import Judge, Sample, Verdict, waiting
-from outsize.launch.post import Post
+from outsize.launch.mailbox import Mailbox
 from outsize.launch.rendezvous import client, serve
+from outsize.launch.watchdog import Sample, Verdict, Watchdog, waiting
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from outsize.torch_private import Store
 
-Work = Callable[[Post], int]
+Work = Callable[[Mailbox], int]
 HOST = "127.0.0.1"
 LOOK = 0.25  # seconds between looks at what workers do
 SETTLE = 0.3  # seconds in which several ends count as one event: the fault may be the second
@@ -115,7 +115,7 @@ class _Team:
     board: mmap
     workers: list[_Worker] = field(default_factory=list)
     asked: int | None = None  # the signal that asked the run to stop
-    judge: Judge = field(default_factory=Judge)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     def fork(self, rank: int, work: Work, listener: socket.socket) -> None:
         """Start one worker."""
@@ -185,7 +185,7 @@ class _Team:
                     return self._failed()
                 if time.monotonic() >= look:
                     look = time.monotonic() + LOOK
-                    verdict = self.judge.look(time.monotonic(), self._samples())
+                    verdict = self.watchdog.look(time.monotonic(), self._samples())
                     if verdict is not None:
                         return self._judged(verdict)
         return max((worker.done or 0 for worker in self.workers), default=0)
@@ -347,6 +347,6 @@ def _work(start: _Start, work: Work) -> int:
     pulse.at("joining")
     store: Store = client(HOST, start.port)
     rank, count = start.rank, start.count
-    code = work(Post(rank, count, rank, count, 0, store, pulse, start.output))
+    code = work(Mailbox(rank, count, rank, count, 0, store, pulse, start.output))
     pulse.at("the end")
     return code

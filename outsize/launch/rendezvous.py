@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from outsize.torch_private import Store
 
 CONNECT = 60.0  # seconds
 
@@ -15,7 +15,7 @@ CONNECT = 60.0  # seconds
 def serve(listener: socket.socket) -> Store:
     """Serve a store on a socket that listens already; the store owns it from now on. It starts a
     thread: workers are forked before."""
-    from torch._C._distributed_c10d import TCPStore
+    from outsize.torch_private import TCPStore
 
     host, port = listener.getsockname()[:2]
     descriptor = listener.detach()
@@ -24,6 +24,6 @@ def serve(listener: socket.socket) -> Store:
 
 def client(host: str, port: int) -> Store:
     """A worker's connection to it."""
-    from torch._C._distributed_c10d import TCPStore
+    from outsize.torch_private import TCPStore
 
     return TCPStore(host, port, timeout=timedelta(seconds=CONNECT), wait_for_workers=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outsize.collectives.collective import Collective, Operation, Span
 from outsize.collectives.mesh import Mesh
-from outsize.collectives.world import Use, World
-from outsize.launch.pulse import Pulse
+from outsize.collectives.world import Key, Use, World
+from outsize.launch.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class WatchedWorld:
     """`world`, whose groups tell `pulse`."""
 
     world: World
-    pulse: Pulse
+    pulse: Heartbeat
 
     @property
     def mesh(self) -> Mesh:
@@ -31,6 +31,10 @@ class WatchedWorld:
     @property
     def rank(self) -> int:
         return self.world.rank
+
+    @property
+    def groups(self) -> Mapping[Key, Collective]:
+        return self.world.groups
 
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Collective:
         who = f"with {named(ranks)}"
@@ -45,7 +49,7 @@ class Watched:
     """`inner`, telling `pulse` what it waits in and with whom."""
 
     inner: Collective
-    pulse: Pulse
+    pulse: Heartbeat
     who: str
 
     @property

@@ -119,7 +119,7 @@ def traffic(
 ) -> Traffic:
     """What one cycle fetches at these addresses, found by playing two cycles. made: as for
     `arrange`; their first visit fetches nothing."""
-    items = sorted({item for visit in visits for item in visit})
+    items = sorted({item for visit in visits for item in visit}, key=str)
     edges = np.unique([e for i in items for e in (offsets[i], offsets[i] + sizes[i])])
     first = np.searchsorted(edges, [offsets[i] for i in items])
     last = np.searchsorted(edges, [offsets[i] + sizes[i] for i in items])

@@ -10,16 +10,19 @@ Decayed parameters come first, so that the optimizer updates at most two ranges 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from outsize.collectives.axes import axis_of
 from outsize.models.cuts import NO_CUTS, Cut
+from outsize.optim.declared import WHOLE
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,16 @@ class Slot:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def parted(self) -> bool:
+        """Whether others have the rest of the parameter."""
+        return self.whole not in (0, self.numel)
+
+    def elements(self, per: int) -> int:
+        """How many a state has here that has one for each `per` of a parameter's: one of the
+        parameter's shape is cut as it is, any other is whole on every worker."""
+        return self.numel if per == 1 else -(-(self.whole or self.numel) // per)
+
     def of(self, flat: Tensor) -> Tensor:
         """The view of this parameter in a flat buffer."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
@@ -44,23 +57,55 @@ class Slot:
 @dataclass(frozen=True)
 class ChunkTable:
     """The layout of one chunk. segment: index of the model's segment that owns it; wide: held in
-    float32 at least, whatever the others are held in; matrices: each is updated as a whole.
+    float32 at least, whatever the others are held in; main: the optimizer updates them itself and
+    does not leave them to its `rest`; grain: elements of a parameter, counted from its first, that
+    are updated together, or WHOLE (outsize/optim/optimizer.py): cuts of the chunk keep to it.
 
-    shared: how many neighbours on the tensor axis hold these elements too (1: none); partial: the
-    gradient is the sum of theirs. piped: every worker of a pipeline has elements of its own."""
+    shared: how many neighbours on `axis` hold these elements too (1: none); partial: the gradient
+    is the sum of theirs."""
 
     segment: int
     trainable: bool
     slots: tuple[Slot, ...]
     wide: bool = False
-    matrices: bool = False
+    main: bool = False
     shared: int = 1
     partial: bool = False
-    piped: bool = False
+    axis: str = "tensor"
+    grain: int = 1
 
     @property
+    def piped(self) -> bool:
+        """Every worker of a pipeline has elements of its own."""
+        return axis_of(self.axis).cuts == "stages"
+
+    @cached_property
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
+
+    def whole(self, slot: Slot) -> bool:
+        """Whether a parameter is updated as a whole, so that no cut of the chunk may part it."""
+        return self.grain == WHOLE or (self.grain > 1 and slot.parted)
+
+    @property
+    def open(self) -> frozenset[int]:
+        """Where parameters begin that may be cut, at multiples of the grain in them."""
+        return frozenset(slot.offset for slot in self.slots if not self.whole(slot))
+
+    def before(self, place: int, per: int) -> int:
+        """Elements before an element of the chunk, of a state that has one for each `per` of a
+        parameter's. The place is one at which cuts may be."""
+        if per == 1:
+            return place
+        ends = ((slot, place - slot.offset) for slot in self.slots if slot.offset < place)
+        return sum(s.elements(per) if at >= s.numel else at // per for s, at in ends)
+
+    def part(self, slot: Slot, flat: Tensor, per: int) -> Tensor:
+        """The view of a parameter's part of a whole state: in its shape at `per` 1, else 1-D."""
+        if per == 1:
+            return slot.of(flat)
+        first = self.before(slot.offset, per)
+        return flat[first : first + slot.elements(per)]
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -74,62 +119,75 @@ class ChunkTable:
         places = (*self.edges, self.numel)
         return dict(zip(places, accumulate(sizes, initial=0), strict=True))
 
-    def cuts(self, part: int, grain: int, span: tuple[int, int]) -> tuple[int, ...]:
+    def cuts(self, part: int, align: int, span: tuple[int, int]) -> tuple[int, ...]:
         """Offsets (first, ..., last) of parts of a span, of at most `part` elements, multiples of
-        `grain` from its beginning. Where matrices are updated as wholes, parts begin where matrices
-        do, and are larger if need be."""
+        `align` from its beginning. Where elements are updated together they stay in one part, which
+        is larger if need be."""
         first, last = span
-        if not self.matrices:
+        if self.grain == 1:
             return (*range(first, last, part), last)
         offsets = [first]
-        edges = [e for e in self.edges if first <= e < last and (e - first) % grain == 0]
-        for edge, end in pairwise((*edges, last)):
+        for edge, end in pairwise((*self._borders(align, first, last), last)):
             if edge > offsets[-1] and end - offsets[-1] > part:
                 offsets.append(edge)
         return (*offsets, last)
+
+    def _borders(self, align: int, first: int, last: int) -> Iterator[int]:
+        """Where parts of a span may begin: multiples of `align` from its beginning, at which
+        parameters begin or may be cut."""
+        for slot in self.slots:
+            at = max(slot.offset, first) - first
+            begin, end = first - (-at // align) * align, min(slot.offset + slot.numel, last)
+            solid = self.whole(slot) or align % self.grain or (begin - slot.offset) % self.grain
+            if solid:
+                yield from (begin,) if begin == slot.offset < end else ()
+            else:
+                yield from range(begin, end, align)
 
 
 def tables(
     segments: Sequence[Sequence[tuple[str, nn.Parameter]]],
     group_of: Mapping[str, int],
     wide: Collection[str] = (),
-    matrices: Collection[str] = (),
+    main: Collection[str] = (),
     cuts: Mapping[str, Cut] = NO_CUTS,
+    grains: tuple[int, int] = (1, WHOLE),
 ) -> tuple[ChunkTable, ...]:
     """Chunk tables of a model given as named parameters by segment. A parameter that several
-    segments share belongs to the first. wide: names of those held in float32 at least; matrices: of
-    those updated as wholes; cuts: which part of a parameter lies here, where not all of it does."""
+    segments share belongs to the first. wide: names of those held in float32 at least; main: of
+    those that the optimizer does not leave to its `rest`; grains: of that rest, and of the
+    optimizer; cuts: which part of a parameter lies here, where not all of it does."""
     seen: set[int] = set()
     made: list[ChunkTable] = []
     for index, named in enumerate(segments):
         fresh = [(n, p) for n, p in named if not (id(p) in seen or seen.add(id(p)))]  # type: ignore[func-returns-value]
-        kinds = {n: _kind(n, p, wide, matrices, cuts) for n, p in fresh}
+        kinds = {n: _kind(n, p, wide, main, cuts) for n, p in fresh}
         for kind in sorted(set(kinds.values())):
             mine = [(n, p) for n, p in fresh if kinds[n] == kind]
-            frozen, large, single, shared, partial, piped = kind
-            slots = _slots(mine, group_of, cuts)
+            frozen, large, other, shared, partial, axis = kind
+            slots, grain = _slots(mine, group_of, cuts), grains[not other]
             made.append(
-                ChunkTable(index, not frozen, slots, large, not single, shared, partial, piped)
+                ChunkTable(index, not frozen, slots, large, not other, shared, partial, axis, grain)
             )
     return tuple(made)
 
 
-Kind = tuple[bool, bool, bool, int, bool, bool]  # frozen, wide, no matrix, shared, partial, piped
+Kind = tuple[bool, bool, bool, int, bool, str]  # frozen, wide, not main, shared, partial, axis
 
 
 def _kind(
     name: str,
     parameter: nn.Parameter,
     wide: Collection[str],
-    matrices: Collection[str],
+    main: Collection[str],
     cuts: Mapping[str, Cut],
 ) -> Kind:
     """Parameters of one kind share a chunk."""
     cut, trainable = cuts.get(name), parameter.requires_grad
-    whole = trainable and name in matrices
+    other = not (trainable and name in main)
     shared, partial = (1, False) if cut is None else (cut.shared, cut.partial and trainable)
-    piped = cut is not None and cut.piped
-    return not trainable, name in wide, not whole, shared, partial, piped
+    axis = Cut.axis if cut is None else cut.axis
+    return not trainable, name in wide, other, shared, partial, axis
 
 
 def _slots(

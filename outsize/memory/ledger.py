@@ -4,7 +4,7 @@ Every tensor that PyTorch makes passes the dispatcher, and every storage says wh
 both gives the bytes that a device's allocator would hold, to the byte and the same in every run,
 on any machine. A budget makes the ledger raise where a real device would run out, so that a small
 device can be rehearsed on a large one; the same ledger counts fake tensors, which have no bytes,
-and so foretells a step without running it.
+and so predicts a step without running it.
 
 What it cannot see are buffers that a kernel takes and gives back inside one operator.
 """
@@ -19,11 +19,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from outsize.errors import OutsizeError
 from outsize.memory.sizes import format_bytes
+from outsize.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 KINDS = (
     "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
@@ -142,7 +141,7 @@ class Ledger:
         if tensor.device.type != self.device:
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         held = self._held.get(key)
         if held is not None:
             if held[1] != size:
@@ -156,7 +155,7 @@ class Ledger:
 
     def release(self, tensor: Tensor) -> None:
         """Stop counting the storage of a tensor that somebody else may keep alive."""
-        self._forget(tensor.untyped_storage()._cdata)
+        self._forget(storage_key(tensor))
 
     def _count(self, kind: str, size: int) -> None:
         if self.budget is not None and size > 0 and self.total + size > self.budget:

@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-Item = str
+Item = Any  # hashable and with a text of its own: a string, or a value
 Policy = Literal["belady", "lru", "static"]
 
 _WARM = 2  # cycles before a policy's choices are read off: it starts with an empty pool
@@ -53,7 +53,7 @@ def needs(cycle: Sequence[Collection[Item]]) -> dict[Item, list[int]]:
     """Item -> the windows that need it, in order."""
     at: dict[Item, list[int]] = {}
     for w, window in enumerate(cycle):
-        for item in sorted(window):
+        for item in sorted(window, key=str):
             at.setdefault(item, []).append(w)
     return at
 
@@ -191,7 +191,7 @@ def _lru(
     for now in range(rounds * len(cycle)):
         window = cycle[now % len(cycle)]
         missing = set(window) - recent.keys()
-        for item in sorted(window):
+        for item in sorted(window, key=str):
             recent[item] = None
             recent.move_to_end(item)
         held += sum(sizes[item] for item in missing)

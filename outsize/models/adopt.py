@@ -22,7 +22,8 @@ def find_blocks(
 ) -> list[tuple[str, nn.Module]]:
     """The blocks of a model as (path, module), in the order of the module tree.
 
-    pattern: shell-style path patterns such as "encoder.layers.*"; None: find them. A model
+    pattern: shell-style path patterns such as "encoder.layers.*", of several in their order; None:
+    find them. A model
     without blocks is an error that says what was looked at.
     """
     if pattern is not None:
@@ -38,11 +39,11 @@ def find_blocks(
 
 
 def _named(model: nn.Module, patterns: list[str]) -> list[tuple[str, nn.Module]]:
-    def matches(name: str) -> bool:
-        depth = name.count(".")
-        return any(fnmatchcase(name, p) and depth == p.count(".") for p in patterns)
+    def matches(name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
 
-    found = [(name, module) for name, module in model.named_modules() if name and matches(name)]
+    every = [(name, module) for name, module in model.named_modules() if name]
+    found = list(dict.fromkeys(pair for p in patterns for pair in every if matches(pair[0], p)))
     if not found:
         raise OutsizeError(
             f"blocks {', '.join(patterns)!r} name no module of {type(model).__name__};"

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outsize.kernels import attention as kernel
 from outsize.models.config import DecoderConfig, LayerFacts, Rope
+from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.models.flash import flash
-from outsize.models.layout import chunks, runs, visible
+from outsize.models.layout import chunks, clip, past, stretches, visible
 from outsize.models.linear import Linear
+from outsize.models.masked import attend_masked
 from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
-from outsize.models.seams import AttendSpec, Context
+from outsize.models.seams import MIXERS, AttendSpec, Context, StateSpec
 
 
 class Attention(nn.Module):
@@ -34,16 +37,22 @@ class Attention(nn.Module):
         bias = config.qkv_bias
         self.head_size, self.value_size = size, value_size
         self.spec = AttendSpec(layer, facts.scale, facts.window, config.softcap)
-        self.q = Linear(hidden, config.heads * size, bias, use="column")
-        self.k = Linear(hidden, config.kv_heads * size, bias, use="column")
-        self.v = Linear(hidden, config.kv_heads * value_size, bias, use="column")
-        self.o = Linear(config.heads * value_size, hidden, config.o_bias, use="row")
+        self.q = Linear(hidden, config.heads * size, bias, "column", "heads")
+        self.k = Linear(hidden, config.kv_heads * size, bias, "column", "kv_heads")
+        self.v = Linear(hidden, config.kv_heads * value_size, bias, "column", "kv_heads")
+        self.o = Linear(config.heads * value_size, hidden, config.o_bias, "row", "heads")
         self.whole_norm = config.qk_norm == "whole"
         self.q_norm = self.k_norm = None
         if config.qk_norm != "none":
-            self.q_norm = Norm(config.heads * size if self.whole_norm else size, config.norm)
-            self.k_norm = Norm(config.kv_heads * size if self.whole_norm else size, config.norm)
+            self.q_norm = self._norm(config, config.heads, "heads")
+            self.k_norm = self._norm(config, config.kv_heads, "kv_heads")
         self.rope_name, self.rope = _rope(config, facts)
+
+    def _norm(self, config: DecoderConfig, heads: int, unit: Unit) -> Norm:
+        """Of a head, or of all at once, which is cut between heads."""
+        if self.whole_norm:
+            return Norm(heads * self.head_size, config.norm, Lies(0, unit))
+        return Norm(self.head_size, config.norm, INSIDE)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         q_THK = self.heads(self.q(x_TD), self.q_norm, ctx)
@@ -57,6 +66,13 @@ class Attention(nn.Module):
         k_TGK = self.heads(self.k(x_TD), self.k_norm, ctx)
         return k_TGK, self.v(x_TD).unflatten(-1, (-1, self.value_size))
 
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        heads = self.k.weight.shape[0] // self.head_size
+        return keys_and_values(heads, self.head_size, self.value_size, dtype)
+
+    def leave(self, x_TD: Tensor, ctx: Context) -> None:
+        ctx.carry.keep(self.keys_values(x_TD, ctx))
+
     def heads(self, x: Tensor, norm: Norm | None, ctx: Context) -> Tensor:
         """Queries or keys by head, normed and turned."""
         if norm is not None and self.whole_norm:
@@ -66,6 +82,14 @@ class Attention(nn.Module):
         if self.rope is None or self.rope_name is None:
             return x
         return rotate(x, ctx.rope[self.rope_name], self.rope.interleaved)
+
+
+def keys_and_values(
+    heads: int, size: int, value_size: int, dtype: torch.dtype
+) -> tuple[StateSpec, ...]:
+    """What tokens leave for others to attend to."""
+    key = StateSpec("key", (heads, size), dtype, "token")
+    return key, StateSpec("value", (heads, value_size), dtype, "token")
 
 
 def _rope(config: DecoderConfig, facts: LayerFacts) -> tuple[str | None, Rope | None]:
@@ -86,13 +110,15 @@ class LatentAttention(nn.Module):
         self.spec = AttendSpec(layer, facts.scale, facts.window, config.softcap)
         self.q_down = self.q_norm = None
         if latent.query_rank is not None:
-            self.q_down = Linear(hidden, latent.query_rank, bias)
-            self.q_norm = Norm(latent.query_rank, norm)
-        self.q = Linear(latent.query_rank or hidden, heads * config.head_size, use="column")
-        self.kv_down = Linear(hidden, latent.rank + latent.rotary, bias)
-        self.kv_norm = Norm(latent.rank, norm)
-        self.kv = Linear(latent.rank, heads * (latent.plain + config.value_size), use="column")
-        self.o = Linear(heads * config.value_size, hidden, config.o_bias, use="row")
+            self.q_down = Linear(hidden, latent.query_rank, bias, whole=INSIDE)
+            self.q_norm = Norm(latent.query_rank, norm, INSIDE)
+        into = latent.query_rank or hidden
+        self.q = Linear(into, heads * config.head_size, use="column", unit="heads")
+        self.kv_down = Linear(hidden, latent.rank + latent.rotary, bias, whole=INSIDE)
+        self.kv_norm = Norm(latent.rank, norm, INSIDE)
+        each = latent.plain + config.value_size
+        self.kv = Linear(latent.rank, heads * each, use="column", unit="heads")
+        self.o = Linear(heads * config.value_size, hidden, config.o_bias, "row", "heads")
         self.rope_name, self.rope = _rope(config, facts)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
@@ -120,12 +146,24 @@ class LatentAttention(nn.Module):
         k_rotary = rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
         return torch.cat((k_plain, k_rotary), dim=-1), v_THW
 
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        heads = self.kv.weight.shape[0] // (self.latent.plain + self.value_size)
+        return keys_and_values(heads, self.head_size, self.value_size, dtype)
+
+    def leave(self, x_TD: Tensor, ctx: Context) -> None:
+        ctx.carry.keep(self.keys_values(x_TD, ctx))
+
+
+MIXERS.add("attention", Attention)
+MIXERS.add("latent attention", LatentAttention)
+
 
 class LocalAttend:
-    """All tokens are here: each stretch of equally long documents is one batched call.
+    """All keys are here; whatever the spec asks.
 
-    Uses PyTorch's fused attention wherever it can say what is asked; memory and time are
-    proportional to T * window where a window is shorter than a document.
+    Causal attention uses our own or PyTorch's fused kernel wherever that can say what is asked;
+    memory and time are proportional to T * window where a window is shorter than a document. What
+    no kernel can say is done in plain PyTorch (outsize/models/masked.py).
     """
 
     def __call__(
@@ -136,21 +174,35 @@ class LocalAttend:
         bounds: tuple[int, ...],
         spec: AttendSpec,
     ) -> Tensor:
-        if q_THK.device.type == "cpu" and spec.softcap is None:
-            return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
-        outputs = []
-        for first, documents, length in runs(bounds):
-            if not length:
-                continue
-            tokens = slice(first, first + documents * length)
-            q, k, v = (
-                x[tokens].unflatten(0, (documents, length)).transpose(1, 2)
-                for x in (q_THK, k_TGK, v_TGW)
-            )
-            outputs.append(attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
-        if not outputs:
+        queries, keys = q_THK.shape[0], k_TGK.shape[0]
+        if not spec.in_order or spec.first_key or spec.first_query + queries > keys:
+            return attend_masked(q_THK, k_TGK, v_TGW, bounds, spec)[0]
+        if not queries:
             return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))
+        cpu = q_THK.device.type == "cpu" and spec.softcap is None
+        if queries == keys and cpu:
+            return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
+        if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
+            return _behind(q_THK, k_TGK, v_TGW, bounds, spec)
+        start, outputs = spec.first_query, []
+        for here, there, documents in stretches(bounds, start, start + queries):
+            cut = (q_THK[here], k_TGK[there], v_TGW[there])
+            q, k, v = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in cut)
+            outputs.append(attend(q, k, v, spec).transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _behind(
+    q_THK: Tensor, k_LGK: Tensor, v_LGW: Tensor, bounds: tuple[int, ...], spec: AttendSpec
+) -> Tensor:
+    """Queries that are a stretch of the tokens, by our kernel. Its queries begin a tile: zeros lie
+    before the first one, give nothing and get no gradient."""
+    start, stop = spec.first_query, spec.first_query + q_THK.shape[0]
+    before = past(bounds, start)
+    low, lead = start - before, before % kernel.BLOCK
+    seen = (k_LGK[low:stop], v_LGW[low:stop], clip(bounds, low, stop))
+    q_THK = F.pad(q_THK, (0, 0, 0, 0, lead, 0)) if lead else q_THK
+    return kernel.attend(q_THK, *seen, spec.scale, spec.window)[lead:]
 
 
 def attend(q_BHSK: Tensor, k_BGLK: Tensor, v_BGLW: Tensor, spec: AttendSpec) -> Tensor:

@@ -1,26 +1,26 @@
 """A decoder comes into being: as shapes on the meta device, then segment by segment with values.
 
 Initial values are those of Hugging Face's models, drawn so that they depend on (seed, parameter
-name, element index) only (outsize/models/random.py). Every module that owns parameters says by its
-type what they start from; one that is not in the list below is refused.
+name, element index) only (outsize/models/random.py). Every module that owns parameters declares
+what they start from (outsize/models/declared.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import OutsizeError
+from outsize.models.adapter import Adapter
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Initial, declarations
 from outsize.models.decoder import Decoder
-from outsize.models.experts import Experts, Router
-from outsize.models.linear import Embedding, Linear
 from outsize.models.names import stays_float32
-from outsize.models.norm import Norm
-from outsize.models.random import fill_normal
+from outsize.models.random import fill_normal, fill_uniform
 
 Fill = Callable[[str, Tensor], Tensor]
 Segments = tuple[tuple[str, tuple[str, ...]], ...]
@@ -28,14 +28,6 @@ Segments = tuple[tuple[str, tuple[str, ...]], ...]
 # Radford et al., 2019, section 2.3: projections into the residual stream start 1/sqrt(of how many
 # there are) smaller. The other families' code at Hugging Face does not do this.
 SCALED_BY_DEPTH = frozenset({"gpt2"})
-
-
-@dataclass(frozen=True)
-class Initial:
-    """Normal with deviation `std`, or the number `value` everywhere where std is 0."""
-
-    std: float = 0.0
-    value: float = 0.0
 
 
 def build(
@@ -74,6 +66,26 @@ def shells(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str
         return torch.empty((), dtype=x.dtype, device=device).expand(x.shape)
 
     _place(model, set(_names(model)), shell)
+    return model
+
+
+def adapt(model: Decoder, adapter: Adapter, seed: int) -> Decoder:
+    """The same model, frozen, with an adapter that begins with initial values, in the dtype and on
+    the device of its weights. OutsizeError for one that has an adapter already."""
+    if model.config.adapter is not None:
+        raise OutsizeError("model: it has an adapter already; merge that one before, or leave it")
+    like, before = model.prologue.tokens.weight, set(_names(model))
+    adapter.attach(model)
+    model.config = replace(model.config, adapter=adapter)
+    draw = initial_draw(model, seed)
+
+    def fill(name: str, parameter: Tensor) -> Tensor:
+        out = torch.empty(parameter.shape, dtype=like.dtype, device=like.device)
+        if not out.is_meta:
+            draw(name, out)
+        return out
+
+    _place(model, set(_names(model)) - before, fill)
     return model
 
 
@@ -121,8 +133,11 @@ def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
 
     def draw(name: str, out: Tensor) -> None:
         start = initial[name]
+        assert not isinstance(start.std, str), "said in numbers"
         if start.std:
             fill_normal(out, seed, name, std=start.std)
+        elif start.bound:
+            fill_uniform(out, seed, name, start.bound)
         else:
             out.fill_(start.value)
 
@@ -130,27 +145,15 @@ def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
 
 
 def initial_values(model: Decoder) -> Iterator[tuple[str, Initial]]:
-    """What each parameter starts from, by name."""
+    """What each parameter starts from, by name, in numbers."""
     std = model.config.init_std
     deep = std
     if model.config.family in SCALED_BY_DEPTH:
         deep /= math.sqrt(2 * len(model.blocks))
-    for prefix, module in model.named_modules():
-        for leaf, _ in module.named_parameters(recurse=False):
-            yield f"{prefix}.{leaf}", _initial(module, leaf, std, deep)
-
-
-def _initial(module: nn.Module, leaf: str, std: float, deep: float) -> Initial:
-    match module:
-        case Norm():
-            return Initial(value=module.facts.unit if leaf == "weight" else 0.0)
-        case Linear() if leaf == "weight":
-            return Initial(std=deep if module.use == "row" else std)
-        case Embedding() | Experts():
-            return Initial(std=std)
-        case Linear() | Router():
-            return Initial(value=0.0)  # biases and the correction of scores
-    raise AssertionError(f"{type(module).__name__}.{leaf} has no initial value")
+    numbers = {"model": std, "residual": deep}
+    for name, declared in declarations(model):
+        start = declared.initial
+        yield name, replace(start, std=numbers[start.std]) if start.std in numbers else start
 
 
 def _names(model: Decoder) -> Iterator[str]:

@@ -1,26 +1,35 @@
-"""A chunk of a sequence: what it attends to, and where gradients of keys and values add up.
+"""A chunk of a sequence: what it attends to, what it goes on from, and where gradients of keys and
+values and of recurrent states wait for the chunks that left them.
 
 T tokens of the sequences laid flat, C of a chunk, G key-value heads, K head size, W value size.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outsize.models.layout import clip
-from outsize.models.seams import AttendSpec
+from outsize.models.layout import clip, past
+from outsize.models.seams import AttendSpec, Recurrence, StateSpec, Tensors
 
 
-class KeyValues:
-    """Keys and values of a layer for the whole sequences of a microbatch, and their gradients, in
-    float32 at least, summed over chunks."""
+class Left:
+    """What the tokens of a microbatch's whole sequences leave in a layer.
 
-    def __init__(self, bounds: tuple[int, ...]) -> None:
-        self.bounds = bounds
+    Keys and values, and their gradients, in float32 at least, summed over chunks. Of a recurrent
+    state what it is before each chunk that does not begin a document, and the gradient of the one
+    that the chunk next in the backward pass leaves. every: states are kept until a backward pass;
+    else each is gone when the next one comes.
+    """
+
+    def __init__(self, bounds: tuple[int, ...], every: bool = False) -> None:
+        self.bounds, self.every = bounds, every
+        self.states: dict[int, Tensors] = {}  # by the first token of the chunk that goes on there
+        self.state_gradients: dict[int, list[Tensor | None]] = {}
         self._values: tuple[Tensor, Tensor] | None = None
         self._gradients: tuple[Tensor, Tensor] | None = None
 
@@ -58,7 +67,7 @@ class KeyValues:
 class Part:
     """What one call attends: tokens start .. stop of `held`."""
 
-    held: KeyValues
+    held: Left
     start: int
     stop: int
     spec: AttendSpec
@@ -71,8 +80,7 @@ class Part:
     @property
     def past(self) -> int:
         """Tokens before the chunk that belong to the document it begins in."""
-        bounds = self.held.bounds
-        return self.start - bounds[bisect_right(bounds, self.start) - 1]
+        return past(self.held.bounds, self.start)
 
     def own_gradients(self) -> tuple[Tensor, Tensor]:
         """Of the chunk's keys and values: complete once its own queries are differentiated."""
@@ -80,3 +88,67 @@ class Part:
         gk_TGK, gv_TGW = self.held.gradients
         here = slice(self.start, self.stop)
         return gk_TGK[here].to(k_TGK.dtype), gv_TGW[here].to(v_TGW.dtype)
+
+
+@dataclass(frozen=True)
+class ChunkCarry:
+    """The `Carry` of the tokens start .. stop. Without gradients it stores what these leave. With
+    them, what was left before must be there, and what later chunks found of the gradient of the
+    state that these leave is added to that of their outputs."""
+
+    held: Left
+    start: int
+    stop: int
+
+    def keep(self, left: Tensors) -> None:
+        """Keys and values."""
+        k_CGK, v_CGW = left
+        self.held.put(self.start, k_CGK, v_CGW)
+
+    def run(
+        self,
+        layer: int,
+        states: tuple[StateSpec, ...],
+        recurrence: Recurrence,
+        inputs: Tensors,
+        bounds: tuple[int, ...],
+    ) -> Tensor:
+        held = self.held
+        if not torch.is_grad_enabled():
+            before = held.states.get(self.start)
+            y, behind = recurrence.whole(inputs, bounds, before)
+            if not held.every:
+                held.states.clear()
+            if past(held.bounds, self.stop):
+                held.states[self.stop] = behind
+            return y
+        before = held.states.pop(self.start, None)
+        if before is not None:
+            before = self._watched(before)
+        y, behind = recurrence.whole(inputs, bounds, before)
+        if self.stop in held.state_gradients:
+            gradients = held.state_gradients.pop(self.stop)
+            y = _Joined.apply(y, gradients, *behind)  # type: ignore[no-untyped-call]
+        return y
+
+    def _watched(self, before: Tensors) -> Tensors:
+        """Leaves whose gradients are kept for the chunk that left them."""
+        gradients: list[Tensor | None] = [None] * len(before)
+        self.held.state_gradients[self.start] = gradients
+        leaves = tuple(x.detach().requires_grad_() for x in before)
+        for index, leaf in enumerate(leaves):
+            leaf.register_hook(partial(gradients.__setitem__, index))
+        return leaves
+
+
+class _Joined(torch.autograd.Function):
+    """y; going back, the gradients that are known of what was left beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradients: list[Tensor | None], *behind: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        return gy, None, *ctx.gradients

@@ -1,6 +1,6 @@
 """Attention of a chunk of a sequence to itself and to all that came before, forward and back.
 
-The chunks of a sequence are run one at a time. `KeyValues` holds the keys and values of the whole
+The chunks of a sequence are run one at a time. `Left` holds the keys and values of the whole
 sequence; `ChunkAttend` stands at the `Attend` seam for one chunk, so a block runs as it is written.
 Going back, chunks are differentiated from the last to the first: when a chunk's turn comes, every
 later query has added to the gradients of its keys and values, which then go through the chunk's own
@@ -16,7 +16,6 @@ value size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,9 @@ from torch.nn import functional as F
 
 from outsize.kernels import attention as kernel
 from outsize.models.attention import attend
-from outsize.models.chunk import KeyValues, Part
+from outsize.models.chunk import Left, Part
 from outsize.models.chunked_flash import FusedPart
-from outsize.models.layout import clip, runs
+from outsize.models.layout import stretches
 from outsize.models.seams import AttendSpec
 
 
@@ -40,7 +39,7 @@ class ChunkAttend:
     to the chunk's end must be there, and the chunk's come back with what later chunks have added.
     """
 
-    held: KeyValues
+    held: Left
     start: int
 
     def __call__(
@@ -51,6 +50,7 @@ class ChunkAttend:
         bounds: tuple[int, ...],
         spec: AttendSpec,
     ) -> Tensor:
+        assert spec.plain, "chunks of a sequence run in its order"
         if not torch.is_grad_enabled():
             self.held.put(self.start, k_TGK, v_TGW)
         part = Part(self.held, self.start, self.start + q_THK.shape[0], spec)
@@ -71,7 +71,7 @@ class _Any(torch.autograd.Function):
     def forward(ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part) -> Tensor:
         train = any(ctx.needs_input_grad)
         pieces = []
-        for queries, keys, documents in _documents(part):
+        for queries, keys, documents in stretches(part.held.bounds, part.start, part.stop):
             cut = (q_CHK[queries], *(x[keys] for x in part.held.values))
             leaves = [x.detach().requires_grad_(train) for x in cut]
             with torch.set_grad_enabled(train):
@@ -91,17 +91,6 @@ class _Any(torch.autograd.Function):
                 total[keys] += x.grad
             found.append(leaves[0].grad)
         return torch.cat(found), *ctx.part.own_gradients(), None
-
-
-def _documents(part: Part) -> Iterator[tuple[slice, slice, int]]:
-    """(queries in the chunk, keys in the sequence, documents) of stretches of equal documents."""
-    first = part.bounds[1] if part.past else 0  # a document that goes on is on its own
-    if first:
-        yield slice(0, first), slice(part.start - part.past, part.start + first), 1
-    for start, documents, length in runs(clip(part.bounds, first, part.bounds[-1])):
-        if length:
-            begin, end = first + start, first + start + documents * length
-            yield slice(begin, end), slice(part.start + begin, part.start + end), documents
 
 
 # -- a CPU: our own kernel ---------------------------------------------------------------------

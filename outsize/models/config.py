@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outsize.models.adapter import Adapter
+
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Placement = Literal["before", "after_branch", "around_branch", "after_sum"]
 
@@ -51,12 +53,15 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes."""
+    """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes. kind: of the
+    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable."""
 
     scale: float
     window: int | None = None
     rope: str | None = None
     experts: bool = False
+    kind: str = "attention"
+    mixing: object = None
 
 
 @dataclass(frozen=True)
@@ -158,3 +163,4 @@ class DecoderConfig:
     init_std: float = 0.02
     ladder_from: int | None = None  # layers from this on are a ladder (outsize/models/ladder.py)
     ways: int = 1  # sub-layers of a layer beside one another (outsize/models/kraken.py)
+    adapter: Adapter | None = None  # what is trained beside the model, which is frozen

@@ -18,10 +18,11 @@ class Cut:
     spans: the rows of that dim that lie here, one span behind the other; of a weight that fuses
     several layers (queries, keys and values) a span of each. Every worker has as many spans.
 
-    shared: how many neighbours on the axis hold these same elements (1: nobody else; the axis'
-    size: all). The axis falls into runs of `shared` neighbours. partial: each of them has a part of
-    the gradient, and their sum is the gradient; else each has the whole of it. piped: it is cut on
-    the pipeline axis instead: every worker of a pipeline has rows of its own.
+    axis: of the mesh, on which it is cut or held by several. shared: how many neighbours on that
+    axis hold these same elements (1: nobody else; the axis' size: all). The axis falls into runs of
+    `shared` neighbours. partial: each of them has a part of the gradient, and their sum is the
+    gradient; else each has the whole of it. On every other axis that cuts no stages, all workers
+    hold the same; where such an axis cuts the batch, each has a part of the gradient.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +30,7 @@ class Cut:
     spans: tuple[Span, ...] = ()
     shared: int = 1
     partial: bool = False
-    piped: bool = False
+    axis: str = "tensor"
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
         """The views of a whole parameter (or of a state of its shape) that lie here."""

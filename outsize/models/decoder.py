@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import Vocabulary
 from outsize.models.attention import LocalAttend
-from outsize.models.branches import feed_forward, mixer
+from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
@@ -30,7 +30,7 @@ from outsize.models.ladder import LadderBlock, LadderJoin
 from outsize.models.linear import Embedding, Linear
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
-from outsize.models.seams import Attend, Context, Dispatch
+from outsize.models.seams import Attend, Beginning, Carry, Context, Dispatch, Mixer, Past
 
 AnyBlock = Union["Block", LadderBlock, KrakenBlock]
 Join = LadderJoin | KrakenJoin
@@ -44,7 +44,7 @@ class Prologue(nn.Module):
         super().__init__()
         size = config.embed_size or config.hidden
         self.scale, self.offset = config.embed_scale, config.position_offset
-        self.tokens = Embedding(config.vocab, size)
+        self.tokens = Embedding(config.vocab, size, "vocab")
         rows = config.learned_positions
         self.positions = Embedding(rows, config.hidden) if rows else None
         self.project = Linear(size, config.hidden) if size != config.hidden else None
@@ -99,10 +99,14 @@ class Block(nn.Module):
         x_TD = self.add(x_TD, attended_TD, self.attention_out_norm, drop_attended)
         return self.add(x_TD, self.mlp(self.mlp_norm(x_TD), ctx), self.mlp_out_norm, drop_fed)
 
-    def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """What the block's attention makes of its input for other tokens to attend to."""
-        kv: tuple[Tensor, Tensor] = self.attention.keys_values(self.attention_norm(x_TD), ctx)
-        return kv
+    @property
+    def mixer(self) -> Mixer:
+        """What of the block lets tokens have an effect on others."""
+        return typed_mixer(self.attention)
+
+    def leave(self, x_TD: Tensor, ctx: Context) -> None:
+        """Keep what the block's input leaves for later tokens, and compute nothing else."""
+        self.mixer.leave(self.attention_norm(x_TD), ctx)
 
     def add(
         self, x_TD: Tensor, branch_TD: Tensor, norm: nn.Module, drop: Drop = lambda x: x
@@ -142,7 +146,7 @@ class Epilogue(nn.Module):
         self.softcap, self.logit_scale = config.logit_softcap, config.logit_scale
         self.norm = Norm(config.hidden, config.norm) if config.final_norm else nn.Identity()
         self.project = Linear(config.hidden, size) if size != config.hidden else None
-        self.head = Linear(size, config.vocab, use="column")
+        self.head = Linear(size, config.vocab, use="column", unit="vocab")
         self.vocabulary: Vocabulary | None = None  # for the loss, where some rows are elsewhere
         self.join = _joiner(config)
 
@@ -180,6 +184,8 @@ class Decoder(nn.Module):
         self.epilogue = Epilogue(config)
         if config.tied:
             self.epilogue.head.weight = self.prologue.tokens.weight
+        if config.adapter is not None:
+            config.adapter.attach(self)
 
     def context(
         self,
@@ -189,15 +195,20 @@ class Decoder(nn.Module):
         dispatch: Dispatch | None = None,
         lengths: Sequence[int] | None = None,
         noise: Noise | None = None,
+        carry: Carry | None = None,
+        past: Past | None = None,
     ) -> Context:
         """The Context of a microbatch.
 
         positions_T (int64): each token's position inside its document; bounds: cumulative
         offsets (0, ..., T) of the documents; lengths: tokens of each whole document, where only
-        its last ones are here; noise: their dropout. Raises OutsizeError for a document longer
-        than a learned position table.
+        its last ones are here; noise: their dropout; carry: who has recurrent states of earlier
+        tokens; past: what earlier steps left, in place of attend, carry and lengths. Raises
+        OutsizeError for a document longer than a learned position table.
         """
         config = self.config
+        if past is not None:
+            attend, carry, lengths = past, past, past.lengths
         assert bounds[0] == 0 and bounds[-1] == len(positions_T), "bounds must cover the tokens"
         if lengths is None:
             lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -215,7 +226,13 @@ class Decoder(nn.Module):
         if noise is not None:
             noise = noise.at(self.first_token(bounds[-1]))
         return Context(
-            positions_T, bounds, rope, attend or LocalAttend(), dispatch or LocalDispatch(), noise
+            positions_T,
+            bounds,
+            rope,
+            attend or LocalAttend(),
+            dispatch or LocalDispatch(),
+            carry or Beginning(),
+            noise,
         )
 
     def hidden(self, ids_T: Tensor, ctx: Context) -> Tensor:

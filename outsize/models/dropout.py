@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outsize.errors import OutsizeError
 from outsize.models.random import bits
+from outsize.torch_private import FakeTensor
 
 _LEVELS = 1 << 16  # 16 random bits an element: a rate is a multiple of 1 / 65536
 _PER_WORD = 4  # elements that one 64-bit word serves
@@ -28,12 +28,14 @@ _PIECE = 1 << 18  # elements whose masks exist at once
 class Noise:
     """rate: part of the elements that become zero; the others are divided by the part that is
     left. step: of training. first: index of the first token here among all tokens of the step, over
-    all workers: row * tokens of a row + place in the row."""
+    all workers: row * tokens of a row + place in the row. spans: stretches of tokens, counted from
+    `first`, where those that are here do not all follow one another."""
 
     rate: float
     seed: int
     step: int
     first: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -41,7 +43,22 @@ class Noise:
 
     def at(self, start: int) -> Noise:
         """The same for tokens that begin `start` further on."""
-        return replace(self, first=self.first + start)
+        if not self.spans:
+            return replace(self, first=self.first + start)
+        left = []
+        for first, last in self.spans:
+            if start < last - first:
+                left.append((first + start, last))
+            start = max(0, start - (last - first))
+        return replace(self, spans=tuple(left))
+
+    def _stretches(self, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """(token here, end of tokens here, index in the step of the first) of so many tokens."""
+        at = 0
+        for first, last in self.spans or ((0, tokens),):
+            count = min(last - first, tokens - at)
+            yield at, at + count, self.first + first
+            at += count
 
     def __call__(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout. name: of the place in the model."""
@@ -59,9 +76,13 @@ class Noise:
         """What stays, (tokens, features) booleans, some tokens at a time."""
         words, key = -(-features // _PER_WORD), f"dropout {self.step} {name}"
         rows = max(1, _PIECE // features)
-        for start in range(0, tokens, rows):
-            here = slice(start, min(start + rows, tokens))
-            first, last = ((self.first + t) * words for t in (here.start, here.stop))
+        pieces = (
+            (slice(at, min(at + rows, stop)), index + at - start)
+            for start, stop, index in self._stretches(tokens)
+            for at in range(start, stop, rows)
+        )
+        for here, index in pieces:
+            first, last = index * words, (index + here.stop - here.start) * words
             drawn = bits(self.seed, key, first, last).astype("<u8", copy=False).view("<u2")
             kept = drawn.reshape(-1, words * _PER_WORD)[:, :features] >= np.uint16(self._dropped)
             yield here, torch.from_numpy(kept)

@@ -8,30 +8,20 @@ T tokens, D hidden, F feed-forward, E experts, J chosen a token, N = T * J rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outsize.kernels.linear import GradSink, linear
 from outsize.models.config import DecoderConfig, ExpertFacts
-from outsize.models.linear import Linear
+from outsize.models.declared import INSIDE, Declared, Initial, Lies
+from outsize.models.linear import Linear, redirect
 from outsize.models.mlp import ACTIVATIONS, MLP, Activation, gated
-from outsize.models.norm import upcast
 from outsize.models.seams import Context, ExpertSet
-
-
-def _redirect(
-    sink: GradSink | None, owner: Tensor, part: Callable[[Tensor], Tensor]
-) -> GradSink | None:
-    """A sink for a tensor derived from `owner`, whose gradient is `part` of the owner's."""
-    if sink is None:
-        return None
-    taker = sink
-    return lambda _, compute: taker(owner, lambda grad: compute(part(grad)))
+from outsize.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,9 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(facts.count, hidden, facts.hidden))
         self.sink: GradSink | None = None
 
+    def declare(self, leaf: str) -> Declared:
+        return Declared(Initial(std="model"), Lies(2 if leaf == "down" else 1, "expert_inner"))
+
     def each(self) -> tuple[Expert, ...]:
         """The experts one by one. Call once a forward: the views are taken together, so that
         autograd stacks their gradients once instead of adding a full-size one an expert."""
@@ -73,7 +66,7 @@ class Experts(nn.Module):
         views = [weight.unbind(0) for weight in stacked]
 
         def sink_of(weight: Tensor, e: int) -> GradSink | None:
-            return _redirect(self.sink, weight, lambda grad: grad[e])
+            return redirect(self.sink, weight, lambda grad: grad[e])
 
         return tuple(
             Expert(
@@ -99,17 +92,19 @@ class Router(nn.Module):
     def __init__(self, hidden: int, facts: ExpertFacts) -> None:
         super().__init__()
         self.facts = facts
-        self.score = Linear(hidden, facts.count)
+        self.score = Linear(hidden, facts.count, whole=INSIDE)
         # Moved by load balancing, never by a gradient; stays in float32.
         correction = torch.empty(facts.count, dtype=torch.float32)
         self.correction = (
             nn.Parameter(correction, requires_grad=False) if facts.correction else None
         )
 
+    def declare(self, _: str) -> Declared:
+        """The correction, which no gradient ever moves."""
+        return Declared(Initial(value=0.0), Lies())
+
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.score.weight
-        sink = _redirect(self.score.sink, weight, lambda grad: grad)
-        logits_TE = linear(upcast(x_TD), upcast(weight), None, sink)
+        logits_TE = self.score.wide(x_TD)
         soft = self.facts.scoring == "softmax"
         score_TE = logits_TE.softmax(-1) if soft else logits_TE.sigmoid()
         with torch.no_grad():
@@ -169,7 +164,7 @@ def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     """Rows for each expert: the one place where the host waits for the device.
 
     Under FakeTensorMode no values exist; the load is then the most uneven one, all tokens to the
-    same experts, which needs the most memory: what is foretold to fit must fit whatever comes.
+    same experts, which needs the most memory: what is predicted to fit must fit whatever comes.
     """
     if isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta:
         rows, chosen = chosen_TJ.shape
@@ -205,7 +200,9 @@ class ExpertMLP(nn.Module):
         self.router = Router(config.hidden, facts)
         self.experts = Experts(config.hidden, facts, config.activation)
         inner = facts.shared_hidden
-        self.shared = MLP(config.hidden, inner, config.activation) if inner else None
+        self.shared = (
+            MLP(config.hidden, inner, config.activation, unit="shared_inner") if inner else None
+        )
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         chosen_TJ, weight_TJ = self.router(x_TD)

@@ -25,9 +25,10 @@ from torch.nn import functional as F
 
 from outsize.kernels import attention
 from outsize.models.layout import chunks, runs, visible
+from outsize.torch_private import flash_backward, flash_forward
 
-forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+forward = flash_forward
+backward = flash_backward
 
 
 def rounded(length: int) -> int:

@@ -30,13 +30,13 @@ from outsize.errors import OutsizeError
 from outsize.kernels import product
 from outsize.kernels.gate import gated
 from outsize.kernels.linear import GradSink
-from outsize.models.attention import Attention
+from outsize.models.attention import Attention, keys_and_values
 from outsize.models.config import DecoderConfig
 from outsize.models.ladder import Launch, at_once, sequential
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.norm import Norm
-from outsize.models.seams import Context
+from outsize.models.seams import Context, Mixer, StateSpec
 
 
 class KrakenBlock(nn.Module):
@@ -66,9 +66,14 @@ class KrakenBlock(nn.Module):
         given_TnD = attended_TnD + self._drop(fed_TnD, ctx, "mlp")
         return torch.cat((stream_TD, given_TnD.flatten(1)), dim=-1)
 
-    def keys_values(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """What the block's attention makes of its input for other tokens to attend to."""
-        return self.attention.keys_values(self.attention_norm(self._views(*self._parts(x))), ctx)
+    @property
+    def mixer(self) -> Mixer:
+        """What of the block lets tokens have an effect on others."""
+        return self.attention
+
+    def leave(self, x: Tensor, ctx: Context) -> None:
+        """Keep what the block's input leaves for later tokens, and compute nothing else."""
+        self.attention.leave(self.attention_norm(self._views(*self._parts(x))), ctx)
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return parts(x, self.hidden)
@@ -115,19 +120,29 @@ class KrakenAttention(nn.Module):
         self.q, self.k, self.v, self.o = whole.q, whole.k, whole.v, whole.o
         self.q_norm, self.k_norm = whole.q_norm, whole.k_norm
         self.spec, self.value_size = whole.spec, whole.value_size
-        self.heads = whole.heads
-        self.biased = True
+        self.heads, self.head_size = whole.heads, whole.head_size
+        for one in (self.q, self.k, self.v):
+            one.product = columns
+        self.o.product = rows
 
     def forward(self, h_TnD: Tensor, ctx: Context) -> Tensor:
-        q_THK = self.heads(columns(h_TnD, self.q), self.q_norm, ctx)
+        q_THK = self.heads(self.q(h_TnD), self.q_norm, ctx)
         k_TGK, v_TGW = self.keys_values(h_TnD, ctx)
         o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
-        return rows(o_THW.flatten(-2).unflatten(-1, (h_TnD.shape[1], -1)), self.o, self.biased)
+        y_TnD: Tensor = self.o(o_THW.flatten(-2).unflatten(-1, (h_TnD.shape[1], -1)))
+        return y_TnD
 
     def keys_values(self, h_TnD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """k_TGK and v_TGW as they are attended to."""
-        k_TGK = self.heads(columns(h_TnD, self.k), self.k_norm, ctx)
-        return k_TGK, columns(h_TnD, self.v).unflatten(-1, (-1, self.value_size))
+        k_TGK = self.heads(self.k(h_TnD), self.k_norm, ctx)
+        return k_TGK, self.v(h_TnD).unflatten(-1, (-1, self.value_size))
+
+    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        heads = self.k.weight.shape[0] // self.head_size
+        return keys_and_values(heads, self.head_size, self.value_size, dtype)
+
+    def leave(self, h_TnD: Tensor, ctx: Context) -> None:
+        ctx.carry.keep(self.keys_values(h_TnD, ctx))
 
 
 class KrakenMLP(nn.Module):
@@ -141,32 +156,35 @@ class KrakenMLP(nn.Module):
         self.activation, self.gate, self.up, self.down = (
             whole.activation, whole.gate, whole.up, whole.down,
         )  # fmt: skip
-        self.biased = True
+        self.up.product, self.down.product = columns, rows
+        if self.gate is not None:
+            self.gate.product = columns
 
     def forward(self, h_TnD: Tensor, ctx: Context | None = None) -> Tensor:
-        up_TF = columns(h_TnD, self.up)
+        up_TF = self.up(h_TnD)
         if self.gate is None:
             inner_TF = self.activation.forward(up_TF)
         else:
-            inner_TF = gated(columns(h_TnD, self.gate), up_TF, self.activation)
-        return rows(inner_TF.unflatten(-1, (h_TnD.shape[1], -1)), self.down, self.biased)
+            inner_TF = gated(self.gate(h_TnD), up_TF, self.activation)
+        y_TnD: Tensor = self.down(inner_TF.unflatten(-1, (h_TnD.shape[1], -1)))
+        return y_TnD
 
 
 # -- products way by way --------------------------------------------------------------------------
 
 
-def columns(x_TnI: Tensor, one: Linear) -> Tensor:
+def columns(one: Linear, x_TnI: Tensor, bias: Tensor | None) -> Tensor:
     """y_TO of a weight whose output features are the ways', one after another: way i's of x_i."""
-    return _product(x_TnI, one, one.bias, _columns)
+    return _product(x_TnI, one, bias, _columns)
 
 
-def rows(x_TnI: Tensor, one: Linear, biased: bool) -> Tensor:
+def rows(one: Linear, x_TnI: Tensor, bias: Tensor | None) -> Tensor:
     """y_TnO of a weight whose input features are the ways': way i's of x_i; a bias is the first
     one's."""
     y_TnO = _product(x_TnI, one, None, _rows)
-    if one.bias is None or not biased:
+    if bias is None:
         return y_TnO
-    return y_TnO + torch.cat((one.bias[None], torch.zeros_like(y_TnO[0, 1:])))
+    return y_TnO + torch.cat((bias[None], torch.zeros_like(y_TnO[0, 1:])))
 
 
 Cutting = Callable[[Tensor, int], tuple[Tensor, ...]]
@@ -253,7 +271,7 @@ def krakened(config: DecoderConfig, ways: int) -> DecoderConfig:
     if config.ladder_from is not None:
         raise OutsizeError("config.json: ladder_from and kraken_ways exclude each other; drop one")
     lacking = (
-        (config.latent is not None, "latent attention"),
+        *((layer.kind != "attention", layer.kind) for layer in config.layers),
         (any(layer.experts for layer in config.layers), "experts"),
         (config.qk_norm == "whole", "norms over all heads at once"),
     )

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.branches import feed_forward, mixer
+from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.config import DecoderConfig
 from outsize.models.norm import Norm
-from outsize.models.seams import Context
+from outsize.models.seams import Context, Mixer
 
 Launch = Callable[[Tensor], Callable[[], Tensor]]  # begins to add up; what that gives has the sum
 
@@ -57,11 +57,14 @@ class LadderBlock(nn.Module):
         stream_TD = stream_TD + ctx.drop(landing(), f"{self.layer}.attention")
         return torch.cat((stream_TD, fed_TD), dim=-1)
 
-    def keys_values(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """What the block's attention makes of its input for other tokens to attend to."""
-        h_TD = self.attention_norm(x[:, : self.hidden])
-        kv: tuple[Tensor, Tensor] = self.attention.keys_values(h_TD, ctx)
-        return kv
+    @property
+    def mixer(self) -> Mixer:
+        """What of the block lets tokens have an effect on others."""
+        return typed_mixer(self.attention)
+
+    def leave(self, x: Tensor, ctx: Context) -> None:
+        """Keep what the block's input leaves for later tokens, and compute nothing else."""
+        self.mixer.leave(self.attention_norm(x[:, : self.hidden]), ctx)
 
 
 class LadderJoin:

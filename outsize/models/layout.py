@@ -36,6 +36,25 @@ def clip(bounds: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
     return (0, *(bound - start for bound in inner), stop - start)
 
 
+def past(bounds: tuple[int, ...], start: int) -> int:
+    """Tokens before `start` that belong to the document it lies in."""
+    return start - bounds[bisect_right(bounds, start) - 1]
+
+
+def stretches(bounds: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, slice, int]]:
+    """(queries, keys, documents) of stretches of equally long documents, or parts of them, among
+    the tokens start .. stop: queries counted from `start`, keys from the first token of all. A
+    document that began earlier is on its own, with the keys before `start` too."""
+    inner, before = clip(bounds, start, stop), past(bounds, start)
+    first = inner[1] if before else 0
+    if first:
+        yield slice(0, first), slice(start - before, start + first), 1
+    for begin, documents, length in runs(clip(inner, first, inner[-1])):
+        if length:
+            low, high = first + begin, first + begin + documents * length
+            yield slice(low, high), slice(start + low, start + high), documents
+
+
 def chunks(length: int, window: int | None, past: int = 0) -> Iterator[tuple[int, int, int]]:
     """(first query, end of queries, first key) of chunks of the queries past .. length; a chunk's
     last key is its last query."""

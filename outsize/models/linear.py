@@ -3,41 +3,146 @@
 `use` is what a tensor-parallel layout is derived from: "column" weights make independent outputs
 (may be cut along their output), "row" weights consume what column weights made (may be cut along
 their input, giving partial sums), "plain" ones stay whole.
+
+The model says `y = linear(x)` and reads no weight. How the weight is multiplied is its `product`:
+the plain one, one of many ways, with chunks of tokens on their way to other workers, without the
+bias that is added behind a sum. Products nest: what makes one takes the one that was there. What
+other modules add to the product, as an adapter of low rank does, is `beside` it. Gradients of the
+weight go to `sink`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import OutsizeError
 from outsize.kernels.linear import GradSink, embedding, linear
+from outsize.models.adapter import Beside
+from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
 
 Use = Literal["column", "row", "plain"]
 
 
-class Linear(nn.Module):
-    """x (..., d_in) -> (..., d_out); weight (d_out, d_in)."""
+class Product(Protocol):
+    """How the weight of a Linear is multiplied."""
 
-    def __init__(self, d_in: int, d_out: int, bias: bool = False, use: Use = "plain") -> None:
+    def __call__(self, one: Linear, x: Tensor, bias: Tensor | None, /) -> Tensor:
+        """x (..., d_in) -> (..., d_out), bias (d_out) added where there is one."""
+
+
+def dense(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The weight as it is, whatever x has before its last dim."""
+    return linear(x, one.weight, bias, one.sink)
+
+
+def without_bias(product: Product) -> Product:
+    """The same product, its bias left out: others add it."""
+    return lambda one, x, bias: product(one, x, None)
+
+
+class Linear(nn.Module):
+    """x (..., d_in) -> (..., d_out); weight (d_out, d_in).
+
+    unit: between what a column or row weight may be cut. whole: how one lies that never is. beside:
+    what is added to the product, (..., d_in) -> (..., d_out); it takes the x of the
+    product, and by linearity a worker's part of one is beside its part of the other.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        bias: bool = False,
+        use: Use = "plain",
+        unit: Unit | None = None,
+        whole: Lies = STREAM,
+    ) -> None:
         super().__init__()
+        assert (use == "plain") == (unit is None), "what is cut is cut between units"
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
+        self.beside: Beside | None = None
         self.use: Use = use
+        self.unit, self.whole = unit, whole
         self.sink: GradSink | None = None
+        self.product: Product = dense
+
+    @property
+    def bytes(self) -> int:
+        """Of what it multiplies by, here; what is beside it not counted."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def declare(self, leaf: str) -> Declared:
+        start = Initial(std="residual" if self.use == "row" else "model")
+        if leaf == "bias":
+            start = Initial(value=0.0)
+        return Declared(start, self.lies(leaf))
+
+    def lies(self, leaf: str) -> Lies:
+        """How weight or bias is cut; that of a row weight is added behind the sum."""
+        if self.use == "column":
+            return Lies(0, self.unit)
+        if self.use == "row":
+            return Lies(1, self.unit) if leaf == "weight" else STREAM
+        return self.whole
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.sink)
+        y = self.product(self, x, self.bias)
+        return y if self.beside is None else y + self.beside(x)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The product in float32 at least, without bias, whatever weight and x are held in."""
+        self._alone("is multiplied in float32")
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        sink = redirect(self.sink, self.weight, lambda grad: grad)
+        return linear(x.to(dtype), self.weight.to(dtype), None, sink)
+
+    def fused(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, for a kernel that makes more of the product at once (a loss). Raises
+        OutsizeError where they are not the whole of it."""
+        self._alone("is multiplied inside the loss")
+        return self.weight, self.bias
+
+    def _alone(self, what: str) -> None:
+        if self.beside is not None or self.product is not dense:
+            raise OutsizeError(
+                f"model: a weight of shape {tuple(self.weight.shape)} {what}, and cannot have an"
+                " adapter; leave it out of the adapter's targets"
+            )
+
+
+def redirect(
+    sink: GradSink | None, owner: Tensor, part: Callable[[Tensor], Tensor]
+) -> GradSink | None:
+    """A sink for a tensor derived from `owner`, whose gradient is `part` of the owner's."""
+    if sink is None:
+        return None
+    taker = sink
+    return lambda _, compute: taker(owner, lambda grad: compute(part(grad)))
 
 
 class Embedding(nn.Module):
-    """ids (...) int64 -> (..., d); weight (n, d)."""
+    """ids (...) int64 -> (..., d); weight (n, d). unit: what its rows are, where they may be cut.
+    lookup: how rows are found."""
 
-    def __init__(self, n: int, d: int) -> None:
+    def __init__(self, n: int, d: int, unit: Unit | None = None) -> None:
         super().__init__()
+        self.lies = STREAM if unit is None else Lies(0, unit)
         self.weight = nn.Parameter(torch.empty(n, d))
         self.sink: GradSink | None = None
+        self.lookup: Callable[[Embedding, Tensor], Tensor] = rows
+
+    def declare(self, _: str) -> Declared:
+        return Declared(Initial(std="model"), self.lies)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return embedding(ids, self.weight, self.sink)
+        return self.lookup(self, ids)
+
+
+def rows(table: Embedding, ids: Tensor) -> Tensor:
+    """All rows are here."""
+    return embedding(ids, table.weight, table.sink)

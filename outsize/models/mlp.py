@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.kernels.gate import SILU, Activation, gated
+from outsize.models.declared import Unit
 from outsize.models.linear import Linear
 from outsize.models.seams import Context
 
@@ -42,13 +43,19 @@ class MLP(nn.Module):
     """x_TD -> y_TD: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
     def __init__(
-        self, hidden: int, inner: int, activation: str, has_gate: bool = True, bias: bool = False
+        self,
+        hidden: int,
+        inner: int,
+        activation: str,
+        has_gate: bool = True,
+        bias: bool = False,
+        unit: Unit = "inner",
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.gate = Linear(hidden, inner, bias, use="column") if has_gate else None
-        self.up = Linear(hidden, inner, bias, use="column")
-        self.down = Linear(inner, hidden, bias, use="row")
+        self.gate = Linear(hidden, inner, bias, "column", unit) if has_gate else None
+        self.up = Linear(hidden, inner, bias, "column", unit)
+        self.down = Linear(inner, hidden, bias, "row", unit)
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
         up_TF = self.up(x_TD)

@@ -14,10 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig, Fused
+from outsize.models.declared import Declared, declarations
 from outsize.models.decoder import Decoder
 
 Convert = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+PEFT = "base_model.model."  # before the names of a model's modules in peft's files
+BESIDE = ".beside."  # in the name of a parameter, behind that of the Linear it is beside
 
 
 @dataclass(frozen=True)
@@ -40,25 +45,65 @@ class Stored:
 
 
 def layout(config: DecoderConfig) -> tuple[Stored, ...]:
-    """All stored tensors in model order; a tied head is not listed."""
-    with torch.device("meta"):
-        model = Decoder(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    """All stored tensors of a model in its order; a tied head and an adapter's are not listed."""
+    shapes, declared = _known(config)
     done: set[str] = set()
     stored: list[Stored] = []
     for name in shapes:
-        if name not in done:
+        if name not in done and declared[name].file is None:
             entry = _stored(config, name, shapes)
             stored.append(entry)
             done.update(entry.ours)
     return tuple(stored)
 
 
+def adapter_layout(config: DecoderConfig) -> tuple[Stored, ...]:
+    """All stored tensors of a model's adapter, as peft names them. OutsizeError for an adapter of
+    what the family's files hold fused."""
+    shapes, declared = _known(config)
+    files = ((name, declared[name].file) for name in shapes)
+    return tuple(_beside(config, name, file) for name, file in files if file is not None)
+
+
+def _known(config: DecoderConfig) -> tuple[dict[str, torch.Size], dict[str, Declared]]:
+    """Shapes of the parameters, and what is declared of them."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return shapes, dict(declarations(model))
+
+
+def _beside(config: DecoderConfig, name: str, file: str) -> Stored:
+    return Stored((name,), (f"{PEFT}{stored_module(config, name)}.{file}",), _same, _same)
+
+
+def stored_module(config: DecoderConfig, name: str) -> str:
+    """The full name in files of the Linear that parameter `name` is beside, or belongs to."""
+    scope, module, _ = _parts(name.replace(BESIDE, "."))
+    while module and not _is_stored(config, scope, module):
+        module = module.rpartition(".")[0]
+    if scope is None:
+        return config.names.outer[module]
+    fused = next((f.theirs for f in config.names.fused if module in f.ours), None)
+    if fused is not None:
+        raise OutsizeError(
+            f"model: files of {config.family} hold {module} with others in {fused}, and an adapter"
+            " of one of them has no name there; leave it out of the adapter's targets"
+        )
+    return config.names.prefix.format(i=scope) + config.names.block[module]
+
+
+def _is_stored(config: DecoderConfig, scope: int | None, module: str) -> bool:
+    if scope is None:
+        return module in config.names.outer
+    return module in config.names.block or any(module in f.ours for f in config.names.fused)
+
+
 def _stored(config: DecoderConfig, name: str, shapes: dict[str, torch.Size]) -> Stored:
     scope, module, leaf = _parts(name)
     names = config.names
     if scope is None:
-        return Stored((name,), (f"{names.outer[module]}.{leaf}",), _same, _same)
+        return Stored((name,), (f"{names.outer.get(module, module)}.{leaf}",), _same, _same)
     prefix = names.prefix.format(i=scope)
     fused = next((f for f in names.fused if module in f.ours), None)
     if fused is not None:
@@ -73,7 +118,7 @@ def _stored(config: DecoderConfig, name: str, shapes: dict[str, torch.Size]) -> 
     full = f"{module}.{leaf}"
     if full in names.block:  # a parameter whose last name differs too
         return Stored((name,), (prefix + names.block[full],), _same, _same)
-    their_module = names.block[module]
+    their_module = names.block.get(module, module)  # what no family knows is called as here
     if their_module in names.transposed and leaf == "weight":
         return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _transpose, _transpose)
     return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _same, _same)

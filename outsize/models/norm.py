@@ -5,29 +5,42 @@ D normalised size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.kernels.norm import rms_norm, upcast
 from outsize.models.config import NormFacts
+from outsize.models.declared import STREAM, Declared, Initial, Lies
 
 __all__ = ["Norm", "upcast"]
 
 
 class Norm(nn.Module):
-    """x (..., D) -> (..., D), any float dtype; weight (D) [and bias (D) for a layer norm]."""
+    """x (..., D) -> (..., D), any float dtype; weight (D) [and bias (D) for a layer norm]. run: how
+    its statistic is taken. lies: how the weight is cut."""
 
-    def __init__(self, size: int, facts: NormFacts) -> None:
+    def __init__(self, size: int, facts: NormFacts, lies: Lies = STREAM) -> None:
         super().__init__()
-        self.facts = facts
+        self.facts, self.lies = facts, lies
         self.size = size
         with_bias = facts.affine and facts.kind == "layer"
         self.weight = nn.Parameter(torch.empty(size)) if facts.affine else None
         self.bias = nn.Parameter(torch.empty(size)) if with_bias else None
+        self.run: Callable[[Norm, Tensor], Tensor] = normed
+
+    def declare(self, leaf: str) -> Declared:
+        return Declared(Initial(value=self.facts.unit if leaf == "weight" else 0.0), self.lies)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.facts.kind == "layer":
-            return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.facts.eps)
-        assert self.weight is not None, "an RMS norm has a weight"
-        return rms_norm(x, self.weight, self.facts.eps, 1.0 - self.facts.unit)
+        return self.run(self, x)
+
+
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    """All of the vector is here."""
+    if norm.facts.kind == "layer":
+        return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.facts.eps)
+    assert norm.weight is not None, "an RMS norm has a weight"
+    return rms_norm(x, norm.weight, norm.facts.eps, 1.0 - norm.facts.unit)

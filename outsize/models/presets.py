@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outsize.registry import Registry
+
 BYTE_VOCABULARY = 264  # 256 bytes, and special ids rounded up to a multiple of 8
 
 
@@ -57,3 +59,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-1.1b": {**_llama(32000, 2048, 22, 32, 5632, 2048), "num_key_value_heads": 4},
     "llama-7b": _llama(32000, 4096, 32, 32, 11008, 4096),
 }
+
+SHAPES: Registry[Mapping[str, Any]] = Registry("preset")  # these and those of techniques
+for _name, _shape in PRESETS.items():
+    SHAPES.add(_name, _shape)

@@ -1,8 +1,21 @@
 """Optimizers: each updates flat ranges of a chunk, or whole matrices of it."""
 
+from outsize.optim.declared import StateSpec
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer import SGD, AdamW, Optimizer, taker
-from outsize.optim.parse import parse
+from outsize.optim.parse import OPTIMIZERS, Common, check_approximate, parse
 from outsize.optim.schedule import LearningRate
 
-__all__ = ["SGD", "AdamW", "LearningRate", "Muon", "Optimizer", "parse", "taker"]
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "AdamW",
+    "Common",
+    "LearningRate",
+    "Muon",
+    "Optimizer",
+    "StateSpec",
+    "check_approximate",
+    "parse",
+    "taker",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from outsize.optim.declared import StateSpec
 from outsize.optim.optimizer import Optimizer
 
 
@@ -25,9 +26,16 @@ class Around:
         return self.inner.weight_decay
 
     @property
-    def layout(self) -> Literal["elementwise", "matrix"]:
-        return self.inner.layout
+    def grain(self) -> int:
+        return self.inner.grain
 
     @property
-    def states(self) -> tuple[str, ...]:
-        return (*self.inner.states, self.EXTRA)
+    def approximate(self) -> str | None:
+        return self.inner.approximate
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.takes(shape)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return (*self.inner.states, StateSpec(self.EXTRA))

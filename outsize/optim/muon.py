@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from outsize.optim.declared import WHOLE, StateSpec, check_numbers
 from outsize.optim.optimizer import AdamW, Optimizer
 
 # Of the quintic whose slope at zero is steepest while singular values end near 1 (Jordan's).
@@ -45,11 +46,20 @@ class Muon:
     scale: Scale = "match_rms_adamw"
     iterations: int = 5
     rest: Optimizer = field(default_factory=AdamW)
-    layout: Literal["matrix"] = "matrix"
+
+    def __post_init__(self) -> None:
+        check_numbers(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+    grain: ClassVar[int] = WHOLE
+    approximate: ClassVar[None] = None
 
     @property
-    def states(self) -> tuple[str, ...]:
-        return ("momentum",)
+    def states(self) -> tuple[StateSpec, ...]:
+        return (StateSpec("momentum"),)
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Matrices, and stacks of matrices."""
+        return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
     def update(
         self,

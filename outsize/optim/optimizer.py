@@ -1,8 +1,11 @@
 """The `Optimizer` seam: updates a range of a chunk, with PyTorch's fused kernels.
 
-An element-wise optimizer sees 1-D ranges that may begin and end inside a parameter; `layout` says
-so. A matrix optimizer says "matrix" and receives one whole parameter at a time, in its shape; what
-is no matrix of a block goes to its `rest`.
+An optimizer declares its states (outsize/optim/declared.py) and its grain: how many elements of a
+parameter, counted from its first, must be updated together. At grain 1 it sees 1-D ranges that may
+begin and end anywhere, and may hold several parameters. At grain n it sees 1-D ranges of one
+parameter each that begin at a multiple of n in it. At grain WHOLE it receives one whole parameter
+at a time, in its shape, and so it does at any grain but 1 where the tensor axis cuts a parameter.
+What it does not take goes to its `rest`.
 
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, as torch.optim.AdamW.
 """
@@ -11,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from outsize.kernels.pieces import pieces
+from outsize.optim.declared import StateSpec, check_numbers
+from outsize.torch_private import fused_adamw_
 
 
 class Optimizer(Protocol):
@@ -29,15 +34,24 @@ class Optimizer(Protocol):
     def weight_decay(self) -> float: ...
 
     @property
-    def layout(self) -> Literal["elementwise", "matrix"]: ...
+    def grain(self) -> int:
+        """Elements of a parameter that are updated together: 1, a number, or WHOLE."""
 
     @property
     def rest(self) -> Optimizer | None:
-        """What updates the parameters that are no matrices of blocks; None: it does so itself."""
+        """What updates the parameters that this one does not take; None: it takes all."""
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether it updates a block's parameter of such a shape itself; where `rest` is not None.
+        Parameters outside of blocks (embeddings, the head, the last norm) are always the rest's."""
 
     @property
-    def states(self) -> tuple[str, ...]:
-        """Names of the buffers it keeps, each as large as the weights."""
+    def states(self) -> tuple[StateSpec, ...]:
+        """What it keeps of every parameter that it takes."""
+
+    @property
+    def approximate(self) -> str | None:
+        """What a plan must name under `approximate` for it; None: its maths is the plain one."""
 
     def update(
         self,
@@ -60,15 +74,20 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    layout: Literal["elementwise"] = "elementwise"
+
+    def __post_init__(self) -> None:
+        check_numbers(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+    grain: ClassVar[int] = 1
+    rest: ClassVar[None] = None
+    approximate: ClassVar[None] = None
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return True
 
     @property
-    def rest(self) -> None:
-        return None
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    def states(self) -> tuple[StateSpec, ...]:
+        return StateSpec("exp_avg"), StateSpec("exp_avg_sq")
 
     def update(
         self,
@@ -103,7 +122,7 @@ class AdamW:
         lr: float,
         weight_decay: float,
     ) -> None:
-        torch._fused_adamw_(
+        fused_adamw_(
             [weights],
             [gradients],
             [first],
@@ -127,15 +146,20 @@ class SGD:
     lr: float = 1e-2
     momentum: float = 0.0
     weight_decay: float = 0.0
-    layout: Literal["elementwise"] = "elementwise"
+
+    def __post_init__(self) -> None:
+        check_numbers(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+    grain: ClassVar[int] = 1
+    rest: ClassVar[None] = None
+    approximate: ClassVar[None] = None
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return True
 
     @property
-    def rest(self) -> None:
-        return None
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+    def states(self) -> tuple[StateSpec, ...]:
+        return (StateSpec("momentum"),) if self.momentum else ()
 
     def update(
         self,
@@ -155,6 +179,6 @@ class SGD:
         weights.add_(direction, alpha=-lr)
 
 
-def taker(optimizer: Optimizer, matrices: bool) -> Optimizer:
-    """What updates the matrices of blocks, or (False) all other parameters."""
-    return optimizer if matrices or optimizer.rest is None else optimizer.rest
+def taker(optimizer: Optimizer, main: bool) -> Optimizer:
+    """What updates the parameters that an optimizer takes, or (False) all others."""
+    return optimizer if main or optimizer.rest is None else optimizer.rest

@@ -1,22 +1,88 @@
-"""Optimizers by the names that configurations use."""
+"""Optimizers by the names that runs use."""
 
 from __future__ import annotations
 
-from outsize.errors import OutsizeError, nearest
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outsize.errors import OutsizeError
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer import SGD, AdamW, Optimizer
+from outsize.registry import Registry, setting, technique
 
-NAMES = ("adamw", "muon", "sgd")
+
+@dataclass(frozen=True)
+class Common:
+    """What a run says of any optimizer."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+    def adamw(self) -> AdamW:
+        """The AdamW of these numbers."""
+        return AdamW(self.lr, self.betas, weight_decay=self.weight_decay)
 
 
-def parse(name: str, lr: float, weight_decay: float, betas: tuple[float, float]) -> Optimizer:
-    """The optimizer of a configuration. betas[0] is SGD's momentum; Muon's betas are those of the
-    AdamW that updates what is no matrix of a block, and lr serves both."""
-    adamw = AdamW(lr, betas, weight_decay=weight_decay)
-    if name == "adamw":
-        return adamw
-    if name == "muon":
-        return Muon(lr, weight_decay=weight_decay, rest=adamw)
-    if name == "sgd":
-        return SGD(lr, betas[0], weight_decay)
-    raise OutsizeError(f"optimizer {name!r} is not known{nearest(name, NAMES)}")
+# From what a run says of any optimizer, and the settings under the name of this one (None: none).
+Maker = Callable[[Common, Any], Optimizer]
+OPTIMIZERS: Registry[Maker] = Registry("optimizer")
+
+
+def parse(
+    name: str,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    settings: Any = None,
+) -> Optimizer:
+    """The optimizer of a run. settings: those under its name; None: its defaults."""
+    return OPTIMIZERS.get(name)(Common(lr, weight_decay, betas), settings)
+
+
+def check_approximate(optimizer: Optimizer, names: tuple[str, ...]) -> None:
+    """Refuse an optimizer that changes the maths where `approximate` does not name it, and a name
+    there without its optimizer."""
+    own = optimizer.approximate
+    if own is not None and own not in names:
+        raise OutsizeError(
+            f"plan: approximate is {list(names)}; the optimizer {own} changes the maths: name {own}"
+            " there (plan.approximate), or take another optimizer"
+        )
+    for name in names:
+        if name != own and OPTIMIZERS.find(name) is not None:
+            raise OutsizeError(
+                f"plan: approximate holds {name}, which is not the optimizer of this run; leave it"
+                f" out, or set optimizer.name to {name}"
+            )
+
+
+@dataclass(frozen=True)
+class SGDSettings:
+    momentum: float = setting(0.9, "what the mean of gradients keeps of itself", 0)
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    momentum: float = setting(Muon.momentum, "what the mean of gradients keeps of itself", 0)
+
+
+def _sgd(common: Common, settings: SGDSettings | None) -> SGD:
+    """Runs that say no momentum are of the time when betas[0] was it."""
+    momentum = common.betas[0] if settings is None else settings.momentum
+    return SGD(common.lr, momentum, common.weight_decay)
+
+
+def _muon(common: Common, settings: MuonSettings | None) -> Muon:
+    """The betas are those of the AdamW that updates the rest; lr serves both."""
+    momentum = (settings or MuonSettings()).momentum
+    return Muon(common.lr, momentum, weight_decay=common.weight_decay, rest=common.adamw())
+
+
+OPTIMIZERS.add("adamw", lambda common, _: common.adamw())
+OPTIMIZERS.add("muon", _muon)
+OPTIMIZERS.add("sgd", _sgd)
+_STATES = frozenset({"optimizer states"})
+technique("muon", MuonSettings, "settings of optimizer.name: muon", touches=_STATES)
+technique("sgd", SGDSettings, "settings of optimizer.name: sgd", touches=_STATES)

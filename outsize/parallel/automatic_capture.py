@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from outsize.errors import OutsizeError
+from outsize.torch_private import tree_map_only
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 

@@ -20,7 +20,6 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from outsize.parallel.automatic_capture import Arguments
 from outsize.parallel.automatic_products import Product
@@ -31,6 +30,7 @@ from outsize.parallel.check_rules import BLANK, UNIFORM
 from outsize.parallel.check_trace import trace
 from outsize.parallel.check_views import VIEWS
 from outsize.parallel.layouts import REPLICATED, Layout, Sharded, local_size
+from outsize.torch_private import tree_leaves
 
 MOST = 8  # attributes among which those to change are looked for: 256 trials
 _SIZED = frozenset({*VIEWS, *BLANK, *UNIFORM})

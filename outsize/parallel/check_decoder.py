@@ -15,13 +15,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from outsize.models.attention import Attention
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.models.experts import LocalDispatch
 from outsize.models.linear import Linear
-from outsize.models.seams import AttendSpec, Context
+from outsize.models.norm import Norm
+from outsize.models.seams import AttendSpec, Beginning, Context, Recurrence, StateSpec, Tensors
 from outsize.parallel import declared as tables
 from outsize.parallel.check import (
     Checked,
@@ -121,30 +121,52 @@ def _exchanges(
         exchange = Exchange(boundary.before, boundary.after)
         for name in modules:
             if fnmatchcase(_renamed(name, names), boundary.module):
-                yield _site(modules[name], name, boundary.edge), exchange
+                yield from ((site, exchange) for site in _sites(modules[name], name, boundary.edge))
 
 
-def _site(module: nn.Module, name: str, edge: str) -> Site:
-    """Biases of row weights come behind the sum: it is of the product."""
+def _sites(module: nn.Module, name: str, edge: str) -> Iterator[Site]:
+    """Biases of row weights come behind the sum: it is of the product, and of what is beside it."""
     for child, part in module.named_children():
         if edge == "output" and isinstance(part, Linear) and part.use == "row":
-            return f"{name}.{child}", "product"
-    return name, edge
+            yield f"{name}.{child}", "product"
+            if part.beside is not None:
+                yield f"{name}.{child}.beside", "output"
+            return
+    yield name, edge
 
 
 def _wide_norms(model: Decoder, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Known]]:
-    """Norms over all heads at once that take their statistic over the axis."""
+    """Norms that are cut, over all heads at once, and take their statistic over the axis."""
     for name, module in model.named_modules():
-        if isinstance(module, Attention) and module.whole_norm:
-            for norm in ("q_norm", "k_norm"):
-                cut = cuts[f"{name}.{norm}.weight"]
-                if cut.dim is not None:
-                    layout = Sharded(1, copies=cut.shared)
-                    yield f"{name}.{norm}", Known(layout, layout)
+        if isinstance(module, Norm) and module.lies.unit is not None:
+            cut = cuts[f"{name}.weight"]
+            if cut.dim is not None:
+                layout = Sharded(1, copies=cut.shared)
+                yield name, Known(layout, layout)
+
+
+class _Noted(Beginning):
+    """A recurrence as one node."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def run(
+        self,
+        layer: int,
+        states: tuple[StateSpec, ...],
+        recurrence: Recurrence,
+        inputs: Tensors,
+        bounds: tuple[int, ...],
+    ) -> Tensor:
+        def play(*given: Tensor) -> Tensor:
+            return recurrence.whole(given, bounds, None)[0]
+
+        return self._recorder.whole("recurrence", play, *inputs)
 
 
 def _traced(model: Decoder, known: frozenset[str]) -> Graph:
-    """From ids to logits, attention as one node."""
+    """From ids to logits, attention and recurrences as one node each."""
     ids_T = torch.empty(TOKENS, dtype=torch.int64, device="meta")
     bounds = (0, TOKENS // 2, TOKENS)
     rope = {
@@ -165,8 +187,10 @@ def _traced(model: Decoder, known: frozenset[str]) -> Graph:
 
             return recorder.whole("attend", run, q_THK, k_TGK, v_TGW)
 
+        carry = _Noted(recorder)
         with recorder.sleeping():
-            context = Context(torch.empty_like(ids_T), bounds, rope, attend, LocalDispatch())
+            positions_T = torch.empty_like(ids_T)
+            context = Context(positions_T, bounds, rope, attend, LocalDispatch(), carry)
         h_TD = model.hidden(ids_T, context)
         return model.epilogue.logits(h_TD)
 
@@ -174,12 +198,14 @@ def _traced(model: Decoder, known: frozenset[str]) -> Graph:
 
 
 def _stream(graph: Graph, declared: Declaration, checked: Checked) -> Iterator[Finding]:
-    """Every layer takes and gives the residual stream in one layout, so their order is free."""
+    """Every layer takes and gives the residual stream in one layout, so their order is free. The
+    input of a layer before which nothing learns has no gradient: it fits any."""
+    sites = [(node.site[0], node.inputs[0]) for node in graph.nodes if node.site is not None]
+    layers = [(path, index) for path, index in sites if _is_layer(path)]
+    any_of = next((g for _, i in layers if (g := checked.gradients[i]) is not None), None)
     seen: dict[tuple[Found | None, Layout | None], str] = {}
-    for node in graph.nodes:
-        if node.site is not None and _is_layer(node.site[0]):
-            index = node.inputs[0]
-            seen.setdefault((checked.values[index], checked.gradients[index]), node.site[0])
+    for path, index in layers:
+        seen.setdefault((checked.values[index], checked.gradients[index] or any_of), path)
     if len(seen) > 1 and not checked.findings:
         (first, _), (other, module), *_ = seen.items()
         what = f"the residual stream is {other[0]} with {other[1]} gradient here, {first[0]} with"

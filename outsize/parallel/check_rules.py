@@ -229,6 +229,18 @@ def _attention(call: Call) -> Layout:
     return q
 
 
+def _recurrence(call: Call) -> Layout:
+    """Heads alike in all inputs may be cut, behind the tokens."""
+    if PARTIAL in call.layouts:
+        raise Refusal("a partial tensor enters a recurrence, which is not linear", "all_reduce")
+    first = call.layouts[0]
+    if any(layout != first for layout in call.layouts):
+        raise Refusal(f"inputs of a recurrence are {call.layouts}", "take or all_gather")
+    if isinstance(first, Sharded) and first.dim != 1:
+        raise Refusal(f"a recurrence looks at the whole of dim {first.dim}", "all_gather")
+    return first
+
+
 def _same(call: Call) -> Layout:
     return call.layouts[0]
 
@@ -269,6 +281,7 @@ RULES: Mapping[str, Callable[[Call], Layout | list[Layout]]] = {
     "rms_norm": _norm,
     "scaled_dot_product_attention": _attention,
     "attend": _attention,
+    "recurrence": _recurrence,
     "cross_entropy": _loss,
     "_local_scalar_dense": _number,
     "item": _number,

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from outsize.parallel.check_graph import Graph, Node, Ref, Site, Value
 from outsize.parallel.check_shapes import shaped
+from outsize.torch_private import TorchDispatchMode, storage_key, tree_flatten, tree_map_only
 
 # Functions that are taken whole, by the name that their rule has.
 COMPOSITE: Mapping[Callable[..., Any], str] = {
@@ -59,7 +58,7 @@ class Recorder:
         learns = tensor.requires_grad and tensor.is_leaf
         self.values.append(Value(tuple(tensor.shape), tensor.dtype, name, learns))
         self._kept.append(tensor)
-        self._storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self._storage.setdefault(storage_key(tensor), []).append(tensor)
         return index
 
     def index(self, tensor: Tensor) -> int:
@@ -104,7 +103,7 @@ class Recorder:
 
     def _spread(self, changed: Tensor, written: int) -> None:
         """Other views of memory that an operator has written to have changed as well."""
-        others = self._storage[changed.untyped_storage()._cdata]
+        others = self._storage[storage_key(changed)]
         unique = {id(t): t for t in others if t is not changed}
         for other in unique.values():
             old = self._index[id(other)]

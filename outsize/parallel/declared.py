@@ -1,4 +1,4 @@
-"""Layouts of a decoder on the tensor axis, declared beside the model as data.
+"""Layouts of a decoder on the tensor axis: what its modules declare, and a table of boundaries.
 
 Both who cuts a model (outsize/parallel/tensor.py) and who checks that nothing is missing
 (outsize/parallel/check_decoder.py) read these tables.
@@ -11,10 +11,9 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import INSIDE, Lies, declarations
+from outsize.models.decoder import Decoder
 from outsize.parallel.layouts import PARTIAL, REPLICATED, Exchange, Laid, Sharded
-
-# What is never cut apart, and how many there are of it: a field of DecoderConfig or ExpertFacts.
-Unit = Literal["heads", "kv_heads", "inner", "expert_inner", "shared_inner", "vocab"]
 
 TOKENS, FEATURES = Sharded(0), Sharded(1)
 WHOLE = Laid()  # every worker computes the same with it, from here on
@@ -51,72 +50,26 @@ class Boundary:
         return next((side.dim for side in sides if isinstance(side, Sharded)), 0)
 
 
-@dataclass(frozen=True)
-class Weight:
-    """How parameters (a pattern of their names) lie. dim, unit: cut along dim between units; None:
-    whole on every worker. gradient: "whole" where every worker that holds an element has all of its
-    gradient, "partial" where each has a summand, "stream" partial where the activations that it
-    meets are cut by tokens, else whole."""
-
-    name: str
-    dim: int | None = None
-    unit: Unit | None = None
-    gradient: Literal["whole", "partial", "stream"] = "whole"
+def layouts(model: Decoder) -> dict[str, Lies]:
+    """How each parameter lies: as its module declares, or as the blocks' wiring has it."""
+    rewired = _rewired(model.config)
+    return {
+        name: INSIDE if any(fnmatchcase(name, one) for one in rewired) else declared.lies
+        for name, declared in declarations(model)
+    }
 
 
-_ATTENTION = (
-    Weight("blocks.*.attention.q.*", 0, "heads"),
-    Weight("blocks.*.attention.[kv].*", 0, "kv_heads"),  # partial too, where a head is shared
-    Weight("blocks.*.attention.kv.*", 0, "heads"),
-    Weight("blocks.*.attention.o.weight", 1, "heads"),
-    Weight("blocks.*.attention.o.bias", gradient="stream"),
-)
-_WHOLE_NORMS = (
-    Weight("blocks.*.attention.q_norm.*", 0, "heads"),
-    Weight("blocks.*.attention.k_norm.*", 0, "kv_heads"),
-)
-_REST = (
-    Weight("blocks.*.attention.*", gradient="partial"),  # norms by head, projections to low ranks
-    Weight("blocks.*.mlp.router.correction"),  # no gradient ever moves it
-    Weight("blocks.*.mlp.router.*", gradient="partial"),
-    Weight("blocks.*.mlp.experts.gate", 1, "expert_inner"),
-    Weight("blocks.*.mlp.experts.up", 1, "expert_inner"),
-    Weight("blocks.*.mlp.experts.down", 2, "expert_inner"),
-    Weight("blocks.*.mlp.shared.down.weight", 1, "shared_inner"),
-    Weight("blocks.*.mlp.shared.*", 0, "shared_inner"),
-    Weight("blocks.*.mlp.down.weight", 1, "inner"),
-    Weight("blocks.*.mlp.down.bias", gradient="stream"),
-    Weight("blocks.*.mlp.*", 0, "inner"),
-    Weight("prologue.tokens.weight", 0, "vocab"),
-    Weight("epilogue.head.*", 0, "vocab"),
-    Weight("*", gradient="stream"),  # norms of the residual stream, positions, its projections
-)
-
-
-def weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The table of a decoder's parameters; the first entry that matches a name says how it lies."""
-    whole = config.qk_norm == "whole" and config.latent is None
-    return _rewired(config) + _ATTENTION + (_WHOLE_NORMS if whole else ()) + _REST
-
-
-def _rewired(config: DecoderConfig) -> tuple[Weight, ...]:
-    """What lies otherwise in ladder and Kraken models: the first worker alone counts the biases of
-    row weights; what each way sees of the stream is its own."""
+def _rewired(config: DecoderConfig) -> tuple[str, ...]:
+    """Names of what has partial gradients in ladder and Kraken models: the first worker alone
+    counts the biases of row weights; what each way sees of the stream is its own."""
     biases = ("attention.o.bias", "mlp.down.bias")
     if config.ways > 1:
         norms = ("blocks.*_norm.*", "epilogue.norm.*", "epilogue.project.*")
-        partial = (*norms, *(f"blocks.*.{bias}" for bias in biases))
-    elif config.ladder_from is not None:
-        layers = range(config.ladder_from, len(config.layers))
-        partial = tuple(f"blocks.{i}.{bias}" for i in layers for bias in biases)
-    else:
+        return (*norms, *(f"blocks.*.{bias}" for bias in biases))
+    if config.ladder_from is None:
         return ()
-    return tuple(Weight(name, gradient="partial") for name in partial)
-
-
-def weight(config: DecoderConfig, name: str) -> Weight:
-    """The entry of a parameter."""
-    return next(w for w in weights(config) if fnmatchcase(name, w.name))
+    layers = range(config.ladder_from, len(config.layers))
+    return tuple(f"blocks.{i}.{bias}" for i in layers for bias in biases)
 
 
 def boundaries(sequence_parallel: bool, ways: int = 1) -> tuple[Boundary, ...]:

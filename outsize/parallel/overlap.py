@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from outsize.collectives import Collective, World, along
 from outsize.kernels import product
 from outsize.kernels.linear import GradSink, linear
-from outsize.models.attention import Attention
-from outsize.models.linear import Linear
-from outsize.models.mlp import MLP
+from outsize.models.linear import Linear, dense
+from outsize.models.norm import Norm
 from outsize.models.seams import Context
 from outsize.parallel.courier import Flight
 from outsize.parallel.overlap_products import (
@@ -57,8 +56,12 @@ def overlap_of(world: World, chunks: int) -> Overlap | None:
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether a branch's products are its Linears alone, its row weight's the last."""
-    return isinstance(module, Attention | MLP)
+    """Whether a branch's products are those of column weights on its input, then of its row weight
+    alone: everything that it has is a Linear that is cut, or a norm."""
+    parts = list(module.children())
+    linears = [part for part in parts if isinstance(part, Linear)]
+    simple = all(isinstance(part, Linear | Norm) for part in parts)
+    return simple and sorted({one.use for one in linears}) == ["column", "row"]
 
 
 class Branch:
@@ -78,8 +81,7 @@ class Branch:
         linears = [child for child in module.children() if isinstance(child, Linear)]
         (self.row,) = (one for one in linears if one.use == "row")
         for one in linears:
-            forward = self._row if one is self.row else partial(self._column, one)
-            _instead(one, forward)
+            one.product = self._row if one is self.row else self._column
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave)
         module.register_forward_hook(self._forget, always_call=True)
@@ -109,35 +111,34 @@ class Branch:
 
     # -- the weights' products --------------------------------------------------------------------
 
-    def _column(self, one: Linear, x: Tensor) -> Tensor:
+    def _column(self, one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         run = self._run
         if run is None:  # computed again: nothing is on its way
-            return linear(x, one.weight, one.bias, one.sink)
+            return dense(one, x, bias)
         sink = one.sink if one.sink is None or not run.defers else partial(run.defer, one.sink)
         if x is not run.x or not run.arriving:
             run.land()
-            return linear(x, one.weight, one.bias, sink)
-        plain = partial(plain_back, bias=one.bias)
-        return multiply(x, one, one.bias, sink, run.multiplied, plain)
+            return linear(x, one.weight, bias, sink)
+        plain = partial(plain_back, bias=bias)
+        return multiply(x, one, bias, sink, run.multiplied, plain)
 
-    def _row(self, x: Tensor) -> Tensor:
-        run, row, size = self._run, self.row, self.way.axis.size
+    def _row(self, row: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Without its bias, which is added behind the sum."""
+        run, size = self._run, self.way.axis.size
         scattered = self.leaving[0] == "reduce_scatter"
         chunks = chunks_of(x.shape[0], self.way.chunks, size if scattered else 1)
         if run is None or (scattered and not run.whole(x)):
-            return linear(x, row.weight, None, row.sink)
+            return dense(row, x, None)
+        if row.beside is not None:  # what is beside it has to be in the sum
+            return dense(row, x, None)
         if len(chunks) < 2 and not run.summed:  # a last tile of one token goes as others did
-            return linear(x, row.weight, None, row.sink)
+            return dense(row, x, None)
         run.summed = True
         if scattered:
             forward = partial(scattered_rows, self.way, chunks)
             back = partial(gathered_back, self.way, run.total)
             return multiply(x, row, None, row.sink, forward, back)
         return multiply(x, row, None, row.sink, partial(summed_rows, self.way, chunks), plain_back)
-
-
-def _instead(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    module.forward = forward
 
 
 class Arrivals:

@@ -13,7 +13,7 @@ from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.parallel.sums import spans_of
-from outsize.parallel.tensor import instead, keep
+from outsize.parallel.tensor import keep
 from outsize.parallel.vocabulary import lookup, vocabulary
 
 
@@ -46,8 +46,8 @@ def cut_vocabulary(model: Decoder, line: Collective) -> dict[str, Cut]:
                 f"model: {name} is frozen, and pipeline.vocabulary cuts tables that are trained;"
                 " set pipeline.vocabulary to 0"
             )
-        cuts[name] = Cut(tuple(parameter.shape), 0, (spans[line.rank],), piped=True)
+        cuts[name] = Cut(tuple(parameter.shape), 0, (spans[line.rank],), axis="pipeline")
     keep(model, cuts)
-    instead(tokens, lookup(tokens, line, model.config.vocab))
+    tokens.lookup = lookup(line, model.config.vocab)
     model.epilogue.vocabulary = vocabulary(line, model.config.vocab)
     return cuts

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.collectives import Collective
 from outsize.parallel.sums import all_gather, reduce_scatter
+from outsize.torch_private import saved_tensor_hooks, storage_key
 
 
 class Kept:
@@ -77,7 +78,7 @@ class Branch:
         kept = Kept(x_tD, self.axis, total)
         x_TD: Tensor = _Fan.apply(x_tD, kept)  # type: ignore[no-untyped-call]
         if x_TD.requires_grad:
-            hooks = _hooks(kept, x_TD.untyped_storage()._cdata)
+            hooks = _hooks(kept, storage_key(x_TD))
             hooks.__enter__()
             self._open.append(hooks)
         return x_TD
@@ -90,11 +91,11 @@ class Branch:
 
 def _hooks(kept: Kept, storage: int) -> saved_tensors_hooks:
     """storage: of the gathered tensor, which lives as long as the hooks are there."""
-    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer: Any = saved_tensor_hooks()
     pack, unpack = (_same, _same) if outer is None else outer
 
     def note(x: Tensor) -> Any:
-        if x.untyped_storage()._cdata != storage:
+        if storage_key(x) != storage:
             return pack(x)
         return _View(kept, x.size(), x.stride(), int(x.storage_offset()))
 

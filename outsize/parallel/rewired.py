@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from outsize.collectives import Collective
 from outsize.errors import OutsizeError
-from outsize.kernels.linear import linear
 from outsize.models.decoder import Decoder
 from outsize.models.kraken import KrakenAttention, KrakenBlock, KrakenMLP
 from outsize.models.ladder import LadderBlock, Launch
-from outsize.models.linear import Linear
+from outsize.models.linear import Linear, without_bias
 from outsize.parallel.courier import Flight
 from outsize.parallel.overlap_products import Overlap, all_reduce
 from outsize.parallel.sums import Crossing
@@ -83,7 +82,7 @@ def _kraken(model: Decoder, axis: Collective, overlap: Overlap | None) -> None:
             module.ways = model.config.ways // axis.size
             module.first = axis.rank * module.ways
         elif isinstance(module, KrakenAttention | KrakenMLP):
-            module.biased = axis.rank == 0
+            _first_counts(module, axis)
     _launching(model, _flying(axis, overlap, KRAKEN))
 
 
@@ -100,15 +99,7 @@ def _first_counts(branch: nn.Module, axis: Collective) -> None:
     bias is not at hand."""
     for row in branch.children():
         if isinstance(row, Linear) and row.use == "row" and row.bias is not None and axis.rank:
-            _instead(row, partial(_without_bias, row))
-
-
-def _instead(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    module.forward = forward
-
-
-def _without_bias(row: Linear, x: Tensor) -> Tensor:
-    return linear(x, row.weight, None, row.sink)
+            row.product = without_bias(row.product)
 
 
 def _flying(axis: Collective, overlap: Overlap | None, crossing: Crossing) -> Launch:

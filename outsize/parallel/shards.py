@@ -9,7 +9,8 @@ while the rest is cut over all of them. ZeRO's stages 1 to 3 are (1, 1, N), (1, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,15 +23,33 @@ def even(first: int, last: int, parts: int) -> tuple[int, ...]:
     return tuple(first + (last - first) * i // parts for i in range(parts + 1))
 
 
-def at_edges(marks: Mapping[int, int]) -> Cutter:
-    """A cutter that cuts at given places only, next to where `even` would: whole parameters. marks:
-    by place, the end among them, where it is in whole parameters, by which parts are even: workers
+def at_borders(marks: Mapping[int, int], grain: int = 0, open: Collection[int] = ()) -> Cutter:
+    """A cutter that cuts next to where `even` would, and only where parameters begin or, in those
+    that begin at `open` places, at multiples of `grain` from there. marks: by where parameters
+    begin, the end among them, the same place in whole parameters, by which parts are even: workers
     that hold uneven parts of parameters cut at the same ones."""
+    places = sorted(marks)
+    ends = [marks[place] for place in places]
+
+    def mark(place: int) -> int:
+        at = bisect_right(places, place) - 1
+        return ends[at] + place - places[at]
+
+    def inside(wanted: int) -> Iterator[int]:
+        """The places next to a mark, inside of the parameter where it is."""
+        at = bisect_right(ends, wanted) - 1
+        if places[at] in open:
+            lower = places[at] + (wanted - ends[at]) // grain * grain
+            yield from (lower, min(lower + grain, places[at + 1]))
 
     def cut(first: int, last: int, parts: int) -> tuple[int, ...]:
-        known = [e for e in marks if first <= e <= last]
-        wanted = even(marks[first], marks[last], parts)
-        return tuple(min(known, key=lambda e: abs(marks[e] - mark)) for mark in wanted)
+        wanted = even(mark(first), mark(last), parts)
+        made = []
+        for one in wanted:
+            known = sorted({first, last, *places, *inside(one)})
+            near = (e for e in known if first <= e <= last)
+            made.append(min(near, key=lambda e: abs(mark(e) - one)))
+        return tuple(made)
 
     return cut
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective
-from outsize.kernels.linear import linear
-from outsize.models.attention import Attention
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear
+from outsize.models.linear import Linear, without_bias
+from outsize.models.norm import Norm
 from outsize.models.seams import Context
 from outsize.parallel.declared import Boundary, boundaries
 from outsize.parallel.overlap import Branch as Overlapped
@@ -32,7 +31,7 @@ from outsize.parallel.overlap import Overlap, fits
 from outsize.parallel.regather import Branch
 from outsize.parallel.rewired import check_ways, rewire
 from outsize.parallel.sums import cross, spans_of
-from outsize.parallel.units import check, cuts_of
+from outsize.parallel.units import check, counts, cuts_of
 from outsize.parallel.vocabulary import lookup, vocabulary
 from outsize.parallel.wide_norm import wide_norm
 
@@ -64,7 +63,7 @@ def split(
         return cuts
     keep(model, cuts)
     tokens = model.prologue.tokens
-    instead(tokens, lookup(tokens, axis, model.config.vocab))
+    tokens.lookup = lookup(axis, model.config.vocab)
     model.epilogue.vocabulary = vocabulary(axis, model.config.vocab)
     if sequence_parallel:
         model.first_token = lambda tokens: spans_of(tokens, axis)[axis.rank][0]
@@ -133,21 +132,13 @@ def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
     return nn.Parameter(value, requires_grad=whole.requires_grad)
 
 
-def instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Give a module another forward."""
-    module.forward = forward
-
-
 def _widen(model: Decoder, axis: Collective) -> None:
-    """Norms over all heads at once take their statistic over the axis."""
-    if model.config.qk_norm != "whole":
-        return
+    """Norms that are cut, over all heads at once, take their statistic over the axis."""
+    having = counts(model.config)
     for module in model.modules():
-        if isinstance(module, Attention) and module.q_norm is not None:
-            assert module.k_norm is not None
-            for norm, heads in ((module.q_norm, 0), (module.k_norm, model.config.kv_heads)):
-                copies = max(1, axis.size // heads) if heads else 1
-                instead(norm, partial(wide_norm, norm, axis=axis, copies=copies))
+        if isinstance(module, Norm) and module.lies.unit is not None:
+            copies = max(1, axis.size // having[module.lies.unit])
+            module.run = partial(wide_norm, axis=axis, copies=copies)
 
 
 # Hooks of modules, so that they lie outside whatever runs the module in tiles or again.
@@ -202,7 +193,7 @@ def _is_row(module: nn.Module) -> bool:
 def _without_bias(row: nn.Module) -> Callable[[Tensor], Tensor]:
     """Leave the bias out of a row weight's product; gives what adds it to the sum."""
     assert isinstance(row, Linear)
-    instead(row, lambda x: linear(x, row.weight, None, row.sink))
+    row.product = without_bias(row.product)
 
     def add(y: Tensor) -> Tensor:
         assert row.bias is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
+from outsize.models.declared import Lies, Unit
 from outsize.models.decoder import Decoder
-from outsize.parallel.declared import Unit, Weight, weight
+from outsize.parallel.declared import layouts
 from outsize.parallel.shards import even
 
 
@@ -72,17 +73,15 @@ def nearest_size(config: DecoderConfig, size: int) -> int:
 
 def cuts_of(model: Decoder, size: int, rank: int, sequence_parallel: bool) -> dict[str, Cut]:
     """How each parameter of a whole decoder lies on worker `rank` of `size`, by name."""
-    having = counts(model.config)
+    having, lies = counts(model.config), layouts(model)
     return {
-        name: _cut(
-            weight(model.config, name), tuple(p.shape), having, (size, rank), sequence_parallel
-        )
+        name: _cut(lies[name], tuple(p.shape), having, (size, rank), sequence_parallel)
         for name, p in model.named_parameters()
     }
 
 
 def _cut(
-    entry: Weight,
+    entry: Lies,
     shape: tuple[int, ...],
     having: dict[Unit, int],
     place: tuple[int, int],

@@ -11,23 +11,21 @@ from torch import Tensor
 
 from outsize.collectives import Collective
 from outsize.kernels.entropy import Vocabulary
-from outsize.kernels.linear import embedding
-from outsize.models.linear import Embedding
+from outsize.models.linear import Embedding, rows
 from outsize.parallel.sums import spans_of
 
 
-def lookup(tokens: Embedding, axis: Collective, vocab: int) -> Callable[[Tensor], Tensor]:
-    """A forward for an embedding that holds this worker's rows: zeros for the tokens of others, so
+def lookup(axis: Collective, vocab: int) -> Callable[[Embedding, Tensor], Tensor]:
+    """The lookup of an embedding that holds this worker's rows: zeros for the tokens of others, so
     that the sum over the axis is the embedding."""
     first, last = spans_of(vocab, axis)[axis.rank]
 
-    def forward(ids_T: Tensor) -> Tensor:
+    def here(tokens: Embedding, ids_T: Tensor) -> Tensor:
         other_T = (ids_T < first) | (ids_T >= last)
         local_T = (ids_T - first).masked_fill(other_T, 0)
-        rows_TD = embedding(local_T, tokens.weight, tokens.sink)
-        return rows_TD.masked_fill(other_T.unsqueeze(-1), 0.0)
+        return rows(tokens, local_T).masked_fill(other_T.unsqueeze(-1), 0.0)
 
-    return forward
+    return here
 
 
 def vocabulary(axis: Collective, vocab: int) -> Vocabulary:

@@ -1,5 +1,6 @@
 """Plan: how a model is spread over hardware, as data."""
 
+from outsize.lazy import called
 from outsize.plan.approximate import APPROXIMATE, Local
 from outsize.plan.plan import DEVICE, Plan, Precision, Rest, Stage, Stream
 from outsize.plan.spread import Pipelined, Sharding, zero
@@ -21,3 +22,5 @@ __all__ = [
     "to_yaml",
     "zero",
 ]
+
+called(__name__, "outsize.train.plans")  # outsize.plan(...)

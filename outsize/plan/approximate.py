@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from outsize.errors import OutsizeError, nearest
+from outsize.registry import TECHNIQUES
 
 if TYPE_CHECKING:
     from outsize.plan.plan import Plan
@@ -20,10 +21,15 @@ APPROXIMATE: Mapping[str, str] = MappingProxyType(
         "frozen-by-dynamics": "weights that change least are left alone for a while (SlimFit)",
         "local-learning": "groups of blocks, each trained by a loss of its own (MAN)",
         PARTIAL: "microbatches that leave stages of a pipeline out (SkipPipe)",
-        "delayed-update": "gradients applied one step late, beside the next step (ZeRO-Offload)",
     }
 )
+ALONE = ("zeroth-order", "frozen-by-dynamics", "local-learning")  # they run on one worker
 AUXILIARY = ("head", "block", "momentum")
+
+
+def known_names() -> tuple[str, ...]:
+    """What `approximate` may hold: the names above, and techniques that change the maths."""
+    return (*APPROXIMATE, *(name for name, one in TECHNIQUES.items() if not one.exact))
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,4 @@ CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
     ("local-learning", "sequence_chunk", lambda p: p.sequence_chunk > 0),
     ("local-learning", "zeroth-order", lambda p: "zeroth-order" in p.approximate),
     ("local-learning", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
-    ("delayed-update", "zeroth-order", lambda p: "zeroth-order" in p.approximate),
-    ("delayed-update", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
-    ("delayed-update", "local-learning", lambda p: "local-learning" in p.approximate),
-    ("delayed-update", "update: behind", lambda p: p.update == "behind"),
-    (
-        "delayed-update",
-        "no master copy, which is what would change late",
-        lambda p: p.precision.master is None,
-    ),
-    (
-        "delayed-update",
-        "stream.host 0, by which every part is updated on the device",
-        lambda p: p.stream.host == 0,
-    ),
 )

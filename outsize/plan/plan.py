@@ -8,11 +8,12 @@ what changes the maths stands under `approximate`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, nearest
-from outsize.plan.approximate import APPROXIMATE, CLASHES, PARTIAL, Local
+from outsize.plan.approximate import ALONE, APPROXIMATE, CLASHES, Local, known_names
 from outsize.plan.spread import Pipelined, Sharding, share
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -245,16 +246,21 @@ class Plan:
             )
         for state, spread in (
             ("parameters", self.shards.optimizer > 1),
-            ("gradients", self.mesh.data > 1),
+            ("gradients", self.mesh.summed),
         ):
             if spread and self.rests_below(state):
+                axes = [axis.name for axis in self.mesh.axes if axis.batch]
+                count = prod(self.mesh[name] for name in axes)
                 raise OutsizeError(
-                    f"plan: {state} rest below the device while {self.mesh.data} workers share them"
-                    f" ({self.shards}); let {state} rest on the device, or take mesh.data to 1"
+                    f"plan: {state} rest below the device while {count} workers share them"
+                    f" ({self.shards}); let {state} rest on the device, or take"
+                    f" mesh.{' and mesh.'.join(axes)} to 1"
                 )
+        for axis in self.mesh.axes:
+            axis.check(self, self.mesh[axis.name])
         if self.mesh.pipeline > 1:
             self._check_pipeline()
-        alone = [n for n in self.approximate if n not in ("bfloat16-weights", PARTIAL)]
+        alone = [name for name in self.approximate if name in ALONE]
         if alone and self.mesh.size > 1:
             raise OutsizeError(
                 f"plan: approximate holds {alone[0]}, which runs on one worker; the mesh is"
@@ -295,9 +301,9 @@ class Plan:
 
     def _check_approximate(self) -> None:
         for name in self.approximate:
-            if name not in APPROXIMATE:
+            if name not in APPROXIMATE and name not in known_names():
                 raise OutsizeError(
-                    f"plan: approximate holds {name!r}{nearest(name, tuple(APPROXIMATE))}"
+                    f"plan: approximate holds {name!r}{nearest(name, known_names())}"
                 )
         for name, other, found in CLASHES:
             if name in self.approximate and found(self):

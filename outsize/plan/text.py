@@ -9,12 +9,13 @@ from typing import Any
 import yaml
 
 from outsize.plan.plan import BYTES, DEVICE, Plan
-from outsize.typed import load_yaml, read
+from outsize.registry import TECHNIQUES
+from outsize.typed import Written, load_yaml, read
 
 
 def to_yaml(plan: Plan) -> str:
     """A plan as YAML; `from_yaml` gives back an equal plan."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(plan)), sort_keys=False)
+    return yaml.safe_dump(to_plain(plan), sort_keys=False)
 
 
 def from_yaml(text: str) -> Plan:
@@ -23,20 +24,23 @@ def from_yaml(text: str) -> Plan:
     return plan
 
 
-def _plain(value: Any) -> Any:
-    """Tuples as lists, for YAML has no tuples."""
+def to_plain(value: Any) -> Any:
+    """A value as YAML can say it: it has no tuples and no classes."""
+    if isinstance(value, Written):
+        return value.written()
+    if dataclasses.is_dataclass(value):
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def explain(plan: Plan) -> list[tuple[str, str, str]]:
     """Rows of (what, value, what it means) that tell what a plan does."""
     precision = plan.precision
-    held = BYTES[precision.compute] + BYTES[precision.gradients] + 2 * BYTES[precision.optimizer]
-    held += BYTES[precision.master] if precision.master else 0
     rows = [
         ("stages", str(len(plan.stages)), f"runs of the model's {plan.segments} segments"),
         (
@@ -48,8 +52,7 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
             "precision",
             precision.compute,
             f"master {precision.master or 'none: parameters are their own'}, gradients"
-            f" {precision.gradients}, optimizer {precision.optimizer}:"
-            f" {held} bytes a parameter with two moments",
+            f" {precision.gradients}, optimizer {precision.optimizer}: {_bytes(plan)}",
         ),
         ("recompute", _recompute(plan), "computed again in the backward pass instead of kept"),
         ("loss chunk", _tokens(plan.loss_chunk), "tokens whose logits exist at once"),
@@ -66,6 +69,18 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append(("budget", f"{plan.budget:,} bytes", "of the device tier; more is refused"))
     rows.extend(("approximate", name, "changes the maths, as asked") for name in plan.approximate)
     return rows
+
+
+def _bytes(plan: Plan) -> str:
+    """What a parameter takes with its states."""
+    precision = plan.precision
+    held = BYTES[precision.compute] + BYTES[precision.gradients]
+    held += BYTES[precision.master] if precision.master else 0
+    for name in plan.approximate:
+        one = TECHNIQUES.find(name)
+        if one is not None and "optimizer states" in one.touches:
+            return f"{held} bytes a parameter beside the states of {name}"
+    return f"{held + 2 * BYTES[precision.optimizer]} bytes a parameter with two moments"
 
 
 def _tokens(count: int) -> str:

@@ -20,7 +20,7 @@ def beyond_card(traces: Sequence[Trace]) -> str:
     if not found:
         return ""
     places = {id(event): place for place, event in enumerate(traces[1].events)}
-    heads = ["Action", "Worker", "Foretold", "Measured", "Beyond forecast", ""]
+    heads = ["Action", "Worker", "Predicted", "Measured", "Beyond forecast", ""]
     rows = [_late(one, places[id(one.measured)], found[0].beyond) for one in found]
     waited = any(one.waited for one in found)
     note = " Waiting for other workers is not counted." if waited else ""
@@ -47,7 +47,7 @@ def workers_card(traces: Sequence[Trace]) -> str:
     if len(workers) < 2:
         return ""
     heads = ["Worker", "Computing", "Idle"]
-    heads += ["Foretold", "Difference", "Foretold idle"] if len(traces) == 2 else []
+    heads += ["Predicted", "Difference", "Predicted idle"] if len(traces) == 2 else []
     spent, spans = [computing(trace) for trace in traces], [trace.span() for trace in traces]
     rows = []
     for worker in workers:
@@ -65,7 +65,7 @@ def _idle(spent: float, span: float) -> str:
 
 
 def kinds_card(traces: Sequence[Trace]) -> str:
-    """Totals by kind of action; with two traces the foretold seconds and the difference too."""
+    """Totals by kind of action; with two traces the predicted seconds and the difference too."""
     main = totals(traces[-1])
     compared = len(traces) == 2
     before = {total.kind: total for total in totals(traces[0])} if compared else {}
@@ -73,7 +73,7 @@ def kinds_card(traces: Sequence[Trace]) -> str:
     waits = any(total.waited for total in main)
     heads = ["Action", "Count", "Total", "Share of all action time", "Mean"]
     heads += ["Waiting for others"] if waits else []
-    heads += ["Foretold total", "Difference"] if compared else []
+    heads += ["Predicted total", "Difference"] if compared else []
     rows = [
         _kind(total, waits, before.get(total.kind) if compared else total, compared)
         for total in (*main, *gone)

@@ -39,7 +39,7 @@ LANES = (  # from the top; others follow by name
 
 
 def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline") -> str:
-    """The page of one trace, or of a foretold and a measured one over each other.
+    """The page of one trace, or of a predicted and a measured one over each other.
 
     budget: bytes of the device tier, drawn as a line. Raises OutsizeError for other numbers of
     traces, or two of one source.
@@ -48,11 +48,11 @@ def timeline(*traces: Trace, budget: int | None = None, title: str = "Timeline")
     if not 1 <= len(traces) <= 2 or len(set(sources)) != len(sources):
         given = ", ".join(sources) or "none"
         raise OutsizeError(
-            f"timeline of traces: {given}; expected one trace, or one foretold and one measured"
+            f"timeline of traces: {given}; expected one trace, or one predicted and one measured"
         )
-    ordered = [  # foretold first; events of each as the script has them
+    ordered = [  # predicted first; events of each as the script has them
         replace(trace, events=tuple(sorted(trace.events, key=lambda e: (e.start, e.end))))
-        for trace in sorted(traces, key=lambda trace: trace.source)
+        for trace in sorted(traces, key=lambda trace: trace.source == "measured")
     ]
     page = files("outsize.report") / "page"
     parts = [(page / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
@@ -109,16 +109,16 @@ def _matches(traces: Sequence[Trace]) -> list[dict[str, Any]]:
     beyond forecast (null where there is none)."""
     if len(traces) == 1:
         return [{"twin": [-1] * len(traces[0].events)}]
-    foretold, measured = traces
+    predicted, measured = traces
     twins: list[list[int]] = [[-1] * len(trace.events) for trace in traces]
-    for i, j in pairs(foretold, measured):
+    for i, j in pairs(predicted, measured):
         twins[0][i], twins[1][j] = j, i
-    idle = waiting(foretold), waiting(measured)
+    idle = waiting(predicted), waiting(measured)
     beyond: list[float | None] = [None] * len(measured.events)
     for j, i in enumerate(twins[1]):
         if i >= 0:
             took = _length(measured.events[j]) - idle[1][j]
-            beyond[j] = round(took - (_length(foretold.events[i]) - idle[0][i]), 9)
+            beyond[j] = round(took - (_length(predicted.events[i]) - idle[0][i]), 9)
     return [{"twin": twins[0]}, {"twin": twins[1], "beyond": beyond}]
 
 
@@ -163,7 +163,7 @@ def _subtitle(traces: Sequence[Trace]) -> str:
 
 
 def _tiles(traces: Sequence[Trace], budget: int | None) -> str:
-    """The few figures that matter, foretold beside measured where there are both."""
+    """The few figures that matter, predicted beside measured where there are both."""
     spans = [seconds(trace.span()) for trace in traces]
     tiles = [_tile("Makespan", traces, [trace.span() for trace in traces], spans)]
     peaks = [trace.peak() for trace in traces]
@@ -192,7 +192,7 @@ def _tile(
     notes = [note] if note else []
     if len(traces) == 2:
         change = signed_percent(values[1], values[0])
-        notes.insert(0, f"{texts[0]} foretold, {change}")
+        notes.insert(0, f"{texts[0]} predicted, {change}")
     under = html.escape(" · ".join(notes))
     return (
         f'<div class="tile"><span class="name">{html.escape(name)}</span>'

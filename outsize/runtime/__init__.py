@@ -1,7 +1,22 @@
 """The runtime: plays a Schedule on real tensors."""
 
-from outsize.runtime.adopted import AdoptedFlow
-from outsize.runtime.job import Job, Report
-from outsize.runtime.native import NativeFlow
+from typing import TYPE_CHECKING
+
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.runtime.adopted import AdoptedFlow
+    from outsize.runtime.job import Job, Report
+    from outsize.runtime.native import NativeFlow
 
 __all__ = ["AdoptedFlow", "Job", "NativeFlow", "Report"]
+
+__getattr__ = importing(
+    __name__,
+    {
+        "AdoptedFlow": "outsize.runtime.adopted",
+        "Job": "outsize.runtime.job",
+        "NativeFlow": "outsize.runtime.native",
+        "Report": "outsize.runtime.job",
+    },
+)

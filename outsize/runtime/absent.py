@@ -16,10 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from outsize.errors import OutsizeError
+from outsize.torch_private import (
+    buffers_here,
+    disable_current_modes,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    parameters_here,
+    tree_leaves,
+    tree_map,
+)
 
 aten = torch.ops.aten
 
@@ -70,14 +77,14 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, form: Tensor, device: torch.device, origin: Origin) -> Absent:
-        made: Absent = torch.Tensor._make_wrapper_subclass(
+        made: Absent = make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(),
             dtype=form.dtype, device=device, storage_size=0,
         )  # fmt: skip
         made.form, made.origin = form, origin
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {said(self.origin.sources)})"
@@ -118,7 +125,7 @@ def form_of(tensor: Tensor) -> Tensor:
     """A tensor's shape, strides and type, without memory; the same in a fake mode."""
     if isinstance(tensor, Absent):
         return tensor.form
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
         )
@@ -148,7 +155,7 @@ def _on_shapes(func: Any, args: Any, kwargs: Any, found: Sequence[Absent]) -> An
         args = (args[0], _places(args[1]), *args[2:])
     forms = tree_map(_form, args), tree_map(_form, kwargs)
     try:
-        with _disable_current_modes():
+        with disable_current_modes():
             return func(*forms[0], **forms[1])
     except RuntimeError:
         raise _refusal(set().union(*(x.origin.sources for x in found)), str(func)) from None
@@ -241,9 +248,9 @@ Place = tuple[dict[str, Any], str, Any]
 def parameters_instead(model: nn.Module, of: Callable[[nn.Parameter], Any]) -> list[Place]:
     """For `instead`: what of(parameter) gives, everywhere in a module where it gives something."""
     return [
-        (module._parameters, name, value)
+        (parameters_here(module), name, value)
         for module in model.modules()
-        for name, parameter in module._parameters.items()
+        for name, parameter in parameters_here(module).items()
         if parameter is not None and (value := of(parameter)) is not None
     ]
 
@@ -251,8 +258,8 @@ def parameters_instead(model: nn.Module, of: Callable[[nn.Parameter], Any]) -> l
 def buffers_instead(model: nn.Module) -> list[Place]:
     """For `instead`: copies of a module's buffers, which may change in their place."""
     return [
-        (module._buffers, name, buffer.clone())
+        (buffers_here(module), name, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_here(module).items()
         if buffer is not None
     ]

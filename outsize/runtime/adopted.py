@@ -13,6 +13,7 @@ gradients go back to it. Random numbers that glue draws are each worker's own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
+from outsize.parallel.execution import check_adopted
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime.absent import Place, Source, absent_like, instead, parameters_instead
 from outsize.runtime.adopted_walk import AdoptedWalk, Share
 from outsize.runtime.flow import SpillOf, Way, no_spill
 from outsize.runtime.gradients import Gradients
+from outsize.runtime.intercept import intercept
 from outsize.runtime.reach import DRAW, Outlines, Reach, Tracer, find_reach
 
 Segments = list[tuple[str, list[tuple[str, nn.Parameter]]]]
@@ -55,6 +58,7 @@ class AdoptedFlow:
         counter: Callable[[Any], Tensor] | None = None,
         reach: Reach | None = None,
     ) -> None:
+        check_adopted(plan.mesh, type(model).__name__)
         if plan.sequence_chunk:
             raise OutsizeError(
                 f"plan: sequence_chunk is {plan.sequence_chunk}, but {type(model).__name__} is an"
@@ -75,8 +79,10 @@ class AdoptedFlow:
         self._current: AdoptedWalk | Tracer | None = None
         self._reach = reach
         self._shares: dict[frozenset[int], Share] = {}
-        for index, block in enumerate(self.blocks):
-            block.forward = self._entry(index, block.forward)
+        self._entered = [
+            intercept(block, self._entry(index, block.forward))
+            for index, block in enumerate(self.blocks)
+        ]
         self.segments = _segments(model, blocks, self._reach)
         self.uses = _uses(model, self.blocks, self.segments, self._reach)
 
@@ -98,13 +104,13 @@ class AdoptedFlow:
     def attach(self, sink: Gradients | None) -> None:
         """Weights of adopted modules reach the buffers through autograd alone."""
         if sink is None:
-            for block in self.blocks:
-                del block.forward
+            for undo in self._entered:
+                undo()
 
     def count(self, batch: Any) -> Tensor:
-        return (
-            torch.ones((), dtype=torch.float64) if self._counter is None else self._counter(batch)
-        )
+        if self._counter is None:
+            return torch.ones(2, dtype=torch.float64)
+        return self._counter(batch).double().expand(2)
 
     def part(self, batch: Any, start: int, stop: int) -> Any:
         return batch if self._split is None else self._split(batch, start, stop)
@@ -124,7 +130,7 @@ class AdoptedFlow:
         return AdoptedWalk(self, lambda: self._whole(part) * factor, spill_of, share)
 
     def _whole(self, part: Any) -> Tensor:
-        args, kwargs = arguments(part)
+        args, kwargs = arguments(part, self.model)
         return self._loss(self.model(*args, **kwargs), part)
 
     def run_glue(
@@ -215,13 +221,25 @@ def reach_of(
         flow.attach(None)
 
 
-def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A batch as call arguments: a mapping by keyword, a tuple by place, anything else alone."""
+def arguments(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A batch as call arguments: a mapping by keyword, a tuple by place, anything else alone. The
+    last of a tuple is for the loss where the model's forward takes all others but not that one."""
     if isinstance(batch, Mapping):
         return (), {str(key): value for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
+        given = tuple(batch)
+        takes = inspect.signature(model.forward)
+        less = len(given) > 1 and not _binds(takes, given) and _binds(takes, given[:-1])
+        return (given[:-1] if less else given), {}
     return (batch,), {}
+
+
+def _binds(takes: inspect.Signature, given: tuple[Any, ...]) -> bool:
+    try:
+        takes.bind(*given)
+    except TypeError:
+        return False
+    return True
 
 
 def _segments(

@@ -16,7 +16,7 @@ from outsize.runtime.again import Call, Replay, leaf
 from outsize.runtime.entered import Entered
 from outsize.runtime.exchange import Exchange
 from outsize.runtime.flow import Record, SpillOf, no_spill
-from outsize.runtime.reach import check_order, unknown_kind
+from outsize.runtime.reach import Uncut, check_order, unknown_kind
 
 if TYPE_CHECKING:
     from outsize.runtime.adopted import AdoptedFlow
@@ -147,9 +147,7 @@ class AdoptedWalk:
         entered, self._waiting = self._waiting, None
         if entered is None:
             path = self._flow.paths[segment - 1]
-            raise OutsizeError(
-                f"block {path!r} is not called by the module's forward; leave it out"
-            )
+            raise Uncut(f"block {path!r} is not called by the module's forward; leave it out")
         self._calls.append(entered)
         self._run_block(entered, whole, stage)
         if self._share is not None:
@@ -186,11 +184,12 @@ class AdoptedWalk:
             )
 
     def _end(self) -> None:
-        self._advance()
+        if self._flow.blocks:  # else the prologue was everything
+            self._advance()
         if not self._ended:
             assert self._waiting is not None
             path = self._flow.paths[self._waiting.index]
-            raise OutsizeError(f"block {path!r} is called again at the end of the forward")
+            raise Uncut(f"block {path!r} is called again at the end of the forward")
         output = self._output
         if not isinstance(output, Tensor) or output.ndim:
             raise OutsizeError(

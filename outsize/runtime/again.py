@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from outsize.torch_private import TreeSpec, buffers_here, tree_flatten, tree_unflatten
 
 Leaves = list[Tensor]
 
@@ -74,17 +75,17 @@ class Replay:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         # Copies stand in for the buffers, since autograd may have saved the buffers themselves.
-        homes = [(m, name, b) for m in self.module.modules() for name, b in m._buffers.items()]
+        homes = [(m, name, b) for m in self.module.modules() for name, b in buffers_here(m).items()]
         now = self._read()
         self._write(self.states)
         for module, name, buffer in homes:
-            module._buffers[name] = None if buffer is None else buffer.clone()
+            buffers_here(module)[name] = None if buffer is None else buffer.clone()
         try:
             yield
         finally:
             self._write(now)
             for module, name, buffer in homes:
-                module._buffers[name] = buffer
+                buffers_here(module)[name] = buffer
 
 
 def leaf(tensor: Tensor) -> Tensor:

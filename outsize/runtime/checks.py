@@ -8,24 +8,25 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from outsize.collectives import Collective, World
+from outsize.collectives.axes import axis_of
 from outsize.errors import OutsizeError, nearest
 from outsize.memory import ChunkTable
 from outsize.memory.chunk import Dtypes
 from outsize.memory.store import MemoryStore, Store
 from outsize.models.cuts import NO_CUTS, Cut
-from outsize.optim import Optimizer, taker
+from outsize.optim import Optimizer, check_approximate, taker
+from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
-from outsize.runtime.placement import Placement
 from outsize.schedule import Kind
+from outsize.schedule.layout import Placement
+from outsize.torch_private import unset_fake_temporarily
 
 _OTHERS = (
     ("zeroth-order", "computes gradients", "outsize.runtime.zeroth.ZerothJob"),
     ("local-learning", "has one loss", "outsize.runtime.local.LocalJob"),
-    ("delayed-update", "updates at once", "outsize.runtime.delayed.Delayed"),
 )
 
 
@@ -40,13 +41,25 @@ def dtypes_of(precision: Precision) -> Dtypes:
     )
 
 
+def check_weight(weight: float) -> None:
+    """Of all targets of a step."""
+    if not weight:
+        raise OutsizeError("batch: no valid target in the whole step; expected one at least")
+    if not 0 < weight < float("inf"):
+        raise OutsizeError(
+            f"batch: its targets weigh {weight} together; expected a finite number above 0"
+        )
+
+
 def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
     if plan.mesh != world.mesh:
         raise OutsizeError(
             f"plan: mesh is {plan.mesh}, but the workers that run are {world.mesh}; start as many"
             f" as the mesh has, {plan.mesh.size}"
         )
-    if plan.pipeline.vocabulary and not any(cut.piped for cut in cuts.values()):
+    if plan.pipeline.vocabulary and not any(
+        axis_of(cut.axis).cuts == "stages" for cut in cuts.values()
+    ):
         raise OutsizeError(
             f"model: whole, while pipeline.vocabulary is {plan.pipeline.vocabulary}; cut it with"
             " outsize.parallel.divide.divide before, and hand over what that gives"
@@ -58,8 +71,9 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
         )
 
 
-def check(flow: Flow, plan: Plan, clip: float | None) -> None:
+def check(flow: Flow, plan: Plan, optimizer: Optimizer, clip: float | None) -> None:
     """Refuse what cannot be, before anything is allocated."""
+    check_approximate(optimizer, plan.approximate)
     for name, what, where in _OTHERS:
         if name in plan.approximate:
             raise OutsizeError(
@@ -159,16 +173,22 @@ def by_shape(owners: Mapping[str, nn.Parameter]) -> dict[str, int]:
     return {name: int(p.ndim < 2) for name, p in owners.items()}
 
 
-def matrices_of(
-    flow: Flow, optimizer: Optimizer, cuts: Mapping[str, Cut] = NO_CUTS
-) -> frozenset[str]:
-    """What an optimizer updates as wholes: matrices of the blocks, and stacks of matrices. cuts: of
-    parameters that lie here in part; one row of a matrix is a part of a matrix all the same."""
-    if optimizer.layout == "elementwise":
+def taken_by(flow: Flow, optimizer: Optimizer, cuts: Mapping[str, Cut] = NO_CUTS) -> frozenset[str]:
+    """Parameters of the blocks that an optimizer takes and does not leave to its `rest`. cuts: of
+    those that lie here in part; one row of a matrix is a part of a matrix all the same."""
+    if optimizer.rest is None:
         return frozenset()
     named = chain.from_iterable(params for _, params in flow.segments[1:-1])
     shapes = {n: cuts[n].shape if n in cuts else tuple(p.shape) for n, p in named}
-    return frozenset(n for n, s in shapes.items() if len(s) in (2, 3) and min(s[-2:]) > 1)
+    return frozenset(n for n, shape in shapes.items() if optimizer.takes(shape))
+
+
+def grains_of(optimizer: Optimizer) -> tuple[int, int]:
+    """Of what updates the rest, and of the optimizer itself."""
+    both = tuple(taker(optimizer, main) for main in (False, True))
+    for one in both:
+        check_grain(one.grain, one.states)
+    return both[0].grain, both[1].grain
 
 
 def placement_of(
@@ -181,7 +201,7 @@ def placement_of(
 ) -> Placement:
     uses = tuple(tuple(others) for others in flow.uses)
     memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
-    rest, matrix = (taker(optimizer, matrices).states for matrices in (False, True))
+    rest, main = (taker(optimizer, main).states for main in (False, True))
     dtypes = dtypes_of(plan.precision)
     place, turn = (plan.mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
-    return Placement(plan, layout, uses, dtypes, rest, matrix, memory, place, turn)
+    return Placement(plan, layout, uses, dtypes, rest, main, memory, place, turn)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from outsize.torch_private import storage_key
+
 GROUP = 128  # numbers that share a scale: 3% of what they weigh in float32
 LEAST = 1 << 10  # numbers: what is smaller stays as it is
 MOST = 127
@@ -71,12 +73,12 @@ class _Call:
         plain = tensor.layout is torch.strided and tensor.is_floating_point()
         storage = tensor.untyped_storage()
         numel = storage.nbytes() // tensor.element_size()
-        if not plain or numel < LEAST or storage._cdata in self._kept:
+        if not plain or numel < LEAST or storage_key(storage) in self._kept:
             return tensor
-        if storage._cdata not in self._seen:
+        if storage_key(storage) not in self._seen:
             flat = tensor.detach().as_strided((numel,), (1,), 0)
-            self._seen[storage._cdata] = (flat, rounded(flat))
-        _, made = self._seen[storage._cdata]
+            self._seen[storage_key(storage)] = (flat, rounded(flat))
+        _, made = self._seen[storage_key(storage)]
         return _View(made, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def forget(self) -> None:
@@ -90,7 +92,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def compressing(module: nn.Module, kept: Collection[int]) -> Callable[..., Any]:
-    """A forward for a block whose saved activations are rounded. kept: storages (their `_cdata`)
+    """A forward for a block whose saved activations are rounded. kept: storages (their keys)
     that are not: parameters."""
     plain = module.forward
 

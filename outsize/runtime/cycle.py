@@ -1,7 +1,7 @@
 """The cycle of a step that is played for ever: rooms of its stages, and the schedules over them.
 
-Rooms come from memory/arrange.py, FETCHes from schedule/offload.py; here the end of a step holds
-the FETCHes for the beginning of the next.
+Rooms come from memory/arrange.py, FETCHes from schedule/passes/offload.py; here the end of a step
+holds the FETCHes for the beginning of the next.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from outsize.memory.arrange import arrange, least, traffic
 from outsize.runtime.source import Source
-from outsize.schedule import Action, Kind, Schedule, State, compile_tokens, validate
-from outsize.schedule.offload import offload, visits
-from outsize.schedule.residency import Item, Residency, item, moved, overlap
+from outsize.schedule import Action, Kind, Schedule, State, compile_tokens, prove
+from outsize.schedule.item import Item
+from outsize.schedule.passes.offload import offload, visits
+from outsize.schedule.residency import Residency, moved, overlap
 
 AHEAD = 1  # stages fetched before the one at work
 
@@ -55,8 +56,8 @@ def layout_of(source: Source, capacity: int) -> Layout:
         kind: cyclic(_once(source, kind), residency, ahead) for kind in (Kind.PREFILL, Kind.DECODE)
     }
     for schedule in schedules.values():
-        validate(schedule)
-    costs = {name: source.cost(stage_of(name)) for name in sizes}
+        prove(schedule)
+    costs = {name: source.cost(name.stage) for name in sizes}
     fetched = [a for a in schedules[Kind.DECODE].workers[0] if a.kind is Kind.FETCH]
     read = sum(costs[moved(action)] for action in fetched)
     assert traffic(needed, sizes, found.offsets).fetches == len(fetched), "a cycle is what it was"
@@ -115,11 +116,7 @@ def _bare(source: Source) -> Residency:
 
 def _sizes(source: Source) -> dict[Item, int]:
     return {
-        item(State.PARAMETERS, s): stage.bytes
+        Item(State.PARAMETERS, s): stage.bytes
         for s, stage in enumerate(source.stages)
         if stage.bytes
     }
-
-
-def stage_of(name: Item) -> int:
-    return int(name.rpartition(" ")[2])

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.decode.cache import CachedAttend, KeyValueCache
+from outsize.decode.cache import StateCache, state_bytes
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import Ledger
 from outsize.memory.sizes import format_bytes
 from outsize.models.build import materialise, segments
-from outsize.models.decoder import Decoder
+from outsize.models.decoder import Decoder, typed
+from outsize.models.seams import Past
 from outsize.runtime.parts import TOKENS
 from outsize.runtime.source import Source
 from outsize.runtime.tokens import apply_stage
+from outsize.torch_private import FakeTensorMode
 
 LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read the weights often
 # Of a vocabulary, in bytes an element, while a token is drawn: scores in float64, sorted, cumulated
@@ -44,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fit:
-    """bytes of the budget: cache of keys and values, work while a step runs and a token is drawn,
+    """bytes of the budget: cache of what tokens leave, work while a step runs and a token is drawn,
     pool at most. slice: prompt tokens fed in one step besides the first."""
 
     cache: int
@@ -70,7 +71,7 @@ def fit(
         length = max(LEAST_SLICE, min(length, request.prompt) // 2)
     raise OutsizeError(
         f"--memory {format_bytes(memory)}: {least - left:,} bytes missing; the layers at work need"
-        f" {least:,} bytes, keys and values of {request.capacity:,} tokens {cache:,}, a step"
+        f" {least:,} bytes, the cache of {request.capacity:,} tokens {cache:,}, a step"
         f" {work + source.bytes_held:,}: give {memory + least - left:,} bytes, or fewer tokens"
     )
 
@@ -129,19 +130,22 @@ class _Measured:
 
     def play(self, start: int, count: int) -> int:
         """Most bytes that a step of `count` tokens after `start` ones has, but for the cache."""
-        cache = KeyValueCache(1, self.capacity)
+        cache = StateCache(1, self.capacity)
         self._step(cache, 1)  # its buffers are there before the step is measured
-        buffers = {layer: cache.buffers(layer) for layer in self.layers}
-        self.bytes = sum(
-            sum(x.nbytes for x in buffers[layer]) * times for layer, times in self.layers.items()
-        )
+        dtype = self.model.prologue.tokens.weight.dtype
+        sizes = {
+            block.layer: state_bytes(block.mixer, dtype, self.capacity)
+            for block in typed(self.model.blocks)
+            if block.layer in self.layers
+        }
+        self.bytes = sum(sizes[layer] * times for layer, times in self.layers.items())
         cache.lengths[0] = start
-        there = (x for pair in buffers.values() for x in pair)
+        there = [x for layer in cache.layers for x in cache.buffers(layer)]
         return _peak(self.model, there, lambda: self._step(cache, count))
 
-    def _step(self, cache: KeyValueCache, count: int) -> None:
-        attend = cache.extend([0], [count])
-        play_fake(self.model, self.layers, attend.positions(), attend.bounds, attend)
+    def _step(self, cache: StateCache, count: int) -> None:
+        past = cache.extend([0], [count])
+        play_fake(self.model, self.layers, past.positions(), past.bounds, past)
 
 
 def _peak(model: Decoder, there: Iterable[Tensor], work: Callable[[], None]) -> int:
@@ -161,11 +165,10 @@ def play_fake(
     layers: Collection[int],
     positions_T: Tensor,
     bounds: tuple[int, ...],
-    attend: CachedAttend | None,
+    past: Past | None,
 ) -> None:
     """A step through a fake model, as outsize/runtime/reading.py plays it."""
-    lengths = None if attend is None else attend.lengths
-    context = model.context(positions_T, bounds, attend=attend, lengths=lengths)
+    context = model.context(positions_T, bounds, past=past)
     whole = model.prologue.tokens.weight
     rows = min(len(positions_T), len(whole))
     small = nn.Parameter(whole.new_empty(rows, whole.shape[1]), requires_grad=False)
@@ -177,4 +180,4 @@ def play_fake(
         del small
         for layer in layers:
             carry = apply_stage(model, layer + 1, carry, context)
-        apply_stage(model, len(model.blocks) + 1, carry, context, last=attend is not None)
+        apply_stage(model, len(model.blocks) + 1, carry, context, last=past is not None)

@@ -93,7 +93,7 @@ class Flow(Protocol):
         """Send weight gradients to a sink (None: back to autograd alone)."""
 
     def count(self, batch: Any) -> Tensor:
-        """What the sum of losses is divided by, as a scalar tensor."""
+        """What the sum of losses is divided by, and the number of targets: (2,), float64."""
 
     def part(self, batch: Any, start: int, stop: int) -> Any:
         """Rows [start, stop) of a batch."""

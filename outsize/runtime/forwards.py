@@ -1,4 +1,4 @@
-"""What a zeroth-order step is made of: settings, where the weights rest, and the schedule.
+"""What a zeroth-order step is made of: its settings, and what holds for its passes.
 
 A step updates every stage and then takes all microbatches through it twice, with either sign, while
 its weights are present (outsize/runtime/zeroth.py plays it).
@@ -7,20 +7,16 @@ its weights are present (outsize/runtime/zeroth.py plays it).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.memory.chunk import ChunkTable, Dtypes
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow
-from outsize.runtime.placement import Placement
-from outsize.schedule import Action, Kind, Schedule
-from outsize.schedule.holding import Holding
-from outsize.schedule.offload import offload
+from outsize.schedule.layout import Placement
 
 NAME = "zeroth-order"  # what `approximate` must name
 
@@ -47,44 +43,6 @@ def check(plan: Plan, settings: Zeroth) -> None:
         value = getattr(settings, name)
         if not value > 0 or not math.isfinite(value):
             raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
-
-
-def placement_of(plan: Plan, layout: Sequence[ChunkTable]) -> Placement:
-    """Weights alone, in the dtype of the master copy where the plan has one. A stage needs its own
-    only: what it computes with of others was copied when they were here."""
-    precision = plan.precision
-    held = getattr(torch, precision.master or precision.compute)
-    bare = tuple(replace(table, trainable=False) for table in layout)
-    uses = tuple((i,) for i in range(plan.segments))
-    return Placement(replace(plan, order="layer"), bare, uses, Dtypes(held, held, None, held), ())
-
-
-def schedule_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
-    """A step: every stage updated, then forward for all microbatches with either sign. learns: by
-    chunk, whether it is trained; stages without such a chunk are read and never written."""
-    plan, stages = placement.plan, len(placement.plan.stages)
-    pairs = zip(placement.tables, learns, strict=True)
-    moving = {placement.stage_of[table.segment] for table, trained in pairs if trained}
-    actions: list[Action] = []
-    for s in range(stages):
-        actions += [Action(Kind.UPDATE, s)] if s in moving else []
-        actions += [Action(Kind.FORWARD, s, m) for m in range(2 * plan.microbatches)]
-    base = Schedule(stages, 2 * plan.microbatches, (tuple(actions),), first=stages)
-    if not placement.rooms:
-        return base
-    fixed = frozenset(range(stages)) - moving
-    passing = replace(placement.residency, rooms=placement.rooms, fixed=fixed)
-    return _proved(offload(base, passing, plan.stream.resident - 1, plan.stream.returned))
-
-
-def _proved(schedule: Schedule) -> Schedule:
-    """Refuse a schedule in which weights would be missing, stale or lost."""
-    assert schedule.residency is not None
-    holding = Holding(schedule.residency, schedule.stages - 1, schedule.first)
-    reasons = [f"action {i} ({a}): {holding.step(a)}" for i, a in enumerate(schedule.workers[0])]
-    faults = [*(r for r in reasons if not r.endswith(": ")), *holding.left()]
-    assert not faults, faults[0]
-    return schedule
 
 
 def uses_of(flow: Flow, placement: Placement) -> list[tuple[int, ...]]:

@@ -29,7 +29,9 @@ from outsize.errors import OutsizeError, nearest
 from outsize.kernels.pieces import pieces
 from outsize.models.random import uniform
 from outsize.runtime.compressed import compressing
+from outsize.runtime.intercept import Undo, intercept
 from outsize.runtime.job import Job
+from outsize.torch_private import storage_key
 
 NAME = "frozen-by-dynamics"  # what `approximate` must name
 KEEP = ("whole", "int8")
@@ -66,6 +68,7 @@ class Freezing:
         self.distances |= {n: float(d) for n, d in (distances or {}).items()}
         if keep not in KEEP:
             raise OutsizeError(f"{NAME}: keep is {keep!r}{nearest(keep, KEEP)}")
+        self._undo: list[Undo] = []
         if keep == "int8":
             self._compress()
 
@@ -76,14 +79,13 @@ class Freezing:
                 " together: leave one of them out"
             )
         chunks = (chunk.parameters for chunk in self.job.chunks)
-        kept = {flat.untyped_storage()._cdata for flat in chunks}
-        for block in self.job.flow.blocks:
-            block.forward = compressing(block, kept)
+        kept = {storage_key(flat) for flat in chunks}
+        self._undo = [intercept(b, compressing(b, kept)) for b in self.job.flow.blocks]
 
     def close(self) -> None:
         """Give the job's blocks their own forward back."""
-        for block in self.job.flow.blocks:
-            block.__dict__.pop("forward", None)
+        while self._undo:
+            self._undo.pop()()
 
     def frozen(self) -> frozenset[str]:
         """The layers that the next step leaves alone."""

@@ -56,7 +56,10 @@ class Gradients:
     def now(self, weight: Tensor, compute: Compute) -> None:
         """Add a gradient at once."""
         self.touched.add(self._names[id(weight)])
-        with torch.no_grad():  # deferred work comes when autograd is on
+        if not torch.is_grad_enabled():  # as in any backward pass
+            compute(self._views[id(weight)])
+            return
+        with torch.no_grad():  # deferred work
             compute(self._views[id(weight)])
 
     def defer(self) -> None:

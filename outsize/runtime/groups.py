@@ -28,6 +28,7 @@ from outsize.models.decoder import Block, Decoder, Epilogue
 from outsize.models.seams import Context
 from outsize.optim import Optimizer
 from outsize.plan import Plan, Stage
+from outsize.runtime.engine import Ran
 from outsize.runtime.job import Fill, Job
 from outsize.runtime.native import NativeFlow
 from outsize.trace.trace import Event, Trace
@@ -162,7 +163,7 @@ class GroupDecoder(nn.Module):
         self.blocks = nn.ModuleList(list(decoder.blocks)[group.first : group.last])
         own = BRANCHES[kind]
         self.epilogue = decoder.epilogue if group.final else Auxiliary(decoder, group, own)
-        self.context = decoder.context
+        self.config, self.context = decoder.config, decoder.context
 
 
 def decoders(decoder: Decoder, plan: Plan) -> Iterator[tuple[Group, GroupDecoder]]:
@@ -207,3 +208,12 @@ def later(trace: Trace, seconds: float, stages: int) -> Iterator[Event]:
         stage = event.stage + stages if event.stage >= 0 else event.stage
         start, end = event.start + seconds, event.end + seconds
         yield replace(event, start=start, end=end, stage=stage)
+
+
+def shifted(ran: Sequence[Ran], seconds: float, stages: int) -> Iterator[Ran]:
+    """What a group ran, within the step of all."""
+    for one in ran:
+        stage = one.action.stage
+        action = replace(one.action, stage=stage + stages) if stage >= 0 else one.action
+        start, end = one.start + seconds, one.end + seconds
+        yield one._replace(action=action, start=start, end=end)

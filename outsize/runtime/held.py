@@ -10,38 +10,38 @@ from torch import Tensor, nn
 
 from outsize.memory.chunk import ChunkTable
 from outsize.runtime.job import Fill
-from outsize.runtime.placement import PARAMETERS
-from outsize.runtime.residence import Residence
+from outsize.runtime.weight_pool import WeightPool
+from outsize.schedule.layout import PARAMETERS
 
 
 @dataclass(frozen=True)
 class Held:
-    """The weights of a residence. learns: by chunk, whether it is trained."""
+    """The weights of a weight_pool. learns: by chunk, whether it is trained."""
 
-    residence: Residence
+    weight_pool: WeightPool
     learns: Sequence[bool]
 
     @property
     def _tables(self) -> Sequence[ChunkTable]:
-        return self.residence.placement.tables
+        return self.weight_pool.placement.tables
 
     def adopt(self, owners: Mapping[str, nn.Parameter], fill: Fill | None) -> None:
         """Move parameters' values into chunks, one chunk after the other; the parameters keep
         their shapes and no memory."""
         for index in range(len(self._tables)):
-            chunk = self.residence.make(index)
-            flat = self.residence.staged(index, (PARAMETERS,))[PARAMETERS]
+            chunk = self.weight_pool.make(index)
+            flat = self.weight_pool.staged(index, (PARAMETERS,))[PARAMETERS]
             for slot in chunk.table.slots:
                 parameter, here = owners[slot.name], slot.of(flat)
                 with torch.no_grad():
                     here.copy_(parameter) if fill is None else fill(slot.name, here)
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            self.residence.write(index, PARAMETERS, flat)
+            self.weight_pool.write(index, PARAMETERS, flat)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by name; of what rests below, a copy of one chunk at a time."""
         for index, table in enumerate(self._tables):
-            flat = self.residence.read(index, PARAMETERS)
+            flat = self.weight_pool.read(index, PARAMETERS)
             for slot in table.slots:
                 yield slot.name, slot.of(flat)
 
@@ -54,7 +54,7 @@ class Held:
             index, slot = where[name]
             if index not in last:
                 last.clear()
-                last[index] = self.residence.read(index, PARAMETERS)
+                last[index] = self.weight_pool.read(index, PARAMETERS)
             return slot.of(last[index])
 
         return read
@@ -63,19 +63,19 @@ class Held:
     def load(self, value: Fill) -> None:
         """Replace every weight."""
         for index, table in enumerate(self._tables):
-            flat = self.residence.staged(index, (PARAMETERS,))[PARAMETERS]
+            flat = self.weight_pool.staged(index, (PARAMETERS,))[PARAMETERS]
             for slot in table.slots:
                 value(slot.name, slot.of(flat))
-            self.residence.write(index, PARAMETERS, flat)
+            self.weight_pool.write(index, PARAMETERS, flat)
 
     @torch.no_grad()
     def change(self, by: Callable[[ChunkTable, Tensor], None]) -> None:
         """Pass over the chunks that are trained."""
         for index, table in enumerate(self._tables):
             if self.learns[index]:
-                flat = self.residence.read(index, PARAMETERS)
+                flat = self.weight_pool.read(index, PARAMETERS)
                 by(table, flat)
-                self.residence.write(index, PARAMETERS, flat)
+                self.weight_pool.write(index, PARAMETERS, flat)
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that are trained."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -33,12 +34,17 @@ from outsize.memory.store import Store
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.plan import Plan
-from outsize.runtime.groups import AVERAGE, Auxiliary, Group, decoders, job_of, later
+from outsize.runtime.engine import Engine, Ran
+from outsize.runtime.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
+from outsize.runtime.handlers.passes import Forward
 from outsize.runtime.job import Fill, Job, Report
+from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.native import NativeFlow
-from outsize.runtime.placement import Placement
-from outsize.runtime.residence import NO_STORES
-from outsize.trace.trace import Event, Trace
+from outsize.runtime.points import Points
+from outsize.runtime.watch import Watch
+from outsize.runtime.weight_pool import NO_STORES
+from outsize.schedule import compile_forward, prove
+from outsize.schedule.layout import Placement
 
 NAME = "local-learning"  # what `approximate` must name
 VALUE = "value"  # what the weights of auxiliary networks are called among the states
@@ -73,6 +79,11 @@ class LocalJob:
                 f"{NAME}: groups end in plain blocks, but the model is wired as a ladder or in"
                 " ways; leave ladder_from and kraken_ways out, or the approximation"
             )
+        if model.config.adapter is not None:
+            raise OutsizeError(
+                f"{NAME}: each group learns with a head of its own, and beside an adapter all but"
+                " the adapter is frozen; leave the adapter out, or the approximation"
+            )
         self.plan, self.optimizer = plan, optimizer
         self.stores: Mapping[str, Store] = NO_STORES  # every group is on the device
         self.flow = NativeFlow(model, plan, options)
@@ -91,6 +102,15 @@ class LocalJob:
             for group, job in zip(self.groups, self.jobs, strict=True)
             for name, parameter in job.owners.items()
         }
+        self.watch = Watch(ledger)
+        self.microbatches = Microbatches(self.flow, self.watch, _nothing_leaves, sent=False)
+        stages, after = len(plan.stages), [self.microbatches.ending]
+        forward = Forward(self.microbatches, stages)
+        self.engine = Engine([forward], self.flow.device, self.watch, after=after)
+        schedule = replace(compile_forward(stages, 1), first=stages)
+        prove(schedule)
+        uses = tuple((stage,) for stage in range(stages))
+        self.loaded = self.engine.load(schedule, Points(schedule, uses))
         self._torn = False  # some groups have stepped and some have not
         with nullcontext() if ledger is None else ledger, torch.no_grad():
             self._averages = [self._average_of(index) for index in range(len(self._ends))]
@@ -110,10 +130,11 @@ class LocalJob:
     @property
     def ledger(self) -> Meter | None:
         """Counts bytes while it works."""
-        return self.jobs[0].ledger
+        return self.watch.ledger
 
     @ledger.setter
     def ledger(self, ledger: Meter | None) -> None:
+        self.watch.ledger = ledger
         for job in self.jobs:
             job.ledger = ledger
 
@@ -144,21 +165,20 @@ class LocalJob:
             raise OutsizeError(
                 "job: a step was cut off when some groups had made it; load a checkpoint to go on"
             )
-        events: list[Event] = []
+        ran: list[Ran] = []
         with self.handing():
             for index, job in enumerate(self.jobs):
                 since = time.perf_counter() - begin
                 loss = job.step(batch, lr)
                 self._torn = True
                 self._move(index)
-                events += later(job.report.trace, since, self._offset(index))
+                ran += shifted(job.report.ran, since, self._offset(index))
         self._torn = False
         reports = [job.report for job in self.jobs]
         self.losses = tuple(report.loss for report in reports)
         norm = sum(report.norm**2 for report in reports) ** 0.5
         seconds = time.perf_counter() - begin
-        trace = Trace("measured", tuple(events))
-        self.report = Report(reports[-1].loss, norm, reports[-1].count, seconds, trace)
+        self.report = Report(reports[-1].loss, norm, reports[-1].count, seconds, ran, begin)
         return loss
 
     @contextmanager
@@ -192,18 +212,23 @@ class LocalJob:
     # -- evaluation and state ---------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, rows: int) -> tuple[float, int]:
-        """Sum of losses of the whole model over a batch of `rows` rows, and the count of its valid
+    def evaluate(self, batch: Batch, rows: int) -> tuple[float, float]:
+        """Sum of losses of the whole model over a batch of `rows` rows, and the weight of its valid
         targets."""
-        size, total = self.plan.microbatch_rows, 0.0
+        size, found = self.plan.microbatch_rows, list[Tensor]()
         for start in range(0, rows, size):
-            part = self.flow.part(batch, start, min(start + size, rows))
-            walk = self.flow.begin(part, 1.0)
-            for stage in range(len(self.plan.stages)):
-                walk.forward(stage)
-            assert walk.loss is not None
-            total += float(walk.loss)
-        return total, int(self.flow.count(batch).item())
+            self.ready(batch, start, min(start + size, rows))
+            self.engine.play(self.loaded, time.perf_counter())
+            found += self.microbatches.losses.values()
+        self.microbatches.ready(None, (), 1.0)
+        total = sum(torch.stack(found).double().tolist()) if found else 0.0
+        return total, float(self.flow.count(batch)[0])
+
+    def ready(self, batch: Batch, start: int, stop: int) -> None:
+        """Set out on the evaluation of some rows; the batch of the step is let go."""
+        for job in self.jobs:
+            job.training.microbatches.ready(None, (), 1.0)
+        self.microbatches.ready(batch, [(start, stop)], 1.0)
 
     def _each(self) -> Iterator[tuple[Group, Job]]:
         return zip(self.groups, self.jobs, strict=True)
@@ -232,6 +257,15 @@ class LocalJob:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""
         return tuple(self.owners[name].shape)
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a parameter's optimizer state."""
+        if state == VALUE:
+            return self.shape(name), self.placement.dtypes.optimizer
+        mine = ((job, own) for group, job in self._each() for own in job.owners
+                if group.name(own) == name)  # fmt: skip
+        job, own = next(mine)
+        return job.form(own, state)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name; see Job.weight_reader."""
@@ -283,6 +317,10 @@ class LocalJob:
             names = {group.name(name): name for name in job.owners}
             job.restore_counts({names[n]: c for n, c in counts.items() if n in names})
         self._torn = False
+
+
+def _nothing_leaves(microbatch: int, stage: int) -> None:
+    """Every activation stays."""
 
 
 def _copied(named: Mapping[str, nn.Parameter], name: str, out: Tensor) -> None:

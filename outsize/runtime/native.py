@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from outsize.data import Batch
+from outsize.data.batch import taken
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.kernels.linear import GradSink
-from outsize.kernels.loss import Head, chunked_loss
+from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.models.build import segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import AnyBlock, Decoder, typed
 from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
+from outsize.models.seams import Attend
+from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.gradients import Gradients
@@ -33,13 +36,16 @@ from outsize.schedule import State
 
 @dataclass(frozen=True)
 class Part:
-    """A microbatch laid flat, on the device."""
+    """A microbatch laid flat, on the device: the tokens that this worker has. lengths: of the whole
+    documents, where a part of some is here; attend: how its tokens attend."""
 
     ids_T: Tensor
     positions_T: Tensor
-    targets_T: Tensor
+    targets: Targets
     bounds: tuple[int, ...]
     noise: Noise | None = None
+    lengths: tuple[int, ...] | None = None
+    attend: Attend | None = None
 
 
 def check_noise(config: DecoderConfig, plan: Plan) -> None:
@@ -56,12 +62,21 @@ class NativeFlow:
     """A Decoder as the runtime sees it. It draws no random numbers and has no buffers.
 
     options: of the loss in training; a pass without gradients gives the plain cross-entropy.
+    execution: how tokens lie, attend and reach experts, and what is made of their cross-entropy.
     """
 
     replay = False
 
-    def __init__(self, model: Decoder, plan: Plan, options: LossOptions = PLAIN) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        plan: Plan,
+        options: LossOptions = PLAIN,
+        execution: Execution = LOCAL,
+    ) -> None:
+        execution.check(model.config)
         self.model, self.plan, self.options = model, plan, options
+        self.execution, self.loss = execution, execution.loss
         self.blocks: list[AnyBlock] = typed(model.blocks)
         self.device = next(model.parameters()).device
         named = dict(model.named_parameters())
@@ -79,6 +94,7 @@ class NativeFlow:
         own = [(i,) for i in range(len(self.segments) - 1)]
         self.uses = (*own, (len(own), 0) if shared else (len(own),))
         self._sink: Gradients | None = None
+        self._columns = () if self.loss is None else tuple(self.loss.columns)
 
     def attach(self, sink: Gradients | None) -> None:
         self._sink = sink
@@ -87,14 +103,32 @@ class NativeFlow:
                 module.sink = sink  # type: ignore[assignment]
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(float(batch.count()), dtype=torch.float64)
+        here = batch.tokens(self.execution.tokens.spans(batch.ids_BS.shape[1]))
+        return torch.tensor([here.weight(), float(here.count())], dtype=torch.float64)
 
     def part(self, batch: Batch, start: int, stop: int) -> Part:
-        rows = batch.rows(start, stop)
-        ids, positions, targets = (
-            t.reshape(-1).to(self.device) for t in (rows.ids_BS, rows.positions(), rows.targets_BS)
+        whole = batch.rows(start, stop)
+        count, tokens = whole.ids_BS.shape
+        spans = self.execution.tokens.spans(tokens)
+        rows = whole.tokens(spans)
+
+        def flat(x_BS: Tensor) -> Tensor:
+            return x_BS.reshape(-1).to(self.device)
+
+        weights = None if rows.weights_BS is None else flat(rows.weights_BS)
+        missing = [c for c in self._columns if c not in rows.columns]
+        if missing:
+            raise OutsizeError(
+                f"batch: the loss reads the column {missing[0]!r} of each target, and the batch has"
+                f" {sorted(rows.columns) or 'none'}; expected it in Batch.columns"
+            )
+        columns = {name: flat(x_BS) for name, x_BS in rows.columns.items()}
+        targets = Targets(flat(rows.targets_BS), weights, columns)
+        positions, lengths = flat(taken(whole.positions(), spans)), whole.lengths(spans)
+        attend = self.execution.tokens.attend(count, tokens, whole.flat_bounds())
+        return Part(
+            flat(rows.ids_BS), positions, targets, rows.flat_bounds(), rows.noise, lengths, attend
         )
-        return Part(ids, positions, targets, rows.flat_bounds(), rows.noise)
 
     def begin(
         self,
@@ -107,13 +141,16 @@ class NativeFlow:
         model = self.model
         if part.noise is not None:
             check_noise(model.config, self.plan)
-        context = model.context(part.positions_T, part.bounds, noise=part.noise)
+        context = model.context(
+            part.positions_T, part.bounds, part.attend, self.execution.dispatch, part.lengths,
+            part.noise,
+        )  # fmt: skip
         head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
         ends: Ends | None = None
         if rows is not None:
             assert way is not None, "rows of a vocabulary are of microbatches that have numbers"
             here = (held is None or end in held for end in (way.first, way.last))
-            rows.begin(way.microbatch, part.ids_T, part.targets_T, head, *here)
+            rows.begin(way.microbatch, part.ids_T, part.targets, head, *here)
             ends = Ends(rows, way)
 
         def prologue(given: Tensor) -> Tensor:
@@ -123,8 +160,7 @@ class NativeFlow:
 
         def loss_of(x_CD: Tensor, here: slice) -> Tensor:
             h_CD = model.epilogue(x_CD, context)
-            weight, bias = model.epilogue.head.weight, model.epilogue.head.bias
-            return chunked_loss(h_CD, weight, bias, part.targets_T[here], head)
+            return chunked_loss(h_CD, *model.epilogue.head.fused(), part.targets.at(here), head)
 
         chunk = self.plan.sequence_chunk
 
@@ -149,12 +185,12 @@ class NativeFlow:
         return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of, ends)
 
     def _head(self, factor: float, tokens: int) -> Head:
-        options = self.options if torch.is_grad_enabled() else PLAIN
+        options, loss = (self.options, self.loss) if torch.is_grad_enabled() else (PLAIN, None)
         epilogue = self.model.epilogue
         sink: GradSink | None = None if self._sink is None else self._sink.now
         chunk = self.plan.loss_chunk or tokens
         scale, softcap = epilogue.logit_scale, epilogue.softcap
-        return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary)
+        return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary, loss)
 
 
 def _through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:

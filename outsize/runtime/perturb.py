@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from outsize.kernels.pieces import pieces
 from outsize.memory.chunk import Account, ChunkTable
 from outsize.memory.store import rounded
 from outsize.models.random import normal
-from outsize.runtime.residence import Residence
+from outsize.runtime.weight_pool import WeightPool
+from outsize.torch_private import FakeTensor
 
 PLUS, NONE, MINUS = 1, 0, -1
 
@@ -71,7 +71,7 @@ def mirror(about: Tensor, x: Tensor, out: Tensor) -> None:
 class Perturbed:
     """The copies that a model's parameters point to.
 
-    residence: has the weights. owners: the parameters by name. learns: by chunk, whether it is
+    weight_pool: has the weights. owners: the parameters by name. learns: by chunk, whether it is
     perturbed. uses: by stage, the stages whose parameters it computes with. compute: what it
     computes in. Stages that nobody else uses share the bytes of one copy; a stage that others use
     (a tied head, the code between an adopted module's blocks) has a copy of either sign.
@@ -79,17 +79,17 @@ class Perturbed:
 
     def __init__(
         self,
-        residence: Residence,
+        weight_pool: WeightPool,
         owners: Mapping[str, nn.Parameter],
         learns: Sequence[bool],
         uses: Sequence[Sequence[int]],
         compute: torch.dtype,
         account: Account,
     ) -> None:
-        self.residence, self.owners, self.learns, self.uses = residence, owners, learns, uses
+        self.weight_pool, self.owners, self.learns, self.uses = weight_pool, owners, learns, uses
         self.shared = {other for s, used in enumerate(uses) for other in used if other != s}
         self._compute = compute
-        placement = residence.placement
+        placement = weight_pool.placement
         sizes = [
             sum(rounded(self._bytes(c)) for c in chunks)
             for s, chunks in enumerate(placement.chunks_of)
@@ -97,7 +97,7 @@ class Perturbed:
         ]
         with account("workspace"):
             self._room = torch.empty(
-                max(sizes, default=0), dtype=torch.uint8, device=residence.device
+                max(sizes, default=0), dtype=torch.uint8, device=weight_pool.device
             )
             self._copies = dict(self._made())
         self._at: dict[int, int] = {}  # the sign that a stage's copy has; of a shared one: both
@@ -105,15 +105,15 @@ class Perturbed:
     # -- what is there ----------------------------------------------------------------------------
 
     def _dtype(self, chunk: int) -> torch.dtype:
-        wide = self.residence.placement.tables[chunk].wide
+        wide = self.weight_pool.placement.tables[chunk].wide
         return torch.promote_types(torch.float32, self._compute) if wide else self._compute
 
     def _bytes(self, chunk: int) -> int:
-        return self.residence.placement.tables[chunk].numel * self._dtype(chunk).itemsize
+        return self.weight_pool.placement.tables[chunk].numel * self._dtype(chunk).itemsize
 
     def _made(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """(chunk, copies at + and -): views of the common room, or buffers of their own."""
-        placement, device = self.residence.placement, self.residence.device
+        placement, device = self.weight_pool.placement, self.weight_pool.device
         for stage, chunks in enumerate(placement.chunks_of):
             offset = 0
             for chunk in chunks:
@@ -137,7 +137,7 @@ class Perturbed:
         weights must be present, and those of a shared stage where it is entered first."""
         for used in self.uses[stage]:
             self._bring(used, sign, direction, epsilon)
-            for chunk in self.residence.placement.chunks_of[used]:
+            for chunk in self.weight_pool.placement.chunks_of[used]:
                 self._point(chunk, self._copies[chunk][sign == MINUS])
 
     def _bring(self, stage: int, sign: int, direction: Direction, epsilon: float) -> None:
@@ -145,12 +145,12 @@ class Perturbed:
         if stage in self._at and (shared or self._at[stage] == sign):
             return
         flip = self._at.get(stage) == PLUS
-        for chunk in self.residence.placement.chunks_of[stage]:
+        for chunk in self.weight_pool.placement.chunks_of[stage]:
             plus, minus = self._copies[chunk]
             if not flip:
                 self._fill(chunk, plus, sign, direction, epsilon)
             if self.learns[chunk] and (flip or (shared and sign == PLUS)):
-                mirror(self.residence.chunks[chunk].parameters, plus, minus)
+                mirror(self.weight_pool.chunks[chunk].parameters, plus, minus)
         if not shared:  # the room holds nothing else now
             self._at = {s: at for s, at in self._at.items() if s in self.shared}
         self._at[stage] = sign
@@ -159,13 +159,13 @@ class Perturbed:
         self, chunk: int, out: Tensor, sign: int, direction: Direction, epsilon: float
     ) -> None:
         assert sign != MINUS, "a stage is entered with PLUS before MINUS"
-        weights = self.residence.chunks[chunk].parameters
+        weights = self.weight_pool.chunks[chunk].parameters
         if sign == NONE or not self.learns[chunk]:
             out.copy_(weights)
             return
-        for slot in self.residence.placement.tables[chunk].slots:
+        for slot in self.weight_pool.placement.tables[chunk].slots:
             direction.add(slot.of(weights), slot.name, epsilon, slot.of(out))
 
     def _point(self, chunk: int, flat: Tensor) -> None:
-        for slot in self.residence.placement.tables[chunk].slots:
+        for slot in self.weight_pool.placement.tables[chunk].slots:
             self.owners[slot.name].data = slot.of(flat)

@@ -16,8 +16,6 @@ from typing import Any
 import greenlet
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from outsize.errors import OutsizeError
 from outsize.runtime.absent import (
@@ -31,6 +29,13 @@ from outsize.runtime.absent import (
     parameters_instead,
 )
 from outsize.runtime.again import Call
+from outsize.torch_private import (
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
 DRAW = -1
@@ -59,17 +64,21 @@ class Reach:
         return self.read[segment] | {s.name for s in self.inputs[segment] if s.segment == 0}
 
 
+class Uncut(OutsizeError):
+    """Blocks are not called once each, in order, so that the module cannot be cut between them."""
+
+
 def check_order(index: int, expected: int, paths: Sequence[str]) -> None:
     """Refuse a block that is called again or too early."""
     if index == expected:
         return
     name = paths[index]
     if index < expected:
-        raise OutsizeError(
+        raise Uncut(
             f"block {name!r} is called again after {paths[expected - 1]!r}; a block must be"
             " called once, in order: name other blocks by a path pattern"
         )
-    raise OutsizeError(
+    raise Uncut(
         f"block {name!r} is called where {paths[expected]!r} was expected: blocks must be"
         " called in the order of the module tree; name them in order by path patterns"
     )
@@ -133,7 +142,7 @@ def _outline(source: Source, block: nn.Module, call: Call) -> Outline:
     except OutsizeError:
         pass
     try:
-        with _disable_current_modes():
+        with disable_current_modes():
             return _tried(block, call, lambda x: x.new_zeros(()).expand(x.shape))
     except (RuntimeError, ValueError, IndexError) as error:
         raise OutsizeError(
@@ -156,7 +165,7 @@ def _rebuilt(call: Call, of: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
     leaves = list(call.rest)
     for place, tensor in zip(call.places, call.tensors, strict=True):
         leaves[place] = of(tensor)
-    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, call.spec)
+    args, kwargs = tree_unflatten(leaves, call.spec)
     return args, kwargs
 
 

@@ -11,25 +11,27 @@ T tokens of the step laid flat, N sequences, U different tokens, D hidden, V voc
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from outsize.decode.cache import CachedAttend
 from outsize.errors import OutsizeError
 from outsize.memory.store import pool
 from outsize.models.decoder import Decoder
-from outsize.models.seams import Context
-from outsize.runtime.cycle import Layout, stage_of
-from outsize.runtime.lanes import Lanes
+from outsize.models.seams import Context, Past
+from outsize.runtime.cycle import Layout
+from outsize.runtime.engine import Deed, Engine
+from outsize.runtime.handlers.tokens import Tokens
 from outsize.runtime.parts import TOKENS
+from outsize.runtime.points import Points
 from outsize.runtime.source import Source
 from outsize.runtime.tokens import apply_stage
+from outsize.runtime.watch import Watch
 from outsize.schedule import Action, Kind
-from outsize.schedule.residency import Item
-from outsize.trace.trace import Event
+from outsize.schedule.item import Item
 
 SAMPLED = 4  # stages whose computation is timed for the forecast
 
@@ -51,10 +53,15 @@ class Reading:
         self.model, self.source, self.layout, self.device = model, source, layout, device
         self.seconds: dict[Kind, list[float]] = {Kind.PREFILL: [], Kind.DECODE: []}  # of steps
         self.pool = _pool(layout.pool, device)
-        self._lanes = {kind: Lanes(each, device) for kind, each in layout.schedules.items()}
+        self._tokens = Tokens(self._stage)
+        self._engine = Engine([self._tokens, _Rooms(self.fetch)], device, Watch())
+        self._lists = {
+            kind: self._engine.load(each, Points(each, layout.residency.uses))
+            for kind, each in layout.schedules.items()
+        }
         self._present: frozenset[Item] = frozenset()
         self._rooms = {
-            stage_of(name): self.pool[start : start + source.stages[stage_of(name)].bytes]
+            name.stage: self.pool[start : start + source.stages[name.stage].bytes]
             for name, (start, _) in layout.residency.rooms.items()
         }
         _bind(model, source, self._rooms, device)
@@ -63,16 +70,16 @@ class Reading:
         """Read what a step finds in the pool, where it is not there."""
         wanted = self.layout.schedules[Kind.DECODE].residency
         assert wanted is not None
-        for name in sorted(wanted.start - self._present, key=stage_of):
-            self.source.read(stage_of(name), self._rooms[stage_of(name)])
+        for name in sorted(wanted.start - self._present):
+            self.source.read(name.stage, self._rooms[name.stage])
         self._present = wanted.start
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         """logits_NV of the last token of each sequence."""
         single = all(stop - start == 1 for start, stop in pairwise(bounds))
-        context = self.model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
+        context = self.model.context(positions_T, bounds, past=past)
         return self._play(Kind.DECODE if single else Kind.PREFILL, ids_T, context, last=True)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
@@ -84,12 +91,23 @@ class Reading:
         begin = time.perf_counter()
         self.fill()
         present, self._present = self._present, frozenset()  # in case that the step fails
-        turn = _Turn(self, ids_T, context, last)
+        self._tokens.ready(ids_T, context, last)
         with torch.no_grad():
-            self._lanes[kind].play(turn, begin)
+            self._engine.play(self._lists[kind], begin)
         self._present = present
         self.seconds[kind].append(time.perf_counter() - begin)
-        return turn.carry
+        return self._tokens.taken()
+
+    def close(self) -> None:
+        """End the thread that fetches, and let the pool go."""
+        self._engine.close()
+        self._rooms.clear()
+        del self.pool
+
+    def _stage(self, stage: int, carry: Tensor, context: Context, last: bool) -> Tensor:
+        if stage == 0:
+            return self.embed(carry, context)
+        return apply_stage(self.model, stage, carry, context, last)
 
     def compute_rate(self) -> float:
         """Bytes of weights that one token passes in a second, of stages that are in the pool."""
@@ -97,7 +115,7 @@ class Reading:
         context = self.model.context(positions, (0, 1))
         width = self.model.config.hidden
         x_TD = torch.zeros(1, width, dtype=self.source.table.target, device=self.device)
-        stages = sorted({stage_of(name) for name in self._present} - {0})[:SAMPLED]
+        stages = sorted({name.stage for name in self._present} - {0})[:SAMPLED]
         spent = 0.0
         with torch.no_grad():
             for stage in stages:
@@ -133,38 +151,22 @@ class Reading:
             prologue.tokens.weight = whole
 
 
-class _Turn:
-    """One step under way: the Player that the lanes ask."""
+class _Rooms:
+    """FETCH of a stage's parameters into its room, which is there for ever."""
 
-    def __init__(self, reading: Reading, ids_T: Tensor, context: Context, last: bool) -> None:
-        self._reading, self._context, self._last = reading, context, last
-        self.carry = ids_T
+    kinds = (Kind.FETCH,)
 
-    def act(self, index: int, action: Action, begin: float) -> Event:
-        start = time.perf_counter() - begin
-        reading = self._reading
-        if action.stage == 0:
-            self.carry = reading.embed(self.carry, self._context)
-        else:
-            self.carry = apply_stage(
-                reading.model, action.stage, self.carry, self._context, self._last
-            )
-        return _event(action, start, time.perf_counter() - begin)
+    def __init__(self, fetch: Callable[[int], None]) -> None:
+        self._fetch = fetch
 
-    def prepare(self, index: int, action: Action) -> None:
-        """Rooms are there for ever."""
+    def bind(self, action: Action, index: int, points: Points) -> Deed:
+        return Deed(partial(self._fetch, action.stage))
 
-    def move(self, index: int, action: Action, begin: float) -> Event:
-        start = time.perf_counter() - begin
-        self._reading.fetch(action.stage)
-        return _event(action, start, time.perf_counter() - begin)
+    def begin(self, points: Points) -> None:
+        """What a step finds in the pool is there."""
 
-    def settle(self, index: int, action: Action) -> None:
-        """Nothing leaves the pool: what is not needed is written over."""
-
-
-def _event(action: Action, start: float, end: float) -> Event:
-    return Event(0, action.lane.value, action.label, action.stage, action.microbatch, start, end)
+    def reset(self) -> None:
+        """The next step begins with an empty pool."""
 
 
 def _pool(nbytes: int, device: torch.device) -> Tensor:

@@ -1,10 +1,11 @@
 """Blocks and the epilogue run a chunk of the sequence at a time, forward and back, exactly.
 
-Nothing of a block depends on other tokens but attention, and a query sees earlier tokens only.
-Forward, chunks go from the first to the last. Back, from the last to the first: a chunk is run
-again, differentiated and let go before the next one begins, so that of a whole sequence there are
-only the block's input, its gradient (in the place of its output's), keys, values and the gradients
-of those. (Luo et al., "StreamBP", 2025; outsize/models/chunked.py has the attention.)
+Nothing of a block depends on other tokens but its mixer, by what earlier tokens left there: keys
+and values, or a recurrent state. Forward, chunks go from the first to the last. Back, from the last
+to the first: a chunk is run again, differentiated and let go before the next one begins, so that of
+a whole sequence there are only the block's input, its gradient (in the place of its output's), what
+its tokens left and the gradients of that. (Luo et al., "StreamBP", 2025; outsize/models/chunked.py
+has the attention.)
 
 T tokens of a microbatch, C of a chunk, D hidden.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.models.chunk import KeyValues
+from outsize.models.chunk import ChunkCarry, Left
 from outsize.models.chunked import ChunkAttend
 from outsize.models.decoder import AnyBlock
 from outsize.models.seams import Context
@@ -44,7 +45,7 @@ class ChunkRecord:
         self.blocks, self.context, self.chunk = blocks, context, chunk
         self.inputs, self.spill = [x_TD], spill
         self._xs: list[Tensor] = []  # inputs of the blocks, once they are computed again
-        self._held: KeyValues | None = None
+        self._held: Left | None = None
         self._handles: list[Handle | None] = []
 
     def forward(self, keep: bool) -> list[Tensor]:
@@ -59,13 +60,13 @@ class ChunkRecord:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Make the inputs of the stage's further blocks again, and the keys of its last."""
+        """Make the inputs of the stage's further blocks again, and what its last one leaves."""
         restore(self.inputs, self._handles)
         self.spill, self._handles = None, []
         self._xs = [self.inputs[0].detach()]
         for block in self.blocks[:-1]:
             self._xs.append(self._run(block, self._xs[-1]))
-        self._held = self._keys_values(self.blocks[-1], self._xs[-1])
+        self._held = self._left(self.blocks[-1], self._xs[-1])
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Differentiate; gives the input's gradient and lets everything go."""
@@ -79,7 +80,7 @@ class ChunkRecord:
 
     @torch.no_grad()
     def _run(self, block: AnyBlock, x_TD: Tensor) -> Tensor:
-        y_TD, held = x_TD.new_empty(0), KeyValues(self.context.bounds)
+        y_TD, held = x_TD.new_empty(0), Left(self.context.bounds)
         for here in pieces(x_TD.shape[0], self.chunk):
             y_CD = block(x_TD[here], self._context(here, held))
             if not here.start:  # a block may give more features than it takes
@@ -88,16 +89,16 @@ class ChunkRecord:
         return y_TD
 
     @torch.no_grad()
-    def _keys_values(self, block: AnyBlock, x_TD: Tensor) -> KeyValues:
-        held = KeyValues(self.context.bounds)
+    def _left(self, block: AnyBlock, x_TD: Tensor) -> Left:
+        held = Left(self.context.bounds, every=True)
         for here in pieces(x_TD.shape[0], self.chunk):
-            held.put(here.start, *block.keys_values(x_TD[here], self._context(here, held)))
+            block.leave(x_TD[here], self._context(here, held))
         return held
 
     def _differentiate(self, index: int, x_TD: Tensor, g_TD: Tensor) -> Tensor | None:
         """The gradient of a block's input, in the place of its output's if that is as wide."""
         block, wanted = self.blocks[index], self._wanted(index)
-        held = self._held or self._keys_values(block, x_TD)
+        held = self._held or self._left(block, x_TD)
         g_TD = g_TD.contiguous()
         gx_TD = g_TD if g_TD.shape == x_TD.shape else torch.zeros_like(x_TD)
         for here in reversed(pieces(x_TD.shape[0], self.chunk)):
@@ -116,8 +117,9 @@ class ChunkRecord:
         earlier = (p for block in self.blocks[:index] for p in block.parameters())
         return self.inputs[0].requires_grad or any(p.requires_grad for p in earlier)
 
-    def _context(self, here: slice, held: KeyValues) -> Context:
-        return self.context.at(here.start, here.stop, ChunkAttend(held, here.start))
+    def _context(self, here: slice, held: Left) -> Context:
+        carry = ChunkCarry(held, here.start, here.stop)
+        return self.context.at(here.start, here.stop, ChunkAttend(held, here.start), carry)
 
 
 class _ChunkedSum(torch.autograd.Function):

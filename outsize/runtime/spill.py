@@ -8,7 +8,7 @@ asks for it. What somebody else still holds is not let go: there are never two c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.memory import Meter
 from outsize.memory.store import Place, Store
+from outsize.torch_private import storage_key, storage_uses
 
 LEAST = 1 << 16  # bytes: what is smaller costs more to move than to keep
 _OURS = 2  # references to a storage that only its entry holds: the entry's and the question's
@@ -74,7 +74,7 @@ class Spill:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor  # its bytes alone do not say what it is
         storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST or storage._cdata in self.owner.kept:
+        if storage.nbytes() < LEAST or storage_key(storage) in self.owner.kept:
             return tensor
         del storage
         entry = self._entry(tensor)
@@ -132,7 +132,7 @@ class Spill:
         for entry in self.uses:
             if self.wanted or entry.flat is None or not entry.written:
                 continue
-            if torch._C._storage_Use_Count(entry.flat.untyped_storage()._cdata) <= _OURS:
+            if storage_uses(entry.flat) <= _OURS:
                 entry.flat = None
 
     # -- FETCH ----------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class Spill:
 
 
 class Spills:
-    """The spilled activations of a job: one Spill for a stage and microbatch that is under way."""
+    """The spilled activations of a job: one Spill for a stage and microbatch that is under way.
+    kept: tensors whose storages stay whatever happens: parameters, the pool."""
 
-    def __init__(self, ledger: Meter | None) -> None:
-        self.ledger = ledger
+    def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         self.active: Spill | None = None
-        self.kept: set[int] = set()  # storages that stay whatever happens: parameters, the pool
+        self.kept = {storage_key(tensor) for tensor in kept}
         self._live: dict[tuple[int, int], Spill] = {}
         self._free: dict[tuple[str, int], list[Place]] = {}  # places of steps before, by size
 
@@ -180,10 +180,10 @@ class Spills:
 
     def find(self, tensor: Tensor) -> Entry | None:
         """What was noted of a tensor's storage by the stages under way, if anything."""
-        here = tensor.untyped_storage()._cdata
+        here = storage_key(tensor)
         entries = (entry for spill in self._live.values() for entry in spill.entries)
         for entry in entries:
-            if entry.flat is not None and entry.flat.untyped_storage()._cdata == here:
+            if entry.flat is not None and storage_key(entry.flat) == here:
                 return entry
         return None
 

@@ -8,31 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective
 from outsize.memory import ChunkTable
-from outsize.parallel.wholes import Wholes
-from outsize.runtime.placement import MASTER, PARAMETERS
-from outsize.runtime.residence import Residence
+from outsize.memory.chunk import Slot
+from outsize.parallel.whole import WholeTensors
+from outsize.runtime.weight_pool import WeightPool
+from outsize.schedule.layout import MASTER, PARAMETERS
 
 Fill = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
 class States:
-    """Those of a residence. owners: the parameters by name. line: the workers of the pipeline."""
+    """Those of a weight_pool. owners: the parameters by name. line: the workers of the pipeline."""
 
-    residence: Residence
-    wholes: Wholes
+    weight_pool: WeightPool
+    whole_tensors: WholeTensors
     owners: Mapping[str, nn.Parameter]
     line: Collective
 
     @property
     def _every(self) -> tuple[ChunkTable, ...]:
-        return self.residence.placement.every
+        return self.weight_pool.placement.every
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, in the precision that training continues from.
@@ -46,42 +48,50 @@ class States:
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states by "parameter.state", as `weights` gives weights."""
         for table in self._every:
-            for what in self.residence.placement.names_of(table):
+            for what in self.weight_pool.placement.names_of(table):
                 yield from self._named(table, what, f".{what}")
 
     def _named(self, table: ChunkTable, what: str, suffix: str) -> Iterator[tuple[str, Tensor]]:
         flat = self._read(table, what)
         for slot in table.slots:
-            yield f"{slot.name}{suffix}", self.wholes.whole(slot.name, slot.of(flat))
+            yield f"{slot.name}{suffix}", self._whole(table, slot, what, flat)
+
+    def _whole(self, table: ChunkTable, slot: Slot, what: str, flat: Tensor) -> Tensor:
+        """The whole of a parameter's state, of a whole state of its chunk: in the parameter's shape
+        where it has one element for each, else 1-D."""
+        per = self.weight_pool.placement.spec(table, what).per
+        mine = table.part(slot, flat, per)
+        return self.whole_tensors.whole(slot.name, mine) if per == 1 else mine
 
     def _read(self, table: ChunkTable, what: str) -> Tensor:
         """A whole state of a chunk, of this worker or of the first that has it."""
-        placement = self.residence.placement
+        placement = self.weight_pool.placement
         if self.line.size == 1 or table.piped:  # rows of others come with `whole`
-            return self.residence.read(placement.tables.index(table), what)
+            return self.weight_pool.read(placement.tables.index(table), what)
         first = placement.holders(table)[0]
         if placement.turn == first:
-            flat = self.residence.read(placement.tables.index(table), what)
+            flat = self.weight_pool.read(placement.tables.index(table), what)
         else:  # not into a copy that this worker has: reading mends nothing
             dtype = dict(placement.states_in(table))[what]
-            flat = torch.empty(table.numel, dtype=dtype, device=self.residence.device)
+            numel = table.before(table.numel, placement.spec(table, what).per)
+            flat = torch.empty(numel, dtype=dtype, device=self.weight_pool.device)
         return self.line.broadcast(flat, first)
 
     def names(self) -> Iterator[str]:
         """The names that `optimizer` gives."""
         for table in self._every:
-            for what in self.residence.placement.names_of(table):
+            for what in self.weight_pool.placement.names_of(table):
                 yield from (f"{slot.name}.{what}" for slot in table.slots)
 
     @property
     def dtype(self) -> torch.dtype:
         """What training continues from is held in."""
-        dtypes = self.residence.placement.dtypes
+        dtypes = self.weight_pool.placement.dtypes
         return dtypes.parameters if dtypes.master is None else dtypes.master
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter, of which a part may lie here."""
-        return self.wholes.shape(name, self.owners[name])
+        return self.whole_tensors.shape(name, self.owners[name])
 
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name. What rests below is read chunk by chunk: asked for in the order
@@ -96,14 +106,22 @@ class States:
         last: dict[tuple[ChunkTable, str], Tensor] = {}
 
         def read(name: str, state: str | None) -> Tensor:
-            table, slot = where[name]
+            table, _ = where[name]
             key = (table, state or self._master(table))
             if key not in last:
                 last.clear()
                 last[key] = self._read(*key)
-            return self.wholes.whole(name, slot.of(last[key]))
+            return self._whole(*where[name], key[1], last[key])
 
         return read
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a parameter's optimizer state."""
+        placement = self.weight_pool.placement
+        table = next(t for t in self._every if any(slot.name == name for slot in t.slots))
+        spec, shape = placement.spec(table, state), self.shape(name)
+        dtype = spec.dtype or placement.dtypes.optimizer
+        return (shape if spec.per == 1 else (spec.elements(prod(shape)),)), dtype
 
     def load(self, value: Fill | None, state: Fill) -> None:
         """Replace every weight (value None: they stay) and every optimizer state, one at a time.
@@ -111,37 +129,65 @@ class States:
         value(parameter name, out) writes a weight into a tensor, state("parameter.state", out) a
         state.
         """
-        for index in range(len(self.residence.chunks)):
+        for index in range(len(self.weight_pool.chunks)):
             if value is not None:
-                value_here = self.wholes.cutting(value)
+                value_here = self.whole_tensors.cutting(value)
                 self.replace(index, tuple(self.weights_of(index)), "", value_here)
-            for what in self.residence.placement.states_of(index):
-                state_here = self.wholes.cutting(state, f".{what}")
+            for what in self.weight_pool.placement.states_of(index):
+                placement = self.weight_pool.placement
+                shaped = placement.spec(placement.tables[index], what).per == 1
+                state_here = self.whole_tensors.cutting(state, f".{what}") if shaped else state
                 self.replace(index, (what,), f".{what}", state_here)
 
     def weights_of(self, index: int) -> Iterator[str]:
         """The states of a chunk that hold its weights."""
-        return (w for w in (MASTER, PARAMETERS) if self.residence.has(index, w))
+        return (w for w in (MASTER, PARAMETERS) if self.weight_pool.has(index, w))
 
     def replace(self, index: int, whats: tuple[str, ...], suffix: str, fill: Fill) -> None:
         """Fill the first of these states of a chunk anew; the others are the same, rounded."""
-        flats = self.residence.staged(index, whats)
+        flats = self.weight_pool.staged(index, whats)
         first, *others = flats.values()
+        table = self.weight_pool.chunks[index].table
+        per = self.weight_pool.placement.spec(table, whats[0]).per
         with torch.no_grad():
-            for slot in self.residence.chunks[index].table.slots:
-                fill(f"{slot.name}{suffix}", slot.of(first))
+            for slot in table.slots:
+                fill(f"{slot.name}{suffix}", table.part(slot, first, per))
             for flat in others:
                 flat.copy_(first)
         for what, flat in flats.items():
-            self.residence.write(index, what, flat)
+            self.weight_pool.write(index, what, flat)
+
+    def adopt(self, fill: Fill | None) -> None:
+        """Make the chunks, and move the parameters' values into them, one by one; the parameters
+        become views. fill: writes them, where they have no memory of their own."""
+        weight_pool, views = self.weight_pool, dict[str, Tensor]()
+
+        def take(name: str, out: Tensor) -> None:
+            parameter = self.owners[name]
+            if fill is None:
+                out.copy_(parameter)
+            else:
+                self.whole_tensors.cutting(fill)(name, out)
+            parameter.data = views[name]  # what it held before goes now
+
+        for index in range(len(weight_pool.placement.tables)):
+            chunk = weight_pool.make(index)
+            views |= {slot.name: slot.of(chunk.parameters) for slot in chunk.table.slots}
+            self.replace(index, tuple(self.weights_of(index)), "", take)
+        nothing: dict[torch.dtype, Tensor] = {}
+        for name, parameter in self.owners.items():
+            if name not in views:  # of a stage on other workers: its shape is all that stays
+                if parameter.dtype not in nothing:
+                    nothing[parameter.dtype] = parameter.data.new_full((), float("nan"))
+                parameter.data = nothing[parameter.dtype].expand(parameter.shape)
 
     def _master(self, table: ChunkTable) -> str:
-        held = dict(self.residence.placement.states_in(table))
+        held = dict(self.weight_pool.placement.states_in(table))
         return MASTER if MASTER in held else PARAMETERS
 
     def counts(self) -> dict[str, int]:
         """Updates that each parameter has had, of all workers of a pipeline."""
-        mine = {name: n for chunk in self.residence.chunks for name, n in chunk.steps.items()}
+        mine = {name: n for chunk in self.weight_pool.chunks for name, n in chunk.steps.items()}
         if self.line.size == 1:
             return mine
         names = [slot.name for table in self._every for slot in table.slots]
@@ -151,7 +197,7 @@ class States:
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; the weights were loaded before."""
-        for chunk in self.residence.chunks:
+        for chunk in self.weight_pool.chunks:
             chunk.steps = {s.name: counts[s.name] for s in chunk.table.slots if s.name in counts}
 
 
@@ -184,6 +230,10 @@ class Stateful:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter, of which a part may lie here."""
         return self.states.shape(name)
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a parameter's optimizer state."""
+        return self.states.form(name, state)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name: outsize/runtime/states.py."""

@@ -32,7 +32,7 @@ NEAR = 0.9  # of the pool that could be had: one as large is kept for the next r
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is foretold of a request. weights: bytes of all of them; seconds: of one token, reading
+    """What is predicted of a request. weights: bytes of all of them; seconds: of one token, reading
     and computing beside each other."""
 
     fit: Fit
@@ -50,9 +50,9 @@ class Outlook:
         kept, read = self.layout.kept, format_bytes(self.layout.read)
         return (
             f"weights {format_bytes(self.weights)}, {kept} of {self.stages} parts stay in a pool of"
-            f" {format_bytes(self.layout.pool)}; keys and values {format_bytes(self.fit.cache)},"
+            f" {format_bytes(self.layout.pool)}; cache {format_bytes(self.fit.cache)},"
             f" a step {format_bytes(self.fit.work)}; {read} read a token at"
-            f" {format_bytes(self.read_rate)}/s; foretold {self.seconds:.3g} s a token"
+            f" {format_bytes(self.read_rate)}/s; predicted {self.seconds:.3g} s a token"
         )
 
 
@@ -62,8 +62,8 @@ class Streamed:
 
     dtype None keeps that of the files. disk: the folder where weights that rest transposed or in
     another dtype are converted to, by default the system's for temporary files. sparse: weights of
-    pruned models are kept there as bitmap images where that is smaller by a fifth. OutsizeError as
-    of `load`, and where the folder has not the room.
+    pruned models are kept there as bitmap images where that is smaller by a fifth. config: where it
+    is known already. OutsizeError as of `load`, and where the folder has not the room.
     """
 
     def __init__(
@@ -74,12 +74,13 @@ class Streamed:
         device: torch.device | str | None = None,
         disk: str | Path | None = None,
         sparse: bool = False,
+        config: DecoderConfig | None = None,
     ) -> None:
         if dtype not in (None, *WEIGHT_DTYPES):
             known = ", ".join(map(str, WEIGHT_DTYPES))
             raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {known}")
         self.memory, self.device = memory, torch.device(device or "cpu")
-        self.decoder = (found := describe(path)).model
+        self.decoder = (found := describe(path, config)).model
         self.source = Source(found, dtype, Path(disk or gettempdir()), sparse)
         self.reading: Reading | None = None
         self.outlook: Outlook | None = None
@@ -105,14 +106,14 @@ class Streamed:
         return self._with(self._fits[request])
 
     def timing(self) -> str:
-        """Seconds of a token, foretold and measured, and what the steps read."""
+        """Seconds of a token, predicted and measured, and what the steps read."""
         reading, outlook = self.reading, self.outlook
         assert reading is not None and outlook is not None, "asked for after a request"
         prompt, tokens = reading.seconds[Kind.PREFILL], reading.seconds[Kind.DECODE]
         said = [f"prompt {sum(prompt):.3g} s"] if prompt else []
         if tokens:
             mean = sum(tokens) / len(tokens)
-            said.append(f"{mean:.3g} s a token, foretold {outlook.seconds:.3g}")
+            said.append(f"{mean:.3g} s a token, predicted {outlook.seconds:.3g}")
         said.append(
             f"{format_bytes(outlook.layout.read)} read in each of {len(prompt + tokens)} steps"
         )
@@ -177,6 +178,8 @@ class Streamed:
 
     def _release(self) -> None:
         """Nothing of the model is a view of a pool any more."""
+        if self.reading is not None:
+            self.reading.close()
         self.reading = None
         unbind(self.decoder)
 

@@ -5,40 +5,44 @@ T tokens of the step laid flat, N sequences, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from outsize.decode.cache import CachedAttend
 from outsize.models.decoder import Decoder
-from outsize.models.seams import Context
-from outsize.schedule import Kind, compile_tokens, validate
+from outsize.models.seams import Context, Past
+from outsize.runtime.engine import Engine, Loaded
+from outsize.runtime.handlers.tokens import Tokens
+from outsize.runtime.points import Points
+from outsize.runtime.watch import Watch
+from outsize.schedule import Kind, compile_tokens, prove
 
 
 class TokenPlayer:
     """A step of generation through a decoder, a stage a segment; see outsize.decode.Forward."""
 
     def __init__(self, model: Decoder) -> None:
-        self.model = model
-        stages = len(model.blocks) + 2
-        self.schedules = {
-            kind: compile_tokens(stages, kind) for kind in (Kind.PREFILL, Kind.DECODE)
-        }
-        for schedule in self.schedules.values():
-            validate(schedule)
+        self.model, stages = model, len(model.blocks) + 2
+        self._tokens = Tokens(partial(apply_stage, model))
+        self._engine = Engine([self._tokens], next(model.parameters()).device, Watch())
+        own = tuple((s,) for s in range(stages))
+        self._lists = dict[Kind, Loaded]()
+        for kind in (Kind.PREFILL, Kind.DECODE):
+            schedule = compile_tokens(stages, kind)
+            prove(schedule)
+            self._lists[kind] = self._engine.load(schedule, Points(schedule, own))
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         """logits_NV of the last token of each sequence."""
         single = all(stop - start == 1 for start, stop in pairwise(bounds))
-        schedule = self.schedules[Kind.DECODE if single else Kind.PREFILL]
-        context = self.model.context(positions_T, bounds, attend=attend, lengths=attend.lengths)
-        carry = ids_T
-        for action in schedule.workers[0]:
-            carry = apply_stage(self.model, action.stage, carry, context)
-        return carry
+        context = self.model.context(positions_T, bounds, past=past)
+        self._tokens.ready(ids_T, context)
+        self._engine.play(self._lists[Kind.DECODE if single else Kind.PREFILL], 0.0)
+        return self._tokens.taken()
 
 
 def apply_stage(

@@ -14,15 +14,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outsize.memory import Chunk
+from outsize.memory import Chunk, ChunkTable
 from outsize.optim import Optimizer, taker
-from outsize.parallel.wholes import Wholes
+from outsize.optim.declared import StateSpec
+from outsize.parallel.whole import WholeTensors
 from outsize.plan import DEVICE
-from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Piece
-from outsize.runtime.residence import Residence
+from outsize.runtime.weight_pool import WeightPool
 from outsize.schedule import Action, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.residency import item
+from outsize.schedule.item import Item
+from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Piece
 
 
 class Settings(Protocol):
@@ -35,7 +36,7 @@ class Settings(Protocol):
     def lr(self) -> float: ...
 
 
-Shape = tuple[int, ...]  # of a matrix that is updated as a whole; (-1,) of a flat range
+Shape = tuple[int, ...]  # of a parameter that is updated as a whole; (-1,) of a flat range
 Range = tuple[int, int, int, int, Shape, str]  # first, last, group, step, shape, first name
 
 
@@ -49,17 +50,18 @@ class _Work:
 
 @dataclass
 class Updates:
-    """Updates chunks of a residence. wholes: matrices that lie in parts on the tensor axis.
-    scale: what gradients are multiplied by, of this step."""
+    """Updates chunks of a weight_pool. whole_tensors: matrices that lie in parts on the tensor
+    axis. scale: what gradients are multiplied by, of this step."""
 
-    residence: Residence
+    weight_pool: WeightPool
     optimizer: Optimizer
     groups: Sequence[Settings]
-    wholes: Wholes | None = None
+    whole_tensors: WholeTensors | None = None
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         self._work: dict[int, _Work] = {}  # of chunks that are being updated in parts
+        self._wholes: dict[int, tuple[Piece, Mapping[str, Tensor]]] = {}  # of chunks held here
         self._lock = threading.Lock()  # parts of one chunk may be updated on several lanes
 
     def reset(self) -> None:
@@ -68,34 +70,39 @@ class Updates:
 
     def run(self, action: Action, lr: float, touched: set[str], outdated: bool) -> None:
         """An UPDATE on the device. outdated: the parameters' room has to be written too."""
-        placement, chunks = self.residence.placement, self.residence.chunks
+        placement, chunks = self.weight_pool.placement, self.weight_pool.chunks
         if action.part == WHOLE:
             for index in placement.chunks_of[action.stage]:
                 if chunks[index].gradients is not None:
-                    whole = Piece(index, *placement.extent(index, MASTER))
-                    self._piece(whole, self._held(whole), lr, touched)
+                    if index not in self._wholes:
+                        whole = Piece(index, *placement.extent(index, MASTER))
+                        self._wholes[index] = whole, self._held(whole)
+                    self._piece(*self._wholes[index], lr, touched)
             return
         piece = placement.pieces[action.stage][action.part]
-        name = item(State.OPTIMIZER, action.stage, action.part)
-        here = self._held(piece) | self.residence.views(name)
+        name = Item(State.OPTIMIZER, action.stage, action.part)
+        here = self._held(piece) | self.weight_pool.views(name)
         self._piece(piece, here, lr, touched, outdated)
 
     def at_rest(self, action: Action, lr: float, touched: set[str]) -> None:
         """An UPDATE on the host: of what rests there, in place."""
-        piece = self.residence.placement.pieces[action.stage][action.part]
-        here = self._held(piece) | dict(self.residence.resting(piece))
+        piece = self.weight_pool.placement.pieces[action.stage][action.part]
+        here = self._held(piece) | dict(self.weight_pool.resting(piece))
         self._piece(piece, here, lr, touched)
 
     def _held(self, piece: Piece) -> dict[str, Tensor]:
         """The slices of a piece that the device has: in buffers, or in rooms that are present."""
-        chunk, extent = self.residence.chunks[piece.chunk], self.residence.placement.extent
+        chunk, placement = self.weight_pool.chunks[piece.chunk], self.weight_pool.placement
         held = {MASTER: chunk.master, PARAMETERS: chunk.parameters, GRADIENTS: chunk.gradients}
         found = {}
         for name, flat in (held | chunk.optimizer | chunk.shards).items():
             if flat is not None:
-                cut = len(flat) < chunk.table.numel
-                first = extent(piece.chunk, name)[0] if cut else 0
-                found[name] = flat[piece.first - first : piece.last - first]
+                if name in (PARAMETERS, GRADIENTS) and len(flat) == chunk.table.numel:
+                    first, begin, end = 0, piece.first, piece.last
+                else:
+                    first, _ = placement.share(piece.chunk, name)
+                    begin, end = placement.within(piece.chunk, name, piece.first, piece.last)
+                found[name] = flat[begin - first : end - first]
         return found
 
     def _piece(
@@ -106,29 +113,34 @@ class Updates:
         touched: set[str],
         outdated: bool = False,
     ) -> None:
-        start, end = self.residence.placement.extent(piece.chunk, MASTER)
+        start, end = self.weight_pool.placement.extent(piece.chunk, MASTER)
         if piece.first == piece.last and start < end:  # others have a part more
             return
         weights = held.get(MASTER, held[PARAMETERS])
         gradients = held[GRADIENTS]
-        optimizer = taker(self.optimizer, self.residence.chunks[piece.chunk].table.matrices)
-        states = {name: held[name] for name in optimizer.states}
+        table = self.weight_pool.chunks[piece.chunk].table
+        optimizer = taker(self.optimizer, table.main)
         if self.scale < 1.0:
             gradients.mul_(self.scale)
         for first, last, group, step, shape, parameter in self._of(piece, touched):
             span = slice(first - piece.first, last - piece.first)
             settings = self.groups[group]
-            here = {name: flat[span].view(shape) for name, flat in states.items()}
+            here = {
+                spec.name: _own(table, spec, held[spec.name], piece, (first, last)).view(
+                    shape if spec.per == 1 else (-1,)
+                )
+                for spec in optimizer.states
+            }
             mine = (weights[span].view(shape), gradients[span].view(shape), here)
             rates = (step, lr * settings.lr, settings.weight_decay)
-            if shape == (-1,) or self.wholes is None:
+            if shape == (-1,) or self.whole_tensors is None:
                 optimizer.update(*mine, *rates)
             else:
                 self._whole(optimizer, parameter, *mine, rates)
         if MASTER in held:
             held[PARAMETERS].copy_(weights)
         if outdated:  # the pool holds the parameters still, as they were
-            flat = self.residence.chunks[piece.chunk].parameters[piece.first : piece.last]
+            flat = self.weight_pool.chunks[piece.chunk].parameters[piece.first : piece.last]
             flat.copy_(held[PARAMETERS])
         self._empty(piece, gradients)
         self._done(piece, touched)
@@ -143,20 +155,26 @@ class Updates:
         rates: tuple[int, float, float],
     ) -> None:
         """Update a matrix of which a part lies here: every worker updates the whole of it."""
-        wholes = self.wholes
-        assert wholes is not None
-        whole = wholes.whole(name, weights)
-        every = {state: wholes.whole(name, mine) for state, mine in states.items()}
-        optimizer.update(whole, wholes.whole(name, gradients), every, *rates)
+        whole_tensors = self.whole_tensors
+        assert whole_tensors is not None
+        whole = whole_tensors.whole(name, weights)
+        shaped = {spec.name for spec in optimizer.states if spec.per == 1}
+        every = {
+            state: whole_tensors.whole(name, mine)
+            if state in shaped
+            else mine  # whole on every worker
+            for state, mine in states.items()
+        }
+        optimizer.update(whole, whole_tensors.whole(name, gradients), every, *rates)
         if whole is not weights:
-            weights.copy_(wholes.local(name, whole))
-            for state, mine in states.items():
-                mine.copy_(wholes.local(name, every[state]))
+            weights.copy_(whole_tensors.local(name, whole))
+            for state in shaped:
+                states[state].copy_(whole_tensors.local(name, every[state]))
 
     def _empty(self, piece: Piece, gradients: Tensor) -> None:
         """Gradients that rest on the device begin the next step with zeros: those of a piece, and
         with its first piece those that other workers update."""
-        placement, chunk = self.residence.placement, self.residence.chunks[piece.chunk]
+        placement, chunk = self.weight_pool.placement, self.weight_pool.chunks[piece.chunk]
         if placement.tier(piece.chunk, GRADIENTS) != DEVICE:
             return
         gradients.zero_()
@@ -174,7 +192,7 @@ class Updates:
             work.left -= piece.last - piece.first
             if not work.left:
                 del self._work[piece.chunk]
-                slots = self.residence.chunks[piece.chunk].table.slots
+                slots = self.weight_pool.chunks[piece.chunk].table.slots
                 touched.difference_update(slot.name for slot in slots)
 
     def _of(self, piece: Piece, touched: Collection[str]) -> Iterator[Range]:
@@ -182,10 +200,10 @@ class Updates:
 
         A parameter that no gradient reached is left alone, as torch.optim leaves one without.
         """
-        chunk = self.residence.chunks[piece.chunk]
+        chunk = self.weight_pool.chunks[piece.chunk]
         with self._lock:
             if piece.chunk not in self._work:  # whichever part comes first
-                first, last = self.residence.placement.extent(piece.chunk, MASTER)
+                first, last = self.weight_pool.placement.extent(piece.chunk, MASTER)
                 self._work[piece.chunk] = _Work(_ranges(chunk, touched), last - first)
             ranges = self._work[piece.chunk].ranges
         for first, last, group, step, shape, name in ranges:
@@ -194,15 +212,29 @@ class Updates:
                 yield first, last, group, step, shape, name
 
 
+def _own(
+    table: ChunkTable, spec: StateSpec, flat: Tensor, piece: Piece, span: tuple[int, int]
+) -> Tensor:
+    """The elements of a piece's state that belong to a range of it. flat: those of the piece."""
+    begin, first, last = (table.before(place, spec.per) for place in (piece.first, *span))
+    return flat[first - begin : last - begin]
+
+
 def _ranges(chunk: Chunk, touched: Collection[str]) -> list[Range]:
-    """The runs of a chunk's parameters, matrices one by one; counts the update."""
+    """The runs of a chunk's parameters, one by one where elements of them are updated together;
+    counts the update."""
     runs: list[Range] = []
     for slot in chunk.table.slots:
         if slot.name not in touched:
             continue
         step = chunk.steps[slot.name] = chunk.steps.get(slot.name, 0) + 1
-        end, shape = slot.offset + slot.numel, slot.shape if chunk.table.matrices else (-1,)
-        if runs and runs[-1][1:5] == (slot.offset, slot.group, step, (-1,)):
+        end = slot.offset + slot.numel
+        shape = slot.shape if chunk.table.whole(slot) else (-1,)
+        if (
+            chunk.table.grain == 1
+            and runs
+            and runs[-1][1:5] == (slot.offset, slot.group, step, (-1,))
+        ):
             runs[-1] = (runs[-1][0], end, slot.group, step, shape, runs[-1][5])
         else:
             runs.append((slot.offset, end, slot.group, step, shape, slot.name))

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.collectives import Collective
 from outsize.errors import OutsizeError
-from outsize.kernels.loss import Head
+from outsize.kernels.loss import Head, Targets
 from outsize.kernels.vocabulary import (
     Agreed,
     Part,
@@ -42,7 +42,7 @@ class _Microbatch:
     another worker. going: what an exchange sums."""
 
     ids_T: Tensor
-    targets_T: Tensor
+    targets: Targets
     part: Part
     first: bool
     last: bool
@@ -70,13 +70,12 @@ class Rows:
         self._exchanged: deque[tuple[State, int]] = deque()
 
     def begin(
-        self, microbatch: int, ids_T: Tensor, targets_T: Tensor, head: Head, first: bool, last: bool
+        self, microbatch: int, ids_T: Tensor, targets: Targets, head: Head, first: bool, last: bool
     ) -> None:
         """Take a microbatch up. head: how its losses are made. first, last: whether its first and
         its last stage are here."""
-        own = self.model.epilogue.head
-        part = Part(own.weight, own.bias, head)
-        self._under_way[microbatch] = _Microbatch(ids_T, targets_T, part, first, last)
+        part = Part(*self.model.epilogue.head.fused(), head)
+        self._under_way[microbatch] = _Microbatch(ids_T, targets, part, first, last)
 
     def end(self, microbatch: int) -> None:
         """Let a microbatch go."""
@@ -118,7 +117,7 @@ class Rows:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
         early = self.variant == 2 and torch.is_grad_enabled()
-        here.scored = score(here.given[State.ACTIVATIONS], here.targets_T, here.part, early)
+        here.scored = score(here.given[State.ACTIVATIONS], here.targets, here.part, early)
 
     def settle(self, microbatch: int) -> Tensor:
         """OUTPUT_T: gradients of the rows; gives the microbatch's loss, the same everywhere."""

@@ -1,8 +1,8 @@
-"""Parts of blocks that are computed again, tiled or spilled: they get another forward."""
+"""Parts of blocks that are computed again, tiled or spilled: their calls are taken over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -10,24 +10,23 @@ from torch import nn
 from outsize.plan import Plan, Stage
 from outsize.runtime.again import recomputed, tiled
 from outsize.runtime.flow import Flow
+from outsize.runtime.intercept import Undo, intercept
 from outsize.runtime.spill import Spills, spilling
 
 
-def wrapped(flow: Flow, plan: Plan, spills: Spills) -> Iterator[tuple[nn.Module, Any]]:
-    """Give these parts another forward; gives each with what it had of its own before."""
+def wrapped(flow: Flow, plan: Plan, spills: Spills) -> Iterator[Undo]:
+    """Take over the calls of these parts; gives what ends it, for each."""
     for stage in plan.stages:
         for block in flow.blocks[max(0, stage.first - 1) : max(0, stage.last - 1)]:
             for name, part in block.named_modules():
-                instead = _instead(flow, plan, spills, stage, name, part) if name else None
-                if instead is not None:
-                    before = part.__dict__.get("forward")
-                    part.forward = instead
-                    yield part, before
+                forward = _instead(flow, plan, spills, stage, name, part) if name else None
+                if forward is not None:
+                    yield intercept(part, forward)
 
 
 def _instead(
     flow: Flow, plan: Plan, spills: Spills, stage: Stage, name: str, part: nn.Module
-) -> Any:
+) -> Callable[..., Any] | None:
     if plan.mlp_tile and name == "mlp":
         return tiled(part, plan.mlp_tile)
     if name in stage.recompute:

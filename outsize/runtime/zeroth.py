@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +28,22 @@ from outsize.errors import OutsizeError
 from outsize.memory import Meter, tables
 from outsize.memory.store import Store
 from outsize.plan import Plan
-from outsize.runtime.checks import dtypes_of
-from outsize.runtime.evaluation import start_of
+from outsize.runtime.checks import check_weight, dtypes_of
+from outsize.runtime.engine import Deed, Engine, Loaded, Ran
 from outsize.runtime.flow import Flow, Walk
-from outsize.runtime.forwards import Zeroth, check, placement_of, schedule_of, still, uses_of
+from outsize.runtime.forwards import Zeroth, check, still, uses_of
+from outsize.runtime.handlers.norm import Diverged
+from outsize.runtime.handlers.states import Movement
 from outsize.runtime.held import Held
-from outsize.runtime.job import Diverged, Report
-from outsize.runtime.lanes import Lanes
 from outsize.runtime.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
-from outsize.runtime.residence import NO_STORES, Residence
+from outsize.runtime.points import Points
+from outsize.runtime.report import Report
 from outsize.runtime.states import Fill
-from outsize.schedule import Action, Kind, Lane
-from outsize.schedule.residency import moved
-from outsize.trace.trace import Event, Trace
+from outsize.runtime.watch import Watch
+from outsize.runtime.weight_pool import NO_STORES, WeightPool
+from outsize.schedule import Action, Kind, Schedule, prove
+from outsize.schedule.compile.zeroth import placement_of, step_of
+from outsize.schedule.programs import evaluate
 
 
 class ZerothJob:
@@ -62,7 +65,7 @@ class ZerothJob:
     ) -> None:
         self.optimizer = settings or Zeroth()
         check(plan, self.optimizer)
-        self.flow, self.plan, self.ledger, self.stores = flow, plan, ledger, stores
+        self.flow, self.plan, self.stores, self.watch = flow, plan, stores, Watch(ledger)
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
         layout = tables(named, dict.fromkeys(self.owners, 0), flow.wide)
@@ -70,13 +73,16 @@ class ZerothJob:
         if not any(self.learns):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
         self.placement = placement_of(plan, layout)
-        self.schedule = schedule_of(self.placement, self.learns)
+        schedule = step_of(self.placement, self.learns)
+        prove(schedule)
         self.device = next(iter(self.owners.values())).device
-        with self._watch():
-            self.residence = Residence(self.placement, stores, self.device, self._account)
+        with self.watch.on():
+            self.weight_pool = WeightPool(self.placement, stores, self.device, self.watch.kind)
             self._adopt(fill)
-        self.chunks = self.residence.chunks
-        self._lanes = Lanes(self.schedule, self.device)
+        self.chunks = self.weight_pool.chunks
+        self._losing = Losing(self)
+        self.engine = Engine([self._losing, Movement(self.weight_pool)], self.device, self.watch)
+        self.loaded = self._playable(schedule)
         self._step = 0
         self._due: Move | None = None
         self._torn = False  # some weights have had a step's update and some have not
@@ -85,20 +91,31 @@ class ZerothJob:
 
     # -- construction -----------------------------------------------------------------------------
 
-    def _account(self, kind: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.ledger is None else self.ledger.kind(kind)
+    @property
+    def ledger(self) -> Meter | None:
+        """Counts bytes while the job works."""
+        return self.watch.ledger
 
-    def _watch(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.ledger is None else self.ledger
+    @ledger.setter
+    def ledger(self, ledger: Meter | None) -> None:
+        self.watch.ledger = ledger
+
+    @property
+    def schedule(self) -> Schedule:
+        """One step."""
+        return self.loaded.schedule
+
+    def _playable(self, schedule: Schedule) -> Loaded:
+        return self.engine.load(schedule, Points(schedule, self.placement.residency.uses))
 
     def _adopt(self, fill: Fill | None) -> None:
         """Move the parameters' values into chunks; the parameters become views of copies."""
-        self._held = Held(self.residence, self.learns)
+        self._held = Held(self.weight_pool, self.learns)
         self._held.adopt(self.owners, fill)
         uses = uses_of(self.flow, self.placement)
         compute = dtypes_of(self.plan.precision).parameters
         self._perturbed = Perturbed(
-            self.residence, self.owners, self.learns, uses, compute, self._account
+            self.weight_pool, self.owners, self.learns, uses, compute, self.watch.kind
         )
 
     def close(self) -> None:
@@ -109,6 +126,7 @@ class ZerothJob:
             for slot in chunk.table.slots:
                 self.owners[slot.name].data = slot.of(chunk.parameters)
         self.flow.attach(None)
+        self.engine.close()
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -123,34 +141,28 @@ class ZerothJob:
             raise OutsizeError(
                 "job: a step was cut off while it updated the weights; load a checkpoint to go on"
             )
-        count = self.flow.count(batch).item()
-        if not count:
-            raise OutsizeError("batch: no valid target in the whole step; expected one at least")
+        weight, count = self.flow.count(batch).tolist()
+        check_weight(weight)
         with torch.no_grad(), still(self.flow.model):
-            self.ready(batch, count)
-            trace = self._play(begin)
-        return self._conclude(self._losses(), lr, int(count), trace, begin)
+            self.ready(batch, weight)
+            ran = self._play(begin)
+        return self._conclude(self._losses(), lr, int(count), ran, begin)
 
     def ready(self, batch: Any, count: float) -> None:
         """Set out on a step: its batch and the one number that losses are divided by."""
         rows = [self.plan.rows_of(m) for m in range(self.plan.microbatches)]
         self._signs = [PLUS] * len(rows) + [MINUS] * len(rows)
-        with self._account("data"):
+        with self.watch.kind("data"):
             parts = [self.flow.part(batch, *cut) for cut in rows]
         self._walks = [self.flow.begin(part, 1.0 / count) for part in (*parts, *parts)]
         self._perturbed.begin()
-
-    def alone(self, index: int, action: Action) -> Event:
-        """One action of a step that is under way, on the calling thread whatever its lane."""
-        run = self.act if action.lane is Lane.COMPUTE else self.move
-        return run(index, action, 0.0)
 
     def _losses(self) -> list[Tensor]:
         walks, self._walks = self._walks, []
         return [walk.loss.double() for walk in walks if walk.loss is not None]
 
     def _conclude(
-        self, losses: list[Tensor], lr: float | None, count: int, trace: Trace, begin: float
+        self, losses: list[Tensor], lr: float | None, count: int, ran: list[Ran], begin: float
     ) -> Tensor:
         half = len(losses) // 2
         plus, minus = torch.stack(losses[:half]).sum(), torch.stack(losses[half:]).sum()
@@ -166,66 +178,41 @@ class ZerothJob:
         self._due = Move(self._direction, -rate * slope, rate * self.optimizer.weight_decay)
         self._step += 1
         loss = (plus + minus) / 2
-        self.report = Report(float(loss), abs(slope), count, time.perf_counter() - begin, trace)
+        self.report = Report(
+            float(loss), abs(slope), count, time.perf_counter() - begin, ran, begin
+        )
         return loss
 
     @property
     def _direction(self) -> Direction:
         return Direction(self.optimizer.seed, self._step)
 
-    def _play(self, begin: float) -> Trace:
+    def _play(self, begin: float) -> list[Ran]:
         try:
-            with self._watch():
-                self.residence.ensure(start_of(self.schedule))
-                events = self._lanes.play(self, begin)
+            ran = self.engine.play(self.loaded, begin)
         except BaseException:
             self._torn = self._due is not None
-            self._walks.clear()
-            self.residence.forget()
             raise
         self._due = None
-        return Trace("measured", tuple(events), begin=begin)
+        return ran
 
-    def act(self, index: int, action: Action, begin: float) -> Event:
-        """Run one computing action."""
-        ledger = self.ledger
-        if ledger is not None:
-            ledger.reset_peak()
-        start = time.perf_counter()
-        if action.kind is Kind.UPDATE:
-            self._update(action.stage)
-        else:
-            sign, s = self._signs[action.microbatch], action.stage
-            self._perturbed.enter(s, sign, self._direction, self.optimizer.epsilon)
-            self._walks[action.microbatch].forward(s)
-        end = time.perf_counter()
-        live, peak = {}, 0
-        if ledger is not None:
-            ledger.settle()
-            peak = ledger.peak
-            live = {f"device/{kind}": count for kind, count in ledger.live.items() if count}
-        return _event(action, start - begin, end - begin, live, peak)
+    def lose(self, stage: int, microbatch: int) -> None:
+        """FORWARD of a stage, with the weights on a side of what they are."""
+        sign = self._signs[microbatch]
+        self._perturbed.enter(stage, sign, self._direction, self.optimizer.epsilon)
+        self._walks[microbatch].forward(stage)
 
-    def _update(self, stage: int) -> None:
-        """What the step before has found, now that the stage's weights are here."""
+    def change(self, stage: int) -> None:
+        """UPDATE by what the step before has found, now that the stage's weights are here."""
         if self._due is None:
             return
         for index in self.placement.chunks_of[stage]:
             if self.learns[index]:
                 self._due.apply(self.placement.tables[index], self.chunks[index].parameters)
 
-    def prepare(self, index: int, action: Action) -> None:
-        """Rooms are there."""
-
-    def settle(self, index: int, action: Action) -> None:
-        """Nothing is let go."""
-
-    def move(self, index: int, action: Action, begin: float) -> Event:
-        """Weights come or go."""
-        start = time.perf_counter()
-        fetch = action.kind is Kind.FETCH
-        (self.residence.fetch if fetch else self.residence.evict)(moved(action))
-        return _event(action, start - begin, time.perf_counter() - begin, {}, 0)
+    def forget(self) -> None:
+        """A step or an evaluation has failed."""
+        self._walks.clear()
 
     # -- evaluation and state ---------------------------------------------------------------------
 
@@ -237,19 +224,19 @@ class ZerothJob:
             self._held.change(due.apply)
 
     @torch.no_grad()
-    def evaluate(self, batch: Any, rows: int) -> tuple[float, int]:
-        """Sum of losses over a batch of `rows` rows, and the count of its valid targets."""
+    def evaluate(self, batch: Any, rows: int) -> tuple[float, float]:
+        """Sum of losses over a batch of `rows` rows, and the weight of its valid targets."""
         self.catch_up()
         size = self.plan.microbatch_rows
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         parts = [self.flow.part(batch, *cut) for cut in cuts]
-        schedule = self.placement.evaluation(len(parts))
+        program = evaluate(self.placement, len(parts))
+        prove(program)
         self._walks = [self.flow.begin(part, 1.0) for part in parts]
         self._signs = [NONE] * len(parts)
         self._perturbed.begin()
-        self.residence.ensure(start_of(schedule))
-        Lanes(schedule, self.device).play(self, time.perf_counter())
-        return float(torch.stack(self._losses()).sum()), int(self.flow.count(batch).item())
+        self.engine.play(self._playable(program.own), time.perf_counter())
+        return float(torch.stack(self._losses()).sum()), float(self.flow.count(batch)[0])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name as it is held, all steps included; see Job.weights."""
@@ -264,6 +251,10 @@ class ZerothJob:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""
         return tuple(self.owners[name].shape)
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of an optimizer state, of which there are none."""
+        raise AssertionError(f"{name} has no state {state}")
 
     def weight_reader(self) -> Callable[[str], Tensor]:
         """Gives a weight by name; see Job.weight_reader."""
@@ -315,8 +306,21 @@ class ZerothJob:
         self._step, self._torn = max(counts.values(), default=0), False
 
 
-def _event(action: Action, start: float, end: float, live: Mapping[str, int], peak: int) -> Event:
-    return Event(
-        0, action.lane.value, action.label, action.stage, action.microbatch, start, end, live, peak,
-        action.part,
-    )  # fmt: skip
+class Losing:
+    """UPDATE and FORWARD of a job without gradients."""
+
+    kinds = (Kind.UPDATE, Kind.FORWARD)
+
+    def __init__(self, job: ZerothJob) -> None:
+        self._job = job
+
+    def bind(self, action: Action, index: int, points: Points) -> Deed:
+        if action.kind is Kind.UPDATE:
+            return Deed(partial(self._job.change, action.stage))
+        return Deed(partial(self._job.lose, action.stage, action.microbatch))
+
+    def begin(self, points: Points) -> None:
+        """The walks are there."""
+
+    def reset(self) -> None:
+        self._job.forget()

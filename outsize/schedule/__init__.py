@@ -1,18 +1,43 @@
 """Schedules: for each worker the ordered actions of one step, their text form and their proof."""
 
-from outsize.schedule.action import Action, Kind, Lane, State
-from outsize.schedule.compiler import compile_forward, compile_plan, compile_tokens
-from outsize.schedule.schedule import Schedule
-from outsize.schedule.validate import validate
+from typing import TYPE_CHECKING
+
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.schedule.action import Action, Kind, Lane, State
+    from outsize.schedule.compile.evaluate import compile_forward
+    from outsize.schedule.compile.tokens import compile_tokens
+    from outsize.schedule.compile.train import compile_plan
+    from outsize.schedule.program import Program
+    from outsize.schedule.proof import prove
+    from outsize.schedule.schedule import Schedule
 
 __all__ = [
     "Action",
     "Kind",
     "Lane",
+    "Program",
     "Schedule",
     "State",
     "compile_forward",
     "compile_plan",
     "compile_tokens",
-    "validate",
+    "prove",
 ]
+
+__getattr__ = importing(
+    __name__,
+    {
+        "Action": "outsize.schedule.action",
+        "Kind": "outsize.schedule.action",
+        "Lane": "outsize.schedule.action",
+        "Program": "outsize.schedule.program",
+        "Schedule": "outsize.schedule.schedule",
+        "State": "outsize.schedule.action",
+        "compile_forward": "outsize.schedule.compile.evaluate",
+        "compile_plan": "outsize.schedule.compile.train",
+        "compile_tokens": "outsize.schedule.compile.tokens",
+        "prove": "outsize.schedule.proof",
+    },
+)

@@ -19,6 +19,8 @@ class Lane(StrEnum):
     MERGE = "merge"  # gradients between workers that have copies of a stage
     EXCHANGE = "exchange"  # what all workers have of a vocabulary layer
 
+    __hash__ = str.__hash__  # of Enum it is a call of Python's
+
 
 class Kind(StrEnum):
     """What an action does."""
@@ -46,6 +48,8 @@ class Kind(StrEnum):
     OUTPUT_T = "OUTPUT_T"  # what is left of it once all workers' sums are known: gradients
     EXCHANGE = "EXCHANGE"  # what all workers have of a vocabulary layer, put together
 
+    __hash__ = str.__hash__
+
 
 class State(StrEnum):
     """What an action that moves bytes moves."""
@@ -56,6 +60,8 @@ class State(StrEnum):
     OPTIMIZER = "optimizer"  # master copy and moments
     ACTIVATIONS = "activations"
     SUMS = "sums"  # largest logits and sums of exponentials of each worker's part of the vocabulary
+
+    __hash__ = str.__hash__
 
 
 WHOLE = -1  # the stage, microbatch or part of an action that is of no single one

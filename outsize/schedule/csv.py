@@ -18,7 +18,7 @@ from outsize.errors import OutsizeError
 from outsize.schedule.action import Action, Kind
 from outsize.schedule.pipelines.pipeline import Pair, Pipeline, pipeline
 from outsize.schedule.place import one_way
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 
 _LETTERS = {
     Kind.FORWARD: "F",

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from outsize.errors import OutsizeError
-from outsize.schedule.residency import Item, Residency, Room
+from outsize.schedule.item import Item
+from outsize.schedule.residency import Residency, Room
 
 _SETS = (
     "parameters", "gradients", "own", "spills", "fixed", "hosts", "gathered", "summed", "collected",
@@ -106,12 +107,14 @@ class Collected:
             self._once(int(found[0]) not in self._parts, text, number)
             self._parts[int(found[0])] = int(found[1])
         elif word == "room":
-            self._once(found[0] not in self._rooms, text, number)
-            self._rooms[found[0]] = (int(found[1]), int(found[2]))
+            name = Item.read(found[0])
+            self._once(name not in self._rooms, text, number)
+            self._rooms[name] = (int(found[1]), int(found[2]))
         else:
-            if found[0] not in self._rooms:
+            name = Item.read(found[0])
+            if name not in self._rooms:
                 raise _wrong(number, text, "an item that has a room, on a line before")
-            self._start.add(found[0])
+            self._start.add(name)
 
     def _check(self, stages: tuple[int, ...], text: str, number: int) -> None:
         if any(stage >= self._stages for stage in stages):

@@ -8,8 +8,8 @@ when the passes of one worker (offload.py, spread.py) are through with it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -17,17 +17,13 @@ from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.spread import share
-from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
-from outsize.schedule.compiler import backward_of, updates_of
+from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.pipelines import Costs, Pipeline, Shape, named
 from outsize.schedule.pipelines.costs import VocabularyCosts
 from outsize.schedule.pipelines.vocabulary import with_vocabulary
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.schedule.role import Role
-from outsize.schedule.schedule import Schedule
-from outsize.schedule.spread import adds
-from outsize.schedule.vocabulary import INPUT, PASSES
-from outsize.schedule.vocabulary_here import exchange_of
+from outsize.schedule.vocabulary import INPUT
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _MOVES = (Kind.SEND, Kind.RECV, Kind.EXCHANGE)
@@ -206,175 +202,6 @@ def bounds_of(plan: Plan, stages: int) -> tuple[int, ...]:
             f" {stages} stages of the pipeline"
         )
     return (0, *cuts, count)
-
-
-def computing(
-    line: Pipelining, plan: Plan, worker: int, parts: Mapping[int, Sequence[Lane]]
-) -> Schedule:
-    """What a worker computes in a step."""
-    role = line.role(worker)
-    actions = [a for coarse in line.order(worker)[0] for a in _fine(line, plan, coarse)]
-    for s in sorted(role.holds):
-        actions += updates_of(s, parts) if s >= line.first else ()
-    again = frozenset(s for s in role.holds if s >= line.first and plan.stages[s].whole)
-    return Schedule(
-        len(plan.stages), plan.microbatches, (tuple(actions),), again, line.first,
-        vocabulary=plan.pipeline.vocabulary, role=role,
-    )  # fmt: skip
-
-
-def _fine(line: Pipelining, plan: Plan, coarse: Action) -> Iterator[Action]:
-    """The plan's actions that an action of the pipeline stands for."""
-    kind, m = coarse.kind, coarse.microbatch
-    if kind is Kind.NORM:
-        yield coarse
-    elif kind is Kind.FORWARD:
-        yield from (Action(kind, s, m) for s in line.fine(coarse.stage, m))
-    elif kind in _BACK:
-        for s in reversed(line.fine(coarse.stage, m)):
-            yield from backward_of(plan, s, m, kind) if s >= line.first else ()
-    elif kind in PASSES:
-        yield Action(kind, line.edge(kind), m)
-
-
-def linked(schedule: Schedule, line: Pipelining, plan: Plan, worker: int) -> Schedule:
-    """A worker's schedule with its sends, receives and sums of stages that others hold too.
-
-    A tensor is received while the action before the one that uses it computes.
-    """
-    coarse, moves = line.order(worker)
-    ends = [0]
-    for action in coarse:
-        ends.append(ends[-1] + sum(1 for _ in _fine(line, plan, action)))
-    named = ((ends[_turn(place, move)], _named(line, move)) for place, move in moves)
-    wanted = [(place, move) for place, move in named if _wanted(line, move)]
-    made = placed(schedule, wanted)
-    return replace(made, workers=(tuple(_merging(made, line, worker)),))
-
-
-def _turn(place: int, move: Action) -> int:
-    return max(0, place - 1) if move.kind is Kind.RECV else place
-
-
-def placed(schedule: Schedule, moves: Sequence[Placed]) -> Schedule:
-    """A worker's schedule with sends and receives behind so many of its computing actions."""
-    after: dict[int, list[Action]] = {}
-    for place, move in moves:
-        after.setdefault(place, []).append(move)
-    actions, count = list(after.get(0, ())), 0
-    for action in schedule.workers[0]:
-        actions.append(action)
-        if action.lane is Lane.COMPUTE:
-            count += 1
-            actions += after.get(count, ())
-    return replace(schedule, workers=(tuple(actions),))
-
-
-def _wanted(line: Pipelining, move: Action) -> bool:
-    """Gradients of what is frozen go nowhere."""
-    return move.state is not State.GRADIENTS or move.stage >= line.first
-
-
-def _named(line: Pipelining, move: Action) -> Action:
-    """A move by the plan's stage whose output it carries; a part of a gradient by the stage of
-    whose input that is."""
-    if move.kind is Kind.EXCHANGE:
-        return _exchange(line, move.state, move.microbatch)
-    fine = line.fine(move.stage, move.microbatch)
-    begins = move.part != WHOLE and move.state is State.GRADIENTS
-    lane = Lane.SEND if move.kind is Kind.SEND else Lane.RECEIVE
-    return replace(move, stage=fine[0 if begins else -1], lane=lane)
-
-
-def _exchange(line: Pipelining, state: State, microbatch: int) -> Action:
-    return exchange_of(state, line.edge(Kind.EXCHANGE, state), microbatch)
-
-
-def _merging(schedule: Schedule, line: Pipelining, worker: int) -> Iterator[Action]:
-    """The list with a MERGE behind the last part of each sum, in the order of all workers."""
-    actions = schedule.workers[0]
-    trained = frozenset[int]() if schedule.residency is None else schedule.residency.merged
-    mine = [s for s in line.merged if worker in line.holders[s] and s in trained]
-    last = dict.fromkeys(mine, -1)
-    for index, action in enumerate(actions):
-        if action.kind is Kind.REDUCE and action.stage in last:
-            last[action.stage] = index
-        elif adds(action, schedule.stages, schedule.first):
-            last |= {s: index for s in line.uses[action.stage] if s in last}
-    at, after = -1, dict[int, list[Action]]()
-    for stage in mine:
-        at = max(at, last[stage])
-        merge = Action(Kind.MERGE, stage, lane=Lane.MERGE, state=State.GRADIENTS)
-        after.setdefault(at, []).append(merge)
-    yield from after.get(-1, ())
-    for index, action in enumerate(actions):
-        yield action
-        yield from after.get(index, ())
-
-
-def forwards(line: Pipelining, worker: int, microbatches: int) -> tuple[Schedule, list[Placed]]:
-    """So many microbatches forward, one behind the other through the stages, and what is sent and
-    received behind how many actions.
-
-    Every worker's list is a part of one order of everything, in which each tensor is received right
-    behind its sending: so it can run, however few may be under way. Of a cut vocabulary, embeddings
-    are made ahead, and losses a turn behind the last stage.
-    """
-    route, turns = line.coarse.placement.routes[0], list[tuple[int, int, int, int]]()
-    for m in range(microbatches):
-        turns += ((m + p, -p, m, p) for p in range(len(route)))
-        if line.tables:
-            turns += [(m - _AHEAD, 0, m, _EMBED), (m + len(route), 1, m, _OUTPUT)]
-    actions, moves = list[Action](), list[Placed]()
-    for _, _, m, part in sorted(turns):
-        take = _stage if part >= 0 else _passes
-        before, more, behind = take(line, worker, m, part)
-        moves += ((len(actions), move) for move in before)
-        actions += more
-        moves += ((len(actions), move) for move in behind)
-    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is Kind.FORWARD)
-    role = Role(plays, line.role(worker).holds, (), line.others(worker))
-    stages, variant = len(line.uses), line.coarse.schedule.vocabulary
-    made = Schedule(
-        stages, microbatches, (tuple(actions),), first=stages, vocabulary=variant, role=role
-    )
-    return made, moves
-
-
-_AHEAD = 2  # turns before its first stage's at which a microbatch's embedding is made
-_EMBED, _OUTPUT = -2, -1  # what of a cut vocabulary a turn of an evaluation is for
-_Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
-
-
-def _stage(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
-    """A stage of the pipeline forward."""
-    route = line.coarse.placement.routes[0]
-    actions = [Action(Kind.FORWARD, s, m) for s in line.run(part)] if route[part] == worker else []
-    behind = list[Action]()
-    if part + 1 < len(route) and route[part] != route[part + 1]:
-        if worker == route[part]:
-            behind.append(_move(Kind.SEND, line.run(part)[-1], m))
-        elif worker == route[part + 1]:
-            behind.append(_move(Kind.RECV, line.run(part)[-1], m))
-    return [], actions, behind
-
-
-def _passes(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
-    """A worker's part of the embedding, or of the losses."""
-    if part == _EMBED:
-        embed = Action(Kind.EMBED, line.edge(Kind.EMBED), m)
-        return [], [embed], [_exchange(line, State.ACTIVATIONS, m)]
-    last, root = len(line.uses) - 1, line.coarse.placement.routes[0][-1]
-    moves = [_move(Kind.RECV, last, m, worker)]
-    if root == worker:
-        moves = [_move(Kind.SEND, last, m, other) for other in line.others(worker)]
-    score = Action(Kind.OUTPUT_S, line.edge(Kind.OUTPUT_S), m)
-    return moves, [score], [_exchange(line, State.SUMS, m)]
-
-
-def _move(kind: Kind, stage: int, microbatch: int, part: int = WHOLE) -> Action:
-    lane = Lane.SEND if kind is Kind.SEND else Lane.RECEIVE
-    return Action(kind, stage, microbatch, lane, state=State.ACTIVATIONS, part=part)
 
 
 def channels(line: Pipelining) -> tuple[tuple[int, int], ...]:

@@ -9,11 +9,11 @@ validator, the simulator and the runtime all ask here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.item import Item
 
-Item = str  # "parameters 3", "gradients 3", "optimizer 3#1": a state of a stage, or a part of it
 Room = tuple[int, int]  # offset, bytes
 
 COMES = (Kind.FETCH, Kind.GATHER)  # into a room of the pool
@@ -27,14 +27,9 @@ _ADD = (Kind.EMBED_BACKWARD, Kind.OUTPUT_T)
 _PASSES = (Kind.FORWARD, Kind.RECOMPUTE, *_BACK, Kind.PREFILL, Kind.DECODE)
 
 
-def item(state: State, stage: int, part: int = WHOLE) -> Item:
-    """The name of a state of a stage, or of one part of it."""
-    return f"{state.value} {stage}" if part == WHOLE else f"{state.value} {stage}#{part}"
-
-
 def moved(action: Action) -> Item:
     """The item that an action moves."""
-    return item(action.state, action.stage, action.part)
+    return Item(action.state, action.stage, action.part)
 
 
 def overlap(one: Room, other: Room) -> bool:
@@ -77,6 +72,12 @@ class Residency:
     collected: frozenset[int] = frozenset()
     merged: frozenset[int] = frozenset()
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two of them are compared by: all but the rooms, which follow from sizes."""
+        values = (getattr(self, one.name) for one in fields(self) if one.name != "rooms")
+        return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
+
     def needs(self, action: Action, last: int, first: int) -> Iterator[Item]:
         """What an action computes with in the pool. last: the last stage, whose FORWARD makes
         gradients of weights too; first: the first that is trained."""
@@ -95,12 +96,12 @@ class Residency:
 
     @staticmethod
     def _of(state: State, below: frozenset[int], stages: Iterable[int]) -> Iterator[Item]:
-        return (item(state, stage) for stage in stages if stage in below)
+        return (Item(state, stage) for stage in stages if stage in below)
 
     def _of_update(self, s: int, part: int) -> Iterator[Item]:
         bundled = part != WHOLE
         if bundled:
-            yield item(State.OPTIMIZER, s, part)
+            yield Item(State.OPTIMIZER, s, part)
         if self.direct or not bundled:
             mine = self.parameters - self.fixed - self.gathered
             yield from self._of(State.PARAMETERS, mine, (s,))
@@ -108,22 +109,21 @@ class Residency:
 
     def anew(self, name: Item) -> bool:
         """Whether an item begins with zeros whenever it is not in the pool."""
-        state, _, stage = name.partition(" ")
-        return state == State.GRADIENTS and int(stage) in self.summed
+        return name.state is State.GRADIENTS and name.stage in self.summed
 
     def adds(self, action: Action, needed: Item) -> bool:
         """Whether an action adds to what it needs: gradients, from nothing at first."""
-        return needed.startswith(State.GRADIENTS) and action.kind is not Kind.UPDATE
+        return needed.state is State.GRADIENTS and action.kind is not Kind.UPDATE
 
     def changes(self, action: Action, needed: Item) -> bool:
         """Whether an action changes what it needs."""
         if action.kind is Kind.UPDATE:
-            return not needed.startswith(State.GRADIENTS)
-        return needed.startswith(State.GRADIENTS)
+            return needed.state is not State.GRADIENTS
+        return needed.state is State.GRADIENTS
 
     def consumes(self, action: Action, needed: Item) -> bool:
         """Whether nobody needs an item any more in this step once this action has had it."""
-        if action.kind is not Kind.UPDATE or not needed.startswith(State.GRADIENTS):
+        if action.kind is not Kind.UPDATE or needed.state is not State.GRADIENTS:
             return False
         return action.part in (WHOLE, self.parts.get(action.stage, 0) - 1)
 
@@ -141,9 +141,9 @@ class Residency:
         """Items that an action reads on their tiers."""
         s, part = action.stage, action.part
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
-            return (item(State.OPTIMIZER, s, part), *self.bundle(s))
+            return (Item(State.OPTIMIZER, s, part), *self.bundle(s))
         if action.kind is Kind.NORM:
-            return tuple(item(State.GRADIENTS, s) for s in sorted(self.summed | self.merged))
+            return tuple(Item(State.GRADIENTS, s) for s in sorted(self.summed | self.merged))
         if action.kind is Kind.UPDATE:
             return tuple(self._of(State.GRADIENTS, self.summed | self.merged, (s,)))
         if (
@@ -163,7 +163,7 @@ class Residency:
         leaves = action.kind in (Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
         if not on_host and (not leaves or action.state is State.ACTIVATIONS):
             return ()
-        mine = item(State.OPTIMIZER, s, action.part) if on_host else moved(action)
+        mine = Item(State.OPTIMIZER, s, action.part) if on_host else moved(action)
         if (on_host or action.state is State.OPTIMIZER) and not self.direct:
             return (mine, *self._of(State.PARAMETERS, self.parameters - self.gathered, (s,)))
         return (mine,)
@@ -184,9 +184,9 @@ class Presence:
         if action.kind is Kind.REDUCE:
             self.present.discard(moved(action))
         if action.kind is Kind.UPDATE and action.stage in residency.gathered:
-            self.present.discard(item(State.PARAMETERS, action.stage))
+            self.present.discard(Item(State.PARAMETERS, action.stage))
         if self.outdated(action) and action.lane is Lane.HOST:
-            self.present.discard(item(State.PARAMETERS, action.stage))
+            self.present.discard(Item(State.PARAMETERS, action.stage))
         needed = residency.needs(action, self._last, self._first)
         made = tuple(name for name in needed if name not in self.present)
         for name in made:
@@ -199,7 +199,7 @@ class Presence:
             return False
         if action.stage in self.residency.gathered:
             return False
-        return item(State.PARAMETERS, action.stage) in self.present
+        return Item(State.PARAMETERS, action.stage) in self.present
 
     def _enter(self, name: Item) -> None:
         rooms = self.residency.rooms

@@ -31,7 +31,7 @@ class Schedule:
     device tier, where anything does. behind: a stage is updated behind its own backward pass,
     not after NORM. vocabulary: the variant where the vocabulary is cut over all workers
     (vocabulary.py), 0 where it is not. role: what this is of a pipeline's step, where it is one
-    worker's of many.
+    worker's of many. ahead: the stages that are updated without gradients, before their FORWARDs.
     """
 
     stages: int
@@ -43,6 +43,7 @@ class Schedule:
     behind: bool = False
     vocabulary: int = 0
     role: Role | None = None
+    ahead: frozenset[int] = frozenset()
 
     def before(self, stage: int, microbatch: int) -> int:
         """The stage whose outputs a stage takes; -1 for the first."""
@@ -70,6 +71,7 @@ class Schedule:
             f" recompute={numbers(self.recompute)} first={self.first} workers={len(self.workers)}"
             + (" update=behind" if self.behind else "")
             + (f" vocabulary={self.vocabulary}" if self.vocabulary else "")
+            + (f" ahead={numbers(self.ahead)}" if self.ahead else "")
         ]
         if self.role is not None:
             lines.append(str(self.role))
@@ -107,6 +109,7 @@ _PLAIN = Role(frozenset(), frozenset())
 _HEAD = re.compile(
     r"schedule stages=(\d+) microbatches=(\d+) recompute=(-|\d+(?:,\d+)*) first=(\d+)"
     r" workers=(\d+)( update=behind)?(?: vocabulary=([12]))?"
+    r"(?: ahead=(\d+(?:,\d+)*))?"
 )
 
 
@@ -116,13 +119,14 @@ def _head(line: str) -> Schedule:
     if match is None:
         raise OutsizeError(
             f"schedule line 1: {line!r}; expected 'schedule stages=S microbatches=M"
-            " recompute=-|s,s... first=F workers=W', perhaps with ' update=behind' or"
-            " ' vocabulary=1'"
+            " recompute=-|s,s... first=F workers=W', perhaps with ' update=behind',"
+            " ' vocabulary=1' or ' ahead=s,s...'"
         )
-    stages, microbatches, again, first, workers, behind, vocabulary = match.groups()
+    stages, microbatches, again, first, workers, behind, vocabulary, ahead = match.groups()
     return Schedule(
         int(stages), int(microbatches), ((),) * int(workers), frozenset(read_numbers(again)),
         int(first), None, bool(behind), int(vocabulary or 0),
+        ahead=frozenset(read_numbers(ahead or "-")),
     )  # fmt: skip
 
 

@@ -13,19 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.item import Item
 from outsize.schedule.residency import (
     COMES,
     MOVES,
-    Item,
     Presence,
     Residency,
     Room,
-    item,
     moved,
     overlap,
 )
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary_here import exchanged
+from outsize.schedule.vocabulary import exchanged
 
 Resource = tuple[object, ...]
 Waits = tuple[tuple[int, ...], ...]
@@ -167,7 +166,7 @@ class _Reader:
         elif action.kind is Kind.UPDATE and not residency.direct:
             yield ("norm",), False
         if self.outdated:
-            yield from self._room(item(State.PARAMETERS, s), True)
+            yield from self._room(Item(State.PARAMETERS, s), True)
 
     def _vocabulary(self, action: Action) -> Iterator[tuple[Resource, bool]]:
         """What an action takes of a cut vocabulary: sums over all workers, and a part's tensor."""

@@ -1,19 +1,27 @@
-"""The planner: from what a user wishes to a plan that fits, by forecasting candidates."""
+"""The planner: from what a user requests to a plan that fits, by forecasting candidates."""
 
 from outsize.search.ladder import Rung, ladder
-from outsize.search.single import TooSmall, Wish, choose, foretell, native_makers, oracle_of, pick
+from outsize.search.single import (
+    PlanRequest,
+    TooSmall,
+    choose,
+    forecaster_of,
+    native_makers,
+    pick,
+    predict,
+)
 from outsize.search.thresholds import Threshold, thresholds
 
 __all__ = [
+    "PlanRequest",
     "Rung",
     "Threshold",
     "TooSmall",
-    "Wish",
     "choose",
-    "foretell",
+    "forecaster_of",
     "ladder",
     "native_makers",
-    "oracle_of",
     "pick",
+    "predict",
     "thresholds",
 ]

@@ -27,7 +27,7 @@ _KEPT, _PASSING = "activations", "workspace"  # of a segment's bytes: by microba
 
 def costs_of(made: Forecast, measured: Sequence[Trace] = ()) -> list[Cost]:
     """By fine stage of the forecast's plan. measured: steps of the same plan, whose times take the
-    place of the foretold ones: of each action the shortest, what disturbs it only adds."""
+    place of the predicted ones: of each action the shortest, what disturbs it only adds."""
     plan = made.plan
     seconds = _seconds(measured or (made.trace,), len(plan.stages))
     found = []

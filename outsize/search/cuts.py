@@ -29,14 +29,17 @@ Fits = Callable[[Ends], bool]
 @dataclass(frozen=True)
 class Cost:
     """Of one fine stage. seconds: forward and backward of a microbatch. static: bytes of its
-    states. activations: bytes that a microbatch keeps between the two."""
+    states. activations: bytes that a microbatch keeps between the two. starting: bytes beside the
+    states of a worker while the first values of this stage are written, before any step."""
 
     seconds: float
     static: int = 0
     activations: int = 0
+    starting: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seconds < float("inf") or self.static < 0 or self.activations < 0:
+        least = min(self.static, self.activations, self.starting)
+        if not 0 <= self.seconds < float("inf") or least < 0:
             raise OutsizeError(f"partition: {self}; expected seconds and bytes, not negative")
 
 
@@ -91,7 +94,8 @@ class Task:
         for mine, moments in zip(self.holds, self.held, strict=True):
             here = [s for s in mine if s < len(spans)]
             peak = max((sum(counts[s] * kept[s] for s in here) for counts in moments), default=0)
-            found.append(peak + sum(static[s] for s in here))
+            begun = (c.starting for s in here for c in self.costs[slice(*spans[s])])
+            found.append(max(peak, max(begun, default=0)) + sum(static[s] for s in here))
         return tuple(found)
 
     def most(self, ends: Ends) -> int:

@@ -14,7 +14,7 @@ from outsize.plan import Plan
 from outsize.search.candidates import candidates
 from outsize.search.streamed import Search
 from outsize.search.tiers import Passing, states
-from outsize.search.ways import Foretells, Way, spilling, way_of
+from outsize.search.ways import Predicts, Way, spilling, way_of
 from outsize.simulate import Forecast
 
 LIMITLESS = 1 << 60
@@ -36,13 +36,13 @@ class Rung:
     below: int
 
 
-def ladder(oracle: Foretells, segments: int) -> list[Rung]:
+def ladder(forecaster: Predicts, segments: int) -> list[Rung]:
     """From everything on the device to as little there as can be."""
-    wish = replace(oracle.wish, budget=LIMITLESS)
-    plans = list(candidates(wish, segments))
-    rungs = [_rung(name, oracle.forecast(plan)) for name, plan in _computed(plans)]
-    if wish.tiers:
-        rungs += _streamed(oracle, plans)
+    request = replace(forecaster.request, budget=LIMITLESS)
+    plans = list(candidates(request, segments))
+    rungs = [_rung(name, forecaster.forecast(plan)) for name, plan in _computed(plans)]
+    if request.tiers:
+        rungs += _streamed(forecaster, plans)
     return rungs
 
 
@@ -67,26 +67,26 @@ def _computed(plans: list[Plan]) -> Iterator[tuple[str, Plan]]:
         yield "blocks computed again", again
 
 
-def _streamed(oracle: Foretells, plans: list[Plan]) -> Iterator[Rung]:
+def _streamed(forecaster: Predicts, plans: list[Plan]) -> Iterator[Rung]:
     """States below, kind by kind, then activations, then the smallest way to compute."""
-    last = oracle.wish.tiers[-1]
-    tiers = (*oracle.wish.tiers[:-1], replace(last, bytes=LIMITLESS))
-    search = Search(oracle, states(oracle.facts, plans[0]), LIMITLESS, tiers)
+    last = forecaster.request.tiers[-1]
+    tiers = (*forecaster.request.tiers[:-1], replace(last, bytes=LIMITLESS))
+    search = Search(forecaster, states(forecaster.facts, plans[0]), LIMITLESS, tiers)
     again = next((plan for plan in plans if _whole(plan)), plans[-1])
-    behind = oracle.wish.clip is None and again.mesh.pipeline == 1
+    behind = forecaster.request.clip is None and again.mesh.pipeline == 1
     update: Literal["apart", "behind"] = "behind" if behind else "apart"
     by_layer = again.microbatches > 1 and again.mesh.pipeline == 1
     order: Literal["layer", "microbatch"] = "layer" if by_layer else "microbatch"
-    way = way_of(oracle, replace(again, order=order, update=update))
+    way = way_of(forecaster, replace(again, order=order, update=update))
     yield from _down(search, way)
-    spilt = way_of(oracle, spilling(way.plan, last.name))
+    spilt = way_of(forecaster, spilling(way.plan, last.name))
     helps = max(spilt.dynamic) < max(way.dynamic)
     if helps:
         yield _forecast(search, spilt, len(spilt.kinds), "activations below")
     small = replace(plans[-1], order=order, update=update)
     if helps:
         small = spilling(small, last.name)
-    yield _forecast(search, way_of(oracle, small), len(way.kinds), "sequence, logits in chunks")
+    yield _forecast(search, way_of(forecaster, small), len(way.kinds), "sequence, logits in chunks")
 
 
 def _down(search: Search, way: Way) -> Iterator[Rung]:

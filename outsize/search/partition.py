@@ -31,7 +31,17 @@ from outsize.search.cuts import (
 )
 from outsize.simulate.steps import Times, play
 
-__all__ = ["Cost", "Held", "Partition", "best", "everything", "in_flight", "partition", "tuned"]
+__all__ = [
+    "Cost",
+    "Held",
+    "Partition",
+    "best",
+    "everything",
+    "in_flight",
+    "partition",
+    "tightest",
+    "tuned",
+]
 
 LIMIT = 100_000  # tries of a cut; about a second
 _SLOWER = 5  # times as long a try takes where bytes are counted too
@@ -86,6 +96,12 @@ def best(
         ends, fitting = search.quickest(ends)
         least = max(least, fitting)
     return Partition(ends[:-1], max(task.loads(ends)), least, task.bytes(ends))
+
+
+def tightest(costs: Sequence[Cost], placement: Placement, held: Held) -> Cuts:
+    """The cuts whose worker with most bytes has fewest, as far as the tries go."""
+    task = Task(tuple(costs), placement, held)
+    return smallest(task, (_even(len(costs), placement.stages),), LIMIT // _SLOWER)[:-1]
 
 
 def tuned(

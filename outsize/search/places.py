@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
-from outsize.runtime.placement import GRADIENTS, PARAMETERS
+from outsize.schedule.layout import GRADIENTS, PARAMETERS
 from outsize.search.tiers import (
     OPTIMIZER,
     Below,

@@ -12,8 +12,9 @@ from outsize.hardware import Hardware
 from outsize.plan import Plan
 from outsize.schedule import Kind
 from outsize.schedule.pipelined import coarse_of
+from outsize.schedule.starting import of_chunk
 from outsize.search.block_costs import costs_of
-from outsize.search.partition import Cost, in_flight, partition
+from outsize.search.partition import Cost, in_flight, partition, tightest
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
@@ -25,29 +26,49 @@ _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 def composed(plan: Plan, costs: Sequence[Costs], hardware: Hardware) -> Forecast:
     """The forecast of a plan with the costliest of some costs. A pipeline's cuts, where the plan
-    leaves them open, are settled before, by the first of them."""
-    if plan.mesh.pipeline > 1 and not plan.pipeline.cuts:
-        plan = settled(plan, costs[0], hardware)
-    return max((compose(plan, one, hardware) for one in costs), key=lambda made: made.peak)
+    leaves them open, are settled before, by the first of them; those that hold least where the
+    others turn out not to fit its budget."""
+
+    def costliest(plan: Plan) -> Forecast:
+        return max((compose(plan, one, hardware) for one in costs), key=lambda made: made.peak)
+
+    if plan.mesh.pipeline == 1 or plan.pipeline.cuts:
+        return costliest(plan)
+    made = costliest(settled(plan, costs[0], hardware))
+    if plan.budget is None or made.peak <= plan.budget:
+        return made
+    least = settled(plan, costs[0], hardware, least=True)
+    if least.pipeline.cuts == made.plan.pipeline.cuts:
+        return made
+    return min(made, costliest(least), key=lambda made: made.peak)
 
 
-def settled(plan: Plan, costs: Costs, hardware: Hardware, below: bool = False) -> Plan:
+def settled(
+    plan: Plan, costs: Costs, hardware: Hardware, below: bool = False, least: bool = False
+) -> Plan:
     """The plan with cuts that balance the workers within its budget, and the seconds of its stages.
     Where no cuts seem to fit, the balanced ones are taken: a forecast says what is missing. below:
-    states may rest below the device, so that activations alone must fit."""
+    states may rest below the device, so that activations alone must fit. least: with the cuts that
+    hold least, whatever the times."""
     alone = replace(unpiped(plan), split_backward=any(splits_of(plan)))
     made = compose(alone, costs, hardware)
     devices, variant = plan.mesh.pipeline, plan.pipeline.vocabulary
     line = replace(plan.pipeline, costs=_seconds(made, devices), head=_head(made, devices, variant))
     coarse = coarse_of(replace(plan, pipeline=line))
     rows, room = _rows(alone, costs), plan.budget
-    known = [replace(c, static=c.static - n) for c, n in zip(costs_of(made), rows, strict=True)]
+    known = [
+        replace(cost, static=cost.static - n, starting=first)
+        for cost, n, first in zip(costs_of(made), rows, _starting(alone, costs), strict=True)
+    ]
     if below:
         known, rows = [replace(cost, static=0) for cost in known], [0]
     if room is not None:
         room -= sum(rows) + _logits(costs)
     if coarse.paths:  # microbatches end anywhere, so that the head is no stage of its own
         known = [*known[:-2], _joined(known[-2], known[-1])]
+    if least:
+        cuts = tightest(known, coarse.placement, in_flight(coarse))
+        return replace(plan, pipeline=replace(line, cuts=cuts))
     try:
         cuts = partition(known, coarse.placement, room, in_flight(coarse))
     except OutsizeError:
@@ -59,9 +80,17 @@ def _rows(plan: Plan, costs: Costs) -> list[int]:
     """By stage, bytes of the states of a cut vocabulary's rows, which every worker has."""
     placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
     for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index) if table.piped else ():
-            first, last = placement.extent(index, what)
-            found[placement.stage_of[table.segment]] += (last - first) * dtype.itemsize
+        for what, _ in placement.held(index) if table.piped else ():
+            found[placement.stage_of[table.segment]] += placement.nbytes(index, what)
+    return found
+
+
+def _starting(plan: Plan, costs: Costs) -> list[int]:
+    """By stage, the most bytes beside all states while its first values are written."""
+    placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
+    for index, table in enumerate(placement.tables):
+        stage = placement.stage_of[table.segment]
+        found[stage] = max(found[stage], of_chunk(placement, index, costs.facts.filling))
     return found
 
 
@@ -73,7 +102,10 @@ def _logits(costs: Costs) -> int:
 
 def _joined(one: Cost, other: Cost) -> Cost:
     return Cost(
-        one.seconds + other.seconds, one.static + other.static, one.activations + other.activations
+        one.seconds + other.seconds,
+        one.static + other.static,
+        one.activations + other.activations,
+        max(one.starting, other.starting),
     )
 
 

@@ -1,9 +1,9 @@
 """Choosing the plan of one device: the quickest candidate that fits the budget.
 
-Each candidate is forecast, and the first in order of foretold time that fits is taken; where states
-may rest on tiers below the device, outsize/search/streamed.py weighs them instead. Workers of a
-data axis cut optimizer states alone as long as that fits, and gradients and parameters too where it
-does not.
+Each candidate is forecast, and the first in order of predicted time that fits is taken; where
+states may rest on tiers below the device, outsize/search/streamed.py weighs them instead. Workers
+of a data axis cut optimizer states alone as long as that fits, and gradients and parameters too
+where it does not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,28 @@ from outsize.memory import format_bytes
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan, Sharding, zero
 from outsize.search.candidates import candidates
+from outsize.search.request import (
+    Forecaster,
+    PlanRequest,
+    facts_of_model,
+    layouts,
+    memories,
+    native_makers,
+)
 from outsize.search.settled import composed
 from outsize.search.streamed import choose_streamed
-from outsize.search.wish import Oracle, Wish, facts_of_model, layouts, memories, native_makers
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
 
 __all__ = [
-    "TooSmall", "Wish", "choose", "facts_of_model", "foretell", "native_makers", "oracle_of",
+    "PlanRequest",
+    "TooSmall",
+    "choose",
+    "facts_of_model",
+    "forecaster_of",
+    "native_makers",
     "pick",
+    "predict",
 ]  # fmt: skip
 
 
@@ -33,45 +46,48 @@ class TooSmall(OutsizeError):
     """No plan fits the budget."""
 
 
-def choose(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
-    """The quickest plan for a native decoder that fits wish.budget.
+def choose(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecast:
+    """The quickest plan for a native decoder that fits request.budget.
 
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
-    oracle = oracle_of(config, wish, hardware)
+    forecaster = forecaster_of(config, request, hardware)
     count = len(config.layers) + 2
-    ways = (list(candidates(replace(wish, shards=s), count)) for s in _shardings(wish))
-    if wish.tiers and wish.budget is not None:
-        return choose_streamed(oracle, *ways)
-    return _quickest(ways, oracle.forecast, wish.budget)
+    ways = (list(candidates(replace(request, shards=s), count)) for s in _shardings(request))
+    if request.tiers and request.budget is not None:
+        return choose_streamed(forecaster, *ways)
+    return _quickest(ways, forecaster.forecast, request.budget)
 
 
-def _shardings(wish: Wish) -> tuple[Sharding, ...]:
+def _shardings(request: PlanRequest) -> tuple[Sharding, ...]:
     """What the data axis may cut, from what sends least to what holds least: ZeRO's stages."""
-    if wish.shards is not None or wish.mesh.data == 1:
-        return (wish.shards or Sharding(),)
-    return tuple(zero(stage, wish.mesh.data) for stage in (1, 2, 3))
+    if request.shards is not None or request.mesh.data == 1:
+        return (request.shards or Sharding(),)
+    return tuple(zero(stage, request.mesh.data) for stage in (1, 2, 3))
 
 
-def oracle_of(config: DecoderConfig, wish: Wish, hardware: Hardware) -> Oracle:
-    """What foretells plans of a native decoder."""
-    return Oracle(config, wish, hardware, facts_of_model(config, wish))
+def forecaster_of(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecaster:
+    """What predicts plans of a native decoder."""
+    return Forecaster(config, request, hardware, facts_of_model(config, request))
 
 
-def foretell(config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware) -> Forecast:
+def predict(
+    config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
+) -> Forecast:
     """The forecast of a given plan for a native decoder, with the costliest of `layouts`."""
     found = []
-    for bounds in layouts(wish):
-        costs = rehearse(plan, *native_makers(config, wish, bounds))
-        found.append(replace(costs, facts=replace(costs.facts, host=memories(wish))))
+    for bounds in layouts(request):
+        costs = rehearse(plan, *native_makers(config, request, bounds))
+        facts = replace(costs.facts, host=memories(request), filling=request.filling)
+        found.append(replace(costs, facts=facts))
     return composed(plan, found, hardware)
 
 
 def pick(
-    candidates: Iterable[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
+    candidates: Iterable[Plan], predict: Callable[[Plan], Forecast], budget: int | None
 ) -> Forecast:
     """The first forecast that fits; candidates come in order of rising time."""
-    fits, smallest = _first(candidates, foretell, budget)
+    fits, smallest = _first(candidates, predict, budget)
     if fits is None:
         assert budget is not None
         raise _too_small(smallest, budget)
@@ -79,14 +95,14 @@ def pick(
 
 
 def _quickest(
-    ways: Iterable[list[Plan]], foretell: Callable[[Plan], Forecast], budget: int | None
+    ways: Iterable[list[Plan]], predict: Callable[[Plan], Forecast], budget: int | None
 ) -> Forecast:
     """Of the first that fits of each way's candidates, the quickest; where the very first of all
     fits, nothing else is looked at."""
     found: list[Forecast] = []
     smallest: list[Forecast] = []
     for number, plans in enumerate(ways):
-        fits, least = _first(plans, foretell, budget)
+        fits, least = _first(plans, predict, budget)
         smallest.append(least)
         if fits is not None:
             found.append(fits)
@@ -99,12 +115,12 @@ def _quickest(
 
 
 def _first(
-    candidates: Iterable[Plan], foretell: Callable[[Plan], Forecast], budget: int | None
+    candidates: Iterable[Plan], predict: Callable[[Plan], Forecast], budget: int | None
 ) -> tuple[Forecast | None, Forecast]:
     """The first forecast that fits, and the smallest of those before it (or it)."""
     smallest: Forecast | None = None
     for plan in candidates:
-        made = foretell(plan)
+        made = predict(plan)
         if budget is None or made.peak <= budget:
             return made, made
         if smallest is None or made.peak < smallest.peak:

@@ -18,11 +18,11 @@ from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest, Stream
 from outsize.plan.plan import PART
-from outsize.runtime.placement import GRADIENTS, PARAMETERS
+from outsize.schedule.layout import GRADIENTS, PARAMETERS
 from outsize.search.places import rests_of, short_of, with_rests
 from outsize.search.settled import composed
 from outsize.search.tiers import OPTIMIZER, Below, Passing, States, every, moved, states
-from outsize.search.ways import Foretells, Way, variants, way_of
+from outsize.search.ways import Predicts, Way, variants, way_of
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import host_share, rate
 
@@ -48,22 +48,24 @@ class Choice:
     seconds: float
 
 
-def choose_streamed(oracle: Foretells, plans: Sequence[Plan], *others: Sequence[Plan]) -> Forecast:
-    """The quickest of the plans with states below that fits wish.budget. others: the same plans
+def choose_streamed(
+    forecaster: Predicts, plans: Sequence[Plan], *others: Sequence[Plan]
+) -> Forecast:
+    """The quickest of the plans with states below that fits request.budget. others: the same plans
     with states cut otherwise over the data axis; each of these comes in order of rising time.
 
     Raises OutsizeError where none does, with the missing bytes and the nearest budget that works,
     or the bytes that are missing on the tiers.
     """
-    assert oracle.wish.budget is not None
-    sizes = states(oracle.facts, plans[0])
-    search = Search(oracle, sizes, oracle.wish.budget, oracle.wish.tiers)
+    assert forecaster.request.budget is not None
+    sizes = states(forecaster.facts, plans[0])
+    search = Search(forecaster, sizes, forecaster.request.budget, forecaster.request.tiers)
     found: list[Choice] = []
     ways: list[list[Way]] = []
     for some in (plans, *others):
         ways.append([])
         for plan in some:
-            mine = [way_of(oracle, variant) for variant in variants(oracle, plan)]
+            mine = [way_of(forecaster, variant) for variant in variants(forecaster, plan)]
             ways[-1] += mine
             best = min((choice.seconds for choice in found), default=float("inf"))
             if min(way.seconds for way in mine) > best:
@@ -93,9 +95,9 @@ class Search:
     """One search: the model's states, the bytes of the device and of the tiers."""
 
     def __init__(
-        self, oracle: Foretells, sizes: States, budget: int, tiers: Sequence[TierSpec]
+        self, forecaster: Predicts, sizes: States, budget: int, tiers: Sequence[TierSpec]
     ) -> None:
-        self.oracle, self.sizes = oracle, sizes
+        self.forecaster, self.sizes = forecaster, sizes
         self.budget, self.tiers = budget, tiers
         self.short: int | None = None  # fewest bytes that were missing on the tiers
 
@@ -114,14 +116,15 @@ class Search:
         found = [replace(one, behind=way.behind) for one in PASSINGS]
         if not self._said(way):
             return found
-        return [replace(one, resident=self.oracle.wish.gathered) for one in found]
+        return [replace(one, resident=self.forecaster.request.gathered) for one in found]
 
     def _said(self, way: Way) -> bool:
         cut = way.plan.shards.parameters > 1
-        return cut and self.oracle.wish.gathered != Stream().resident
+        return cut and self.forecaster.request.gathered != Stream().resident
 
     def down(self, way: Way, passing: Passing, budgets: Sequence[int] = ()) -> Choice | None:
-        """The same with a given passing. budgets: of each worker, where not all have the wish's."""
+        """The same with a given passing. budgets: of each worker, where not all have the
+        request's."""
         goals = budgets or (self.budget,) * len(way.places)
         found = [self._level(way, i, passing, goal) for i, goal in enumerate(goals)]
         if None in found:
@@ -129,8 +132,11 @@ class Search:
         return self.choice(way, [level for level in found if level is not None], passing)
 
     def _level(self, way: Way, place: int, passing: Passing, budget: int) -> int | None:
-        """The least of a worker that fits."""
+        """The least of a worker that fits. None below needs no pool, so that it may fit where a
+        little below does not."""
         top = way.levels[place]
+        if way.held(place, 0, passing) <= budget:
+            return 0
         if way.held(place, top, passing) > budget:
             return None
         levels = range(top)
@@ -158,13 +164,13 @@ class Search:
         rounds = 1 if way.plan.order == "layer" else way.plan.microbatches
         traffic = moved(way.places[place].sizes, rests, way.behind, rounds)
         moving, late = (
-            max((size / rate(self.oracle.hardware, tier, fetch)
+            max((size / rate(self.forecaster.hardware, tier, fetch)
                  for fetch, book in zip((True, False), phase, strict=True)
                  for tier, size in book.items()), default=0.0)
             for phase in (traffic.passes, traffic.updates)
         )  # fmt: skip
         if spill != DEVICE:
-            moving += way.spilled[place] / rate(self.oracle.hardware, spill, True)
+            moving += way.spilled[place] / rate(self.forecaster.hardware, spill, True)
         passes, updates = way.passes[place], way.updates[place]
         if way.behind:
             return _beside(passes + updates, moving, ahead)
@@ -187,7 +193,7 @@ class Search:
             return None
         best = self.wider(self.deeper(best, taken.way), taken.way)
         best = self.settled(best, taken.way)
-        return self.oracle.forecast(best.plan)
+        return self.forecaster.forecast(best.plan)
 
     def fitting(self, choice: Choice) -> Forecast | None:
         """The choice forecast; with more below where an estimate was too low."""
@@ -214,9 +220,9 @@ class Search:
             pool = self.pool(choice)
         stream = replace(way.plan.stream, resident=passing.resident, part=passing.part, pool=pool)
         stream = replace(stream, host=self.share(choice))
-        made = replace(way.plan, stream=stream, budget=self.oracle.wish.budget)
+        made = replace(way.plan, stream=stream, budget=self.forecaster.request.budget)
         alone = not any(choice.levels) and choice.spill == DEVICE and made.microbatches == 1
-        if alone and self.oracle.wish.order is None:
+        if alone and self.forecaster.request.order is None:
             made = replace(made, order="microbatch")
         return with_rests(made, choice.rests, choice.spill)
 
@@ -236,11 +242,11 @@ class Search:
 
     def share(self, choice: Choice) -> int:
         """`stream.host`, by the rates of the device and of the host."""
-        memories, way = self.oracle.facts.host, choice.way
+        memories, way = self.forecaster.facts.host, choice.way
         mine = [r for r in choice.rests if {r.optimizer, r.gradients} <= memories]
         if way.behind or not mine:
             return 0
-        hardware, sizes = self.oracle.hardware, self.sizes
+        hardware, sizes = self.forecaster.hardware, self.sizes
         tier = mine[0].optimizer
         gradients, optimizer = sum(sizes.bytes[GRADIENTS]), sum(sizes.bytes[OPTIMIZER])
         weights = sum(
@@ -259,15 +265,15 @@ class Search:
     def compose(self, plan: Plan, way: Way) -> Forecast:
         """With the costliest layout of the way; of a pipeline with all of them, since workers may
         differ in that. Where the pool is too small, the least there is."""
-        costs = self.oracle.costs(plan)
+        costs = self.forecaster.costs(plan)
         costs = costs if len(way.places) > 1 else [costs[way.layout]]
         try:
-            return composed(plan, costs, self.oracle.hardware)
+            return composed(plan, costs, self.forecaster.hardware)
         except OutsizeError:
             if not plan.stream.pool:
                 raise
         least = replace(plan, stream=replace(plan.stream, pool=0))
-        return composed(least, costs, self.oracle.hardware)
+        return composed(least, costs, self.forecaster.hardware)
 
     def deeper(self, best: Forecast, way: Way) -> Forecast:
         """With more stages in the pool at once, where that is quicker: more overlaps, for more that
@@ -319,7 +325,7 @@ class Search:
         for way in (way for some in ways for way in least(some)):
             choice = self.choice(way, way.levels, tight(way))
             if choice is not None:
-                found.append(self.oracle.forecast(self.plan(choice, pool=0)))
+                found.append(self.forecaster.forecast(self.plan(choice, pool=0)))
         if not found:
             raise self._tiers_short()
         smallest = min(found, key=lambda made: made.peak)

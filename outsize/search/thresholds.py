@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
-from outsize.runtime.placement import GRADIENTS, PARAMETERS
 from outsize.schedule import Kind
+from outsize.schedule.layout import GRADIENTS, PARAMETERS
 from outsize.search.tiers import OPTIMIZER, States
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import host_share, rate
@@ -67,9 +67,9 @@ def pace(made: Forecast, sizes: States) -> Pace:
 def thresholds(
     made: Forecast, sizes: States, tiers: Sequence[TierSpec], hardware: Hardware
 ) -> list[Threshold]:
-    """For every tier: streaming of weights, updates behind the backward pass, updates apart. With
-    a data axis weights and gradients stay on the device."""
-    one, alone = pace(made, sizes), made.plan.mesh.data == 1
+    """For every tier: streaming of weights, updates behind the backward pass, updates apart. Where
+    workers sum gradients, weights and gradients stay on the device."""
+    one, alone = pace(made, sizes), not made.plan.mesh.summed
     if not alone:
         one = replace(one, parameters=0, gradients=0)
     of = "step" if made.plan.order == "layer" or made.plan.microbatches == 1 else "microbatch"

@@ -18,7 +18,7 @@ from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
-from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
 from outsize.simulate.costs import Facts
 from outsize.simulate.rehearse import unpiped
 
@@ -38,7 +38,8 @@ class States:
     chunks: by segment, of each of its chunks the elements, the bytes of optimizer states, and the
     elements that are updated together at least. own: the parameters are their own master copy, so
     an update reads them. shared: by kind and segment, bytes that are put together in the pool of
-    what workers have shares of; of other kinds none.
+    what workers have shares of; of other kinds none. places: by segment, runs of optimizer states
+    that begin a page each on a tier, where parts of an update do not.
     """
 
     bytes: Mapping[str, tuple[int, ...]]
@@ -46,6 +47,7 @@ class States:
     uses: tuple[tuple[int, ...], ...]
     own: bool
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    places: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def segments(self) -> int:
@@ -74,12 +76,14 @@ def states_of(placement: Placement) -> States:
     degrees = {PARAMETERS: whole.parameters, GRADIENTS: whole.gradients}
     shared = {kind: [0] * count for kind, degree in degrees.items() if degree > 1}
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    places: dict[int, int] = {}
     for index, table in enumerate(placement.tables):
         mine = 0
+        runs = -(-table.numel // PART) * sum(s.per > 1 for s in placement.specs_of(table))
+        places[table.segment] = places.get(table.segment, 0) + runs
         for what, dtype in placement.held(index):
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
-            first, last = placement.extent(index, what)
-            size = (last - first) * dtype.itemsize
+            size = placement.nbytes(index, what)
             held[kind][table.segment] += size
             mine += size if kind == OPTIMIZER else 0
             if kind in shared:
@@ -88,13 +92,13 @@ def states_of(placement: Placement) -> States:
             span = placement.extent(index, MASTER)
             least = (
                 max(b - a for a, b in pairwise(table.cuts(PART, PART, span)))
-                if table.matrices
+                if table.grain != 1
                 else 1
             )
             chunks[table.segment].append((span[1] - span[0], mine, least))
     own = placement.plan.precision.master is None
     sizes, pooled = ({k: tuple(v) for k, v in by.items()} for by in (held, shared))
-    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own, pooled)
+    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own, pooled, places)
 
 
 def levels(count: int) -> int:
@@ -169,7 +173,7 @@ def _take(free: dict[str, int], size: int) -> str | None:
 
 def on_tier(states: States, kind: str, segment: int) -> int:
     """Bytes of a state on a tier, where each of its tensors begins a page."""
-    pages = 4 * max(1, len(states.chunks[segment]))
+    pages = 4 * max(1, len(states.chunks[segment])) + states.places.get(segment, 0)
     return rounded(states.bytes[kind][segment]) + pages * rounded(1)
 
 

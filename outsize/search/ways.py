@@ -10,19 +10,19 @@ from typing import Literal, Protocol
 from outsize.hardware import Hardware
 from outsize.plan import Plan, Rest
 from outsize.search.places import Had, Place, had, places_of
+from outsize.search.request import PlanRequest
 from outsize.search.settled import settled
 from outsize.search.tiers import APART, BEHIND, OPTIMIZER, Passing
-from outsize.search.wish import Wish
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.forecast import compose
 
 
-class Foretells(Protocol):
-    """What is asked for forecasts: a native decoder's `Oracle`, or rehearsals of a module."""
+class Predicts(Protocol):
+    """What is asked for forecasts: a native decoder's `Forecaster`, or rehearsals of a module."""
 
     @property
-    def wish(self) -> Wish: ...
+    def request(self) -> PlanRequest: ...
 
     @property
     def hardware(self) -> Hardware: ...
@@ -44,7 +44,7 @@ class Way:
     plan: its states on the device, stages that spill marked. places: its workers; the following
     are one entry each. dynamic: bytes beyond states, at most. passes, updates: seconds. spilled:
     bytes of activations on their tier. waits: seconds of a step in which the busiest worker has
-    nothing to do but wait for others. layout: which of the wish's layouts holds most.
+    nothing to do but wait for others. layout: which of the request's layouts holds most.
     """
 
     plan: Plan
@@ -63,7 +63,7 @@ class Way:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of states that may rest below, in the order in which they go."""
-        if self.plan.mesh.data > 1:  # the workers share the others, as ZeRO-Offload does
+        if self.plan.mesh.summed:  # the workers share the others, as ZeRO-Offload does
             return (OPTIMIZER,)
         return BEHIND if self.behind else APART
 
@@ -87,24 +87,24 @@ class Way:
         return max(self.held(place, level, passing) for place, level in enumerate(levels))
 
 
-def way_of(oracle: Foretells, plan: Plan) -> Way:
+def way_of(forecaster: Predicts, plan: Plan) -> Way:
     """What a plan's computation holds and takes."""
-    costs = oracle.costs(plan)
+    costs = forecaster.costs(plan)
     if plan.mesh.pipeline > 1 and not plan.pipeline.cuts:
-        plan = settled(plan, costs[0], oracle.hardware, below=True)
-    made = [compose(plan, one, oracle.hardware) for one in costs]
+        plan = settled(plan, costs[0], forecaster.hardware, below=True)
+    made = [compose(plan, one, forecaster.hardware) for one in costs]
     layout = max(range(len(made)), key=lambda i: made[i].peak)
     found = [had(one) for one in made]
     top = found[layout]
     busiest = max(one.passes + one.updates for one in top)
     return Way(
         plan,
-        places_of(oracle.facts, plan),
+        places_of(forecaster.facts, plan),
         tuple(map(_dynamic, zip(*found, strict=True))),
         tuple(one.passes for one in top),
         tuple(one.updates for one in top),
         tuple(one.below for one in top),  # nothing else is below yet
-        made[layout].seconds - busiest if len(top) > 1 or plan.mesh.data > 1 else 0.0,
+        made[layout].seconds - busiest if len(top) > 1 or plan.mesh.summed else 0.0,
         layout,
     )
 
@@ -113,41 +113,41 @@ def _dynamic(layouts: Sequence[Had]) -> int:
     return max(one.peak - one.resident for one in layouts)
 
 
-def variants(oracle: Foretells, plan: Plan) -> Iterator[Plan]:
+def variants(forecaster: Predicts, plan: Plan) -> Iterator[Plan]:
     """A candidate in each order, with updates apart or behind, its activations here or below; of a
     pipeline, whose schedule says the order, with the cuts that it may have."""
     if plan.mesh.pipeline > 1:
-        for cut in _cut(oracle, plan):
-            yield from _here_or_below(oracle.wish, cut)
+        for cut in _cut(forecaster, plan):
+            yield from _here_or_below(forecaster.request, cut)
         return
-    wish = oracle.wish
+    request = forecaster.request
     orders: tuple[Literal["layer", "microbatch"], ...]
     orders = ("layer", "microbatch") if plan.microbatches > 1 else ("layer",)
-    orders = orders if wish.order is None else (wish.order,)
+    orders = orders if request.order is None else (request.order,)
     for order in orders:
-        for made in _here_or_below(wish, replace(plan, order=order)):
-            if wish.clip is None:
+        for made in _here_or_below(request, replace(plan, order=order)):
+            if request.clip is None:
                 yield replace(made, update="behind")
-            if wish.clip is not None or any(tier.medium == "memory" for tier in wish.tiers):
+            if request.clip is not None or any(tier.medium == "memory" for tier in request.tiers):
                 yield made
 
 
-def _here_or_below(wish: Wish, plan: Plan) -> Iterator[Plan]:
+def _here_or_below(request: PlanRequest, plan: Plan) -> Iterator[Plan]:
     """The plan, and with the activations of all stages on a tier."""
     yield plan
     whole = [stage.whole for stage in plan.stages[1:-1]]
     if all(whole) or not any(whole):
-        yield spilling(plan, wish.tiers[0].name)
+        yield spilling(plan, request.tiers[0].name)
 
 
-def _cut(oracle: Foretells, plan: Plan) -> list[Plan]:
+def _cut(forecaster: Predicts, plan: Plan) -> list[Plan]:
     """With cuts that fit the budget with all states on the device, and with those that balance
     times where states make room."""
     if plan.pipeline.cuts:
         return [plan]
-    costs = oracle.costs(plan)[0]
-    limited = replace(plan, budget=oracle.wish.budget)
-    made = (settled(limited, costs, oracle.hardware, below) for below in (False, True))
+    costs = forecaster.costs(plan)[0]
+    limited = replace(plan, budget=forecaster.request.budget)
+    made = (settled(limited, costs, forecaster.hardware, below) for below in (False, True))
     return list(dict.fromkeys(made))
 
 

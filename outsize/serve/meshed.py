@@ -127,10 +127,10 @@ class Meshed:
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
     """OutsizeError for a mesh that cannot generate with a model, with the nearest that can."""
-    if mesh.data > 1:
+    for axis in (axis.name for axis in mesh.axes if axis.batch):
         raise OutsizeError(
-            f"mesh: data is {mesh.data}, but a prompt has nothing to split over that axis; expected"
-            f" pipeline and tensor, for instance pipeline={mesh.data}"
+            f"mesh: {axis} is {mesh[axis]}, but a prompt has nothing to split over that axis;"
+            f" expected pipeline and tensor, for instance pipeline={mesh[axis]}"
         )
     most = len(config.layers) + 2
     if mesh.pipeline > most:

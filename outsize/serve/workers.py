@@ -20,12 +20,14 @@ from outsize.collectives import Mesh, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.hardware.host import cores
 from outsize.kernels import native
-from outsize.launch import Post, enter, run_here, run_there
+from outsize.launch import Mailbox, enter, run_here, run_there
+from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import number, started
 from outsize.serve.meshed import Meshed, check_mesh
 from outsize.train.workers import count_of, sized
 
-Go = Callable[[Meshed, bool], None]  # generates; whether it is the first, which prints
+# Generates; whether it is the first, which prints; the pulse of this worker.
+Go = Callable[[Meshed, bool, Heartbeat], None]
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,20 @@ def run_workers(asked: Asked, find: Callable[[], Path], go: Go) -> int:
     return run_here(mesh.size, lambda post: _work(asked, lambda: directory, go, post))
 
 
-def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Post) -> int:
+def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     """One worker's whole life. Nothing is to be saved: Ctrl-C ends it wherever it is, where
     Python's own handler may raise in the midst of waiting for others, and be lost there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     mesh = asked.mesh_of(post.count)
-    crew = enter(post, mesh, {"torch": torch.__version__, **asked.facts})
-    crew.pulse.at("reading the weights")
-    directory = Path(crew.told("model", lambda: str(find().resolve())))
-    crew.same("weights", _fingerprint(directory))
+    worker_group = enter(post, mesh, {"torch": torch.__version__, **asked.facts})
+    worker_group.pulse.at("reading the weights")
+    directory = Path(worker_group.told("model", lambda: str(find().resolve())))
+    worker_group.same("weights", _fingerprint(directory))
     _share_cores(mesh, post.near)
-    with Meshed(directory, crew.world) as model:
-        crew.pulse.at("generating")
+    with Meshed(directory, worker_group.world) as model:
+        worker_group.pulse.at("generating")
         try:
-            go(model, crew.first)
+            go(model, worker_group.first, worker_group.pulse)
         except BrokenPipeError:  # as of `... | head`, where click would say nothing in one process
             raise OutsizeError("standard output was closed before the text had ended") from None
     return 0

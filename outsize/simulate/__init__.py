@@ -1,5 +1,6 @@
-"""Foretelling: what a schedule's actions cost, and what a whole step holds and takes."""
+"""Predicting: what a schedule's actions cost, and what a whole step holds and takes."""
 
+from outsize.lazy import called
 from outsize.simulate.calibrate import calibrate
 from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import Forecast, forecast
@@ -7,3 +8,5 @@ from outsize.simulate.rehearse import rehearse
 from outsize.simulate.replay import annotate, play
 
 __all__ = ["Costs", "Forecast", "annotate", "calibrate", "forecast", "play", "rehearse"]
+
+called(__name__, "outsize.train.plans")  # outsize.simulate(...)

@@ -1,6 +1,6 @@
 """Calibration: the times of a plan's actions, measured on one block of each sort.
 
-Rates of a machine foretell a step that cannot be run; where a block can be, it is better asked. A
+Rates of a machine predict a step that cannot be run; where a block can be, it is better asked. A
 model with one layer of each sort that the plan has, and the whole prologue and epilogue, makes a
 few steps of one microbatch each; its actions' times stand for all their like.
 """

@@ -8,13 +8,15 @@ from functools import partial
 
 from outsize.memory import ChunkTable
 from outsize.memory.chunk import Slot
+from outsize.optim.declared import StateSpec
 from outsize.parallel.shards import even
 from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.runtime.checks import dtypes_of
-from outsize.runtime.placement import Placement
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
+from outsize.schedule.layout import Placement
+from outsize.schedule.starting import OWN, Filling
 from outsize.simulate.counter import Work
 
 Moved = tuple[Kind, State, int]  # kind, what is moved, stage
@@ -29,30 +31,42 @@ def moved(action: Action) -> Moved:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What the workers of an axis say inside an action by one operation: the bytes that each has
+    from the others. beside: by a thread beside the one that computes."""
+
+    axis: str
+    operation: str
+    bytes: int
+    beside: bool = False
+
+
+@dataclass(frozen=True)
 class ActionCost:
     """allocates: bytes by kind that stay (negative: freed); workspace: bytes above what was live
     before, while it runs; work: what it computes; moves: bytes of activations that it reads or
-    writes on their tier, sends or receives, or sums with others (EXCHANGE); received: bytes that it
-    has from the other workers of the tensor axis, of an EXCHANGE from those of the pipeline."""
+    writes on their tier, sends or receives, or sums with others (EXCHANGE); said: what workers say
+    to one another inside it."""
 
     allocates: Mapping[str, int]
     workspace: int
     work: Work
     moves: int = 0
-    received: int = 0
+    said: tuple[Said, ...] = ()
 
 
 @dataclass(frozen=True)
 class Facts:
     """What the placement of a plan needs of a model: its chunks' tables, by segment the segments
-    whose parameters it reads, the names of the optimizer's states and (`matrix`) of those of
-    matrices that are updated as wholes, and the tiers that are memory."""
+    whose parameters it reads, what the optimizer keeps of those that it leaves to its `rest` and
+    (`main`) of those that it takes itself, the tiers that are memory, and how first values come."""
 
     tables: tuple[ChunkTable, ...]
     uses: tuple[tuple[int, ...], ...]
-    states: tuple[str, ...]
-    matrix: tuple[str, ...] = ()
+    states: tuple[StateSpec, ...]
+    main: tuple[StateSpec, ...] = ()
     host: frozenset[str] = frozenset()
+    filling: Filling = OWN
 
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
         """How a plan places the model's states on the worker of the data axis that has most of
@@ -62,21 +76,17 @@ class Facts:
             every = tuple(_cut(t, plan.mesh.pipeline, turn) if t.piped else t for t in every)
         last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
         made = Placement(
-            plan, every, self.uses, dtypes, self.states, self.matrix, self.host, last, turn
+            plan, every, self.uses, dtypes, self.states, self.main, self.host, last, turn
         )
-        if last and any(table.matrices for table in made.tables):
+        if last and any(table.grain != 1 for table in made.tables):
             return replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
         return made
 
 
 def _share(placement: Placement, place: int) -> int:
     """Bytes of states of a worker of the data axis."""
-    found = 0
-    for index in range(len(placement.tables)):
-        for what, dtype in placement.held(index):
-            first, end = placement.extent(index, what, place)
-            found += (end - first) * dtype.itemsize
-    return found
+    indices = range(len(placement.tables))
+    return sum(placement.nbytes(i, what, place) for i in indices for what, _ in placement.held(i))
 
 
 def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
@@ -94,7 +104,7 @@ def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
 def facts_of(job: Job) -> Facts:
     """Those of the model that a job trains."""
     own = job.placement
-    return Facts(own.every, own.uses, own.states, own.matrix, own.host)
+    return Facts(own.every, own.uses, own.states, own.main, own.host)
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,8 @@ class Costs:
     the number `last`, where it has fewer rows. begun, begun_short: bytes by kind of a microbatch
     that is under way, where the workers of a pipeline begin it each (else in its first FORWARD).
     earlier: by stage, of what crosses behind it but was given before its last block: the stage in
-    which the code after that goes on, and the bytes (of a whole microbatch)."""
+    which the code after that goes on, and the bytes (of a whole microbatch). forward: what actions
+    cost in an evaluation, of a whole microbatch; evaluated: bytes of the batch that it is."""
 
     data: int
     actions: Mapping[Moved, ActionCost]
@@ -115,6 +126,13 @@ class Costs:
     begun: Mapping[str, int] = field(default_factory=dict)
     begun_short: Mapping[str, int] = field(default_factory=dict)
     earlier: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    forward: Mapping[Moved, ActionCost] = field(default_factory=dict)
+    evaluated: int = 0
+
+    @property
+    def evaluation(self) -> Costs:
+        """Those of an evaluation of one whole microbatch."""
+        return replace(self, data=self.evaluated, actions=self.forward, short={})
 
     def begun_by(self, microbatch: int) -> Mapping[str, int]:
         """Bytes by kind of a microbatch that is under way."""
@@ -125,9 +143,7 @@ class Costs:
         mine = self.short if self.short and action.microbatch == self.last else self.actions
         return mine.get(moved(action))
 
-    def received(self, action: Action) -> int:
-        """Bytes that the tensor axis brings in an action; of a RECV, all that it brings."""
+    def said(self, action: Action) -> tuple[Said, ...]:
+        """What is said inside an action."""
         cost = self.of(action)
-        if cost is None:
-            return 0
-        return cost.moves if action.kind is Kind.RECV else cost.received
+        return () if cost is None else cost.said

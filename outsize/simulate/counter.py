@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from outsize.torch_private import TorchDispatchMode
 
 Direction = Literal["forward", "backward"]
 _aten = torch.ops.aten

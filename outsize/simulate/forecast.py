@@ -10,16 +10,17 @@ from outsize.hardware import Device, Hardware
 from outsize.memory import Ledger
 from outsize.plan import Plan
 from outsize.runtime import Job
-from outsize.runtime.placement import Placement
-from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
+from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.action import WHOLE
+from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved as item_of
+from outsize.schedule.starting import starting
 from outsize.simulate import network
-from outsize.simulate.costs import Costs
+from outsize.simulate.costs import ActionCost, Costs
 from outsize.simulate.counter import Work
-from outsize.simulate.handing import absent, with_handing
+from outsize.simulate.handing import absent, evaluating, with_handing
 from outsize.simulate.rehearse import rehearse
-from outsize.simulate.replay import Player, annotate, kinds_at_peak
+from outsize.simulate.replay import Player, annotate, kinds_at_peak, play
 from outsize.simulate.resting import below, held_of, segments_of, spilled
 from outsize.simulate.together import play_together
 from outsize.trace.trace import Trace
@@ -30,7 +31,7 @@ _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the ca
 @dataclass(frozen=True)
 class Turn:
     """What one place of the pipeline axis will hold, hear and do, as a Forecast has it. stages: of
-    the plan's, those whose parameters it has."""
+    the plan's, those whose parameters it has. evaluation: its peak in one, of one microbatch."""
 
     stages: tuple[int, ...]
     static: Mapping[str, int]
@@ -40,6 +41,7 @@ class Turn:
     parameters: int
     schedule: Schedule
     below: Mapping[str, int]
+    evaluation: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class Forecast:
 
     static: bytes by kind that are always there. segments: by segment of the model, its static
     bytes, the activations that one microbatch keeps of it, and the workspace of its costliest
-    action. peak: highest bytes on the device tier; peak_by_kind: at that moment. flops: operations
-    of products and attention in a step, what recompute adds included. below: bytes on each tier
+    action. peak: highest bytes on the device tier, in a step, in an evaluation of one microbatch
+    (`evaluation` alone) or while the first values are written; peak_by_kind: at that moment. flops:
+    operations of products and attention in a step, what recompute adds included. below: bytes on
+    each tier
     below the device, those of activations included. parameters: of the model, wherever they are.
     received: bytes that this worker has from others in a step, by what brings them.
 
@@ -71,6 +75,7 @@ class Forecast:
     parameters: int = 0
     received: Mapping[str, network.Received] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
+    evaluation: int = 0
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -88,7 +93,7 @@ def forecast(
     batch_of: Callable[[int], object],
     hardware: Hardware,
 ) -> Forecast:
-    """Foretell a plan by rehearsing one microbatch and replaying the step."""
+    """Predict a plan by rehearsing one microbatch and replaying the step."""
     costs = rehearse(plan, job_of, batch_of)
     return compose(plan, costs, hardware)
 
@@ -112,7 +117,7 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     return Forecast(
         plan, place.schedule, top.static, segments_of(plan, costs, held), top.peak,
         top.peak_by_kind, trace.span(), flops, trace, _most(turns), top.parameters, top.received,
-        turns if len(turns) > 1 else (),
+        turns if len(turns) > 1 else (), max(turn.evaluation for turn in turns),
     )  # fmt: skip
 
 
@@ -147,19 +152,42 @@ class _Place:
             for kind, count in kinds.items():
                 static[kind] = static.get(kind, 0) + count
         static = {kind: count for kind, count in static.items() if count}
-        validate(schedule, static=sum(static.values()))
+        prove(schedule, static=sum(static.values()))
         return _Place(placement, schedule, tuple(held), static)
+
+    def evaluation(self, costs: Costs) -> tuple[int, dict[str, int]]:
+        """What an evaluation of one microbatch will hold: the peak, and bytes by kind at it. 0
+        where it is not known: of a vocabulary that is cut over the pipeline."""
+        if not costs.forward:
+            return 0, {}
+        mine, static = costs.evaluation, {**self.static, "data": costs.evaluated}
+        schedule = annotate(self.placement.evaluation(1), mine)
+        schedule = evaluating(schedule, mine, self.placement.pipelining)
+        trace = play(schedule, static, lambda index, action: 0.0)
+        return trace.peak(), kinds_at_peak(trace, static) if trace.peak() else {}
+
+    def begun(self, costs: Costs) -> dict[str, int]:
+        """Bytes by kind while the first values are written, where that takes any."""
+        beside = starting(self.placement, costs.facts.filling)
+        kinds = {k: n for k, n in self.static.items() if k not in ("data", "activations")}
+        return {**kinds, "workspace": beside} if beside else {}
 
     def told(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> Turn:
         """Its part of the forecast."""
         role, count = self.schedule.role, len(self.placement.plan.stages)
         stages = range(count) if role is None else sorted(role.holds)
-        received = network.received(self.placement, self.schedule, costs.received, hardware)
+        received = network.received(self.placement, self.schedule, costs.said, hardware)
         peak = max(event.peak for event in trace.events if event.worker == turn)
+        kinds = kinds_at_peak(trace, self.static, turn)
+        if (first := self.begun(costs)) and sum(first.values()) > peak:
+            peak, kinds = sum(first.values()), first
+        evaluation, held = self.evaluation(costs)
+        if evaluation > peak:
+            peak, kinds = evaluation, held
         return Turn(
-            tuple(stages), self.static, peak, kinds_at_peak(trace, self.static, turn), received,
+            tuple(stages), self.static, peak, kinds, received,
             sum(table.numel for table in self.placement.tables), self.schedule,
-            below(self.placement, spilled(self.schedule, costs)),
+            below(self.placement, spilled(self.schedule, costs)), evaluation,
         )  # fmt: skip
 
 
@@ -188,14 +216,17 @@ class Clock:
         if cost is None:
             return 0.0
         whole = duration(cost.work, self.hardware.devices[0])
-        if cost.received:
-            way = network.exchanged if action.kind is Kind.EXCHANGE else network.tensor
-            said_within = way(cost.received, self.placement.plan.mesh)
-            whole += said_within.seconds(self.hardware)
+        whole = max(whole + self._saying(cost, False), self._saying(cost, True))
         whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
         if action.kind is Kind.UPDATE:
             whole *= network.updated(self.placement, action.stage)
         return whole if action.part == WHOLE else whole * self._share(action)
+
+    def _saying(self, cost: ActionCost, beside: bool) -> float:
+        """What is said inside an action, in the thread that computes or beside it."""
+        said = [one for one in cost.said if one.beside == beside]
+        mesh = self.placement.plan.mesh
+        return sum(network.within(one, mesh).seconds(self.hardware) for one in said)
 
     def _share(self, action: Action) -> float:
         """The part of its stage that an update of a part is."""
@@ -207,10 +238,7 @@ class Clock:
     def _passing(self, action: Action) -> float:
         """What a RECV waits for from the start of its SEND, which itself waits for nothing."""
         cost = self.costs.of(action)
-        if cost is None or action.kind is Kind.SEND:
-            return 0.0
-        said = network.handed_on(cost.moves, self.placement.plan.mesh)
-        return said.seconds(self.hardware)
+        return 0.0 if cost is None else self._saying(cost, False)
 
     def _moving(self, action: Action) -> float:
         fetch = action.kind is Kind.FETCH

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outsize.collectives.channel import LIMIT
-from outsize.runtime.placement import Placement
 from outsize.schedule import Action, Kind, Lane, Schedule, State
+from outsize.schedule.layout import Placement
 from outsize.schedule.pipelined import Pipelining, peer
 from outsize.schedule.vocabulary import PASSES
 from outsize.simulate.costs import Costs
@@ -51,6 +51,22 @@ def with_handing(schedule: Schedule, costs: Costs, line: Pipelining | None) -> S
         )
         for i, a in enumerate(actions)
     )  # fmt: skip
+    return replace(schedule, workers=(tuple(made),))
+
+
+def evaluating(schedule: Schedule, costs: Costs, line: Pipelining | None) -> Schedule:
+    """The same for one worker's evaluation of a microbatch: what is sent may stay to the end."""
+    if line is None:
+        return schedule
+    made = [replace(a, allocates=()) if a.kind is Kind.SEND else a for a in schedule.workers[0]]
+    first = next((i for i, a in enumerate(made) if a.kind in (Kind.RECV, Kind.FORWARD)), None)
+    if first is not None:
+        begun = tuple((f"device/{kind}", n) for kind, n in costs.begun.items())
+        taken = sum(costs.begun.values()) if made[first].lane is Lane.COMPUTE else 0
+        here = made[first]
+        made[first] = replace(
+            here, allocates=(*here.allocates, *begun), workspace=here.workspace + taken
+        )
     return replace(schedule, workers=(tuple(made),))
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from outsize.collectives import Mesh
 from outsize.hardware import Hardware
-from outsize.runtime.placement import GRADIENTS, MASTER, PARAMETERS, Placement
-from outsize.schedule import Action, Kind, Lane, Schedule
+from outsize.schedule import Action, Kind, Schedule
+from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
 from outsize.schedule.residency import SHARED
+from outsize.simulate.costs import Said
 
-TENSOR = "tensor"  # what the tensor axis says inside the passes
 SAID = (*SHARED, Kind.MERGE)  # actions in which workers share what they hold
 STAGES = "stages"  # what passes between the stages of a pipeline
 EXCHANGED = "exchange"  # what all workers of a pipeline sum for a cut vocabulary
@@ -71,7 +72,8 @@ def messages(placement: Placement, action: Action, last: bool = True) -> Iterato
 def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Iterator[Message]:
     table, own = placement.tables[index], placement.shards
     dtypes = dict(placement.held(index))
-    apart = placement.plan.mesh.tensor  # ranks between neighbours of the data axis
+    mesh = placement.plan.mesh
+    apart = mesh.stride("data")
     if kind is Kind.GATHER:
         yield Message(table.numel * dtypes[PARAMETERS].itemsize, own.parameters, apart)
     if kind is Kind.GATHER or not table.trainable:
@@ -85,7 +87,7 @@ def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Itera
         turns = placement.holders(table)
         if len(turns) > 1 and not table.piped:
             mine = 2 * (end - first) * dtypes[GRADIENTS].itemsize
-            yield Message(mine, len(turns), (turns[1] - turns[0]) * apart * own.size)
+            yield Message(mine, len(turns), (turns[1] - turns[0]) * mesh.stride("pipeline"))
         return
     whole = table.numel * dtypes[GRADIENTS].itemsize
     yield Message(whole, own.gradients, apart)
@@ -95,24 +97,19 @@ def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Itera
         mine = 2 * whole / own.optimizer
         yield Message(mine, own.size // own.optimizer, own.optimizer * apart)
         if table.partial:
-            yield Message(mine, table.shared)
+            yield Message(mine, table.shared, mesh.stride(table.axis))
+        others = [axis for axis in mesh.axes if axis.batch and not axis.sharded]
+        if others:  # their order is that of the ranks: the last one's workers lie next to others
+            count = prod(mesh[axis.name] for axis in others)
+            yield Message(mine, count, mesh.stride(others[-1].name))
 
 
-def tensor(received: float, mesh: Mesh) -> Message:
-    """All that the tensor axis says in an action, of which a worker has had so many bytes."""
-    count = mesh.tensor
-    return Message(received * count / max(1, count - 1), count)
-
-
-def handed_on(size: float, mesh: Mesh) -> Message:
-    """So many bytes from one stage of a pipeline to the next."""
-    return Message(2 * size, 2, mesh.data * mesh.tensor)
-
-
-def exchanged(received: float, mesh: Mesh) -> Message:
-    """An exchange of a cut vocabulary, of which a worker has had so many bytes."""
-    count = mesh.pipeline
-    return Message(received * count / max(1, count - 1), count, mesh.data * mesh.tensor)
+def within(said: Said, mesh: Mesh) -> Message:
+    """What is said inside an action."""
+    if said.operation == "receive":
+        return Message(2 * said.bytes, 2, mesh.stride(said.axis))
+    count = mesh[said.axis]
+    return Message(said.bytes * count / max(1, count - 1), count, mesh.stride(said.axis))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -142,25 +139,24 @@ def last_sums(schedule: Schedule) -> frozenset[int]:
 def received(
     placement: Placement,
     schedule: Schedule,
-    inside: Callable[[Action], float],
+    inside: Callable[[Action], Iterable[Said]],
     hardware: Hardware,
 ) -> Mapping[str, Received]:
-    """By kind of action ("tensor": of the tensor axis, "stages": between those of a pipeline), the
-    bytes of a step. inside: the bytes that the tensor axis, another stage or an exchange brings in
-    an action."""
+    """By kind of action, or by axis what layers say over it ("stages": what passes between those of
+    a pipeline), the bytes of a step. inside: what is said inside an action."""
     machine, last = workers_of_a_machine(hardware), last_sums(schedule)
     found: dict[str, Received] = {}
+
+    def count(name: str, message: Message) -> None:
+        found[name] = found.get(name, Received()).plus(message, machine)
+
     for index, action in enumerate(schedule.workers[0]):
-        shared = action.kind in SAID
-        name = action.kind.value.lower() if shared else TENSOR
-        mesh = placement.plan.mesh
-        said: Iterable[Message] = (tensor(inside(action), mesh),)
-        if action.lane is Lane.RECEIVE:
-            name, said = STAGES, (handed_on(inside(action), mesh),)
-        elif action.kind is Kind.EXCHANGE:
-            name, said = EXCHANGED, (exchanged(inside(action), mesh),)
-        for message in messages(placement, action, index in last) if shared else said:
-            found[name] = found.get(name, Received()).plus(message, machine)
+        if action.kind in SAID:
+            for message in messages(placement, action, index in last):
+                count(action.kind.value.lower(), message)
+        for said in inside(action):
+            name = {"receive": STAGES, "exchange": EXCHANGED}.get(said.operation, said.axis)
+            count(name, within(said, placement.plan.mesh))
     return {name: count for name, count in found.items() if count.total}
 
 

@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outsize.data import Batch
 from outsize.hardware import Hardware
 from outsize.memory import KINDS, Ledger
 from outsize.plan import DEVICE, Plan
+from outsize.runtime.engine import Engine, Loaded
 from outsize.runtime.groups import later
 from outsize.runtime.local import LocalJob
-from outsize.runtime.placement import Placement
 from outsize.runtime.zeroth import ZerothJob
 from outsize.schedule import Action, Kind, Lane, Schedule
+from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved as item_of
+from outsize.schedule.starting import Filling, starting
 from outsize.simulate.counter import Counter, Work
 from outsize.simulate.forecast import Forecast, duration, rate
 from outsize.simulate.replay import kinds_at_peak, play
+from outsize.torch_private import FakeTensorMode
 from outsize.trace.trace import Event, Trace
 
 DRAWN = 26e6  # normal numbers a second of one core (docs/log.md): two for every weight and step
@@ -32,18 +35,19 @@ Named = tuple[tuple[str, Mapping[str, int]], ...]
 
 @dataclass(frozen=True)
 class _Played:
-    """A schedule with its actions' bytes, and as it was foretold."""
+    """A schedule with its actions' bytes, and as it was predicted."""
 
     schedule: Schedule
     trace: Trace
     flops: float
 
 
-def foretell_zeroth(
+def predict_zeroth(
     plan: Plan,
     job_of: Callable[[Plan, Ledger], ZerothJob],
     batch_of: Callable[[int], object],
     hardware: Hardware,
+    filling: Filling,
 ) -> Forecast:
     """What a plan of losses alone will hold and take. job_of, batch_of: called in a fake mode."""
     ledger = Ledger()
@@ -55,17 +59,18 @@ def foretell_zeroth(
         def seconds(action: Action, work: Work) -> float:
             return _zeroth_seconds(job, hardware, action, work)
 
-        made = _play(job.schedule, job.alone, ledger, static, seconds)
+        made = _play(job.engine, job.loaded, ledger, static, seconds)
         names = [name for name, _ in job.flow.segments]
         segments = _segments(job.placement, names, made.schedule)
-    return _forecast(plan, made, static, segments, [job.placement])
+    return _forecast(plan, made, static, segments, [job.placement], filling)
 
 
-def foretell_local(
+def predict_local(
     plan: Plan,
     job_of: Callable[[Plan, Ledger], LocalJob],
     batch_of: Callable[[int], object],
     hardware: Hardware,
+    filling: Filling,
 ) -> Forecast:
     """What a plan of local losses will hold and take. job_of, batch_of: called in a fake mode."""
     ledger, events, flops = Ledger(), list[Event](), 0.0
@@ -79,7 +84,7 @@ def foretell_local(
             for group, one in zip(job.groups, job.jobs, strict=True):
                 one.ready(batch, 1.0)
                 made = _play(
-                    one.schedule, one.alone, ledger, _static(ledger),
+                    one.engine, one.loaded, ledger, _static(ledger),
                     lambda _, work: duration(work, hardware.devices[0]),
                 )  # fmt: skip
                 events += later(made.trace, since, stages)
@@ -88,11 +93,23 @@ def foretell_local(
                 actions += made.schedule.workers[0]
                 names = [group.segment(name) for name, _ in one.flow.segments]
                 segments += _segments(one.placement, names, made.schedule)
+        with torch.no_grad(), ledger:
+            job.ready(_evaluated(batch_of(plan.microbatch_size)), 0, plan.microbatch_size)
+            job.engine.begin(job.loaded)
+            evaluation = max(job.engine.alone(step).peak for step in job.loaded.steps)
     whole = _Played(
         Schedule(stages, plan.microbatches, (tuple(actions),)),
-        Trace("foretold", tuple(events)), flops,
+        Trace("predicted", tuple(events)), flops,
     )  # fmt: skip
-    return _forecast(plan, whole, static, segments, [one.placement for one in job.jobs])
+    placements = [one.placement for one in job.jobs]
+    told = _forecast(plan, whole, static, segments, placements, filling)
+    return replace(told, evaluation=evaluation, peak=max(told.peak, evaluation))
+
+
+def _evaluated(batch: object) -> Batch:
+    """A batch as evaluations have it: without dropout."""
+    assert isinstance(batch, Batch), "groups are of native decoders"
+    return replace(batch, noise=None)
 
 
 def _static(ledger: Ledger) -> dict[str, int]:
@@ -100,8 +117,8 @@ def _static(ledger: Ledger) -> dict[str, int]:
 
 
 def _play(
-    schedule: Schedule,
-    alone: Callable[[int, Action], Event],
+    engine: Engine,
+    program: Loaded,
     ledger: Ledger,
     static: Mapping[str, int],
     seconds: Callable[[Action, Work], float],
@@ -111,21 +128,23 @@ def _play(
     times: dict[object, float] = {}
     flops = 0.0
     with ledger:
-        for index, action in enumerate(schedule.workers[0]):
+        engine.begin(program)
+        for step in program.steps:
+            action = step.action
             times[action.key] = 0.0
             if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
                 actions.append(action)
                 continue
             before, total, counter = dict(ledger.live), ledger.total, Counter()
             with counter:
-                event = alone(index, action)
+                event = engine.alone(step)
             delta = ((k, ledger.live[k] - n) for k, n in before.items() if ledger.live[k] != n)
             workspace = max(0, event.peak - total)
             allocates = tuple((f"device/{kind}", count) for kind, count in delta)
             actions.append(replace(action, allocates=allocates, workspace=workspace))
             times[action.key] = seconds(action, counter.work)
             flops += counter.work.flops()
-    filled = replace(schedule, workers=(tuple(actions),))
+    filled = replace(program.schedule, workers=(tuple(actions),))
     return _Played(filled, play(filled, static, lambda _, a: times[a.key]), flops)
 
 
@@ -166,7 +185,8 @@ def _resting(placement: Placement, below: bool) -> Iterator[tuple[str, int, int]
             tier = placement.tier(index, what)
             if below == (tier != DEVICE):
                 kind = what if what in KINDS else "optimizer"
-                yield tier if below else kind, table.segment, table.numel * dtype.itemsize
+                size = placement.numel(index, what) * dtype.itemsize
+                yield tier if below else kind, table.segment, size
 
 
 def _forecast(
@@ -175,14 +195,20 @@ def _forecast(
     static: Mapping[str, int],
     segments: Named,
     placements: Sequence[Placement],
+    filling: Filling,
 ) -> Forecast:
+    beside = max(starting(placement, filling) for placement in placements)
+    begun = {**{k: n for k, n in static.items() if k != "data"}, "workspace": beside}
     below: dict[str, int] = {}
     for placement in placements:
         for tier, _, size in _resting(placement, below=True):
             below[tier] = below.get(tier, 0) + size
     count = sum(table.numel for placement in placements for table in placement.tables)
     trace = made.trace
+    peak, kinds = trace.peak(), kinds_at_peak(trace, static)
+    if sum(begun.values()) > peak:
+        peak, kinds = sum(begun.values()), begun
     return Forecast(
-        plan, made.schedule, static, segments, trace.peak(), kinds_at_peak(trace, static),
+        plan, made.schedule, static, segments, peak, kinds,
         trace.span(), made.flops, trace, below, count,
     )  # fmt: skip

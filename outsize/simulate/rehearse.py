@@ -7,24 +7,27 @@ needs while it runs, and its work; the whole step is then composed from these by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.collectives import along
+from outsize.collectives import inside
+from outsize.data import Batch
 from outsize.memory import Ledger
 from outsize.memory.store import Place
 from outsize.plan import Pipelined, Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
+from outsize.runtime.engine import Loaded
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Costs as Seconds
 from outsize.schedule.pipelines import Shape, named
-from outsize.simulate.costs import PARTS, ActionCost, Costs, Moved, facts_of, moved
+from outsize.simulate.costs import PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
+from outsize.torch_private import FakeTensorMode
 
 _ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -38,7 +41,8 @@ def rehearse(
     """Costs of a plan's actions.
 
     job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,
-    called for the whole step's: it is there throughout, though one microbatch of it is played.
+    called for all that a worker has of a step: they are there throughout, though one microbatch of
+    them is played.
     splits: `splits_of` the plan for which this one stands.
     """
     splits = splits_of(plan) if splits is None else splits
@@ -49,15 +53,18 @@ def rehearse(
     with FakeTensorMode():
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
-            job, data = _rehearsed(alone, plan.rows, job_of, batch_of, line, whole)
+            job, data, ledger = _rehearsed(alone, own, job_of, batch_of, line, whole)
+            if not whole.evaluated and job.rows is None:
+                _evaluate(job, batch_of(rows), ledger, whole, line)
+            job.close()
             names = tuple(name for name, _ in job.flow.segments)
             facts = facts_of(job)
             if left:
                 fewer = replace(alone, rows=left, microbatch_rows=left)
-                _rehearsed(fewer, plan.rows, job_of, batch_of, line, short)
+                _rehearsed(fewer, own, job_of, batch_of, line, short)[0].close()
     return Costs(
         data, whole.actions, names, facts, short.actions, plan.microbatches - 1, whole.begun,
-        short.begun, whole.earlier,
+        short.begun, whole.earlier, whole.forward, whole.evaluated,
     )  # fmt: skip
 
 
@@ -68,6 +75,8 @@ class _Played:
     actions: dict[Moved, ActionCost] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     earlier: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    forward: dict[Moved, ActionCost] = field(default_factory=dict)  # of an evaluation
+    evaluated: int = 0  # bytes of its batch
 
 
 def splits_of(plan: Plan) -> tuple[bool, ...]:
@@ -89,7 +98,7 @@ def unpiped(plan: Plan) -> Plan:
     """The plan with all stages on every worker, one after the other; what is cut over the pipeline
     stays cut."""
     rest = tuple(name for name in plan.approximate if name != PARTIAL)
-    mesh, kept = replace(plan.mesh, pipeline=1), Pipelined(vocabulary=plan.pipeline.vocabulary)
+    mesh, kept = plan.mesh.having(pipeline=1), Pipelined(vocabulary=plan.pipeline.vocabulary)
     return replace(plan, mesh=mesh, pipeline=kept, approximate=rest)
 
 
@@ -100,27 +109,27 @@ def _rehearsed(
     batch_of: Callable[[int], object],
     line: bool,
     played: _Played,
-) -> tuple[Job, int]:
-    """The job of a plan of one microbatch, and the bytes of a batch of `rows` rows; its costs go
-    into `played`. line: for workers of a pipeline."""
+) -> tuple[Job, int, Ledger]:
+    """The job of a plan of one microbatch, the bytes of a batch of `rows` rows, and what counted
+    them; its costs go into `played`. line: for workers of a pipeline."""
     ledger = Ledger()
     job = job_of(plan, ledger)
     left = _all_leave(job.schedule)
-    job.follow(_weights_last(left) if line else left)
+    program = job.playable(_weights_last(left) if line else left)
     job.ready(batch_of(rows), count=1.0)
     data = ledger.live["data"]
     with ledger:
+        job.engine.begin(program)
         if line:
             _begin(job, ledger, played)
-        _play(job, ledger, played, line)
-    job.close()
-    return job, data
+        _play(job, program, ledger, played, line)
+    return job, data, ledger
 
 
 def _begin(job: Job, ledger: Ledger, played: _Played) -> None:
     """Take up the microbatch, apart from its first action."""
     before = dict(ledger.live)
-    job.begin(0)
+    job.training.microbatches.of(0)
     ledger.settle()
     played.begun.update(_change(ledger, before))
 
@@ -138,7 +147,7 @@ def bare(plan: Plan) -> Plan:
     one = unpiped(plan)
     return replace(
         one, rows=rows, microbatch_rows=rows, budget=None, stages=stages, order="microbatch",
-        update="apart", stream=Stream(), mesh=replace(one.mesh, data=1), shards=Sharding(),
+        update="apart", stream=Stream(), mesh=one.mesh.having(data=1), shards=Sharding(),
     )  # fmt: skip
 
 
@@ -175,6 +184,34 @@ def _weights_last(schedule: Schedule) -> Schedule:
     return replace(schedule, workers=((*rest[:norm], *late, *rest[norm:]),))
 
 
+@torch.no_grad()
+def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bool) -> None:
+    """One microbatch forward, as an evaluation has it."""
+    program = job.playable(job.placement.evaluation(1))
+    microbatches = job.training.microbatches
+    if isinstance(batch, Batch):
+        batch = replace(batch, noise=None)
+    microbatches.ready(batch, [(0, job.plan.rows)], 1.0)
+    played.evaluated = ledger.live["data"]
+    with ledger:
+        job.engine.begin(program)
+        if line:
+            microbatches.of(0)
+            ledger.settle()
+        for step in program.steps:
+            action, before, total = step.action, dict(ledger.live), ledger.total
+            counter = Counter()
+            with counter:
+                event = job.engine.alone(step)
+            delta = _change(ledger, before)
+            if line and step is program.steps[-1]:  # the microbatch goes
+                delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
+            workspace = max(0, event.peak - total)
+            played.forward[moved(action)] = ActionCost(delta, workspace, counter.work)
+    handed = ((Kind.SEND, State.ACTIVATIONS), (Kind.RECV, State.ACTIVATIONS))
+    played.forward |= {key: cost for key, cost in played.actions.items() if key[:2] in handed}
+
+
 class Nowhere:
     """A store that keeps nothing, for tensors that have no bytes; it counts what it should move."""
 
@@ -203,47 +240,57 @@ def nowhere(plan: Plan) -> dict[str, Nowhere]:
     return {s.rest.activations: Nowhere() for s in plan.stages if s.spills}
 
 
-def _play(job: Job, ledger: Ledger, played: _Played, line: bool) -> None:
+def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool) -> None:
     """The actions one after the other; what moves, moves nothing."""
-    for index, action in enumerate(job.schedule.workers[0]):
+    schedule = program.schedule
+    for step in program.steps:
+        action = step.action
         if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
             continue
         before, total = dict(ledger.live), ledger.total
         passed, heard = _passed(job), _heard(job)
-        loss = job.loss_bytes(0) if line and action.kind in _ENDS else 0
+        loss = _loss_bytes(job) if line and action.kind in _ENDS else 0
         counter = Counter()
         with counter:
-            event = job.alone(index, action)
+            event = job.engine.alone(step)
         delta = _change(ledger, before)
-        if _ends(job, action):  # the microbatch goes
+        if _ends(job, schedule, action):  # the microbatch goes
             delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
-        if loss and action.stage == job.schedule.first:
+        if loss and action.stage == schedule.first:
             delta["activations"] = delta.get("activations", 0) + loss
-        if loss and action.stage == job.schedule.stages - 1:  # whoever has the loss lets it go
+        if loss and action.stage == schedule.stages - 1:  # whoever has the loss lets it go
             delta["activations"] = delta.get("activations", 0) - loss
         workspace = max(0, event.peak - total)
         moves = _passed(job) - passed
         if action.kind is Kind.EXCHANGE and job.rows is not None:
             moves = job.rows.summed(action.state, 0)
         played.actions[moved(action)] = ActionCost(
-            delta, workspace, counter.work, moves, _heard(job) - heard
+            delta, workspace, counter.work, moves, tuple(_since(heard, _heard(job)))
         )
-        if line and action.kind is Kind.FORWARD and action.stage < job.schedule.stages - 1:
+        if line and action.kind is Kind.FORWARD and action.stage < schedule.stages - 1:
             _crossing(job, action.stage, played)
         elif line and job.rows is not None:
-            played.actions |= _given(job.rows, job.schedule, action)
+            played.actions |= _given(job.rows, schedule, action)
 
 
-def _ends(job: Job, action: Action) -> bool:
+def _loss_bytes(job: Job) -> int:
+    """Of the loss that the microbatch keeps, once the last stage has run forward."""
+    loss = job.training.microbatches.of(0).loss
+    return 0 if loss is None else loss.nbytes
+
+
+def _ends(job: Job, schedule: Schedule, action: Action) -> bool:
     """Whether a microbatch has no more to do then."""
     if job.rows is not None:
         return action.kind is Kind.EMBED_BACKWARD
-    return action.kind in _ENDS and action.stage == job.schedule.first
+    return action.kind in _ENDS and action.stage == schedule.first
 
 
 def _crossing(job: Job, stage: int, played: _Played) -> None:
     """Note what crosses behind a stage; nothing of it is held."""
-    outputs = job.outputs(stage, 0)
+    walk = job.training.microbatches.of(0)
+    outputs = walk.take(stage)
+    walk.put(stage, outputs)
     played.actions |= _handed_on(State.ACTIVATIONS, stage, outputs)
     floating = [t for t in outputs if t.is_floating_point()]
     played.actions |= _handed_on(State.GRADIENTS, stage, floating)
@@ -265,8 +312,11 @@ def _handed_on(state: State, stage: int, tensors: Sequence[Tensor]) -> dict[Move
     """What it costs to send tensors to another worker, and to receive them."""
     size = sum(tensor.nbytes for tensor in tensors)
     return {
-        (kind, state, stage): ActionCost({"activations": sign * size}, 0, Work(), size)
-        for kind, sign in ((Kind.SEND, -1), (Kind.RECV, 1))
+        (kind, state, stage): ActionCost({"activations": sign * size}, 0, Work(), size, said)
+        for kind, sign, said in (
+            (Kind.SEND, -1, ()),
+            (Kind.RECV, 1, (Said("pipeline", "receive", size),)),
+        )
     }
 
 
@@ -283,11 +333,23 @@ def _earlier(job: Job, stage: int, outputs: Sequence[Tensor]) -> list[tuple[int,
     ]
 
 
-def _heard(job: Job) -> int:
-    """Bytes that its tensor axis and exchanges of a cut vocabulary have brought, of a world that is
-    not there."""
-    exchanged = 0 if job.rows is None else job.rows.received
-    return sum(along(job.world, "tensor").received.values()) + exchanged
+def _heard(job: Job) -> dict[Said, int]:
+    """Bytes that layers and exchanges of a cut vocabulary have brought, of a world that is not
+    there; by axis and operation."""
+    found: dict[Said, int] = {}
+    for one in inside(job.world):
+        for operation, count in one.group.received.items():
+            found[Said(one.axis, operation, 0, one.beside)] = count
+    if job.rows is not None:
+        found[Said("pipeline", "exchange", 0)] = job.rows.received
+    return found
+
+
+def _since(before: Mapping[Said, int], now: Mapping[Said, int]) -> Iterator[Said]:
+    """What was said in between."""
+    for said, count in now.items():
+        if more := count - before.get(said, 0):
+            yield replace(said, bytes=more)
 
 
 def _passed(job: Job) -> int:

@@ -30,9 +30,10 @@ def _filled(action: Action, costs: Costs) -> Action:
 def play(
     schedule: Schedule, static: Mapping[str, int], seconds: Callable[[int, Action], float]
 ) -> Trace:
-    """The foretold trace of an annotated schedule of one worker. seconds: of the action at a place.
+    """The predicted trace of an annotated schedule of one worker. seconds: of the action at a
+    place.
 
-    Lanes run beside each other as the runtime's do (outsize/runtime/lanes.py): each in the order of
+    Lanes run beside each other as the engine's do (outsize/runtime/engine.py): each in the order of
     the list, waiting for what it needs; bytes come and go where the computing thread says.
     """
     player = Player(schedule, static)
@@ -40,7 +41,7 @@ def play(
         start = player.start(index)
         assert start is not None, "a list is one order in which everything can run alone"
         player.end(index, start, start + seconds(index, action))
-    return Trace("foretold", tuple(sorted(player.events(), key=lambda event: event.start)))
+    return Trace("predicted", tuple(sorted(player.events(), key=lambda event: event.start)))
 
 
 class Player:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from outsize.memory import KINDS
 from outsize.plan import DEVICE, Plan
-from outsize.runtime.placement import GRADIENTS, Placement
 from outsize.schedule import Kind, Schedule, State
+from outsize.schedule.layout import GRADIENTS, Placement
 from outsize.simulate.costs import Costs
 
 
@@ -15,12 +15,11 @@ def held_of(placement: Placement) -> list[dict[str, int]]:
     """By segment, bytes by kind of the states that the device holds throughout."""
     made: list[dict[str, int]] = [{} for _ in placement.uses]
     for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
+        for what, _ in placement.held(index):
             if placement.tier(index, what) == DEVICE:
                 kind = what if what in KINDS else "optimizer"
                 mine = made[table.segment]
-                first, last = placement.extent(index, what)
-                mine[kind] = mine.get(kind, 0) + (last - first) * dtype.itemsize
+                mine[kind] = mine.get(kind, 0) + placement.nbytes(index, what)
     return made
 
 
@@ -46,11 +45,10 @@ def below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
         tier = placement.plan.stages[stage].rest.activations
         found[tier] = found.get(tier, 0) + size
     for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
+        for what, _ in placement.held(index):
             tier = placement.tier(index, what)
             if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
-                first, last = placement.extent(index, what)
-                found[tier] = found.get(tier, 0) + (last - first) * dtype.itemsize
+                found[tier] = found.get(tier, 0) + placement.nbytes(index, what)
     return found
 
 

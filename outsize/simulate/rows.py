@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from outsize.schedule import Action, Kind, Schedule, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.vocabulary_here import exchanged
+from outsize.schedule.vocabulary import exchanged
 from outsize.simulate.costs import Costs
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)

@@ -25,15 +25,18 @@ class Sample:
 
 
 def sample(config: DecoderConfig, plan: Plan) -> Sample:
-    """The smallest model that has every sort of layer, as the plan runs it."""
+    """The smallest model that has every sort of layer, as the plan runs it. Beside an adapter the
+    first of a sort is apart: it may be the first that learns, whose backward pass ends there."""
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
-    sorts = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
+    alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
+    firsts = {alike.index(sort) for sort in set(alike)} if config.adapter is not None else set()
+    sorts = [(*sort, i in firsts) for i, sort in enumerate(alike)]
     kinds = list(dict.fromkeys(sorts))
-    ways = (how[0], *(way for _, way in kinds), how[plan.segments - 1])
+    ways = (how[0], *(way for _, way, _ in kinds), how[plan.segments - 1])
     stages = tuple(replace(way, first=i, last=i + 1) for i, way in enumerate(ways))
     small = replace(plan, segments=len(stages), stages=stages, budget=None)
     stands = (0, *(kinds.index(sort) + 1 for sort in sorts), len(stages) - 1)
-    return Sample(replace(config, layers=tuple(layer for layer, _ in kinds)), small, stands)
+    return Sample(replace(config, layers=tuple(layer for layer, *_ in kinds)), small, stands)
 
 
 def _computed(stage: Stage) -> Stage:
@@ -48,7 +51,10 @@ def expand(costs: Costs, chosen: Sample, plan: Plan, facts: Facts) -> Costs:
     actions, short = (_spread(some, chosen.stands) for some in (costs.actions, costs.short))
     last = len(chosen.stands) - 1
     names = ("prologue", *(f"block {i}" for i in range(last - 1)), "epilogue")
-    return replace(costs, actions=actions, segments=names, facts=facts, short=short)
+    forward = _spread(costs.forward, chosen.stands)
+    return replace(
+        costs, actions=actions, segments=names, facts=facts, short=short, forward=forward
+    )
 
 
 def _spread(costs: Mapping[Moved, ActionCost], stands: tuple[int, ...]) -> dict[Moved, ActionCost]:

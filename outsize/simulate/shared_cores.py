@@ -1,11 +1,11 @@
-"""A step of several workers foretold, on a machine whose cores they share.
+"""A step of several workers predicted, on a machine whose cores they share.
 
 Every worker computes in one thread. While more of them compute than there are cores, the system
 gives each its turn, and even fewer slow each other down, since memory is shared: how fast each goes
 while 1, 2, ... compute is measured (`paces`), and the event simulator keeps count. What actions
 take alone is measured too (outsize/simulate/alone.py), or computed from rates.
 
-Lists, lanes and hazards are those that the runtime plays (outsize/runtime/lanes.py). Actions that
+Lists, lanes and hazards are those that the runtime plays (outsize/runtime/engine.py). Actions that
 workers do together end together, once the last of them is there. Who sends goes on computing unless
 as many messages are under way as a channel holds.
 """
@@ -37,7 +37,7 @@ Seconds = Callable[[int, Action], float]  # of an action of a worker, alone
 _LANES = {Kind.SEND: Lane.SEND, Kind.RECV: Lane.RECEIVE, Kind.EXCHANGE: Lane.EXCHANGE}
 
 
-def foretell(
+def predict(
     lists: Sequence[Schedule],
     seconds: Seconds,
     cores: Sequence[float] = (),
@@ -61,7 +61,7 @@ def foretell(
         )
         for worker, action, first, last in graph.shown
     ]  # fmt: skip
-    return Trace("foretold", tuple(sorted(events, key=lambda event: event.start)))
+    return Trace("predicted", tuple(sorted(events, key=lambda event: event.start)))
 
 
 def lists_of(pipeline: Pipeline) -> list[Schedule]:
@@ -115,7 +115,7 @@ def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Foreca
         message = action.kind is Kind.RECV  # of some stages all wait
         return least.get(action.label if message else (action.label, action.stage), 0.0)
 
-    trace = _retimed(made.trace, foretell(lists, seconds, cores))
+    trace = _retimed(made.trace, predict(lists, seconds, cores))
     return replace(made, trace=trace, seconds=trace.span())
 
 
@@ -213,8 +213,9 @@ class _Graph:
         """The workers among which an action is one."""
         if action.kind is Kind.NORM:
             return ()
-        axis = "pipeline" if action.kind in SUMS else "data"
-        return self.mesh.ranks(axis, worker)
+        if action.kind in SUMS:
+            return self.mesh.ranks("pipeline", worker)
+        return self.mesh.along(lambda axis: axis.batch, worker)
 
     def join(self) -> None:
         """Let nodes of different workers wait for each other."""
@@ -261,7 +262,7 @@ def paces(
 
 
 def _turn(world: World, work: Callable[[], object], count: int, window: float) -> float:
-    """Seconds in which `count` workers, others each time, do their work once. Everybody has a turn
+    """Seconds in which `count` workers, others each time, do their work once. Totals has a turn
     equally often, until a window is over for all."""
     everybody, size, done = everyone(world), world.mesh.size, 0
     everybody.barrier()

@@ -122,7 +122,7 @@ class Played:
             "schedule": self.pipeline.name,
             "memory": f"of worker {most}; a microbatch of its layers is drawn as 1 MiB",
         }
-        return Trace("foretold", tuple(events), meta)
+        return Trace("predicted", tuple(events), meta)
 
 
 class _Levels:

@@ -22,7 +22,7 @@ SUMS = (Kind.NORM, Kind.MERGE, Kind.EXCHANGE)  # what several places of the pipe
 def play_together(
     players: Sequence[Player], seconds: Sequence[Callable[[int, Action], float]]
 ) -> Trace:
-    """The foretold trace of all workers. seconds: by worker, of the action at a place of its list
+    """The predicted trace of all workers. seconds: by worker, of the action at a place of its list
     when it waits for nobody."""
     board = _Board(players)
     lanes = [_Lane(player, by, deque(indices)) for player, by, indices in _lanes(players, seconds)]
@@ -31,7 +31,7 @@ def play_together(
         moved = any([board.advance(lane) for lane in lanes])
     assert not any(lane.left for lane in lanes), "workers wait for each other in a circle"
     events = [event for player in players for event in player.events()]
-    return Trace("foretold", tuple(sorted(events, key=lambda e: (e.worker, e.start))))
+    return Trace("predicted", tuple(sorted(events, key=lambda e: (e.worker, e.start))))
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Trace: when actions ran and what memory held, its own JSON form, its Perfetto export, several
-workers' as one, and foretold against measured."""
+workers' as one, and predicted against measured."""
 
 from outsize.trace.match import (
     Difference,

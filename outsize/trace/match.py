@@ -1,4 +1,4 @@
-"""Foretold and measured, action by action: which of them took longer than was foretold.
+"""Predicted and measured, action by action: which of them took longer than was predicted.
 
 Who waits for another worker is not slow, so waiting is taken off first: of a receive, what it
 spends before the send begins, and the other way round; of a sum or a gather, what it spends before
@@ -23,10 +23,10 @@ SEND, RECEIVE = "SEND", "RECV"
 
 @dataclass(frozen=True)
 class Difference:
-    """An action as it was foretold and as it ran. expected, took: its seconds in either, without
+    """An action as it was predicted and as it ran. expected, took: its seconds in either, without
     waiting for other workers; waited: what it waited for them when it ran."""
 
-    foretold: Event
+    predicted: Event
     measured: Event
     expected: float
     took: float
@@ -54,23 +54,23 @@ class Sum:
         return self.took - self.expected
 
 
-def pairs(foretold: Trace, measured: Trace) -> list[tuple[int, int]]:
+def pairs(predicted: Trace, measured: Trace) -> list[tuple[int, int]]:
     """Places of the same action in the events of both, in the order of the first. An action is the
     same by worker, kind, stage, microbatch and part; where a step does it again, by its turn."""
     places = {key: place for place, key in enumerate(_keys(measured.events, _named))}
     return [
         (place, places[key])
-        for place, key in enumerate(_keys(foretold.events, _named))
+        for place, key in enumerate(_keys(predicted.events, _named))
         if key in places
     ]
 
 
-def differences(foretold: Trace, measured: Trace) -> list[Difference]:
+def differences(predicted: Trace, measured: Trace) -> list[Difference]:
     """Every action that both have, those that took longest beyond forecast first."""
-    idle = waiting(foretold), waiting(measured)
+    idle = waiting(predicted), waiting(measured)
     found = []
-    for i, j in pairs(foretold, measured):
-        before, now = foretold.events[i], measured.events[j]
+    for i, j in pairs(predicted, measured):
+        before, now = predicted.events[i], measured.events[j]
         expected = before.end - before.start - idle[0][i]
         took = now.end - now.start - idle[1][j]
         found.append(Difference(before, now, expected, took, idle[1][j]))
@@ -78,8 +78,8 @@ def differences(foretold: Trace, measured: Trace) -> list[Difference]:
 
 
 def pace_of(found: Iterable[Difference]) -> float:
-    """How many times longer than foretold actions took: half of the foretold time took less, half
-    more. 1 where nothing was foretold to take time."""
+    """How many times longer than predicted actions took: half of the predicted time took less, half
+    more. 1 where nothing was predicted to take time."""
     ratios = sorted((one.took / one.expected, one.expected) for one in found if one.expected > 0)
     half, so_far = sum(weight for _, weight in ratios) / 2, 0.0
     for ratio, weight in ratios:
@@ -110,12 +110,12 @@ def sums(found: Iterable[Difference], name: Callable[[Difference], str]) -> list
     return sorted(made, key=lambda each: (-each.beyond, each.name))
 
 
-def alone(foretold: Trace, measured: Trace) -> tuple[list[Event], list[Event]]:
+def alone(predicted: Trace, measured: Trace) -> tuple[list[Event], list[Event]]:
     """The events of each that the other does not have."""
-    both = pairs(foretold, measured)
+    both = pairs(predicted, measured)
     here, there = {i for i, _ in both}, {j for _, j in both}
     return (
-        [event for i, event in enumerate(foretold.events) if i not in here],
+        [event for i, event in enumerate(predicted.events) if i not in here],
         [event for j, event in enumerate(measured.events) if j not in there],
     )
 

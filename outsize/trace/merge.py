@@ -22,12 +22,12 @@ def merged(traces: Sequence[Trace], clocks: Sequence[str] = ()) -> Trace:
     """The traces of workers 0, 1, ... as one whose earliest step starts at second 0.
 
     clocks: by worker, the name of the clock that its `begin` is of; one clock where none are given.
-    Where `begin` is not known the worker counts as one with a clock of its own. Foretold traces
+    Where `begin` is not known the worker counts as one with a clock of its own. Predicted traces
     start together. OutsizeError for no traces, for those of different sources, and for one that is
     of several workers already.
     """
     _refuse_others(traces)
-    shifts = [0.0] * len(traces) if traces[0].source == "foretold" else _shifts(traces, clocks)
+    shifts = [0.0] * len(traces) if traces[0].source == "predicted" else _shifts(traces, clocks)
     events = tuple(
         replace(event, worker=worker, start=event.start + shift, end=event.end + shift)
         for worker, (trace, shift) in enumerate(zip(traces, shifts, strict=True))
@@ -51,7 +51,7 @@ def laid_out(trace: Trace, like: Sequence[int]) -> Trace:
 
 
 def _refuse_others(traces: Sequence[Trace]) -> None:
-    sources = sorted({trace.source for trace in traces})
+    sources = sorted({trace.source for trace in traces}, reverse=True)  # predicted, measured
     if len(sources) != 1:
         given = " and ".join(sources) or "none"
         raise OutsizeError(f"traces to merge: {given}; expected those of one source")

@@ -1,8 +1,8 @@
 """Traces as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
-A process is a worker of one source (foretold or measured), a thread is a lane, an action is a
+A process is a worker of one source (predicted or measured), a thread is a lane, an action is a
 complete event, what is sent is an arrow to its receiving, and the live bytes of each tier are
-counter tracks. A measured action beside a foretold trace says how long that one took. Format:
+counter tracks. A measured action beside a predicted trace says how long that one took. Format:
 "Trace Event Format" (Google, 2016).
 """
 
@@ -71,7 +71,7 @@ def _suffix(traces: Sequence[Trace], index: int) -> str:
 
 
 def _processes(traces: Sequence[Trace]) -> list[_Process]:
-    """Worker by worker, so that the foretold and the measured one are neighbours."""
+    """Worker by worker, so that the predicted and the measured one are neighbours."""
     found: list[_Process] = []
     for worker in sorted({e.worker for t in traces for e in t.events}):
         for i, trace in enumerate(traces):
@@ -140,12 +140,12 @@ def _lane_rows(process: _Process, told: Mapping[Which, Row]) -> dict[Which, Row]
 
 
 def _told(traces: Sequence[Trace]) -> dict[Which, Row]:
-    """By measured event, what was foretold of it, where there is one trace of each source."""
-    if [trace.source for trace in traces] != ["foretold", "measured"]:
+    """By measured event, what was predicted of it, where there is one trace of each source."""
+    if [trace.source for trace in traces] != ["predicted", "measured"]:
         return {}
     return {
         (1, id(one.measured)): {
-            "foretold (ms)": round(one.expected * 1e3, 6),
+            "predicted (ms)": round(one.expected * 1e3, 6),
             "waited for others (ms)": round(one.waited * 1e3, 6),
             "beyond forecast (ms)": round(one.beyond * 1e3, 6),
         }

@@ -50,7 +50,7 @@ def loads(text: str, name: str = "trace") -> Trace:
         raise OutsizeError(f"{name}: not a JSON trace ({error}); write one with --trace") from None
     if isinstance(data, dict) and "traceEvents" in data:
         raise OutsizeError(
-            f"{name}: a file for Perfetto; expected a trace, as foretold.json and measured.json"
+            f"{name}: a file for Perfetto; expected a trace, as predicted.json and measured.json"
             " of a run are"
         )
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -132,12 +132,12 @@ def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number of seconds or bytes")
 
 
-def _source(value: object, name: str) -> Literal["foretold", "measured"]:
-    if value == "foretold":
-        return "foretold"
+def _source(value: object, name: str) -> Literal["predicted", "measured"]:
+    if value == "predicted":
+        return "predicted"
     if value == "measured":
         return "measured"
-    raise OutsizeError(f'{name}: source {value!r}, expected "foretold" or "measured"')
+    raise OutsizeError(f'{name}: source {value!r}, expected "predicted" or "measured"')
 
 
 def _event(item: object, where: str) -> Event:

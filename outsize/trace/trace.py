@@ -1,7 +1,7 @@
 """Trace: when each action ran and how many bytes each tier held.
 
-The simulator writes it (source "foretold") and so does the runtime (source "measured"), in the same
-form, so that the two lie over each other.
+The simulator writes it (source "predicted") and so does the runtime (source "measured"), in the
+same form, so that the two lie over each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trace:
     so files do not have it and equal traces may differ in it.
     """
 
-    source: Literal["foretold", "measured"]
+    source: Literal["predicted", "measured"]
     events: tuple[Event, ...]
     meta: Mapping[str, str] = field(default_factory=dict)
     begin: float | None = field(default=None, compare=False)

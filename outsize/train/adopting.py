@@ -8,18 +8,18 @@ and draw the same random numbers, so both are seen to before each step.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from outsize.collectives import Collective, World, everyone
 from outsize.errors import OutsizeError
 from outsize.parallel.automatic import Derived, derive
 from outsize.runtime.adopted import arguments
+from outsize.torch_private import tree_leaves
 
 Blocks = Sequence[tuple[str, nn.Module]]
 _PLAIN = (bool, int, float, str, bytes, Tensor, type(None))
@@ -31,7 +31,7 @@ def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[
     OutsizeError where that is nothing, with the reason; where a weight that would be cut has
     another use; where the batch makes the model remember.
     """
-    args, kwargs = arguments(batch)
+    args, kwargs = arguments(batch, model)
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(list(devices)):  # what it draws up to its first block
         found = derive(model, size, args, kwargs, [path for path, _ in blocks])
@@ -42,6 +42,22 @@ def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[
         )
     _refuse_ties(model, found)
     return found
+
+
+def without_caches(model: nn.Module) -> Callable[[], None]:
+    """Switch off the caches of keys and values that a Hugging Face decoder makes in every forward:
+    nothing of training reads them, and what changes while a block runs cannot be computed again.
+    Gives what switches them on again."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in on:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in on:
+            config.use_cache = True
+
+    return undo
 
 
 def _reason(found: Mapping[str, Derived]) -> str:
@@ -101,7 +117,7 @@ def begin_alike(model: nn.Module, world: World, rows: int, device: torch.device)
 
 
 class Neighbours:
-    """The workers of an axis that compute with the same rows: "tensor" or "pipeline"."""
+    """The workers of an axis that compute with the same rows, or with tokens of the same ones."""
 
     def __init__(self, axis: Collective, name: str) -> None:
         self._axis, self._name = axis, name

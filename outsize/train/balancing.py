@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from outsize.collectives import World, everyone
 from outsize.hardware.probe import probe
 from outsize.plan import Plan, from_yaml, to_yaml
 from outsize.search.settled import settled
 from outsize.simulate.costs import Costs
+from outsize.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 
 def balanced(
     plans: Sequence[Plan], rehearsed: Callable[[Plan], Costs], world: World, device: torch.device
 ) -> list[Plan]:
-    """Plans whose cuts balance the workers, by the foretold costs of the model's stages; equal
-    numbers of stages where a forward that depends on values cannot be foretold."""
+    """Plans whose cuts balance the workers, by the predicted costs of the model's stages; equal
+    numbers of stages where a forward that depends on values cannot be predicted."""
     if world.mesh.pipeline == 1 or plans[0].pipeline.cuts:
         return list(plans)
     try:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from outsize.data import IGNORE, Batch
 from outsize.errors import OutsizeError
+from outsize.torch_private import tree_leaves, tree_map
 
 
 def tokens_of(batch: Any) -> Batch:
-    """Token ids as a Batch: every row a document, labels shifted by one."""
+    """Token ids as a Batch: every row a document; labels, and weights of them, shifted by one."""
     if isinstance(batch, Batch):
         return batch
     ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
@@ -26,13 +26,32 @@ def tokens_of(batch: Any) -> Batch:
         )
     targets = torch.full_like(ids, IGNORE)
     targets[:, :-1] = labels[:, 1:]
-    return Batch(ids, targets, ((0, ids.shape[1]),) * ids.shape[0])
+    weights = batch.get("weights") if isinstance(batch, Mapping) else None
+    if weights is not None:
+        if not isinstance(weights, Tensor) or weights.shape != ids.shape:
+            raise OutsizeError(
+                f"batch: weights is {_say(weights)}; expected one for each of its labels,"
+                f" {tuple(ids.shape)}"
+            )
+        weights = torch.cat((weights[:, 1:], weights[:, :1]), dim=1).float()
+    return Batch(ids, targets, ((0, ids.shape[1]),) * ids.shape[0], weights_BS=weights)
 
 
 def _say(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def refuse_empty(batch: Any) -> None:
+    """OutsizeError for a batch without a row, or rows without an element: it has no loss."""
+    for item in tree_leaves(batch.ids_BS if isinstance(batch, Batch) else batch):
+        if isinstance(item, Tensor) and item.ndim:
+            if not item.numel():
+                raise OutsizeError(
+                    f"batch is empty: it begins with {_say(item)}; expected one row at least"
+                )
+            return
 
 
 def rows_of(batch: Any) -> int:
@@ -58,7 +77,10 @@ def empty_like(batch: Any, rows: int) -> Any:
     """A batch of the same form with `rows` rows and no values; made in a fake mode."""
     if isinstance(batch, Batch):
         ids = torch.zeros(rows, batch.ids_BS.shape[1], dtype=torch.int64)
-        return Batch(ids, torch.zeros_like(ids), batch.bounds[:rows])
+        weights = None if batch.weights_BS is None else torch.ones(ids.shape)
+        columns = {name: torch.zeros(ids.shape, dtype=x.dtype) for name, x in batch.columns.items()}
+        bounds = batch.bounds[:rows]
+        return Batch(ids, torch.zeros_like(ids), bounds, weights_BS=weights, columns=columns)
     all_rows = rows_of(batch)
 
     def like(item: Any) -> Any:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from outsize.collectives import Mesh
 from outsize.data import Batch
 from outsize.errors import OutsizeError
+from outsize.kernels.entropy import Loss as ByTarget
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.models.decoder import Decoder
-from outsize.optim import Optimizer
+from outsize.optim import Optimizer, taker
 from outsize.plan import Pipelined, Plan, Precision, Sharding
 from outsize.plan.plan import BYTES, per_segment
 from outsize.train.batches import rows_of
+from outsize.train.given import check_batch
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -39,6 +41,14 @@ class Settings:
     shards: Sharding = field(default_factory=Sharding)
     sequence_parallel: bool = False
     pipeline: Pipelined = field(default_factory=Pipelined)
+    named: bool = False  # blocks: by the user, not found
+    plan: Plan | None = None  # the user's
+    by_target: ByTarget | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the module may be computed without cutting it into blocks."""
+        return bool(self.blocks) and not (self.named or self.parted or self.tiers or self.plan)
 
     @property
     def parted(self) -> bool:
@@ -51,10 +61,17 @@ def rows_in(batch: Any) -> int:
     return batch.ids_BS.shape[0] if isinstance(batch, Batch) else rows_of(batch)
 
 
-def plans_of(model: nn.Module, settings: Settings, batch: Any) -> Sequence[Plan]:
-    """Candidate plans for a batch of this worker, quickest first."""
+def plans_of(
+    model: nn.Module, optimizer: Optimizer, settings: Settings, batch: Any
+) -> Sequence[Plan]:
+    """Candidate plans for a batch of this worker, quickest first. An optimizer that changes the
+    maths was asked for by name."""
     native, rows = isinstance(batch, Batch), rows_in(batch)
     segments = 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
+    if settings.plan is not None:
+        tokens = batch.ids_BS.shape[1] if native else 0
+        check_batch(settings.plan, segments, rows * settings.mesh.data, tokens)
+        return [replace(settings.plan, budget=settings.budget)]
     base = Plan(
         segments,
         per_segment(segments, settings.recompute or ()),
@@ -68,6 +85,7 @@ def plans_of(model: nn.Module, settings: Settings, batch: Any) -> Sequence[Plan]
         shards=settings.shards,
         sequence_parallel=settings.sequence_parallel,
         pipeline=settings.pipeline,
+        approximate=() if optimizer.approximate is None else (optimizer.approximate,),
     )
     if settings.recompute is not None:
         return [base]
@@ -82,6 +100,13 @@ def _first_blocks(segments: int, count: int) -> Any:
     return tuple(again[i] if i <= count else plain[i] for i in range(segments))
 
 
+def _state_bytes(optimizer: Optimizer, sizes: Precision) -> int:
+    """The least that an optimizer keeps of a parameter; states of less than one element for each
+    are not counted."""
+    own = BYTES[sizes.optimizer]
+    return sum(s.dtype.itemsize if s.dtype else own for s in optimizer.states if s.per == 1)
+
+
 def refuse_small_budget(model: nn.Module, optimizer: Optimizer, settings: Settings) -> None:
     """What is always there must fit, whatever the batch will be."""
     budget = settings.budget
@@ -91,9 +116,8 @@ def refuse_small_budget(model: nn.Module, optimizer: Optimizer, settings: Settin
     frozen = sum(p.numel() for p in model.parameters()) - trained
     sizes = settings.precision
     each = BYTES[sizes.compute] + BYTES[sizes.gradients]
-    each += (BYTES[sizes.master] if sizes.master else 0) + (
-        len(optimizer.states) * BYTES[sizes.optimizer]
-    )
+    each += BYTES[sizes.master] if sizes.master else 0
+    each += min(_state_bytes(taker(optimizer, main), sizes) for main in (False, True))
     static = trained * each + frozen * BYTES[sizes.compute]
     if static > budget:
         raise OutsizeError(

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, nearest
+from outsize.optim import OPTIMIZERS
+from outsize.registry import TECHNIQUES, settings_of
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class DataKeys:
 class TrainKeys:
     steps: int | None = _key(None, "optimizer steps")
     tokens: int | None = _key(None, "tokens to train on, instead of steps")
-    minutes: float | None = _key(None, "foretold minutes of training, instead of steps")
+    minutes: float | None = _key(None, "predicted minutes of training, instead of steps")
     batch_tokens: int | None = _key(None, "tokens of a step")
     sequence: int | None = _key(None, "tokens of a row; documents are packed into rows")
     seed: int = _key(0, "of initial values, data order and the sample")
@@ -63,14 +65,16 @@ class TrainKeys:
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    name: Literal["adamw", "muon", "sgd"] = _key("adamw", "adamw, muon, or sgd")
+    name: str = _key("adamw", "adamw, muon, sgd, or a technique's name")
     lr: float | None = _key(None, "learning rate at its highest")
-    betas: tuple[float, float] = _key((0.9, 0.95), "decay of the moments; sgd: [momentum, unused]")
+    betas: tuple[float, float] = _key(
+        (0.9, 0.95), "decay of the moments, of adamw and what is like it"
+    )
     weight_decay: float = _key(0.1, "decoupled, of matrices only")
 
 
 @dataclass(frozen=True)
-class ScheduleKeys:
+class LearningRateKeys:
     shape: Literal["constant", "linear", "cosine", "wsd"] = _key("linear", "after the warm-up")
     warmup: int | None = _key(None, "steps in which the learning rate rises")
     final: float = _key(0.05, "the learning rate's last factor")
@@ -113,12 +117,6 @@ class PlanKeys:
         "what may change the maths: bfloat16-weights, zeroth-order, frozen-by-dynamics,"
         " local-learning, partial-pipeline",
     )
-    epsilon: float = _key(1e-3, "zeroth-order: how far from the weights the losses are taken")
-    frozen: float = _key(0.5, "frozen-by-dynamics: the share of layers that each step leaves alone")
-    frozen_keep: Literal["whole", "int8"] = _key(
-        "whole", "frozen-by-dynamics: what blocks keep for the backward pass, as it is or in 8 bits"
-    )
-    local_groups: int = _key(2, "local-learning: runs of blocks with losses of their own")
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,14 @@ class SampleKeys:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run. `memory` and `output` are as people write them."""
+    """A whole run. `memory` and `output` are as people write them. techniques: by key, the settings
+    of those that the run switches on (outsize/registry.py)."""
 
     model: ModelKeys = dataclasses.field(default_factory=ModelKeys)
     data: DataKeys = dataclasses.field(default_factory=DataKeys)
     train: TrainKeys = dataclasses.field(default_factory=TrainKeys)
     optimizer: OptimizerKeys = dataclasses.field(default_factory=OptimizerKeys)
-    schedule: ScheduleKeys = dataclasses.field(default_factory=ScheduleKeys)
+    learning_rate: LearningRateKeys = dataclasses.field(default_factory=LearningRateKeys)
     plan: PlanKeys = dataclasses.field(default_factory=PlanKeys)
     sample: SampleKeys = dataclasses.field(default_factory=SampleKeys)
     precision: Literal["float64", "float32", "bfloat16"] | None = _key(
@@ -150,11 +149,37 @@ class RunConfig:
     threads: int | None = _key(None, "of the processor, for each worker")
     workers: int | None = _key(None, "processes that train together")
     mesh: str | None = _key(None, "workers on each axis, as data=2,tensor=2")
+    plan_file: str | None = _key(None, "a plan of outsize plan --out, which the run then has")
     output: str | None = _key(None, "directory of the run: metrics, checkpoints, timeline")
+    techniques: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def technique(self, key: str) -> Any:
+        """The settings of a technique, None where the run does not switch it on."""
+        return self.techniques.get(key)
 
 
 # What `model: tiny` and `data: text` stand for.
 SHORT: Mapping[str, str] = MappingProxyType({"model": "model.name", "data": "data.path"})
+
+# Keys that have another name now.
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "plan.epsilon": "zeroth-order.epsilon",
+        "plan.frozen": "frozen-by-dynamics.share",
+        "plan.frozen_keep": "frozen-by-dynamics.keep",
+        "plan.local_groups": "local-learning.groups",
+    }
+)
+
+# What those keys were where nobody said anything: files of older runs name every key.
+UNSAID: Mapping[str, Any] = MappingProxyType(
+    {"plan.epsilon": 1e-3, "plan.frozen": 0.5, "plan.frozen_keep": "whole", "plan.local_groups": 2}
+)
+
+# Keys of older runs that mean the same under another name.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {f"schedule.{name}": f"learning_rate.{name}" for name in ("shape", "warmup", "final", "decay")}
+)
 
 # What a resumed run may change: nothing here has a say in any number that the run computes,
 # other than how long it goes on. Memory and tiers change where states rest; what of a plan decides
@@ -199,10 +224,12 @@ class Leaf:
 
 @functools.cache
 def leaves() -> Mapping[str, Leaf]:
-    """Every key of a RunConfig by its full name, in order."""
+    """Every key that any run has, by its full name, in order."""
     found: dict[str, Leaf] = {}
     hints = typing.get_type_hints(RunConfig)
     for outer in dataclasses.fields(RunConfig):
+        if outer.name == "techniques":
+            continue
         kind = hints[outer.name]
         if not dataclasses.is_dataclass(kind):
             found[outer.name] = Leaf(kind, outer.default, outer.metadata["meaning"])
@@ -214,19 +241,48 @@ def leaves() -> Mapping[str, Leaf]:
     return found
 
 
+@functools.cache
+def technique_leaves() -> Mapping[str, Leaf]:
+    """Every key of a technique: its own, which switches it on, and those of its settings."""
+    found: dict[str, Leaf] = {}
+    for key, one in TECHNIQUES.items():
+        found[key] = Leaf(bool, False, one.meaning)
+        for each in settings_of(one):
+            found[f"{key}.{each.name}"] = Leaf(each.kind, each.default, each.meaning)
+    return found
+
+
+def leaf(name: str) -> Leaf | None:
+    """The key of a full name, None where there is none."""
+    return leaves().get(name) or technique_leaves().get(name)
+
+
+def _techniques(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of every technique of which something is said, and which is not switched off."""
+    found: dict[str, Any] = {}
+    for key, one in TECHNIQUES.items():
+        mine = {f.name: f"{key}.{f.name}" for f in settings_of(one)}
+        said = {name: values[full] for name, full in mine.items() if full in values}
+        if values.get(key, bool(said)):
+            found[key] = one.settings(**said)
+    return found
+
+
 def config_of(values: Mapping[str, Any]) -> RunConfig:
     """The RunConfig of values by full name; what is not named has its default."""
     hints = typing.get_type_hints(RunConfig)
     sections: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
     for name, value in values.items():
+        if name not in leaves():
+            continue
         section, dot, key = name.partition(".")
         if dot:
             sections.setdefault(section, {})[key] = value
         else:
             plain[name] = value
     made = {section: hints[section](**inner) for section, inner in sections.items()}
-    return RunConfig(**made, **plain)
+    return RunConfig(**made, **plain, techniques=_techniques(values))
 
 
 @dataclass(frozen=True)
@@ -236,16 +292,23 @@ class Range:
     least: float
     most: float = float("inf")
 
+    def __str__(self) -> str:
+        lower = "" if self.least == -float("inf") else f"{self.least:g}"
+        upper = "" if self.most == float("inf") else f"{self.most:g}"
+        if lower and upper:
+            return f"{lower} to {upper}"
+        return f"from {lower}" if lower else f"to {upper}"
+
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "data.validation": Range(0, 0.5),
         "model.vocabulary": Range(1),
-        "train.steps": Range(1),
-        "train.tokens": Range(1),
-        "train.minutes": Range(0),
-        "train.batch_tokens": Range(1),
-        "train.sequence": Range(1),
+        "train.steps": Range(1, 10**12),
+        "train.tokens": Range(1, 10**18),
+        "train.minutes": Range(0, 10**7),
+        "train.batch_tokens": Range(1, 10**12),
+        "train.sequence": Range(1, 10**9),
         "train.seed": Range(0),
         "train.clip": Range(0),
         "train.dropout": Range(0, 0.99),
@@ -255,16 +318,13 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "train.keep": Range(1),
         "optimizer.lr": Range(0),
         "optimizer.weight_decay": Range(0),
-        "schedule.warmup": Range(0),
-        "schedule.final": Range(0, 1),
-        "schedule.decay": Range(0, 1),
+        "learning_rate.warmup": Range(0),
+        "learning_rate.final": Range(0, 1),
+        "learning_rate.decay": Range(0, 1),
         "plan.microbatch_rows": Range(1),
         "plan.loss_chunk": Range(0),
         "plan.mlp_tile": Range(0),
         "plan.sequence_chunk": Range(0),
-        "plan.epsilon": Range(0),
-        "plan.frozen": Range(0, 1),
-        "plan.local_groups": Range(2),
         "sample.tokens": Range(0),
         "sample.temperature": Range(0),
         "threads": Range(1),
@@ -277,12 +337,30 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 )
 
 
+def _technique_range(name: str) -> Range | None:
+    key, _, field = name.rpartition(".")
+    one = TECHNIQUES.find(key) if key and name not in leaves() else None
+    for each in settings_of(one) if one else ():
+        if each.name == field and (each.least, each.most) != (-float("inf"), float("inf")):
+            return Range(each.least, each.most)
+    return None
+
+
+def range_of(name: str) -> Range | None:
+    """The numbers that a key may have, None where it may have any, or is no number."""
+    return RANGES.get(name) or _technique_range(name)
+
+
 def check(name: str, value: Any, source: str) -> None:
-    """Refuse a number out of its key's range. Lists are checked where they are used."""
-    allowed = RANGES.get(name)
+    """Refuse a number out of its key's range, a name that its registry does not have. Lists are
+    checked where they are used."""
+    if name == "optimizer.name" and OPTIMIZERS.find(value) is None:
+        raise OutsizeError(f"{source}: {name}: {value!r}{nearest(value, OPTIMIZERS.names())}")
+    allowed = range_of(name)
     if allowed is None or value is None or isinstance(value, tuple):
         return
     if allowed.least <= value <= allowed.most:
         return
     upper = "" if allowed.most == float("inf") else f" and at most {allowed.most:g}"
-    raise OutsizeError(f"{source}: {name}: {value}; expected at least {allowed.least:g}{upper}")
+    text = f"{value:g}" if isinstance(value, int) and abs(value) > 10**15 else str(value)
+    raise OutsizeError(f"{source}: {name}: {text}; expected at least {allowed.least:g}{upper}")

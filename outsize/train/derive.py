@@ -6,7 +6,9 @@ default run (docs/log.md).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from outsize.errors import OutsizeError
 from outsize.hardware import Device
@@ -28,7 +30,7 @@ EVALUATIONS = 5  # in a run
 EVALUATED = 0.05  # validation tokens of one evaluation, as a part of all training tokens
 FORWARD = 1 / 3  # of a step's time a token: backward takes twice the operations of forward
 LEAST_EVALUATED, MOST_EVALUATED = 4096, 1 << 20  # tokens
-SAVE_SECONDS = 60.0  # foretold, between checkpoints
+SAVE_SECONDS = 60.0  # predicted, between checkpoints
 
 
 def before_plan(resolved: Resolved, config: DecoderConfig, device: Device) -> Resolved:
@@ -83,11 +85,12 @@ def _learning_rate(resolved: Resolved, config: DecoderConfig) -> Resolved:
 
 
 def after_plan(resolved: Resolved, step_seconds: float) -> Resolved:
-    """Fill in what depends on how long a step is foretold to take (seconds)."""
+    """Fill in what depends on how long a step is predicted to take (seconds)."""
     resolved = _steps(resolved, step_seconds)
     steps, batch = resolved.get("train.steps"), resolved.get("train.batch_tokens")
-    warmup = min(MOST_WARMUP, round(WARMUP * steps))
-    resolved = resolved.derive("schedule.warmup", warmup, f"{WARMUP:.0%} of the steps")
+    resolved = resolved.derive(
+        "learning_rate.warmup", warmup_of(steps), f"{WARMUP:.0%} of the steps"
+    )
     every = max(1, -(-steps // EVALUATIONS))
     resolved = resolved.derive("train.evaluate_every", every, f"{EVALUATIONS} times in the run")
     looked = round(EVALUATED * steps * batch)
@@ -97,8 +100,22 @@ def after_plan(resolved: Resolved, step_seconds: float) -> Resolved:
     )
     apart = min(steps, max(1, round(SAVE_SECONDS / step_seconds)))
     return resolved.derive(
-        "train.save_every", apart, f"about {SAVE_SECONDS:g} s at the foretold {step_seconds:.3g} s"
+        "train.save_every", apart, f"about {SAVE_SECONDS:g} s at the predicted {step_seconds:.3g} s"
     )
+
+
+def warmup_of(steps: int) -> int:
+    """The warm-up of a run of so many steps, where nobody says another."""
+    return min(MOST_WARMUP, round(WARMUP * steps))
+
+
+def warmup_now(then: Mapping[str, Any], steps: int) -> int | None:
+    """The warm-up of a run that goes on, now with so many steps: as long as before where somebody
+    said how long, else as it is derived. then: the values that it had."""
+    before, had = then.get("learning_rate.warmup"), then.get("train.steps")
+    if not isinstance(before, int) or not isinstance(had, int):
+        return None
+    return warmup_of(steps) if before == warmup_of(had) else before
 
 
 def _steps(resolved: Resolved, step_seconds: float) -> Resolved:
@@ -113,7 +130,7 @@ def _steps(resolved: Resolved, step_seconds: float) -> Resolved:
     # Evaluations are part of the time.
     whole = step_seconds * (1 + EVALUATIONS * EVALUATED * FORWARD)
     steps = max(1, int(minutes * 60 / whole))
-    reason = f"{minutes:g} min at the foretold {step_seconds:.3g} s a step, evaluations included"
+    reason = f"{minutes:g} min at the predicted {step_seconds:.3g} s a step, evaluations included"
     return resolved.derive("train.steps", steps, reason)
 
 

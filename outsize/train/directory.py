@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from outsize.checkpoint.adapters import ADAPTER_CONFIG
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.checkpoint.opened import open_contents
 from outsize.checkpoint.store import Store
@@ -23,7 +24,7 @@ def model_directory(path: str | Path) -> Path:
     if (directory / MANIFEST_NAME).is_file():
         open_contents(directory).verify()
         return directory
-    if (directory / "config.json").is_file():
+    if any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return directory
     store = Store(directory)
     if store.latest() is None:

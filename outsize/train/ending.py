@@ -1,4 +1,4 @@
-"""The end of a run: the sample, and foretold against measured."""
+"""The end of a run: the sample, and predicted against measured."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from outsize.decode.samplers import Sampling
-from outsize.launch import Crew
+from outsize.launch import WorkerGroup
+from outsize.runtime.trains import Trains
 from outsize.train.loop import Loop, resume_command
 from outsize.train.sample import sample
 from outsize.train.setup import Setup
-from outsize.train.special import AnyJob
 from outsize.train.texts import write_text
 
 SAMPLE = "sample.txt"
@@ -24,14 +24,14 @@ def say_stopped(loop: Loop, console: Console) -> None:
 
 
 def finish(loop: Loop, console: Console) -> None:
-    """The sample, and foretold against measured."""
+    """The sample, and predicted against measured."""
     setup, directory = loop.setup, loop.store.directory
-    loop.crew.pulse.at("the sample")
-    _sample(setup, loop.job, directory, console, loop.crew)
+    loop.worker_group.pulse.at("the sample")
+    _sample(setup, loop.job, directory, console, loop.worker_group)
     if not (loop.measure.times or loop.measure.slow):
         return
-    loop.crew.pulse.at("the trace")
-    model, world = setup.config.model.name, loop.crew.world
+    loop.worker_group.pulse.at("the trace")
+    model, world = setup.config.model.name, loop.worker_group.world
     loop.measure.write(directory, setup.forecast, model, world, setup.device)
     loop.measure.agree(world, setup.device)
     loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
@@ -42,13 +42,15 @@ def finish(loop: Loop, console: Console) -> None:
     console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
 
 
-def _sample(setup: Setup, job: AnyJob, directory: Path, console: Console, crew: Crew) -> None:
+def _sample(
+    setup: Setup, job: Trains, directory: Path, console: Console, worker_group: WorkerGroup
+) -> None:
     own = setup.config.sample
     if not own.tokens:
         return
     sampling = Sampling(own.temperature, seed=setup.config.train.seed)
     text = sample(job, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
-    if crew.first:
+    if worker_group.first:
         write_text(directory / SAMPLE, text)
     console.rule("sample")
     console.print(text, markup=False, highlight=False, soft_wrap=True)

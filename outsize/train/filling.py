@@ -14,8 +14,9 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import check_tied_head, describe
 from outsize.models.config import DecoderConfig
-from outsize.models.names import Stored
+from outsize.models.names import Stored, layout
 from outsize.runtime.job import Fill
+from outsize.schedule.starting import Filling
 
 
 class Read(Protocol):
@@ -55,3 +56,20 @@ def hub_fill(directory: Path, config: DecoderConfig) -> Fill:
         return found.shards.read(found.names[name], out)
 
     return filling(found.stored, read)
+
+
+def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
+    """What a job holds beside a parameter while its values come from a directory's files, or (None)
+    are drawn."""
+    if directory is None:
+        return Filling()
+    entries = [entry for entry in layout(config) if not entry.unchanged]
+    if not entries:
+        return Filling()
+    found = describe(directory, config)
+
+    def size(entry: Stored) -> int:
+        spans = (found.entry(other)[1] for other in entry.theirs)
+        return 2 * sum(span.stop - span.start for span in spans)  # as stored, and converted
+
+    return Filling(converted={name: size(entry) for entry in entries for name in entry.ours})

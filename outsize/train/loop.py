@@ -13,21 +13,20 @@ import torch
 from rich.console import Console
 
 from outsize.checkpoint.store import Store
-from outsize.collectives import along, everyone
+from outsize.collectives import everyone, inside
 from outsize.data import Batch, Data, TrainStream, ValidationStream
 from outsize.errors import OutsizeError
 from outsize.hardware.host import memory
-from outsize.kernels.loss import IGNORE
-from outsize.launch import Crew
+from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
 from outsize.models.dropout import Noise
-from outsize.plan.spread import share
 from outsize.runtime import Job, Report
+from outsize.runtime.trains import Trains
 from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Written
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.setup import Setup, rates_of
-from outsize.train.special import AnyJob, Notes, Step
+from outsize.train.special import Notes, Step
 from outsize.train.state import Place, join_saving, save
 from outsize.train.stop import Stop
 
@@ -49,7 +48,7 @@ class Loop:
 
     setup: Setup
     data: Data
-    job: AnyJob
+    job: Trains
     play: Step
     notes: Callable[[], Notes]
     store: Store
@@ -58,7 +57,7 @@ class Loop:
     place: Place
     stream: TrainStream
     saved: int | None = None
-    crew: Crew = field(default_factory=Crew)
+    worker_group: WorkerGroup = field(default_factory=WorkerGroup)
     speed: Speed = field(default_factory=Speed)
     bits_per_byte: float | None = None
     limit: int = field(default_factory=lambda: memory().total)  # bytes that the process may hold
@@ -68,7 +67,12 @@ class Loop:
     @property
     def data_place(self) -> int:
         """This worker's place on the data axis."""
-        return self.setup.plan.mesh.index("data", self.crew.world.rank)
+        return self.setup.plan.mesh.index("data", self.worker_group.world.rank)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of a step's rows, the first and the end of those that this worker takes."""
+        return self.setup.plan.rows_at(self.data_place)
 
     def run(self, console: Console, stop: Stop) -> None:
         """Train until the end or until `stop` was asked, then save.
@@ -78,7 +82,7 @@ class Loop:
         try:
             with (
                 progress(console, self.place.steps, self.place.step) as show,
-                self.stream.prefetch(self.place.step, self.place.steps) as batches,
+                self.stream.prefetch(self.place.step, self.place.steps, own=self.rows) as batches,
             ):
                 self._steps(batches, show, stop)
             self._save()
@@ -89,7 +93,7 @@ class Loop:
             raise OutsizeError(f"{error}; {where}") from error
 
     def _steps(self, batches: Iterator[Batch], show: Progress, stop: Stop) -> None:
-        keys, pulse = self.setup.config.train, self.crew.pulse
+        keys, pulse = self.setup.config.train, self.worker_group.pulse
         self._agree(stop, 0)
         if stop.asked():
             return
@@ -115,7 +119,7 @@ class Loop:
         """Whatever worker was asked to stop, all are; gives the most that any of them is over its
         limit. Every worker comes here after every step."""
         said = torch.tensor([stop.signal or 0, over], dtype=torch.float64, device=self.setup.device)
-        signal, most = everyone(self.crew.world).all_reduce(said, "max").tolist()
+        signal, most = everyone(self.worker_group.world).all_reduce(said, "max").tolist()
         stop.agreed = int(signal) or None
         return int(most)
 
@@ -125,16 +129,18 @@ class Loop:
         counted = self.measure.watch(self.job, step)
         before = moved_by(self.job)
         if keys.dropout:
-            batch = replace(batch, noise=Noise(keys.dropout, keys.seed, step))
-        self.play(batch.rows(*self.setup.plan.rows_at(self.data_place)), lr)
+            first = self.rows[0] * batch.ids_BS.shape[1]
+            batch = replace(batch, noise=Noise(keys.dropout, keys.seed, step, first))
+        self.play(batch, lr)
         report = self.job.report
         moved = {name: now - before[name] for name, now in moved_by(self.job).items()}
         self.measure.add(report, counted)
-        self.speed.add(report.seconds, report.count, counted)
+        tokens = self.setup.plan.rows * self.setup.plan.sequence  # read, be they targets or not
+        self.speed.add(report.seconds, tokens, counted)
         self.place = replace(
             self.place,
             step=step + 1,
-            tokens=self.place.tokens + report.count,
+            tokens=self.place.tokens + tokens,
             cursor=self.stream.cursor(step + 1),
         )
         self._record(report, lr, moved, show)
@@ -150,7 +156,9 @@ class Loop:
                 "gradient_norm": report.norm,
                 "lr": lr,
                 "seconds": report.seconds,
-                "tokens_per_second": report.count / report.seconds,
+                "tokens_per_second": self.setup.plan.rows
+                * self.setup.plan.sequence
+                / report.seconds,
                 "resident_bytes": now,
                 "resident_peak_bytes": peak,
                 **moved,
@@ -168,31 +176,31 @@ class Loop:
         return resident()
 
     def _evaluate(self, show: Progress) -> None:
-        self.crew.pulse.at("validation")
+        self.worker_group.pulse.at("validation")
         keys = self.setup.config.train
         if not self.data.validation.tokens or keys.sequence is None:
             return
         mesh = self.setup.plan.mesh
         rows = self.setup.plan.microbatch_rows * mesh.data
         held = ValidationStream(self.data.validation, rows, keys.sequence, keys.evaluate_tokens)
-        nats, count = 0.0, 0
-        for batch in held:
-            mine = rows_for(batch, self.data_place, mesh.data)
+        nats, weight = 0.0, 0.0
+        for index in range(len(held)):
+            mine = held.batch(index, self.data_place, mesh.data)
             total, targets = self.job.evaluate(mine, mine.ids_BS.shape[0])
-            nats, count = nats + total, count + targets
+            nats, weight = nats + total, weight + targets
         self.bits_per_byte = float(held.bits_per_byte(nats))
         step = self.place.step
         self.metrics.write(
             {
                 "step": step,
-                "validation_loss": nats / count,
+                "validation_loss": nats / weight,
                 "validation_bits_per_byte": self.bits_per_byte,
-                "validation_bytes": held.bytes,
+                "validation_bytes": round(held.bytes),
             }
         )
         show.say(
             f"step {step}: validation {self.bits_per_byte:.3f} bits per byte"
-            f" (loss {nats / count:.3f} over {held.bytes:,} bytes)"
+            f" (loss {nats / weight:.3f} over {round(held.bytes):,} bytes)"
         )
 
     def _over_limit(self) -> int:
@@ -218,32 +226,23 @@ class Loop:
     def _save(self) -> None:
         if self.saved == self.place.step:
             return
-        self.crew.pulse.at("saving a checkpoint")
+        self.worker_group.pulse.at("saving a checkpoint")
         self.metrics.flush()
         config, resolved = self.setup.subject.config, self.setup.resolved
-        if self.crew.first:
+        if self.worker_group.first:
             save(self.store, self.job, config, resolved, self.place, self.notes())
         else:
             join_saving(self.job, config)
         self.saved = self.place.step
 
 
-def rows_for(batch: Batch, place: int, workers: int) -> Batch:
-    """The rows of a batch that one of so many workers takes: a row without targets where there are
-    not enough."""
-    start, stop = share(batch.ids_BS.shape[0], workers, place)
-    if start < stop:
-        return batch.rows(start, stop)
-    spare = batch.rows(0, 1)
-    return replace(spare, targets_BS=torch.full_like(spare.targets_BS, IGNORE))
-
-
-def moved_by(job: AnyJob) -> dict[str, int]:
+def moved_by(job: Trains) -> dict[str, int]:
     """Bytes that a job has read from and written to its tiers so far, and had from the workers with
     which it shares states and products, as metrics name them."""
     found = {}
     if isinstance(job, Job) and job.world.mesh.size > 1:
-        had = [*job.peers.received.values(), *along(job.world, "tensor").received.values()]
+        had = list(job.shard_groups.received.values())
+        had += [n for one in inside(job.world) for n in one.group.received.values()]
         if job.rows is not None:
             had.append(job.rows.received)
         passed = 0 if job.passing is None else job.passing.received
@@ -258,7 +257,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 @contextmanager
-def closing(job: AnyJob) -> Iterator[AnyJob]:
+def closing(job: Trains) -> Iterator[Trains]:
     """The job, its model an ordinary module again afterwards."""
     try:
         yield job

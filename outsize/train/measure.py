@@ -1,8 +1,8 @@
-"""Measuring while training: the ledger on few steps, the clock on the others; foretold beside it.
+"""Measuring while training: the ledger on few steps, the clock on the others; predicted beside it.
 
 Counting bytes costs time in every operator, so the ledger looks at one early and one later step,
-and times come from the steps that it does not look at. Under a budget it stays on: it is what
-raises.
+and times come from the steps that it does not look at. Under a budget it stays on, for it is what
+raises, but for a few steps by the clock behind the first one, which did not raise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from outsize.collectives import World, everyone
 from outsize.memory import Meter, format_bytes
 from outsize.report import write_timeline
 from outsize.runtime import Report
+from outsize.runtime.trains import Trains
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import Turn
 from outsize.trace import Trace, laid_out, write_perfetto
@@ -26,11 +27,11 @@ from outsize.trace import write as write_trace
 from outsize.trace.gather import gathered
 from outsize.train.progress import resident
 from outsize.train.show import time_of
-from outsize.train.special import AnyJob
 
 LATER = 10  # steps after the first that are counted again
+CLOCKED = 3  # steps after the first that are not counted, whatever the budget
 PAGE, PERFETTO = "timeline.html", "trace.json"
-FORETOLD, MEASURED = "foretold.json", "measured.json"
+PREDICTED, MEASURED = "predicted.json", "measured.json"
 
 
 @dataclass
@@ -49,10 +50,13 @@ class Measure:
     trace: Trace | None = None
     peaks: tuple[int, ...] = ()  # by place of the pipeline axis
 
-    def watch(self, job: AnyJob, step: int) -> bool:
+    def watch(self, job: Trains, step: int) -> bool:
         """Put the ledger on a job for this step, or take it off; gives whether it is on."""
-        later = self.first + min(LATER, (self.stop - self.first) // 2)
-        on = self.ledger.budget is not None or step in (self.first, later)
+        done, steps = step - self.first, self.stop - self.first
+        if self.ledger.budget is None:
+            on = done == 0 or (steps > 2 and done == min(LATER, steps // 2))
+        else:
+            on = not 1 <= done <= CLOCKED
         job.ledger = self.ledger if on else None
         return on
 
@@ -66,7 +70,7 @@ class Measure:
         self.trace = report.trace
 
     def agree(self, world: World, device: torch.device) -> None:
-        """Take the peak of the worker with the highest, which is what is foretold, and of each
+        """Take the peak of the worker with the highest, which is what is predicted, and of each
         place of the pipeline axis. Every worker calls it."""
         peaks = torch.zeros(world.mesh.pipeline, dtype=torch.float64, device=device)
         peaks[world.mesh.index("pipeline", world.rank)] = self.peak
@@ -81,45 +85,45 @@ class Measure:
     def write(
         self, directory: Path, forecast: Forecast, title: str, world: World, device: torch.device
     ) -> None:
-        """The step that was counted last, of all workers, under the foretold one: as page, for
+        """The step that was counted last, of all workers, under the predicted one: as page, for
         Perfetto, and for `outsize trace diff`. Every worker calls it; rank 0 writes. device: where
         tensors are that workers send one another."""
         if self.trace is None:
             return
-        foretold = _foretold(forecast.trace, world, device)
+        predicted = _predicted(forecast.trace, world, device)
         measured = gathered(world, self.trace, device)
-        if foretold is None or measured is None:
+        if predicted is None or measured is None:
             return
-        both = [replace(trace, meta={"model": title}) for trace in (foretold, measured)]
-        for trace, name in zip(both, (FORETOLD, MEASURED), strict=True):
+        both = [replace(trace, meta={"model": title}) for trace in (predicted, measured)]
+        for trace, name in zip(both, (PREDICTED, MEASURED), strict=True):
             write_trace(trace, directory / name)
         budget = self.ledger.budget
         write_timeline(directory / PAGE, *both, budget=budget, title=f"One step of {title}")
         write_perfetto(directory / PERFETTO, *both)
 
     def record(self, forecast: Forecast) -> dict[str, float | int]:
-        """Foretold and measured, for the metrics; of a pipeline's workers each, too."""
+        """Predicted and measured, for the metrics; of a pipeline's workers each, too."""
         each = {
             f"{name}_peak_bytes_{place}": peak
             for place, turn, measured in self._turns(forecast)
-            for name, peak in (("foretold", turn.peak), ("measured", measured))
+            for name, peak in (("predicted", turn.peak), ("measured", measured))
         }
         return each | {
-            "foretold_peak_bytes": forecast.peak,
+            "predicted_peak_bytes": forecast.peak,
             "measured_peak_bytes": self.peak,
-            "foretold_step_seconds": forecast.seconds,
+            "predicted_step_seconds": forecast.seconds,
             "measured_step_seconds": self.seconds,
         }
 
     def _turns(self, forecast: Forecast) -> Iterator[tuple[int, Turn, int]]:
-        """Places of the pipeline axis, as foretold and with their peaks; none where there is no
+        """Places of the pipeline axis, as predicted and with their peaks; none where there is no
         pipeline."""
         for place, (turn, peak) in enumerate(zip(forecast.turns, self.peaks, strict=False)):
             yield place, turn, peak
 
     def table(self, forecast: Forecast) -> Table:
-        """Foretold against measured."""
-        table = Table("", "foretold", "measured", "difference", box=None, pad_edge=False)
+        """Predicted against measured."""
+        table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
         peaks = (format_bytes(forecast.peak), format_bytes(self.peak))
         table.add_row("peak memory", *peaks, _difference(self.peak, forecast.peak))
         for place, turn, peak in self._turns(forecast):
@@ -135,8 +139,8 @@ class Measure:
         return table
 
 
-def _foretold(trace: Trace, world: World, device: torch.device) -> Trace | None:
-    """What was foretold of all workers, on rank 0. A forecast of one worker is that of the worker
+def _predicted(trace: Trace, world: World, device: torch.device) -> Trace | None:
+    """What was predicted of all workers, on rank 0. A forecast of one worker is that of the worker
     that has it; one of several is of all, or of one worker of each pipeline stage."""
     mesh, count = world.mesh, len(trace.workers)
     if count < 2:
@@ -146,5 +150,5 @@ def _foretold(trace: Trace, world: World, device: torch.device) -> Trace | None:
     return laid_out(trace, [mesh.index("pipeline", rank) for rank in range(mesh.size)])
 
 
-def _difference(measured: float, foretold: float) -> str:
-    return f"{(measured / foretold - 1) * 100:+.1f}%" if foretold else "-"
+def _difference(measured: float, predicted: float) -> str:
+    return f"{(measured / predicted - 1) * 100:+.1f}%" if predicted else "-"

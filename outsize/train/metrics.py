@@ -25,8 +25,8 @@ TIMED = frozenset(
         "tokens_per_second",
         "resident_bytes",
         "resident_peak_bytes",
-        "foretold_peak_bytes",
-        "foretold_step_seconds",
+        "predicted_peak_bytes",
+        "predicted_step_seconds",
         "measured_peak_bytes",
         "measured_step_seconds",
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.errors import OutsizeError, nearest
+from outsize.models.adapter import Adapter
 from outsize.models.config import DecoderConfig
-from outsize.models.presets import BYTE_VOCABULARY, PRESETS
+from outsize.models.presets import BYTE_VOCABULARY, SHAPES
+from outsize.train.config import RunConfig
 from outsize.train.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained. directory: of the Hugging Face model; None for a preset. text: how data
-    names the tokenizer."""
+    """What is trained. directory: of the Hugging Face model, or of the checkpoint that it comes
+    from; None for a preset. text: how data names the tokenizer."""
 
     config: DecoderConfig
     directory: Path | None
@@ -35,14 +37,43 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
     tokenizer with more ids than the model.
     """
     name = resolved.config.model.name
-    if name in PRESETS:
-        return _preset(resolved, name)
     directory = Path(name).expanduser()
-    if not directory.is_dir():
+    if SHAPES.find(name) is not None:
+        resolved, found = _preset(resolved, name)
+    elif directory.is_dir():
+        resolved, found = _directory(resolved, directory)
+    else:
         raise OutsizeError(
-            f"model {name!r} is neither a preset nor a directory{nearest(name, tuple(PRESETS))}"
+            f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
-    return _directory(resolved, directory)
+    return resolved, adapted(found, resolved)
+
+
+def adapter_of(keys: RunConfig) -> Adapter | None:
+    """The adapter that a run's techniques say, None where there is none."""
+    found = {n: one for n, one in keys.techniques.items() if isinstance(one, Adapter)}
+    if len(found) > 1:
+        raise OutsizeError(f"{' and '.join(found)} adapt one model; expected one of them")
+    return next(iter(found.values()), None)
+
+
+def adapted(found: Subject, resolved: Resolved) -> Subject:
+    """The same with the adapter that the run trains, if it has one. OutsizeError for a model whose
+    weights are random, and for one that cannot be adapted."""
+    from outsize.models.names import adapter_layout
+
+    keys = resolved.config
+    adapter = adapter_of(keys)
+    if adapter is None:
+        return found
+    if keys.model.weights != "stored":
+        raise OutsizeError(
+            f"an adapter trains beside weights that stay as they are, and those of"
+            f" {keys.model.name!r} are random; set model to the directory of a trained one"
+        )
+    config = replace(found.config, adapter=adapter)
+    adapter_layout(config)
+    return replace(found, config=config)
 
 
 def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:
@@ -56,7 +87,7 @@ def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:
     resolved = resolved.derive("model.weights", "random", "a preset has no weights")
     resolved = resolved.derive("data.tokenizer", BYTES, "a preset has no tokenizer")
     tokenizer = open_tokenizer(resolved.get("data.tokenizer"))
-    own = int(PRESETS[name]["vocab_size"])
+    own = int(SHAPES.get(name)["vocab_size"])
     if own == BYTE_VOCABULARY and tokenizer.vocab_size > own:
         rounded = -(-tokenizer.vocab_size // 64) * 64
         resolved = resolved.derive(
@@ -67,7 +98,7 @@ def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:
     check_vocabulary(tokenizer, vocabulary)
     ids = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eos}
     return resolved, Subject(
-        parse({**PRESETS[name], "vocab_size": vocabulary, **ids}),
+        parse({**SHAPES.get(name), "vocab_size": vocabulary, **ids}),
         None,
         tokenizer,
         resolved.get("data.tokenizer"),
@@ -104,10 +135,12 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
     return resolved, Subject(config, directory, tokenizer, resolved.get("data.tokenizer"))
 
 
-def subject_of(checkpoint: Path, tokenizer: str) -> Subject:
-    """What the run of a checkpoint trains: all of it lies in the checkpoint."""
+def subject_of(checkpoint: Path, resolved: Resolved) -> Subject:
+    """What the run of a checkpoint trains: all of it lies in the checkpoint, but for weights that
+    an adapter leaves as they are."""
     from outsize.checkpoint.hub import read_config
     from outsize.data import open_tokenizer
 
-    text = BYTES if tokenizer == BYTES else str(checkpoint)
-    return Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
+    text = BYTES if resolved.get("data.tokenizer") == BYTES else str(checkpoint)
+    found = Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
+    return adapted(found, resolved)

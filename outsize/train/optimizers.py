@@ -12,13 +12,11 @@ from outsize.runtime.job import Group
 
 def converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
     if isinstance(optimizer, str):
-        decay = 0.0 if optimizer == "sgd" else 0.1
-        lr, betas = (1e-2, (0.0, 0.0)) if optimizer == "sgd" else (3e-4, (0.9, 0.95))
-        return parse(optimizer, lr, decay, betas)
+        if optimizer == "sgd":
+            return SGD()
+        return parse(optimizer, AdamW.lr, AdamW.weight_decay, AdamW.betas)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    if optimizer.state:
-        raise OutsizeError("optimizer has made steps already; expected a fresh one: make it anew")
     for name in ("amsgrad", "maximize", "nesterov", "dampening"):
         if any(group.get(name) for group in optimizer.param_groups):
             raise OutsizeError(f"optimizer option {name} is not supported; leave it out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,16 +16,20 @@ from torch import nn
 
 from outsize.collectives import Mesh, parse_mesh
 from outsize.errors import OutsizeError
+from outsize.kernels.entropy import Loss as ByTarget
 from outsize.memory import parse_bytes
 from outsize.models.adopt import find_blocks
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
-from outsize.plan import Pipelined, Precision
+from outsize.parallel.execution import check_adopted
+from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan import zero as stage_of
 from outsize.plan.spread import pipelined
 from outsize.schedule.pipelines import Costs, Shape, named
 from outsize.train.candidates import Loss, Settings
+from outsize.train.given import plan_given, refuse_missing, refuse_said_twice
 from outsize.train.prepared import Prepared
+from outsize.train.sums import SumOfRows
 from outsize.train.tiers import specs_of
 
 
@@ -33,7 +38,7 @@ def prepare(
     optimizer: Optimizer | torch.optim.Optimizer | str,
     memory: str | int | None = None,
     *,
-    loss: Loss | None = None,
+    loss: Loss | ByTarget | None = None,
     count: Callable[[Any], float] | None = None,
     blocks: str | Sequence[str] | None = None,
     microbatches: int = 1,
@@ -47,8 +52,9 @@ def prepare(
     zero: int = 1,
     sequence_parallel: bool = False,
     pipeline: str | Pipelined = "1f1b",
+    plan: Plan | str | Path | None = None,
 ) -> Prepared:
-    """Make a model ready to train under a plan; the plan is chosen at the first step.
+    """Make a model ready to train under a plan; the plan is chosen at the first step, or given.
 
     model: a native decoder, or any module made of a sequence of blocks. optimizer: a
     torch.optim.AdamW or SGD over its parameters (groups, and learning rates that a scheduler
@@ -57,6 +63,10 @@ def prepare(
     and a step that would hold more raises. loss: loss(output, batch) -> mean loss; None takes the
     output's `loss`, or the output where it is a scalar. With microbatches > 1 the batch is cut
     along its first dimension, and then loss must give a sum and count(batch) what to divide it by.
+    A batch (x, y) of a model that takes x alone is called with x; loss sees both.
+    Of a native decoder, whose cross-entropy is divided by the weights of its targets, loss is
+    instead what is made of each target's cross-entropy (outsize.kernels.entropy.Loss), and the
+    batch is a Batch with the columns it reads.
     blocks: path patterns of the blocks; None finds them. clip: largest gradient norm. recompute:
     ("block",) or names of submodules of the blocks; None leaves it to the plan. precision:
     None keeps the model's own dtype, with a float32 master copy where that is bfloat16.
@@ -80,7 +90,7 @@ def prepare(
     On the pipeline axis ("pipeline=2") each worker has some of the blocks; pipeline names the order
     in which microbatches go through, as "1f1b", "zb-h1" or "interleaved:2" (`outsize schedule`);
     "1f1b+vocabulary:2" gives every worker rows of a native decoder's embedding and head.
-    Where the stages begin follows from foretold costs; outsize.plan.Pipelined(name, cuts) says it.
+    Where the stages begin follows from predicted costs; outsize.plan.Pipelined(name, cuts) says it.
     Its workers pass the same rows too. With fewer microbatches than workers some of these wait,
     with one all but one.
     Of an adopted module each one runs the code between the blocks as far as its own need it, on
@@ -88,17 +98,43 @@ def prepare(
     (outsize/runtime/reach.py), so that code must depend on shapes and on the batch alone. Dropout
     draws other numbers than on one worker.
 
-    Raises OutsizeError for a model that cannot be split, naming the module.
+    A module without blocks, as a single linear layer or one block that is called again and again,
+    is computed whole. Caches of keys and values (`config.use_cache`) are off until `close`.
+
+    plan: an outsize.Plan or the file of one (`outsize plan --out`), which is taken as it is: it
+    says microbatches, recompute, precision, mesh, zero, sequence_parallel and pipeline, and memory
+    where none is given. Refused where it is of another model, of another number of workers or of
+    other batches.
+
+    Raises OutsizeError for a model that cannot be split where it must be, naming the module.
     """
+    if not isinstance(model, nn.Module):
+        raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    _check_numbers(microbatches, clip)
+    given = None if plan is None else plan_given(plan, model)
+    if given is not None:
+        said = {
+            "microbatches": microbatches != 1, "recompute": recompute is not None,
+            "precision": precision is not None, "mesh": mesh is not None, "zero": zero != 1,
+            "sequence_parallel": sequence_parallel, "pipeline": pipeline != "1f1b",
+        }  # fmt: skip
+        refuse_said_twice(said)
+        microbatches, sequence_parallel = given.microbatches, given.sequence_parallel
+        mesh, pipeline = given.mesh, given.pipeline
+        memory = given.budget if memory is None else memory
     workers = workers_of(mesh)
     near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     specs = specs_of(host_memory, disk, tuple(tiers), near)
+    if given is not None:
+        refuse_missing(given, specs)
     if specs and memory is None:
         raise OutsizeError(
             f"{specs[0].name!r} is a tier for what does not fit in memory, and memory is None;"
             " expected bytes that the device may hold: pass memory='2GiB'"
         )
-    found = () if isinstance(model, Decoder) else tuple(find_blocks(model, blocks))
+    if not isinstance(model, Decoder):
+        check_adopted(workers, type(model).__name__)
+    found = () if isinstance(model, Decoder) else _blocks(model, blocks, workers)
     parts = max(microbatches, workers.data)
     if parts > 1 and not isinstance(model, Decoder) and (count is None or loss is None):
         what = f"microbatches is {microbatches}" if microbatches > 1 else f"mesh is {workers}"
@@ -108,6 +144,7 @@ def prepare(
         )
     if parts > 1:
         _refuse_batch_statistics(model)
+    whole, by_target = _losses(model, loss, count)
     order = pipelined(pipeline) if isinstance(pipeline, str) else pipeline
     _check_pipeline(workers, order, microbatches, bool(specs))
     _check_vocabulary(workers, order, model)
@@ -121,22 +158,75 @@ def prepare(
             f"mesh is {workers}, {specs[0].name!r} is a tier and this is a {type(model).__name__};"
             " states of what the automatic rules cut stay on the device: leave out the tiers"
         )
+    if whole is not None and count is not None:
+        whole = SumOfRows(whole, count)
     settings = Settings(
-        loss,
+        whole,
         count,
         found,
         microbatches,
         clip,
         None if recompute is None else tuple(recompute),
         None if memory is None else parse_bytes(memory),
-        _precision(model, precision),
+        _precision(model, precision) if given is None else given.precision,
         specs,
         workers,
-        stage_of(zero, workers.data),
+        stage_of(zero, workers.data) if given is None else given.shards,
         sequence_parallel,
         order,
+        blocks is not None,
+        given,
+        by_target,
     )
     return Prepared(model, optimizer, settings)
+
+
+def _check_numbers(microbatches: int, clip: float | None) -> None:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise OutsizeError(f"microbatches is {microbatches!r}; expected a whole number from 1 on")
+    if clip is not None and not clip > 0:
+        raise OutsizeError(
+            f"clip is {clip}; expected the largest norm that a gradient may have, more than 0, or"
+            " None to leave gradients as they are"
+        )
+
+
+def _blocks(
+    model: nn.Module, pattern: str | Sequence[str] | None, workers: Mesh
+) -> tuple[tuple[str, nn.Module], ...]:
+    """The blocks of a module; none where it has none and need not be cut between them."""
+    try:
+        return tuple(find_blocks(model, pattern))
+    except OutsizeError:
+        if pattern is not None or workers.pipeline > 1 or workers.tensor > 1:
+            raise
+        return ()
+
+
+def _losses(
+    model: nn.Module, loss: Loss | ByTarget | None, count: Callable[[Any], float] | None
+) -> tuple[Loss | None, ByTarget | None]:
+    """The loss of an adopted module's output, or of a native decoder's targets."""
+    if not isinstance(model, Decoder):
+        if isinstance(loss, ByTarget):
+            raise OutsizeError(
+                f"loss is a {type(loss).__name__}, made of each target's cross-entropy, which only"
+                f" decoders that outsize.load gives have; this is a {type(model).__name__}: pass"
+                " loss=(output, batch) -> scalar"
+            )
+        return loss, None
+    if count is not None:
+        raise OutsizeError(
+            "count is given with a decoder that outsize.load gives, whose losses are divided by the"
+            " weights of its targets; leave it out, or pass weights in the batch"
+        )
+    if loss is not None and not isinstance(loss, ByTarget):
+        raise OutsizeError(
+            f"loss is a {type(loss).__name__} of (output, batch), and a decoder that outsize.load"
+            " gives has no output to take it from: leave it out, or pass an object with `columns`"
+            " and `of` (outsize.kernels.entropy.Loss)"
+        )
+    return None, loss
 
 
 def workers_of(mesh: str | Mesh | None) -> Mesh:

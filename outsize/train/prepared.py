@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils.hooks import RemovableHandle
 
 from outsize.collectives import Lone, World, along
 from outsize.collectives.joined import from_environment
@@ -27,23 +28,37 @@ from outsize.optim import Optimizer
 from outsize.parallel.automatic import Derived
 from outsize.parallel.automatic_apply import spread
 from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import AdoptedFlow, Job, NativeFlow, Report
 from outsize.runtime.adopted import reach_of
 from outsize.runtime.flow import Flow
-from outsize.runtime.placement import PARAMETERS
-from outsize.runtime.reach import Reach
+from outsize.runtime.reach import Reach, Uncut
+from outsize.schedule.layout import PARAMETERS
 from outsize.search import pick
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import nowhere, rehearse
-from outsize.train.adopting import Guard, Neighbours, begin_alike, derived_of, said
+from outsize.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    mark_stepped,
+)
+from outsize.train import kept
+from outsize.train.adopting import (
+    Guard,
+    Neighbours,
+    begin_alike,
+    derived_of,
+    said,
+    without_caches,
+)
 from outsize.train.balancing import agreed, balanced
-from outsize.train.batches import cut, empty_like, own_loss, tokens_of
+from outsize.train.batches import cut, empty_like, own_loss, refuse_empty, tokens_of
 from outsize.train.candidates import Settings, plans_of, refuse_small_budget, rows_in
-from outsize.train.foretelling import choose_tiered, wish_of
 from outsize.train.optimizers import converted, group_of, groups_now
+from outsize.train.predicting import choose_tiered, request_of
 from outsize.train.tiers import opened, with_tiers
 from outsize.train.twin import twin_of
 
@@ -74,11 +89,17 @@ class Prepared:
         self.forecast: Forecast | None = None
         self._stack = ExitStack()  # of the stores, while there is a job
         self._guard = Guard(model)
+        self._stack.callback(without_caches(model))
         self._world: World = Lone()
         self._derived: dict[str, Derived] = {}  # what of an adopted module the tensor axis cuts
         self._reach: Reach | None = None  # of an adopted module on a pipeline
         self._like: Callable[[int], Any] | None = None  # batches of so many rows, without values
         self._closed = False
+        self._steps = torch.zeros(())
+        self._hook: RemovableHandle | None = None
+        self._pending: Callable[[Job], int] | None = None  # states for the job to come
+        if self._torch is not None and self._torch.state:
+            self._pending = partial(kept.taken, optimizer=self._torch)
         if not settings.tiers and settings.mesh.size == 1:
             refuse_small_budget(model, self._optimizer, settings)
 
@@ -109,26 +130,64 @@ class Prepared:
     def step(self, batch: Any, lr: float | None = None) -> Tensor:
         """Train on one batch; gives the mean loss, a scalar tensor.
 
-        A native decoder takes token ids (B, S), a mapping with input_ids and labels, or a Batch;
-        an adopted module what its forward takes: a mapping by keyword, a tuple by place.
+        A native decoder takes token ids (B, S), a mapping with input_ids, labels and weights (of
+        the labels; what each one's loss is times), or a Batch; an adopted module what its forward
+        takes: a mapping by keyword, a tuple by place.
         """
         if isinstance(self.model, Decoder):
             batch = tokens_of(batch)
+        refuse_empty(batch)
+        if self._job is None and self.settings.whole:
+            return self._first(batch, lr)
+        return self._stepped(batch, lr)
+
+    def _first(self, batch: Any, lr: float | None) -> Tensor:
+        """The first step: blocks that were found and are not called once each, in order, are no
+        blocks, and the module is computed whole."""
+        before = torch.get_rng_state()
+        try:
+            return self._stepped(batch, lr)
+        except Uncut:
+            if self._job is not None:
+                self._job.close()
+                self._job = None
+            torch.set_rng_state(before)
+            self.settings = replace(self.settings, blocks=())
+            return self._stepped(batch, lr)
+
+    def _stepped(self, batch: Any, lr: float | None) -> Tensor:
         if self._job is None:
             self._job = self._make(batch)
         self._meet(batch)
         if self._torch is not None:
             self._job.updates.groups = groups_now(self._torch)
-            self._torch._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            mark_stepped(self._torch)
             lr = 1.0
         with self._computing():
-            return self._job.step(batch, lr)
+            loss = self._job.step(batch, lr)
+        self._steps += 1
+        if self._torch is not None:
+            self._show(self._torch, self._job)
+        return loss
 
-    def evaluate(self, batch: Any) -> tuple[float, int]:
+    def _show(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
+        """The optimizer that was handed in has its states: as they are here, where they lie whole
+        on the device; else when its state_dict is asked for."""
+        if self._hook is None:
+            if not (self.settings.tiers or self.settings.mesh.size > 1):
+                kept.shown(job, optimizer, self._steps)
+            self._hook = optimizer.register_state_dict_pre_hook(self._show_all)
+
+    def _show_all(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._job is not None:
+            kept.shown(self._job, optimizer, self._steps)
+
+    def evaluate(self, batch: Any) -> tuple[float, float]:
         """Sum of losses over a batch and what to divide it by, wherever the weights rest; after a
         first step."""
         if isinstance(self.model, Decoder):
             batch = tokens_of(batch)
+        refuse_empty(batch)
         job = self._made
         self._meet(batch)
         with self._computing():
@@ -139,6 +198,31 @@ class Prepared:
         a time: use each before the next. The workers of a pipeline read together, to the end. After
         a first step."""
         return self._made.weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of weights, optimizer states, counts of updates and buffers, by name. After a
+        first step; the workers of a pipeline or a tensor axis call it together."""
+        return kept.state_dict(self._made, self.model, int(self._steps))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of a job of the same model and optimizer, whatever its
+        plan was; before the first step too. OutsizeError, naming the tensor, for another's."""
+        self._take(lambda job: kept.load_state_dict(job, self.model, state))
+
+    def save(self, path: str | Path) -> Path:
+        """Write all states below `path`, as the checkpoint of the steps made so far; gives its
+        directory. The directory of a native decoder is one for outsize.load too."""
+        return kept.save(self._made, self.model, int(self._steps), Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from the last checkpoint that `save` wrote below `path`, as `load_state_dict`."""
+        self._take(lambda job: kept.load(job, self.model, Path(path)))
+
+    def _take(self, states: Callable[[Job], int]) -> None:
+        if self._job is None:
+            self._pending = states
+        else:
+            self._steps.fill_(states(self._job))
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -154,8 +238,9 @@ class Prepared:
             neighbours = Neighbours(along(self._world, "tensor"), "tensor")
             neighbours.meet(batch, device)
             neighbours.draw_alike(device)
-        if mesh.pipeline > 1:
-            Neighbours(along(self._world, "pipeline"), "pipeline").meet(batch, device)
+        for axis in mesh.axes:
+            if axis.cuts in ("stages", "tokens"):
+                Neighbours(along(self._world, axis.name), axis.name).meet(batch, device)
 
     def close(self) -> None:
         """Give the model back as an ordinary module. Parameters that rested on tiers are NaN from
@@ -190,10 +275,10 @@ class Prepared:
         self._derive(batch)
         self._reach = self._reached(batch)
         self._like = partial(empty_like, batch)
-        plans = plans_of(self.model, settings, batch)
+        plans = plans_of(self.model, self._optimizer, settings, batch)
         plans = balanced(plans, self._rehearsed, self._world, self._device())
         plan, below = plans[0], dict[str, int]()
-        if settings.budget is not None:
+        if settings.budget is not None or settings.plan is not None:
             self.forecast = self._fit(plans, with_tiers(probe(), settings.tiers))
             plan, below = self.forecast.plan, dict(self.forecast.below)
         ledger = None if settings.budget is None else meter(self._device(), settings.budget)
@@ -207,6 +292,9 @@ class Prepared:
                 stack.callback(self._guard.forward(_BELOW).remove)
             self._stack.push(stack.pop_all())
         self._like = None
+        if self._pending is not None:
+            self._steps.fill_(self._pending(job))
+            self._pending = None
         return job
 
     def _derive(self, batch: Any) -> None:
@@ -233,21 +321,21 @@ class Prepared:
         return rehearse(plan, self._fake_job, self._like)
 
     def _fit(self, plans: Sequence[Plan], hardware: Hardware) -> Forecast:
-        def foretell(plan: Plan) -> Forecast:
+        def predict(plan: Plan) -> Forecast:
             return compose(plan, self._rehearsed(plan), hardware)
 
         settings = self.settings
         try:
-            if not settings.tiers:
-                return pick(iter(plans), foretell, settings.budget)
-            wish = wish_of(plans[0], self._optimizer, settings.clip)
-            wish = replace(wish, tiers=settings.tiers)
-            made = choose_tiered(plans, wish, hardware, self._rehearsed)
+            if not settings.tiers or settings.plan is not None:
+                return pick(iter(plans), predict, settings.budget)
+            request = request_of(plans[0], self._optimizer, settings.clip)
+            request = replace(request, tiers=settings.tiers)
+            made = choose_tiered(plans, request, hardware, self._rehearsed)
             plan = agreed(made.plan, self._world, self._device())
-            return made if plan == made.plan else foretell(plan)
+            return made if plan == made.plan else predict(plan)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise OutsizeError(
-                f"{type(self.model).__name__} cannot be foretold: its forward depends on values"
+                f"{type(self.model).__name__} cannot be predicted: its forward depends on values"
                 f" ({error}); leave memory out, or give it a forward that depends on shapes alone"
             ) from None
 
@@ -275,13 +363,18 @@ class Prepared:
         elif self._derived:
             cuts = spread(model, self._derived, along(world, "tensor"))
         return Job(
-            self._flow(model, blocks, plan), plan, self._optimizer, groups, self._group_of,
+            self._flow(model, blocks, plan, world), plan, self._optimizer, groups, self._group_of,
             self.settings.clip, ledger, stores=stores, world=world, cuts=cuts,
         )  # fmt: skip
 
-    def _flow(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> Flow:
+    def _flow(
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan, world: World
+    ) -> Flow:
         if isinstance(model, Decoder):
-            return NativeFlow(model, plan)
+            execution = execution_of(plan.mesh, world)
+            return NativeFlow(
+                model, plan, execution=replace(execution, loss=self.settings.by_target)
+            )
         count = self.settings.count
         counter = None if count is None else lambda batch: torch.tensor(float(count(batch)))
         return AdoptedFlow(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from outsize.data import Data, DataConfig, TrainStream, open_data
-from outsize.launch import Crew
+from outsize.data import Data, TrainStream, open_data
+from outsize.launch import WorkerGroup
+from outsize.train.reading import data_config
 from outsize.train.setup import Setup, settled
-from outsize.train.show import bytes_table, foretold, pace, plan_table, turns_table
+from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
 from outsize.train.timing import calibrated
 
 
@@ -21,11 +22,18 @@ def show_plan(setup: Setup, console: Console) -> None:
     if setup.forecast.turns:
         console.print(turns_table(setup.forecast), markup=False)
         console.print()
-    line = f"{foretold(setup.forecast)}; {setup.config.train.steps} steps"
+    line = f"{predicted(setup.forecast)}; {setup.config.train.steps} steps"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     if setup.paces:
         console.print(pace(setup.paces), markup=False, highlight=False, soft_wrap=True)
     console.print(f"output: {setup.config.output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _marked(data: Data) -> str:
+    """How many tokens are targets, where not all are."""
+    if data.train.weights_N is None:
+        return ""
+    return f" ({data.train.targets / data.train.tokens:.1%} of them targets)"
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,15 @@ class Ready:
     stream: TrainStream
 
 
-def ready_of(setup: Setup, console: Console, crew: Crew) -> Ready:
-    data = data_of(setup, console, crew)
+def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready:
+    data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
-    with console.status("foretelling the time of a step"):
-        setup = settled(calibrated(setup, stream, crew))
+    with console.status("predicting the time of a step"):
+        setup = settled(calibrated(setup, stream, worker_group))
     show_plan(setup, console)
     console.print(
-        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens; validation"
+        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens{_marked(data)};"
+        " validation"
         f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
         f" {data.skipped.summary()}",
         markup=False,
@@ -60,26 +69,18 @@ def streamed(setup: Setup, data: Data) -> Ready:
     return Ready(setup, data, TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence))
 
 
-def data_of(setup: Setup, console: Console, crew: Crew) -> Data:
+def data_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Data:
     """The data of a run, which is the same for all workers."""
-    crew.pulse.at("reading data")
-    data = crew.in_turn("data", lambda: _opened(setup, console))
+    worker_group.pulse.at("reading data")
+    data = worker_group.in_turn("data", lambda: _opened(setup, console))
     parts = {"training data": data.train, "validation data": data.validation}
     prints = {name: part.fingerprint for name, part in parts.items()}
-    crew.same("data", {"tokenizer": data.tokenizer.fingerprint(), **prints})
+    worker_group.same("data", {"tokenizer": data.tokenizer.fingerprint(), **prints})
     return data
 
 
 def _opened(setup: Setup, console: Console) -> Data:
-    own = setup.config.data
-    config = DataConfig(
-        path=own.path,
-        kind=own.kind,
-        field=own.field,
-        tokenizer=setup.subject.text,
-        validation=own.validation,
-        cache=own.cache,
-    )
+    config = data_config(setup.config, setup.subject.text)
     with console.status("reading data") as status:
         return open_data(
             config,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,28 @@ from typing import Any
 import yaml
 
 from outsize.errors import OutsizeError
-from outsize.train.config import SHORT, RunConfig, check, config_of, leaves
+from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
+from outsize.optim import parse as parse_optimizer
+from outsize.train.config import (
+    MOVED,
+    RENAMED,
+    SHORT,
+    UNSAID,
+    Leaf,
+    RunConfig,
+    check,
+    config_of,
+    leaf,
+    leaves,
+    technique_leaves,
+)
+from outsize.train.others import here
 from outsize.typed import load_yaml, place, read, unknown
 
 SET = "--set"
 DEFAULT = "default"
 DERIVED = "derived: "
+_BETAS = "optimizer.betas"
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class Resolved:
 
     def get(self, name: str) -> Any:
         """The value of a key, or its default."""
-        return self.values[name] if name in self.values else leaves()[name].default
+        return self.values[name] if name in self.values else _leaf(name).default
 
     def given(self, name: str) -> bool:
         """Whether somebody said it (a file, --set, or a derivation)."""
@@ -56,21 +71,36 @@ class Resolved:
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(key, value, where it came from, what it means) of every key, in order."""
         return [
-            (name, _text(self.get(name)), self.origins.get(name, DEFAULT), leaf.meaning)
-            for name, leaf in leaves().items()
+            (name, shown(self.get(name)), self.origins.get(name, DEFAULT), key.meaning)
+            for name, key in self._keys()
         ]
+
+    def _keys(self) -> Iterator[tuple[str, Leaf]]:
+        """The keys of every run, and those of techniques that are said."""
+        yield from leaves().items()
+        yield from ((n, key) for n, key in technique_leaves().items() if self._counts(n))
+
+    def _counts(self, name: str) -> bool:
+        """Whether what is said of a technique's key counts: one that is off has no settings, and
+        settings say by themselves that it is on. So a run's file reads as it was written."""
+        if name not in self.values or self.values.get(name.rpartition(".")[0]) is False:
+            return False
+        implied = any(other.startswith(f"{name}.") for other in self.values)
+        return not (implied and self.values[name] is True)
 
     def to_yaml(self) -> str:
         """A run's file that says every value."""
         nested: dict[str, Any] = {}
-        for name in leaves():
-            section, dot, key = name.partition(".")
+        for name, _ in self._keys():
+            *sections, key = name.split(".")
             value = self.get(name)
             value = list(value) if isinstance(value, tuple) else value
-            if dot:
-                nested.setdefault(section, {})[key] = value
-            else:
-                nested[name] = value
+            here = nested
+            for section in sections:
+                inner = here.get(section)
+                here[section] = inner if isinstance(inner, dict) else {}
+                here = here[section]
+            here[key] = value
         return yaml.safe_dump(nested, sort_keys=False)
 
 
@@ -86,17 +116,19 @@ def resolve(path: str | Path | None, sets: Iterable[str] = ()) -> Resolved:
     for text in sets:
         resolved = apply_set(resolved, text)
     _one_length(resolved)
-    return resolved
+    return _one_optimizer(resolved)
 
 
 def apply_text(resolved: Resolved, text: str, source: str) -> Resolved:
     """Add the values of a file's text."""
     found = load_yaml(text, source)
-    if found is None:
-        return resolved
+    return resolved if found is None else apply_values(resolved, found, source)
+
+
+def apply_values(resolved: Resolved, found: Any, source: str) -> Resolved:
+    """Add values that are nested as in a file."""
     for name, value in _flatten(found, source):
-        kind = leaves()[name].kind
-        read_value = read(kind, value, source, name)
+        read_value = read(_leaf(name).kind, value, source, name)
         check(name, read_value, source)
         resolved = resolved.with_value(name, read_value, source)
     return resolved
@@ -106,11 +138,13 @@ def apply_set(resolved: Resolved, text: str) -> Resolved:
     """Add one "key=value", the value being YAML (or, for a text, as it stands)."""
     name, equals, raw = text.partition("=")
     name = SHORT.get(name.strip(), name.strip())
+    name = RENAMED.get(name, name)
     if not equals:
         raise OutsizeError(f"{SET} {text!r}: expected key=value")
-    if name not in leaves():
+    found = leaf(name)
+    if found is None:
         raise _unknown(name, SET)
-    kind = leaves()[name].kind
+    kind = found.kind
     value = load_yaml(raw, f"{SET} {name}")
     try:
         read_value = read(kind, value, SET, name)
@@ -135,7 +169,7 @@ def _content(path: Path) -> str:
 
 def _flatten(found: Any, source: str) -> Iterable[tuple[str, Any]]:
     """(full key, plain value) of a nested mapping."""
-    sections = {f.name for f in dataclasses.fields(RunConfig)}
+    sections = {name.partition(".")[0] for name in (*leaves(), *RENAMED)}
     if not isinstance(found, dict):
         raise OutsizeError(
             f"{source}: {found!r}; expected a mapping of {', '.join(sorted(sections))}"
@@ -143,33 +177,81 @@ def _flatten(found: Any, source: str) -> Iterable[tuple[str, Any]]:
     for outer, value in found.items():
         if outer in leaves():
             yield outer, value
+        elif outer not in sections and _techniques_at(str(outer)):
+            yield from _technique_values(str(outer), value, source)
         elif outer not in sections:
             raise _unknown(str(outer), source)
         elif isinstance(value, dict):
             for key, inner in value.items():
-                if f"{outer}.{key}" not in leaves():
-                    raise _unknown(f"{outer}.{key}", source)
-                yield f"{outer}.{key}", inner
+                full = RENAMED.get(f"{outer}.{key}", f"{outer}.{key}")
+                if full in MOVED and inner == UNSAID[full]:
+                    continue
+                if full in leaves():
+                    yield full, inner
+                elif _techniques_at(full):
+                    yield from _technique_values(full, inner, source)
+                else:
+                    raise _unknown(full, source)
         elif outer in SHORT and value is not None:
             yield SHORT[outer], value
         elif value is not None:
-            keys = ", ".join(_keys(outer))
-            raise OutsizeError(f"{place(source, outer)}: {value!r}; expected a mapping of {keys}")
+            keys, ours = ", ".join(_keys(outer)), here(outer)
+            also = f"; {value!r} itself is {ours}" if ours else ""
+            raise OutsizeError(
+                f"{place(source, outer)}: {value!r}; expected a mapping of {keys}{also}"
+            )
+
+
+def _techniques_at(name: str) -> bool:
+    """Whether a name is a technique's key, or a section that holds techniques."""
+    return any(full == name or full.startswith(f"{name}.") for full in technique_leaves())
+
+
+def _technique_values(name: str, value: Any, source: str) -> Iterable[tuple[str, Any]]:
+    """(full key, plain value) of what is said of techniques under a name."""
+    if not isinstance(value, dict):
+        if leaf(name) is None:
+            known = ", ".join(_keys(name))
+            raise OutsizeError(f"{place(source, name)}: {value!r}; expected a mapping of {known}")
+        yield name, value
+        return
+    if technique_leaves().get(name) is not None:
+        yield name, True
+    for key, inner in value.items():
+        full = f"{name}.{key}"
+        if not _techniques_at(full):
+            raise _unknown(full, source)
+        yield from _technique_values(full, inner, source)
+
+
+def _leaf(name: str) -> Leaf:
+    found = leaf(name)
+    assert found is not None, name
+    return found
 
 
 def _keys(section: str) -> tuple[str, ...]:
-    return tuple(n.removeprefix(f"{section}.") for n in leaves() if n.startswith(f"{section}."))
+    every = (*leaves(), *technique_leaves())
+    found = (n.removeprefix(f"{section}.") for n in every if n.startswith(f"{section}."))
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in found))
 
 
 def _unknown(name: str, source: str) -> OutsizeError:
     """The error of an unknown key, with the nearest: in its section, else anywhere."""
-    section, dot, key = name.partition(".")
-    if dot and _keys(section):
-        return unknown(key, _keys(section), source, section)
+    if name in MOVED:
+        return OutsizeError(f"{place(source, name)}: unknown key; it is {MOVED[name]} now")
+    ours = here(name)
+    if ours is not None:
+        return OutsizeError(f"{place(source, name)}: unknown key; here it is {ours}")
+    section, _, key = name.rpartition(".")
+    while section:  # the innermost section that there is knows the nearest
+        if _keys(section):
+            return unknown(key, _keys(section), source, section)
+        section, _, key = section.rpartition(".")
     homes = [full for full in leaves() if full.rpartition(".")[2] == name]
     if homes:
         return OutsizeError(f"{place(source, name)}: unknown key; did you mean {homes[0]!r}?")
-    outer = tuple(f.name for f in dataclasses.fields(RunConfig))
+    outer = tuple({name.partition(".")[0] for name in (*leaves(), *technique_leaves())})
     return unknown(name, outer, source, "")
 
 
@@ -182,7 +264,35 @@ def _one_length(resolved: Resolved) -> None:
         )
 
 
-def _text(value: Any) -> str:
+def _one_optimizer(resolved: Resolved) -> Resolved:
+    """Refuse settings of an optimizer that make no sense, or are another one's."""
+    config = resolved.config
+    own = config.optimizer
+    others = [name for name, _ in OPTIMIZERS.items() if name != own.name]
+    for name in filter(config.techniques.__contains__, others):
+        raise OutsizeError(
+            f"{name} is set, and optimizer.name is {own.name}; leave it out, or set optimizer.name"
+            f" to {name}"
+        )
+    made = optimizer_of(config)
+    check_approximate(made, config.plan.approximate)
+    said = config.technique(own.name) is not None
+    if not isinstance(made, SGD) or said or not resolved.given(_BETAS):
+        return resolved
+    hint = f"{resolved.origins[_BETAS]}: for sgd write sgd.momentum: {made.momentum:g} instead"
+    return Resolved(resolved.values, {**resolved.origins, _BETAS: hint})
+
+
+def optimizer_of(config: RunConfig) -> Optimizer:
+    """The optimizer of a run; its learning rate is 0 while it is open."""
+    own = config.optimizer
+    return parse_optimizer(
+        own.name, own.lr or 0.0, own.weight_decay, own.betas, config.technique(own.name)
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as people read it."""
     if value is None:
         return "-"
     if isinstance(value, tuple):

@@ -1,10 +1,10 @@
-"""A whole run: set up, foretell, train, report. New, or gone on with from its directory.
+"""A whole run: set up, predict, train, report. New, or gone on with from its directory.
 
 runs/mine/run.yaml        every value of the run; plan.yaml: its plan
 runs/mine/step-00000100/  checkpoints, each a Hugging Face directory
 runs/mine/metrics.jsonl   and events.*: TensorBoard
-runs/mine/timeline.html   one step of all workers, foretold and measured; trace.json: for Perfetto;
-                          foretold.json, measured.json: for outsize trace diff
+runs/mine/timeline.html   one step of all workers, predicted and measured; trace.json: for Perfetto;
+                          predicted.json, measured.json: for outsize trace diff
 runs/mine/sample.txt      what the trained model wrote
 runs/mine/workers/        what other workers than the first printed
 
@@ -26,32 +26,35 @@ from rich.console import Console
 from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
+from outsize.data import DataConfig, check_paths
+from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.hardware.form import from_plain, to_plain
 from outsize.kernels.entropy import LossOptions
-from outsize.launch import Crew
+from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
-from outsize.models.build import initial_draw, shells
+from outsize.models.build import shells
 from outsize.plan import from_yaml, to_yaml
+from outsize.runtime.trains import Trains
 from outsize.train.config import MAY_CHANGE
+from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
-from outsize.train.filling import hub_fill
 from outsize.train.loop import Loop, closing, resume_command
 from outsize.train.measure import Measure
-from outsize.train.metrics import Metrics, Unwritten
+from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
 from outsize.train.ready import Ready, data_of, ready_of, show_plan, streamed
-from outsize.train.resolve import Resolved, apply_text
+from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup, optimizer_of, set_up, settled
 from outsize.train.show import values_table
-from outsize.train.special import AnyJob
-from outsize.train.state import Place, distances_of, place_of, restore, same_run, weights_of
+from outsize.train.state import Place, distances_of, place_of, restore, same_run
 from outsize.train.stop import Stop
 from outsize.train.texts import read_text, write_text
 from outsize.train.tiers import opened
 from outsize.train.timing import keep_pace, no_pace
+from outsize.train.values import first_values
 
 RUN, PLAN = "run.yaml", "plan.yaml"
 NOTHING = ""  # what the first worker says where there is nothing to do
@@ -65,15 +68,17 @@ def explain(resolved: Resolved, console: Console) -> None:
     show_plan(setup, console)
 
 
-def start(resolved: Resolved, console: Console, crew: Crew | None = None) -> int:
+def start(resolved: Resolved, console: Console, worker_group: WorkerGroup | None = None) -> int:
     """Start a new run; gives the exit code: 0, or 128 + the signal that stopped it.
 
-    crew: the workers, of which this is the first; the others `follow`.
+    worker_group: the workers, of which this is the first; the others `follow`.
     """
-    crew = crew or Crew()
-    crew.pulse.at("planning")
+    worker_group = worker_group or WorkerGroup()
+    worker_group.pulse.at("planning")
+    check_paths(DataConfig(path=resolved.config.data.path).paths())
+    check_prompt(resolved.config.sample.prompt)
     setup = set_up(resolved)
-    ready = ready_of(setup, console, crew)
+    ready = ready_of(setup, console, worker_group)
     store = _store(ready.setup)
     with store:
         if store.steps():
@@ -83,8 +88,8 @@ def start(resolved: Resolved, console: Console, crew: Crew | None = None) -> int
             )
         write_text(store.directory / RUN, ready.setup.resolved.to_yaml())
         write_text(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
-        _say(ready, store, None, crew)
-        return _train(ready, store, None, console, crew)
+        _say(ready, store, None, worker_group)
+        return _train(ready, store, None, console, worker_group)
 
 
 def resume(
@@ -92,22 +97,22 @@ def resume(
     changes: Iterable[tuple[str, object, str]],
     on_damage: OnDamage,
     console: Console,
-    crew: Crew | None = None,
+    worker_group: WorkerGroup | None = None,
 ) -> int:
     """Go on with the run in `directory`; gives the exit code.
 
     changes: (key, value, origin) that differ from the run's own values. OutsizeError for a change
-    that would give other numbers, and for a run that is not there. crew: as in `start`.
+    that would give other numbers, and for a run that is not there. worker_group: as in `start`.
     """
-    crew = crew or Crew()
-    crew.pulse.at("reading the checkpoint")
+    worker_group = worker_group or WorkerGroup()
+    worker_group.pulse.at("reading the checkpoint")
     recorded = recorded_values(directory)
     resolved = _changed(recorded, changes, directory)
     store = Checkpoints(directory, resolved.get("train.keep"))
     with store:
         try:
             found = None if store.latest() is None else store.load(on_damage=on_damage)
-            return _go_on(store, found, recorded, resolved, console, crew)
+            return _go_on(store, found, recorded, resolved, console, worker_group)
         except DamageError as error:
             earlier = [step for step in store.steps() if step < (store.latest() or 0)]
             way = f"; --on-damage previous goes on from step {earlier[-1]}" if earlier else ""
@@ -120,7 +125,7 @@ def _go_on(
     recorded: Resolved,
     resolved: Resolved,
     console: Console,
-    crew: Crew,
+    worker_group: WorkerGroup,
 ) -> int:
     directory, model = store.directory, None
     if found is not None:
@@ -129,39 +134,47 @@ def _go_on(
         same_run(found, resolved)
         if place_of(found).step >= resolved.get("train.steps"):
             console.print(_finished(found, directory), markup=False, soft_wrap=True)
-            no_pace(crew)
-            crew.told(RUN, lambda: NOTHING)
+            no_pace(worker_group)
+            worker_group.told(RUN, lambda: NOTHING)
             return 0
-        model = subject_of(found.path, resolved.get("data.tokenizer"))
+        model = subject_of(found.path, resolved)
+    else:
+        _refuse_lost(store, resolved)
+        console.print(
+            f"no step of the run in {directory} was saved: it begins anew", markup=False,
+            soft_wrap=True,
+        )  # fmt: skip
     _tell_threads(recorded, resolved, console)
     setup = set_up(resolved, from_yaml(read_text(directory / PLAN)), model)
-    ready = ready_of(setup, console, crew)
+    ready = ready_of(setup, console, worker_group)
     write_text(directory / RUN, ready.setup.resolved.to_yaml())
     write_text(directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
-    _say(ready, store, found, crew)
-    return _train(ready, store, found, console, crew)
+    _say(ready, store, found, worker_group)
+    return _train(ready, store, found, console, worker_group)
 
 
-def follow(console: Console, crew: Crew) -> int:
+def follow(console: Console, worker_group: WorkerGroup) -> int:
     """Take part in the run that the first worker starts or goes on with; gives the exit code."""
-    keep_pace(crew)
-    text = crew.told(RUN, lambda: NOTHING)
+    keep_pace(worker_group)
+    text = worker_group.told(RUN, lambda: NOTHING)
     if text == NOTHING:
         return 0
     said = json.loads(text)
-    crew.pulse.at("taking over the plan")
+    worker_group.pulse.at("taking over the plan")
     resolved = apply_text(Resolved(), said["values"], "rank 0")
     store = Checkpoints(said["directory"], resolved.get("train.keep"))
-    crew.output(store.directory)
+    worker_group.output(store.directory)
     found = None if said["step"] is None else store.load(said["step"])
-    model = None if found is None else subject_of(found.path, resolved.get("data.tokenizer"))
+    model = None if found is None else subject_of(found.path, resolved)
     hardware = from_plain(Hardware, said["hardware"], "rank 0")
     setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware)
-    ready = streamed(setup, data_of(setup, console, crew))
-    return _train(ready, store, found, console, crew)
+    ready = streamed(setup, data_of(setup, console, worker_group))
+    return _train(ready, store, found, console, worker_group)
 
 
-def _say(ready: Ready, store: Checkpoints, found: Checkpoint | None, crew: Crew) -> None:
+def _say(
+    ready: Ready, store: Checkpoints, found: Checkpoint | None, worker_group: WorkerGroup
+) -> None:
     """Tell the other workers what the run is."""
     said = {
         "values": ready.setup.resolved.to_yaml(),
@@ -170,7 +183,7 @@ def _say(ready: Ready, store: Checkpoints, found: Checkpoint | None, crew: Crew)
         "directory": str(store.directory.resolve()),
         "step": None if found is None else found.step,
     }
-    crew.told(RUN, lambda: json.dumps(said))
+    worker_group.told(RUN, lambda: json.dumps(said))
 
 
 def recorded_values(directory: Path) -> Resolved:
@@ -188,7 +201,7 @@ def recorded_values(directory: Path) -> Resolved:
 def _changed(
     recorded: Resolved, changes: Iterable[tuple[str, object, str]], directory: Path
 ) -> Resolved:
-    resolved = recorded
+    resolved, changes = recorded, tuple(changes)
     for name, value, origin in changes:
         if name == "output" or value == recorded.get(name):
             continue
@@ -198,7 +211,25 @@ def _changed(
                 f" {recorded.get(name)!r}: set it back, or start a new run in another directory"
             )
         resolved = resolved.with_value(name, value, origin)
+    said = {name for name, _, _ in changes}
+    steps, now = resolved.get("train.steps"), None
+    if steps != recorded.get("train.steps") and "learning_rate.warmup" not in said:
+        now = warmup_now(recorded.values, steps)
+    if now not in (None, recorded.get("learning_rate.warmup")):
+        resolved = resolved.with_value("learning_rate.warmup", now, f"{DERIVED}of {steps} steps")
     return resolved
+
+
+def _refuse_lost(store: Checkpoints, resolved: Resolved) -> None:
+    """Refuse to begin anew where steps were saved once and are gone."""
+    made = max((int(record["step"]) for record in read_metrics(store.directory)), default=0)
+    every = resolved.get("train.save_every") or 0
+    if store.pointed is not None or 0 < every < made:
+        raise OutsizeError(
+            f"the run in {store.directory} made {max(made, store.pointed or 0)} steps, and none of"
+            " its checkpoints is there any more: put one of its step-* directories back, or start a"
+            " new run in another directory"
+        )
 
 
 def _finished(found: Checkpoint, directory: Path) -> str:
@@ -224,17 +255,21 @@ def _store(setup: Setup) -> Checkpoints:
 
 
 def _train(
-    ready: Ready, store: Checkpoints, found: Checkpoint | None, console: Console, crew: Crew
+    ready: Ready,
+    store: Checkpoints,
+    found: Checkpoint | None,
+    console: Console,
+    worker_group: WorkerGroup,
 ) -> int:
-    crew.pulse.at("making the job")
+    worker_group.pulse.at("making the job")
     setup, data, stream = ready.setup, ready.data, ready.stream
     keys = setup.config.train
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
-    below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", crew.rank))
+    below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
     with Stop() as stop, opened(setup.tiers, setup.plan, below) as stores:
         ledger = meter(setup.device, setup.plan.budget)
-        job = _job(setup, found, ledger, stores, crew)
+        job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:
             place = replace(restore(found, job), steps=keys.steps)
             assert stream.resume(place.cursor) == place.step
@@ -242,10 +277,23 @@ def _train(
         saved = None if found is None else found.step
         step, notes = setup.special.stepping(job, {} if found is None else distances_of(found))
         measure = Measure(ledger, place.step, place.steps)
-        kept = Metrics(store.directory, place.step) if crew.first else nullcontext(Unwritten())
+        kept = (
+            Metrics(store.directory, place.step) if worker_group.first else nullcontext(Unwritten())
+        )
         with kept as metrics:
             loop = Loop(
-                setup, data, job, step, notes, store, metrics, measure, place, stream, saved, crew
+                setup,
+                data,
+                job,
+                step,
+                notes,
+                store,
+                metrics,
+                measure,
+                place,
+                stream,
+                saved,
+                worker_group,
             )
             with closing(job):
                 loop.run(console, stop)
@@ -261,22 +309,18 @@ def _job(
     found: Checkpoint | None,
     ledger: Meter,
     stores: Mapping[str, Store],
-    crew: Crew,
-) -> AnyJob:
+    worker_group: WorkerGroup,
+) -> Trains:
     """The job, its weights where they rest: drawn, of the model's directory, or of `found`."""
     config, plan, keys = setup.subject.config, setup.plan, setup.config
     # In the precision that the optimizer updates.
     dtype = getattr(torch, plan.precision.master or plan.precision.compute)
     model = shells(config, dtype, setup.device)
-    if found is not None:
-        fill = weights_of(found, config)
-    elif keys.model.weights == "random":
-        fill = initial_draw(model, keys.train.seed)
-    else:
-        assert setup.subject.directory is not None
-        fill = hub_fill(setup.subject.directory, config)
+    fill = first_values(model, keys, found)
     optimizer, own = optimizer_of(keys), keys.train
     options = LossOptions(own.label_smoothing, own.z_loss)
     make = setup.special.job
-    at = crew.pulse.at if plan.mesh.size > 1 else None
-    return make(model, plan, optimizer, own.clip, ledger, stores, fill, options, crew.world, at)
+    at = worker_group.pulse.at if plan.mesh.size > 1 else None
+    return make(
+        model, plan, optimizer, own.clip, ledger, stores, fill, options, worker_group.world, at
+    )

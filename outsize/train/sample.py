@@ -16,15 +16,16 @@ from outsize.decode.text import stream_text
 from outsize.models.decoder import Decoder
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.local import LocalJob
+from outsize.runtime.trains import Trains
 from outsize.runtime.zeroth import ZerothJob
 from outsize.schedule import State
-from outsize.schedule.residency import item, overlap
-from outsize.train.special import AnyJob
+from outsize.schedule.item import Item
+from outsize.schedule.residency import overlap
 
 PATIENCE = 60.0  # seconds after which a sample ends whose every token reads weights from a tier
 
 
-def sample(job: AnyJob, tokenizer: Tokenizer, prompt: str, tokens: int, sampling: Sampling) -> str:
+def sample(job: Trains, tokenizer: Tokenizer, prompt: str, tokens: int, sampling: Sampling) -> str:
     """The prompt and what follows it. Where weights stream it ends early rather than late."""
     until = time.monotonic() + PATIENCE
     text = prompt
@@ -50,7 +51,7 @@ def relay_of(job: Job, model: Decoder) -> Relay | None:
     return Relay(model, job.world, turns, cut=job.rows is not None)
 
 
-def _late(job: AnyJob, mine: bool) -> bool:
+def _late(job: Trains, mine: bool) -> bool:
     """Whether time is up for the first of the workers, which all end with the same token."""
     if not isinstance(job, Job):
         return mine
@@ -58,7 +59,7 @@ def _late(job: AnyJob, mine: bool) -> bool:
 
 
 @contextmanager
-def brought(job: AnyJob) -> Iterator[Decoder]:
+def brought(job: Trains) -> Iterator[Decoder]:
     """The job's model, whose parts bring their parameters into the pool when they are called: one
     part after the other, nothing beside the computation."""
     assert isinstance(job.flow, NativeFlow)
@@ -66,6 +67,7 @@ def brought(job: AnyJob) -> Iterator[Decoder]:
     if isinstance(job, LocalJob):
         yield model
         return
+    assert isinstance(job, Job | ZerothJob)
     if isinstance(job, ZerothJob):
         job.catch_up()
         job.hide()
@@ -85,15 +87,15 @@ def brought(job: AnyJob) -> Iterator[Decoder]:
 
 def bring(job: Job | ZerothJob, segment: int) -> None:
     """Have in the pool what a segment computes with; what lies elsewhere in it stays."""
-    placement, residence = job.placement, job.residence
+    placement, weight_pool = job.placement, job.weight_pool
     rooms = placement.rooms
     stages = placement.stage_uses(placement.stage_of[segment])
-    needed = {item(State.PARAMETERS, stage) for stage in stages} & rooms.keys()
+    needed = {Item(State.PARAMETERS, stage) for stage in stages} & rooms.keys()
     stays = {
         name
-        for name in residence.present
+        for name in weight_pool.present
         if not any(overlap(rooms[name], rooms[n]) for n in needed)
     }
-    residence.ensure(frozenset(stays | needed))
+    weight_pool.ensure(frozenset(stays | needed))
     if isinstance(job, ZerothJob):
         job.show(placement.stage_of[segment])

@@ -20,21 +20,24 @@ from outsize.memory.tiers import TierSpec
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import LearningRate, Optimizer
-from outsize.optim import parse as parse_optimizer
 from outsize.parallel.check import refuse
 from outsize.parallel.check_decoder import Spread, check_decoder
 from outsize.parallel.declared import boundaries
 from outsize.parallel.rewired import check_ways
 from outsize.parallel.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding, zero
-from outsize.search import TooSmall, Wish, choose, foretell
+from outsize.search import PlanRequest, TooSmall, choose, predict
 from outsize.search.pipelined import check as check_pipeline
 from outsize.search.pipelined import check_cut, continued
 from outsize.simulate import Forecast
 from outsize.train import derive
 from outsize.train.config import RunConfig
+from outsize.train.filling import filling_of
 from outsize.train.model import Subject, subject
+from outsize.train.planned import plan_of
+from outsize.train.reading import weighed
 from outsize.train.resolve import Resolved
+from outsize.train.resolve import optimizer_of as resolved_optimizer
 from outsize.train.special import Special, special_of
 from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
 
@@ -78,58 +81,63 @@ def set_up(
     model: Subject | None = None,
     fit: bool = True,
     hardware: Hardware | None = None,
+    exact: bool = False,
 ) -> Setup:
-    """Fill in what the plan needs, choose the plan (unless given) and foretell it.
+    """Fill in what the plan needs, choose the plan (unless given) and predict it.
 
     model: where it is known already. fit: refuse what does not fit in the memory that is free.
     hardware: as the setup of the first worker has it; this machine is probed where none is given.
-    Sets PyTorch's number of threads. OutsizeError for whatever makes the run impossible.
+    exact: the plan is taken as it is, or refused; else one that gives the same numbers is taken
+    where it does not fit. Sets PyTorch's number of threads. OutsizeError for whatever makes the run
+    impossible.
     """
     resolved = resolved.derive("threads", torch.get_num_threads(), "PyTorch's own choice here")
     torch.set_num_threads(resolved.get("threads"))
+    again = model is not None  # of a checkpoint, whose weights are stored
     if model is None:
         resolved, model = subject(resolved)
-    near = _near(resolved.config)
-    specs = declared(resolved.config, near)
+    count = near(resolved.config)
+    specs = declared(resolved.config, count)
     if hardware is None:
         hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
-        hardware = shared(with_tiers(hardware, specs, near), near)
+        hardware = shared(with_tiers(hardware, specs, count), count)
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
-    wish = wish_of(resolved, specs)
-    check_memory(hardware, wish.budget, specs)
-    check_pipeline(wish, len(model.config.layers) + 2)
-    if plan is None:
-        check_cut(wish)
-    check_layouts(model.config, wish)
+    random = resolved.get("model.weights") == "random" and not again
+    filling = filling_of(None if random else model.directory, model.config)
+    request = replace(request_of(resolved, specs), filling=filling)
+    check_memory(hardware, request.budget, specs)
+    check_pipeline(request, len(model.config.layers) + 2)
+    given = plan if exact or plan is not None else plan_of(resolved, model.config)
+    if given is None:
+        check_cut(request)
+    check_layouts(model.config, request)
     way = special_of(resolved.config)
-    if plan is None:
-        foretold = _chosen(model, wish, hardware, fit, way)
+    if given is not None and (exact or plan is None):
+        predicted = _given(model, request, given, hardware, way, fit)
+    elif plan is None:
+        predicted = _chosen(model, request, hardware, fit, way)
     else:
-        foretold = _continued(model, wish, plan, hardware, way)
-    return Setup(resolved, model, hardware, foretold, specs)
+        predicted = _continued(model, request, plan, hardware, way)
+    return Setup(resolved, model, hardware, predicted, specs)
 
 
 def settled(setup: Setup) -> Setup:
-    """The same with everything filled in that depends on the foretold time of a step."""
+    """The same with everything filled in that depends on the predicted time of a step."""
     resolved = derive.after_plan(setup.resolved, setup.forecast.seconds)
     return replace(setup, resolved=derive.output(resolved))
 
 
-def wish_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> Wish:
+def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequest:
     """What the user has fixed of the plan. specs: the tiers below the device."""
     config = resolved.config
     assert config.train.sequence is not None and config.train.batch_tokens is not None
     assert config.precision is not None
-    if "delayed-update" in config.plan.approximate:
-        raise OutsizeError(
-            "plan.approximate holds delayed-update, for which `outsize train` places no states; use"
-            " outsize.runtime.delayed.Delayed from Python, or leave the name out"
-        )
     mesh = Mesh() if config.mesh is None else parse_mesh(config.mesh)
+    _check_tensor(config, mesh)
     precision = Precision.named(config.precision)
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
-    return Wish(
+    return PlanRequest(
         rows=config.train.batch_tokens // config.train.sequence,
         sequence=config.train.sequence,
         precision=precision,
@@ -145,30 +153,41 @@ def wish_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> Wish:
         approximate=config.plan.approximate,
         tiers=specs,
         dropout=config.train.dropout,
+        weighed=weighed(config),
         mesh=mesh,
         shards=_shards(config),
         gathered=_gathered(config),
-        sequence_parallel=config.plan.sequence_parallel and mesh.tensor > 1,
-        overlap=config.plan.overlap if mesh.tensor > 1 else 0,
+        sequence_parallel=config.plan.sequence_parallel,
+        overlap=config.plan.overlap,
         pipeline=config.plan.pipeline,
     )
 
 
-def check_layouts(config: DecoderConfig, wish: Wish) -> None:
+def _check_tensor(config: RunConfig, mesh: Mesh) -> None:
+    """Refuse what is of the tensor axis where that has one worker."""
+    for name in ("sequence_parallel", "overlap") if mesh.tensor == 1 else ():
+        if value := getattr(config.plan, name):
+            raise OutsizeError(
+                f"plan.{name} is {value!r}, but mesh.tensor is 1 and nothing is summed over it;"
+                f" leave plan.{name} out, or set mesh to tensor=2"
+            )
+
+
+def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     """Refuse a decoder whose layouts over the tensor axis do not fit together, before anything is
     made of it. A ladder or Kraken model's wiring is not traced: its branches are, as a plain
     model's."""
-    size = wish.mesh.tensor
+    size = request.mesh.tensor
     if size > 1:
         check(config, size)
-        check_ways(config.ways, size, wish.sequence_parallel)
+        check_ways(config.ways, size, request.sequence_parallel)
         config = replace(config, ladder_from=None, ways=1)
-        cuts = cuts_of(build(config), size, 0, wish.sequence_parallel)
-        spread = Spread(cuts, boundaries(wish.sequence_parallel))
+        cuts = cuts_of(build(config), size, 0, request.sequence_parallel)
+        spread = Spread(cuts, boundaries(request.sequence_parallel))
         refuse(check_decoder(config, size, spread))
 
 
-def _near(config: RunConfig) -> int:
+def near(config: RunConfig) -> int:
     """Workers of this run on this machine; torchrun says so, others start all of them here."""
     size = 1 if config.mesh is None else parse_mesh(config.mesh).size
     return int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -204,72 +223,100 @@ def _shards(config: RunConfig) -> Sharding | None:
 
 def optimizer_of(config: RunConfig) -> Optimizer:
     """The optimizer of a run whose learning rate is known."""
-    own = config.optimizer
-    assert own.lr is not None
-    return parse_optimizer(own.name, own.lr, own.weight_decay, own.betas)
+    assert config.optimizer.lr is not None
+    return resolved_optimizer(config)
 
 
 def rates_of(config: RunConfig) -> LearningRate:
     """The learning rate's factor by step."""
-    own = config.schedule
+    own = config.learning_rate
     assert config.train.steps is not None and own.warmup is not None
     return LearningRate(own.shape, config.train.steps, own.warmup, own.final, own.decay)
 
 
-def _chosen(model: Subject, wish: Wish, hardware: Hardware, fit: bool, way: Special) -> Forecast:
-    if wish.budget is not None or not fit:
-        return _choose(model, wish, hardware, way)
-    made = _plain(model, replace(wish, tiers=()), hardware, way)
-    free = plannable(hardware, wish.tiers)
+def _chosen(
+    model: Subject, request: PlanRequest, hardware: Hardware, fit: bool, way: Special
+) -> Forecast:
+    if request.budget is not None or not fit:
+        return _choose(model, request, hardware, way)
+    made = _plain(model, replace(request, tiers=()), hardware, way)
+    free = plannable(hardware, request.tiers)
     if made.peak <= free:
         return made
-    made = _choose(model, replace(wish, budget=free), hardware, way)
+    made = _choose(model, replace(request, budget=free), hardware, way)
     return replace(made, plan=replace(made.plan, budget=None))
 
 
-def _plain(model: Subject, wish: Wish, hardware: Hardware, way: Special) -> Forecast:
+def _plain(model: Subject, request: PlanRequest, hardware: Hardware, way: Special) -> Forecast:
     if way.plans:
-        return way.choose(model.config, wish, hardware)
-    return choose(model.config, wish, hardware)
+        return way.choose(model.config, request, hardware)
+    return choose(model.config, request, hardware)
 
 
-def _foretell(model: Subject, wish: Wish, plan: Plan, hardware: Hardware, way: Special) -> Forecast:
+def _predict(
+    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special
+) -> Forecast:
     if way.plans:
-        return way.foretell(model.config, wish, plan, hardware)
-    return foretell(model.config, wish, plan, hardware)
+        return way.predict(model.config, request, plan, hardware)
+    return predict(model.config, request, plan, hardware)
 
 
-def _choose(model: Subject, wish: Wish, hardware: Hardware, way: Special) -> Forecast:
+def _choose(model: Subject, request: PlanRequest, hardware: Hardware, way: Special) -> Forecast:
     """The plan; where nothing rests below the device, a refusal says that it could."""
     try:
-        return _plain(model, wish, hardware, way)
+        return _plain(model, request, hardware, way)
     except TooSmall as error:
-        if wish.tiers:
+        if request.tiers:
             raise
         raise OutsizeError(
             f"{error}; or pass --disk DIR, where states may rest that do not fit"
         ) from None
 
 
+def _given(
+    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special, fit: bool
+) -> Forecast:
+    """A plan that the user has, as it is. OutsizeError where it cannot be: a tier is missing, or
+    the memory that it needs."""
+    missing = named(plan) - {spec.name for spec in request.tiers}
+    if missing:
+        raise OutsizeError(
+            f"the plan has states on {', '.join(sorted(missing))}; expected where that is:"
+            " --disk DIR, --host-memory SIZE or --tier NAME=PATH:SIZE"
+        )
+    if plan.precision != request.precision:
+        raise OutsizeError(
+            f"the plan computes in {plan.precision}, and the run in {request.precision}; plan anew"
+        )
+    made = _predict(model, request, replace(plan, budget=request.budget), hardware, way)
+    budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
+    if made.peak > budget and (fit or request.budget is not None):
+        raise OutsizeError(
+            f"memory of {format_bytes(budget)} is too small for the plan: {made.peak - budget}"
+            f" bytes missing; set memory to {-(-made.peak // 2**20)}MiB, or plan anew"
+        )
+    return made
+
+
 def _continued(
-    model: Subject, wish: Wish, plan: Plan, hardware: Hardware, way: Special
+    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special
 ) -> Forecast:
     """The plan of a run that goes on; where it does not fit the memory that there is now, or lacks
     a tier, another that gives the same numbers."""
-    shards = wish.shards or Sharding(1, 1, wish.mesh.data)
-    if plan.mesh == wish.mesh and wish.shards is None:
+    shards = request.shards or Sharding(1, 1, request.mesh.data)
+    if plan.mesh == request.mesh and request.shards is None:
         shards = plan.shards
-    others = plan.mesh != wish.mesh
-    plan = continued(plan, wish, shards)
-    missing = named(plan) - {spec.name for spec in wish.tiers}
-    budget = plannable(hardware, wish.tiers) if wish.budget is None else wish.budget
+    others = plan.mesh != request.mesh
+    plan = continued(plan, request, shards)
+    missing = named(plan) - {spec.name for spec in request.tiers}
+    budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
     if not missing:
-        made = _foretell(model, wish, plan, hardware, way)
-        free = wish.budget is None and not (others and wish.tiers)
+        made = _predict(model, request, plan, hardware, way)
+        free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:
             return made
     fixed = replace(
-        wish,
+        request,
         budget=budget,
         microbatch_rows=plan.microbatch_rows,
         loss_chunk=plan.loss_chunk,
@@ -278,7 +325,7 @@ def _continued(
         order=plan.order,
     )
     chosen = _choose(model, fixed, hardware, way).plan
-    made = _foretell(model, wish, _same_sums(plan, chosen), hardware, way)
+    made = _predict(model, request, _same_sums(plan, chosen), hardware, way)
     if made.peak > budget:
         raise OutsizeError(
             f"memory of {format_bytes(budget)} is too small to go on with the same numbers:"

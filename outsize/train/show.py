@@ -25,7 +25,6 @@ _SHARED = {
     "gather": "parameters that are cut, before they are used",
     "reduce": "gradients, summed",
     "collect": "parameters, from the workers that updated them",
-    "tensor": "what the tensor axis says inside the passes",
     "merge": "gradients of stages that several workers of the pipeline have, summed",
     "stages": "activations and their gradients, between stages of the pipeline",
     "exchange": "embeddings, numbers of each token's softmax and gradients, of a cut vocabulary",
@@ -68,7 +67,7 @@ def network_table(forecast: Forecast) -> Table:
         column.justify = "right"
     for name, part in forecast.received.items():
         bytes_ = (_bytes(round(count)) for count in (part.near, part.far))
-        table.add_row(name, *bytes_, _SHARED[name])
+        table.add_row(name, *bytes_, _SHARED.get(name, f"what the {name} axis says inside layers"))
     return table
 
 
@@ -162,7 +161,7 @@ def thresholds_table(limits: Sequence[Threshold], plan: Plan) -> Table:
     return table
 
 
-def foretold(forecast: Forecast) -> str:
+def predicted(forecast: Forecast) -> str:
     """One line: size, peak and time."""
     plan = forecast.plan
     count = max((turn.parameters for turn in forecast.turns), default=forecast.parameters)
@@ -172,7 +171,7 @@ def foretold(forecast: Forecast) -> str:
     budget = "" if plan.budget is None else f", of a budget of {format_bytes(plan.budget)}"
     each = " of a worker" if plan.mesh.size > 1 else ""
     return (
-        f"foretold: {count:,} parameters{each}; peak memory {format_bytes(forecast.peak)}{budget};"
+        f"predicted: {count:,} parameters{each}; peak memory {format_bytes(forecast.peak)}{budget};"
         f" a step {time_of(forecast.seconds)}{speed}"
     )
 

@@ -1,7 +1,7 @@
 """What names under `plan.approximate` make of a run: which job it has, and its plan.
 
-"zeroth-order" and "local-learning" have jobs of their own, which are foretold by playing them on
-fake tensors; "frozen-by-dynamics" plays the usual job's steps and is foretold without freezing,
+"zeroth-order" and "local-learning" have jobs of their own, which are predicted by playing them on
+fake tensors; "frozen-by-dynamics" plays the usual job's steps and is predicted without freezing,
 which holds and takes more.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from outsize.collectives import Lone, World
@@ -25,6 +24,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
 from outsize.parallel.overlap import overlap_of
 from outsize.plan import DEVICE, Local, Plan, Rest, Stream
 from outsize.runtime import Job, NativeFlow
@@ -32,17 +32,22 @@ from outsize.runtime.forwards import Zeroth
 from outsize.runtime.freezing import Freezing
 from outsize.runtime.job import Fill
 from outsize.runtime.local import LocalJob
+from outsize.runtime.trains import Trains
 from outsize.runtime.zeroth import ZerothJob
-from outsize.search import Wish, pick
+from outsize.search import PlanRequest, pick
 from outsize.search.candidates import candidates
-from outsize.search.wish import layouts
+from outsize.search.request import layouts
 from outsize.simulate import Forecast
-from outsize.simulate.playing import foretell_local, foretell_zeroth
+from outsize.simulate.playing import predict_local, predict_zeroth
 from outsize.simulate.rehearse import Nowhere
+from outsize.techniques.frozen_by_dynamics import KEY as FROZEN
+from outsize.techniques.frozen_by_dynamics import FrozenByDynamics
+from outsize.techniques.local_learning import KEY as LOCAL
+from outsize.techniques.local_learning import LocalLearning
+from outsize.techniques.zeroth_order import KEY as ZEROTH
+from outsize.techniques.zeroth_order import ZerothOrder
 from outsize.train.config import RunConfig
 
-AnyJob = Job | ZerothJob | LocalJob
-ZEROTH, LOCAL, FROZEN = "zeroth-order", "local-learning", "frozen-by-dynamics"
 Step = Callable[[Batch, float], Tensor]
 Notes = dict[str, dict[str, float]]  # what a checkpoint says besides tensors
 FREEZING = "freezing"  # there: how far every layer moved last
@@ -61,11 +66,11 @@ class Special:
 
     def __post_init__(self) -> None:
         if FROZEN in self.names and not self.frozen < 1:
-            raise OutsizeError(f"plan.frozen is {self.frozen:g}; expected less than 1")
+            raise OutsizeError(f"{FROZEN}.share is {self.frozen:g}; expected less than 1")
 
     @property
     def plans(self) -> bool:
-        """Whether its plan is chosen and foretold here."""
+        """Whether its plan is chosen and predicted here."""
         return bool(self.names & {ZEROTH, LOCAL})
 
     # -- the job ----------------------------------------------------------------------------------
@@ -82,7 +87,7 @@ class Special:
         options: LossOptions = PLAIN,
         world: World | None = None,
         at: Callable[[str], None] | None = None,
-    ) -> AnyJob:
+    ) -> Trains:
         """The job that carries a plan out, in this worker of `world`. at: as a Job has it."""
         if ZEROTH in self.names:
             if options != PLAIN:
@@ -96,13 +101,14 @@ class Special:
         here = world or Lone()
         overlap = overlap_of(here, plan.overlap)
         cuts = divide(model, here, plan, overlap)
+        flow = NativeFlow(model, plan, options, execution=execution_of(plan.mesh, here))
         return Job(
-            NativeFlow(model, plan, options), plan, optimizer, clip=clip, ledger=ledger,
-            stores=stores, fill=fill, world=world, cuts=cuts, at=at,
+            flow, plan, optimizer, clip=clip, ledger=ledger, stores=stores, fill=fill,
+            world=world, cuts=cuts, at=at,
         )  # fmt: skip
 
     def stepping(
-        self, job: AnyJob, distances: Mapping[str, float]
+        self, job: Trains, distances: Mapping[str, float]
     ) -> tuple[Step, Callable[[], Notes]]:
         """How the run makes a step, and what of it a checkpoint keeps. distances: of layers, where
         it goes on."""
@@ -114,47 +120,47 @@ class Special:
 
     # -- the plan ---------------------------------------------------------------------------------
 
-    def choose(self, config: DecoderConfig, wish: Wish, hardware: Hardware) -> Forecast:
-        """The quickest plan that fits wish.budget; weights of zeroth-order runs may rest below."""
+    def choose(self, config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecast:
+        """The quickest plan that fits request.budget; weights of zeroth-order runs may rest
+        below."""
 
-        def foretold(plan: Plan) -> Forecast:
-            return self.foretell(config, wish, plan, hardware)
+        def predicted(plan: Plan) -> Forecast:
+            return self.predict(config, request, plan, hardware)
 
-        plans = list(self._plans(config, wish))
-        if not wish.tiers or wish.budget is None or LOCAL in self.names:
-            return pick(iter(plans), foretold, wish.budget)
+        plans = list(self._plans(config, request))
+        if not request.tiers or request.budget is None or LOCAL in self.names:
+            return pick(iter(plans), predicted, request.budget)
         try:
-            return pick(iter(plans[:1]), foretold, wish.budget)
+            return pick(iter(plans[:1]), predicted, request.budget)
         except OutsizeError:
-            below = [_below(plan, wish, count) for plan in plans for count in _counts(plan)]
-            return pick(iter(below), foretold, wish.budget)
+            below = [_below(plan, request, count) for plan in plans for count in _counts(plan)]
+            return pick(iter(below), predicted, request.budget)
 
-    def foretell(
-        self, config: DecoderConfig, wish: Wish, plan: Plan, hardware: Hardware
+    def predict(
+        self, config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
     ) -> Forecast:
         """The forecast of a plan, with the costliest layout of documents."""
-        made = (self._foretell(config, wish, plan, hardware, one) for one in layouts(wish))
+        made = (self._predict(config, request, plan, hardware, one) for one in layouts(request))
         return max(made, key=lambda one: one.peak)
 
-    def _plans(self, config: DecoderConfig, wish: Wish) -> Iterator[Plan]:
+    def _plans(self, config: DecoderConfig, request: PlanRequest) -> Iterator[Plan]:
         """Candidates, quickest first."""
-        bare = replace(wish, approximate=(), sequence_chunk=wish.sequence_chunk or 0)
+        bare = replace(request, approximate=(), sequence_chunk=request.sequence_chunk or 0)
         if ZEROTH in self.names:
-            bare = replace(bare, recompute=wish.recompute or ())
+            bare = replace(bare, recompute=request.recompute or ())
         for plan in candidates(bare, len(config.layers) + 2):
-            yield replace(plan, approximate=wish.approximate, local=self.local)
+            yield replace(plan, approximate=request.approximate, local=self.local)
 
-    def _foretell(
+    def _predict(
         self,
         config: DecoderConfig,
-        wish: Wish,
+        request: PlanRequest,
         plan: Plan,
         hardware: Hardware,
         bounds: tuple[int, ...],
     ) -> Forecast:
         def batch_of(rows: int) -> Batch:
-            ids = torch.zeros(rows, wish.sequence, dtype=torch.int64)
-            return Batch(ids, torch.zeros_like(ids), (bounds,) * rows, wish.noise())
+            return request.batch(rows, bounds)
 
         if ZEROTH in self.names:
 
@@ -162,12 +168,12 @@ class Special:
                 flow, tiers = NativeFlow(Decoder(config), plan), _tiers(plan)
                 return ZerothJob(flow, plan, self.zeroth, ledger, dict.fromkeys(tiers, Nowhere()))
 
-            return foretell_zeroth(plan, zeroth, batch_of, hardware)
+            return predict_zeroth(plan, zeroth, batch_of, hardware, request.filling)
 
         def local(plan: Plan, ledger: Ledger) -> LocalJob:
-            return LocalJob(Decoder(config), plan, wish.optimizer, wish.clip, ledger)
+            return LocalJob(Decoder(config), plan, request.optimizer, request.clip, ledger)
 
-        return foretell_local(plan, local, batch_of, hardware)
+        return predict_local(plan, local, batch_of, hardware, request.filling)
 
 
 def special_of(config: RunConfig) -> Special:
@@ -175,12 +181,21 @@ def special_of(config: RunConfig) -> Special:
     own, optimizer = config.plan, config.optimizer
     assert optimizer.lr is not None
     seed = config.train.seed
+    for key in (ZEROTH, LOCAL, FROZEN):
+        if config.technique(key) is not None and key not in own.approximate:
+            raise OutsizeError(
+                f"{key} is set, and plan.approximate is {list(own.approximate)}: it changes the"
+                f" maths; name {key} there, or leave its settings out"
+            )
+    zeroth = config.technique(ZEROTH) or ZerothOrder()
+    local = config.technique(LOCAL) or LocalLearning()
+    frozen = config.technique(FROZEN) or FrozenByDynamics()
     return Special(
         frozenset(own.approximate),
-        Zeroth(optimizer.lr, own.epsilon, optimizer.weight_decay, seed),
-        Local(own.local_groups),
-        own.frozen,
-        own.frozen_keep,
+        Zeroth(optimizer.lr, zeroth.epsilon, optimizer.weight_decay, seed),
+        Local(local.groups, local.auxiliary, local.momentum),
+        frozen.share,
+        frozen.keep,
         seed,
     )
 
@@ -196,10 +211,10 @@ def _counts(plan: Plan) -> list[int]:
     return [*sorted(n for n in graded if n > 1), len(plan.stages)]
 
 
-def _below(plan: Plan, wish: Wish, count: int) -> Plan:
+def _below(plan: Plan, request: PlanRequest, count: int) -> Plan:
     """The plan with weights of the last so many blocks, or of all stages, on the first tier."""
     last = len(plan.stages) - 1
-    tier = wish.tiers[0].name
+    tier = request.tiers[0].name
     first = 0 if count > last else last - count
     stages = tuple(
         replace(s, rest=Rest(tier)) if count > last or first <= i < last else s

@@ -17,20 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
+from outsize.checkpoint.adapters import GROUP as ADAPTER
 from outsize.checkpoint.contents import Later, Named
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
+from outsize.checkpoint.writing import write_json
 from outsize.data import Cursor
 from outsize.errors import OutsizeError
 from outsize.models.build import rest
 from outsize.models.config import DecoderConfig
-from outsize.models.names import Stored, layout
+from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill
-from outsize.train.config import MAY_CHANGE
+from outsize.runtime.trains import Trains
+from outsize.train.config import MAY_CHANGE, RENAMED
+from outsize.train.derive import warmup_now
 from outsize.train.filling import filling
 from outsize.train.resolve import Resolved
-from outsize.train.special import FREEZING, AnyJob, Notes
+from outsize.train.special import FREEZING, Notes
 from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -53,7 +58,7 @@ class Place:
 
 def save(
     store: Store,
-    job: AnyJob,
+    job: Trains,
     config: DecoderConfig,
     resolved: Resolved,
     place: Place,
@@ -69,21 +74,32 @@ def save(
         text = json.dumps(source | dict.fromkeys(keys, dtype), indent=2)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         write_tokenizer(resolved.get("data.tokenizer"), directory)
+        if config.adapter is not None:
+            said = to_json(config, Path(resolved.get("model.name")).expanduser())
+            write_json(directory / ADAPTER_CONFIG, said)
 
     return store.save(
-        place.step, _tensors(job, layout(config)), _meta(job, resolved, place, notes), files
+        place.step, tensors_of(job, config), _meta(job, resolved, place, notes), files
     )
 
 
-def join_saving(job: AnyJob, config: DecoderConfig) -> None:
+def trained(config: DecoderConfig) -> tuple[str, tuple[Stored, ...]]:
+    """What a run trains, as it rests in files: all of the model, or an adapter beside it; and the
+    group of its tensors in a checkpoint."""
+    if config.adapter is None:
+        return WEIGHTS, layout(config)
+    return ADAPTER, adapter_layout(config)
+
+
+def join_saving(job: Trains, config: DecoderConfig) -> None:
     """What the other workers do while the first saves: each has parts of what it writes."""
     job.update_counts()
-    for _, _, tensor in _tensors(job, layout(config)):
+    for _, _, tensor in tensors_of(job, config):
         if isinstance(tensor, Later):
             tensor.make()
 
 
-def restore(checkpoint: Checkpoint, job: AnyJob) -> Place:
+def restore(checkpoint: Checkpoint, job: Trains) -> Place:
     """Put a checkpoint's optimizer state and counts into a job that was filled with its weights
     (`weights_of`); returns where it was.
 
@@ -104,9 +120,9 @@ def weights_of(checkpoint: Checkpoint, config: DecoderConfig) -> Fill:
 
     OutsizeError, naming the tensor, where the checkpoint is of another model.
     """
-    stored = layout(config)
-    _check_names(checkpoint, WEIGHTS, {name for entry in stored for name in entry.theirs})
-    return filling(stored, partial(checkpoint.tensor, WEIGHTS))
+    group, stored = trained(config)
+    _check_names(checkpoint, group, {name for entry in stored for name in entry.theirs})
+    return filling(stored, partial(checkpoint.tensor, group))
 
 
 def place_of(checkpoint: Checkpoint) -> Place:
@@ -133,8 +149,11 @@ def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
     then = checkpoint.meta.get("config")
     if not isinstance(then, dict):
         raise OutsizeError(f"{checkpoint.path} is not the checkpoint of a training run")
+    steps = resolved.get("train.steps")
+    then = {RENAMED.get(name, name): value for name, value in then.items()}
     for name, now in _values(resolved).items():
-        if name not in MAY_CHANGE and then.get(name) != now:
+        derived = name == "learning_rate.warmup" and now == warmup_now(then, steps)
+        if name not in MAY_CHANGE and then.get(name) != now and not derived:
             raise OutsizeError(
                 f"{name} is {now!r}, but the checkpoint {checkpoint.path} was trained with"
                 f" {then.get(name)!r}: set it back, or start a new run in another directory"
@@ -145,7 +164,7 @@ def _values(resolved: Resolved) -> dict[str, JSON]:
     return {name: as_json(resolved.get(name), name) for name, *_ in resolved.rows()}
 
 
-def _meta(job: AnyJob, resolved: Resolved, place: Place, notes: Notes) -> Mapping[str, JSON]:
+def _meta(job: Trains, resolved: Resolved, place: Place, notes: Notes) -> Mapping[str, JSON]:
     return {
         "kind": KIND,
         "steps": place.steps,
@@ -160,23 +179,24 @@ def _meta(job: AnyJob, resolved: Resolved, place: Place, notes: Notes) -> Mappin
     }
 
 
-def _tensors(job: AnyJob, stored: tuple[Stored, ...]) -> Iterator[Named]:
+def tensors_of(job: Trains, config: DecoderConfig) -> Iterator[Named]:
     """(group, name, tensor) in Hugging Face's names, each made when it is written: of what rests
     below the device there is one state of one chunk at a time, and one merged entry."""
     read = job.reader()
+    group, stored = trained(config)
     for entry in stored:
         made = _Merged(entry, read)
         shapes = tuple(_shape_of(name, job) for name in entry.ours)
         for index, like in enumerate(entry.merge(shapes)):
             later = Later(like.dtype, tuple(like.shape), partial(made.take, index))
-            yield WEIGHTS, entry.theirs[index], later
+            yield group, entry.theirs[index], later
     for name in job.state_names():
         owner, _, state = name.rpartition(".")
-        shape, dtype = job.shape(owner), job.placement.dtypes.optimizer
+        shape, dtype = job.form(owner, state)
         yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
 
 
-def _shape_of(name: str, job: AnyJob) -> Tensor:
+def _shape_of(name: str, job: Trains) -> Tensor:
     """A weight without its values."""
     dtype = rest(name, job.weights_dtype)
     return torch.empty(job.shape(name), dtype=dtype, device="meta")

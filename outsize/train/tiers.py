@@ -115,7 +115,7 @@ def opened(
 ) -> Iterator[dict[str, Store]]:
     """The stores that a plan needs, closed at the end, whatever ends it.
 
-    below: bytes of states that it foretells on each tier. A tier of memory is made no larger than
+    below: bytes of states that it predicts on each tier. A tier of memory is made no larger than
     that where no activations, whose places come and go, rest on it.
     """
     spilled = {stage.rest.activations for stage in plan.stages}

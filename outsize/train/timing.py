@@ -20,7 +20,7 @@ import torch
 from outsize.checkpoint.hub import read_config
 from outsize.data import Batch, TrainStream
 from outsize.hardware.host import cores
-from outsize.launch import Crew
+from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan, from_yaml, to_yaml
 from outsize.simulate import Forecast, calibrate
@@ -33,7 +33,7 @@ from outsize.train.model import subject
 from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup, optimizer_of
 
-TRIAL_SECONDS = 30.0  # a calibration that the machine's rates foretell to take longer is left out
+TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
 PACES = "paces"  # what the first worker tells the others before they compute at once
 NOTHING = ""  # where they need not
@@ -41,14 +41,14 @@ PACING_SECONDS = 0.8  # of computing at once, where work is short
 LONG_SECONDS = 10.0  # computing at once that would take longer is left out
 
 
-def calibrated(setup: Setup, stream: TrainStream, crew: Crew) -> Setup:
+def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> Setup:
     """The same with step times measured on blocks of each sort. The first of several workers calls
     it, the others `keep_pace`."""
     plan, special = setup.plan, setup.special.plans
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
     if setup.forecast.turns and not (setup.forecast.below or special or _takes_long(setup)):
-        return _of_pipeline(setup, stream.batch(0), crew)
-    no_pace(crew)
+        return _of_pipeline(setup, stream.batch(0), worker_group)
+    no_pace(worker_group)
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
     # Among several, times depend on the others too.
     if setup.forecast.below or special or trial > TRIAL_SECONDS or plan.mesh.size > 1:
@@ -94,7 +94,7 @@ def _takes_long(setup: Setup) -> bool:
     return not near or setup.device.type != "cpu" or trial > TRIAL_SECONDS
 
 
-def _of_pipeline(setup: Setup, batch: Batch, crew: Crew) -> Setup:
+def _of_pipeline(setup: Setup, batch: Batch, worker_group: WorkerGroup) -> Setup:
     """Of a pipeline on the cores of this machine, and nothing else in the mesh."""
     known = durations(
         setup.plan,
@@ -103,7 +103,7 @@ def _of_pipeline(setup: Setup, batch: Batch, crew: Crew) -> Setup:
         setup.config.train.clip,
         lambda rows: repeated(batch, rows),
     )
-    found = _paces(setup, known, crew)
+    found = _paces(setup, known, worker_group)
     apart = (1.0,) * min(_slots(setup), setup.plan.mesh.size)  # as if cores had nothing in common
     return replace(setup, forecast=on_cores(setup.forecast, known, found or apart), paces=found)
 
@@ -119,7 +119,7 @@ def repeated(batch: Batch, rows: int) -> Batch:
     count = batch.ids_BS.shape[0]
     places = [row % count for row in range(rows)]
     bounds = tuple(batch.bounds[row] for row in places)
-    return Batch(batch.ids_BS[places], batch.targets_BS[places], bounds, batch.noise)
+    return batch.changed(lambda x_BS: x_BS[places], bounds, batch.noise)
 
 
 # -- paces -----------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ class Pacing:
     window: float
     rounds: int
 
-    def measured(self, crew: Crew) -> tuple[float, ...]:
+    def measured(self, worker_group: WorkerGroup) -> tuple[float, ...]:
         """The paces. Every worker calls it."""
-        crew.pulse.at("measuring paces")
+        worker_group.pulse.at("measuring paces")
         resolved = apply_text(Resolved(), self.values, "rank 0")
         torch.set_num_threads(resolved.get("threads"))
         if self.directory is None:
@@ -147,30 +147,30 @@ class Pacing:
             config = read_config(Path(self.directory))
         plan = from_yaml(self.plan)
         doing = work(plan, config, optimizer_of(resolved.config), _rows_of(plan, config))
-        return paces(crew.world, doing, self.window, self.rounds)
+        return paces(worker_group.world, doing, self.window, self.rounds)
 
 
-def keep_pace(crew: Crew) -> None:
+def keep_pace(worker_group: WorkerGroup) -> None:
     """Compute when the first worker asks all to; for the others."""
-    text = crew.told(PACES, lambda: NOTHING)
+    text = worker_group.told(PACES, lambda: NOTHING)
     if text != NOTHING:
         said: dict[str, Any] = json.loads(text)
-        Pacing(**said).measured(crew)
+        Pacing(**said).measured(worker_group)
 
 
-def no_pace(crew: Crew) -> None:
+def no_pace(worker_group: WorkerGroup) -> None:
     """Tell the others that paces are not measured."""
-    crew.told(PACES, lambda: NOTHING)
+    worker_group.told(PACES, lambda: NOTHING)
 
 
-def _paces(setup: Setup, known: Durations, crew: Crew) -> tuple[float, ...]:
+def _paces(setup: Setup, known: Durations, worker_group: WorkerGroup) -> tuple[float, ...]:
     """How fast a worker computes while 1, 2, ... do, where the others are there and it does not
     take long to measure; else ()."""
     size = setup.plan.mesh.size
     each = sum(known.values()) / size  # of a worker; of both ways to take gradients
     once = sum(size * each * max(1.0, count / _slots(setup)) for count in range(1, size + 1))
-    if crew.post is None or once > LONG_SECONDS:
-        no_pace(crew)
+    if worker_group.post is None or once > LONG_SECONDS:
+        no_pace(worker_group)
         return ()
     rounds = max(1, min(ROUNDS, int(PACING_SECONDS / once)))
     directory = setup.subject.directory
@@ -181,8 +181,8 @@ def _paces(setup: Setup, known: Durations, crew: Crew) -> tuple[float, ...]:
         PACING_SECONDS / rounds / size,
         rounds,
     )
-    crew.told(PACES, lambda: json.dumps(vars(said)))
-    return said.measured(crew)
+    worker_group.told(PACES, lambda: json.dumps(vars(said)))
+    return said.measured(worker_group)
 
 
 def _rows_of(plan: Plan, config: DecoderConfig) -> Callable[[int], Batch]:

@@ -16,6 +16,7 @@ COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "chat_template.jinja",
     "generation_config.json",
 )
 END = "<|end|>"

@@ -7,22 +7,29 @@ those that torchrun has started, on one machine or many, watch one another.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from math import log, prod
+import sys
+from collections.abc import Callable
+from math import log
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from outsize.checkpoint.store import OnDamage
-from outsize.collectives.mesh import AXES, Mesh, parse_mesh
+from outsize.checkpoint.store import Store as Checkpoints
+from outsize.collectives.axes import ordered
+from outsize.collectives.mesh import Mesh, grids, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.hardware.host import cores
-from outsize.launch import Post, enter, run_here, run_there
+from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.hosts import started
+from outsize.train import derive
 from outsize.train import run as runs
+from outsize.train.loop import resume_command
 from outsize.train.resolve import Resolved
+
+KILLED = 128  # more than that: by a signal
+STOPPED = (130, 143)  # Ctrl-C and SIGTERM, of which the workers tell themselves
 
 
 def run_workers(
@@ -43,8 +50,20 @@ def run_workers(
     mesh = mesh_of(values, directory, None)
     if mesh.size == 1:
         return _alone(values, directory, on_damage, console())
+    if directory is None:
+        values = derive.output(values)  # known here, for whoever outlives the workers
     _import_all()
-    return run_here(mesh.size, lambda post: _work(values, directory, on_damage, console(), post))
+    code = run_here(mesh.size, lambda post: _work(values, directory, on_damage, console(), post))
+    if code == 1 or (code > KILLED and code not in STOPPED):
+        _say_how_to_go_on(Path(directory or values.get("output")))
+    return code
+
+
+def _say_how_to_go_on(directory: Path) -> None:
+    """What a worker that was killed could not say any more."""
+    saved = Checkpoints(directory).latest()
+    if saved is not None:
+        print(f"step {saved} is saved; to go on: {resume_command(directory)}", file=sys.stderr)
 
 
 def _alone(said: Resolved, directory: Path | None, on_damage: OnDamage, console: Console) -> int:
@@ -54,18 +73,18 @@ def _alone(said: Resolved, directory: Path | None, on_damage: OnDamage, console:
 
 
 def _work(
-    said: Resolved, directory: Path | None, on_damage: OnDamage, console: Console, post: Post
+    said: Resolved, directory: Path | None, on_damage: OnDamage, console: Console, post: Mailbox
 ) -> int:
     """One worker's whole run."""
     mesh = mesh_of(said, directory, post.count)
     device = _device(said, post)
-    crew = enter(post, mesh, _facts(said), device)
+    worker_group = enter(post, mesh, _facts(said), device)
     said = with_workers(said, mesh, post.near)
-    if not crew.first:
-        return runs.follow(console, crew)
+    if not worker_group.first:
+        return runs.follow(console, worker_group)
     if directory is None:
-        return runs.start(said, console, crew)
-    return runs.resume(directory, _changes(said), on_damage, console, crew)
+        return runs.start(said, console, worker_group)
+    return runs.resume(directory, _changes(said), on_damage, console, worker_group)
 
 
 # -- the mesh --------------------------------------------------------------------------------------
@@ -106,25 +125,12 @@ def sized(mesh: Mesh, count: int | None) -> Mesh:
 
 def nearest_mesh(mesh: Mesh, count: int) -> Mesh:
     """The mesh of `count` workers whose axes are nearest to those of `mesh`, as ratios."""
-    wanted = asdict(mesh)
+    names = tuple(axis.name for axis in ordered(mesh.written()))
 
-    def distance(sizes: Mapping[str, int]) -> float:
-        return sum(abs(log(sizes[axis] / wanted[axis])) for axis in AXES)
+    def distance(found: Mesh) -> float:
+        return sum(abs(log(found[name] / mesh[name])) for name in names)
 
-    return Mesh(**min(_grids(count), key=distance))
-
-
-def _grids(count: int) -> list[dict[str, int]]:
-    """Every way to write `count` as a product over the axes."""
-    found: list[dict[str, int]] = [{}]
-    for axis in AXES[:-1]:
-        found = [
-            {**sizes, axis: size}
-            for sizes in found
-            for size in range(1, count + 1)
-            if count % (size * prod(sizes.values())) == 0
-        ]
-    return [{**sizes, AXES[-1]: count // prod(sizes.values())} for sizes in found]
+    return min(grids(count, names), key=distance)
 
 
 # -- what one worker has ---------------------------------------------------------------------------
@@ -150,7 +156,7 @@ def _facts(said: Resolved) -> dict[str, str]:
     return {"torch": torch.__version__} | {n: repr(value) for n, value in said.values.items()}
 
 
-def _device(said: Resolved, post: Post) -> str:
+def _device(said: Resolved, post: Mailbox) -> str:
     """Where the worker's tensors are; a GPU of its own, where it is one."""
     device = said.get("device")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -170,7 +176,10 @@ def _import_all() -> None:
     import safetensors.torch  # noqa: F401
     import tensorboardX.event_file_writer
     import tensorboardX.proto.event_pb2  # noqa: F401
-    import torch._dynamo  # noqa: F401 (comes with fake tensors, and takes a second)
+
+    from outsize.torch_private import warm_fake_tensors
+
+    warm_fake_tensors()
 
     import outsize.models.families  # noqa: F401
     from outsize.kernels import native

@@ -21,12 +21,14 @@ from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
 from outsize.parallel.overlap import overlap_of
 from outsize.plan import Plan, Precision
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, NativeFlow
 from outsize.runtime.flow import Flow
 from outsize.runtime.job import Fill
+from outsize.torch_private import tree_map
 from outsize.train.batches import cut
 from outsize.verify.naive import NativeLoss
 from outsize.verify.plain import Plain, Recipe, masters_of
@@ -79,7 +81,7 @@ class Case:
         """How both train."""
         rate = self.optimizer.lr if self.rate is None else self.rate
         matrices = frozenset[str]()
-        if self.optimizer.layout == "matrix":
+        if self.optimizer.rest is not None:
             matrices = self.subject.matrices()
         return Recipe(self.optimizer, (rate,) * self.steps, self.clip, matrices)
 
@@ -129,7 +131,8 @@ class Native:
     def part(self, plan: Plan, world: World) -> Part:
         model = self._shell(_master(plan.precision))
         cuts = divide(model, world, plan, overlap_of(world, plan.overlap))
-        return Part(NativeFlow(model, plan, self.options), self.values(), cuts)
+        flow = NativeFlow(model, plan, self.options, execution=execution_of(plan.mesh, world))
+        return Part(flow, self.values(), cuts)
 
     def rows(self, batch: Batch, start: int, stop: int) -> Batch:
         return batch.rows(start, stop)
@@ -215,7 +218,7 @@ def _typed(batch: Any, dtype: torch.dtype) -> Any:
         own = isinstance(item, Tensor) and item.is_floating_point()
         return item.to(dtype) if own else item
 
-    return torch.utils._pytree.tree_map(typed, batch)
+    return tree_map(typed, batch)
 
 
 def _called(model: nn.Module, batch: Any) -> Any:

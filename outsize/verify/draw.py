@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.collectives import Mesh, PretendWorld
+from outsize.collectives import AXES, Mesh, PretendWorld
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
 from outsize.models.build import build, initial_values
@@ -149,10 +149,17 @@ def _refuse(case: Case) -> None:
 def _mesh(draw: Random, workers: int, heads: int) -> Mesh:
     """Any grid of at most so many workers; the tensor axis where it may work."""
     pipeline = draw.randrange(2, workers + 1) if workers > 1 and draw.random() < 0.5 else 1
-    axes = [n for n in range(1, workers // pipeline + 1) if heads % n == 0]
-    tensor = draw.choice(axes)
-    data = draw.randrange(1, workers // (tensor * pipeline) + 1)
-    return Mesh(data, tensor, pipeline)
+    left, tokens = (
+        workers // pipeline,
+        [name for name, axis in AXES.items() if axis.cuts == "tokens"],
+    )
+    cut: dict[str, int] = {}
+    if left > 1 and tokens and draw.random() < 0.4:
+        cut[draw.choice(tokens)] = draw.randrange(2, left + 1)
+        left //= sum(cut.values())
+    tensor = draw.choice([n for n in range(1, left + 1) if heads % n == 0])
+    data = draw.randrange(1, left // tensor + 1)
+    return Mesh(data, tensor, pipeline, **cut)
 
 
 def _rows(draw: Random, mesh: Mesh) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from torch import Tensor
 
 from outsize.data import IGNORE, Batch
 from outsize.models.dropout import Noise
@@ -51,7 +52,16 @@ class Data:
             row = self.masked[1] % plan.rows
             targets_BS[row, 0] = ids_BS[row, -1]
         noise = Noise(self.dropout, self.seed, step) if self.dropout else None
-        return Batch(ids_BS, targets_BS, bounds, noise)
+        return Batch(ids_BS, targets_BS, bounds, noise, self._weights(targets_BS, generator))
+
+    def _weights(self, targets_BS: Tensor, generator: torch.Generator) -> Tensor | None:
+        """In three of ten draws every target has a weight of its own, one in five none."""
+        if Random(f"{self.seed} weights").random() < 0.7:
+            return None
+        weights_BS = 2 * torch.rand(targets_BS.shape, generator=generator)
+        weights_BS[torch.rand(targets_BS.shape, generator=generator) < 0.2] = 0.0
+        weights_BS[tuple((targets_BS != IGNORE).nonzero()[0])] = 1.0  # some target there must be
+        return weights_BS
 
 
 def _bounds(draw: Random, tokens: int) -> tuple[int, ...]:

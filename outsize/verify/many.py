@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from outsize.collectives.mesh import AXES
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.verify.case import Case
@@ -22,7 +21,7 @@ _FEATURES = (
     "loss_chunk", "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel", "overlap"
 )  # fmt: skip
 _STATES = ("parameters", "gradients", "optimizer", "activations")
-Judge = Callable[[Case], Verdict | str]  # a text: how it failed
+Verifier = Callable[[Case], Verdict | str]  # a text: how it failed
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class Summary:
     covered: Mapping[str, int] = field(default_factory=dict)
 
 
-def outcomes(seeds: Iterable[int], workers: int, judge: Judge | None = None) -> Iterator[Outcome]:
+def outcomes(
+    seeds: Iterable[int], workers: int, judge: Verifier | None = None
+) -> Iterator[Outcome]:
     """Draw and verify, seed by seed. judge: gives the verdict; usually on threads, in float64."""
     for seed in seeds:
         yield _outcome(seed, workers, judge or _judged)
@@ -63,7 +64,7 @@ def _judged(case: Case) -> Verdict:
     return verify(case, own=False)
 
 
-def _outcome(seed: int, workers: int, judge: Judge) -> Outcome:
+def _outcome(seed: int, workers: int, judge: Verifier) -> Outcome:
     refused, begin = [], time.perf_counter()
     for drawn in draws(seed, workers):
         if isinstance(drawn, OutsizeError):
@@ -174,5 +175,5 @@ def features(drawn: Drawn) -> Iterator[str]:
 
 def _meshes(plan: Plan) -> Iterator[str]:
     """Every two axes that have several workers."""
-    axes = [name for name in AXES if getattr(plan.mesh, name) > 1]
+    axes = [axis.name for axis in plan.mesh.axes]
     yield from (f"mesh {one} x {other}" for one, other in combinations(axes, 2))

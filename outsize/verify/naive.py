@@ -1,4 +1,4 @@
-"""What a plain run computes in its own, simple way: attention, experts and the loss.
+"""What a plain run computes in its own, simple way: attention, recurrences, experts and the loss.
 
 No chunk, no tile, no kernel of this project: all scores of a document, every expert on the tokens
 that chose it, whole logits, and autograd for the rest.
@@ -21,7 +21,7 @@ from outsize.data import IGNORE, Batch
 from outsize.kernels.entropy import LossOptions
 from outsize.models.decoder import Decoder
 from outsize.models.experts import Experts
-from outsize.models.seams import AttendSpec, ExpertSet
+from outsize.models.seams import AttendSpec, ExpertSet, Recurrence, StateSpec, Tensors
 from outsize.verify.walks import Walk
 
 
@@ -29,6 +29,7 @@ def attend(
     q_THK: Tensor, k_TGK: Tensor, v_TGW: Tensor, bounds: tuple[int, ...], spec: AttendSpec
 ) -> Tensor:
     """o_THW: softmax of masked scores, document by document."""
+    assert spec.plain, "a plain run attends to what is before"
     found = [
         _document(q_THK[a:b], k_TGK[a:b], v_TGW[a:b], spec) for a, b in pairwise(bounds) if b > a
     ]
@@ -49,6 +50,29 @@ def _document(q_SHK: Tensor, k_SGK: Tensor, v_SGW: Tensor, spec: AttendSpec) -> 
     return (weights.to(v_HSW.dtype) @ v_HSW).transpose(0, 1)
 
 
+class TokenByToken:
+    """Recurrent states go through documents a token at a time, in the open."""
+
+    def run(
+        self,
+        layer: int,
+        states: tuple[StateSpec, ...],
+        recurrence: Recurrence,
+        inputs: Tensors,
+        bounds: tuple[int, ...],
+    ) -> Tensor:
+        found = []
+        for first, last in pairwise(bounds):
+            state = tuple(torch.zeros(1, *one.shape, dtype=one.dtype) for one in states)
+            for token in range(first, last):
+                y, state = recurrence.step(tuple(x[token : token + 1] for x in inputs), state)
+                found.append(y)
+        return torch.cat(found)
+
+    def keep(self, left: Tensors) -> None:
+        raise AssertionError("a plain run has no chunks")
+
+
 def dispatch(x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet) -> Tensor:
     """y_TD: every expert in turn, on the tokens that chose it."""
     assert isinstance(experts, Experts)
@@ -63,11 +87,16 @@ def dispatch(x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: Expert
 
 def loss_of(
     model: Decoder, batch: Batch, options: LossOptions, segments: Sequence[int] | None = None
-) -> tuple[Tensor, int]:
-    """Sum of the losses of a batch, and the count of its valid targets. segments: what it goes
-    through, in order, where not through all."""
+) -> tuple[Tensor, float]:
+    """Sum of the losses of a batch, each times its weight, and the sum of these weights. segments:
+    what it goes through, in order, where not through all."""
     context = model.context(
-        batch.positions().reshape(-1), batch.flat_bounds(), attend, dispatch, noise=batch.noise
+        batch.positions().reshape(-1),
+        batch.flat_bounds(),
+        attend,
+        dispatch,
+        noise=batch.noise,
+        carry=TokenByToken(),
     )
     ids_T = batch.ids_BS.reshape(-1)
     if segments is None:
@@ -79,14 +108,16 @@ def loss_of(
             h_TD = every[segment](h_TD, context)
     logits_TV = _wide(model.epilogue.logits(h_TD))
     targets_T = batch.targets_BS.reshape(-1)
-    total = F.cross_entropy(
+    losses_T = F.cross_entropy(
         logits_TV, targets_T, ignore_index=IGNORE, label_smoothing=options.label_smoothing,
-        reduction="sum",
+        reduction="none",
     )  # fmt: skip
     if options.z_loss:
-        valid_T = targets_T != IGNORE
-        total = total + options.z_loss * logits_TV.logsumexp(-1)[valid_T].square().sum()
-    return total, batch.count()
+        squares_T = logits_TV.logsumexp(-1).square()
+        losses_T = losses_T + options.z_loss * squares_T * (targets_T != IGNORE)
+    if batch.weights_BS is not None:
+        losses_T = losses_T * batch.weights_BS.reshape(-1)
+    return losses_T.sum(), batch.weight()
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -109,4 +140,4 @@ class NativeLoss:
             return total, float(count)
         rows = ((batch.rows(walk.start, walk.stop), walk.segments) for walk in self.walks)
         found = [loss_of(self.model, own, self.options, segments) for own, segments in rows]
-        return torch.stack([total for total, _ in found]).sum(), float(batch.count())
+        return torch.stack([total for total, _ in found]).sum(), batch.weight()

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.collectives import Collective, World, along, everyone
-from outsize.collectives.mesh import AXES
+from outsize.collectives import Collective, World, along, everyone, inside, together
 from outsize.errors import OutsizeError
 from outsize.memory.store import Store
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
-from outsize.runtime.residence import NO_STORES
+from outsize.runtime.weight_pool import NO_STORES
 from outsize.schedule.pipelined import channels
 from outsize.verify.case import Case
 from outsize.verify.kept import GRADIENT, Kept
@@ -97,7 +96,7 @@ def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> J
         world=world, cuts=part.cuts,
     )  # fmt: skip
     for _ in job.weights():
-        pass  # what workers ask one another once, for wholes, is not of a step
+        pass  # what workers ask one another once, for whole_tensors, is not of a step
     return job
 
 
@@ -188,14 +187,16 @@ def _from(values: Mapping[str, Tensor]) -> Fill:
 
 def _received(job: Job, world: World) -> Bytes:
     """So far."""
-    layers = [along(world, "tensor")]
-    if job.plan.overlap:
-        layers.append(along(world, "tensor", "overlap"))
-    groups: dict[int, Collective] = {
-        id(group): group for group in (*layers, *(along(world, n) for n in AXES), everyone(world))
-    }
+    layers = [one.group for one in inside(world)]
+    axes = (along(world, axis.name) for axis in world.mesh.axes)
+    agreed = (
+        together(world, lambda axis: axis.batch, "agreement"), everyone(world, "agreement"),
+        along(world, "pipeline", "agreement"),
+    )  # fmt: skip
+    every = (*layers, *axes, *agreed, everyone(world))
+    groups: dict[int, Collective] = {id(group): group for group in every}
     computing, between = map(_bytes, (groups.values(), _pairs(job, world)))
-    return sum(job.peers.received.values()), computing, between
+    return sum(job.shard_groups.received.values()), computing, between
 
 
 def _bytes(groups: Iterable[Collective]) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from outsize.models.families import FAMILIES
+
 POSITIONS = 256
 NARROW = 12  # features of a token
 Shape = dict[str, Any]
@@ -30,8 +32,12 @@ def deepened(made: Shape, layers: int) -> Shape:
 
 
 def _wired(draw: Random, made: Shape) -> Shape:
-    """Now and then layers that do not wait for each other's sums."""
+    """Now and then layers that do not wait for each other's sums, or a technique's own family."""
     chance = draw.random()
+    others = [family.draw for _, family in FAMILIES.items() if family.draw is not None]
+    if chance > 0.94 and others:
+        again = Random(chance)
+        return again.choice(others)(again)
     if chance < 0.1:
         return {**made, "ladder_from": draw.choice((0, 0, 1))}
     counts = (made.get("num_attention_heads", 1), made.get("num_key_value_heads", 1))

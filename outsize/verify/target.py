@@ -17,21 +17,21 @@ import torch
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store as Checkpoints
 from outsize.collectives import Mesh
-from outsize.data import Batch, DataConfig, TrainStream, open_data
+from outsize.data import Batch, TrainStream, open_data
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
-from outsize.models.build import initial_draw, shells
+from outsize.models.build import shells
 from outsize.models.dropout import Noise
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Sharding, from_yaml, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
-from outsize.train.filling import hub_fill
 from outsize.train.model import subject_of
+from outsize.train.reading import data_config
 from outsize.train.resolve import Resolved, resolve
 from outsize.train.run import PLAN, RUN, recorded_values
 from outsize.train.setup import Setup, optimizer_of, set_up
-from outsize.train.state import weights_of
+from outsize.train.values import first_values
 from outsize.verify.case import Adopted, Case, Native
 
 EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64
@@ -126,7 +126,7 @@ def run_case(wanted: Wanted) -> Case:
         resolved = resolved.derive("train.batch_tokens", tokens, f"{rows} rows")
     _refuse_approximate(resolved)
     found = _checkpoint(wanted.target)
-    model = None if found is None else subject_of(found.path, resolved.get("data.tokenizer"))
+    model = None if found is None else subject_of(found.path, resolved)
     setup = set_up(resolved, _recorded_plan(wanted.target), model, fit=False)
     keys, steps = setup.config.train, wanted.steps
     values = _values(setup, found)
@@ -173,23 +173,14 @@ def _recorded_plan(target: str | None) -> Plan | None:
 
 def _values(setup: Setup, found: Checkpoint | None) -> Callable[[], Fill]:
     """First values: a checkpoint's, a model directory's, or drawn."""
-    config, directory = setup.subject.config, setup.subject.directory
-    if found is not None:
-        return lambda: weights_of(found, config)
-    if setup.config.model.weights == "random":
-        model, seed = shells(config, torch.float32, "cpu"), setup.config.train.seed
-        return lambda: initial_draw(model, seed)
-    assert directory is not None
-    return lambda: hub_fill(directory, config)
+    model = shells(setup.subject.config, torch.float32, "cpu")
+    return lambda: first_values(model, setup.config, found)
 
 
 def _batches(setup: Setup) -> Callable[[int], Batch]:
     """The run's own batches."""
-    own, keys = setup.config.data, setup.config.train
-    config = DataConfig(
-        own.path, own.kind, own.field, setup.subject.text, own.validation, own.cache
-    )
-    data = open_data(config, setup.subject.config.vocab)
+    keys = setup.config.train
+    data = open_data(data_config(setup.config, setup.subject.text), setup.subject.config.vocab)
     assert keys.sequence is not None
     stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
 

@@ -19,16 +19,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from outsize.collectives import Mesh
 from outsize.kernels.entropy import LossOptions
 from outsize.memory import ChunkTable
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
+from outsize.parallel.execution import execution_of
 from outsize.plan import Plan
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.placement import GRADIENTS, PARAMETERS
-from outsize.runtime.turns import Turns
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
+from outsize.schedule.layout import GRADIENTS, PARAMETERS
 from outsize.schedule.pipelined import peer
 from outsize.verify.kept import Kept
 
@@ -61,17 +62,24 @@ class Volume:
 def volume(job: Job, fresh: bool = False) -> Volume:
     """What the worker of a job should have from others in a step. fresh: its first."""
     tensor, exact = 0.0, True
-    model, size = job.flow.model, job.plan.mesh.tensor
+    model, size, gathers = job.flow.model, job.plan.mesh.tensor, _gathers(job.plan.mesh)
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and size > 1:
         frozen = any(not t.trainable and not t.wide for t in job.placement.tables)
         exact = not (frozen or job.plan.sequence_chunk)
         exact = exact and model.config.ladder_from is None and model.config.ways == 1
         numbers = _numbers(job.flow.options)
-        tensor = sum(
+        tensor += sum(
             _segment(model.config, job.plan, segment, _tokens(job, m), numbers)
             for segment, m in _computed(job)
         )
         tensor += _matrices(job)
+    if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and gathers > 1:
+        exact = exact and all(t.trainable for t in job.placement.tables)
+        tensor += sum(
+            _keys_values(model.config, job.plan, segment, _rows_tokens(job, m), gathers)
+            for segment, m in _computed(job)
+            if 0 < segment < job.plan.segments - 1
+        )
     sums = sum(1 for a in job.schedule.workers[0] if a.kind is Kind.EXCHANGE)
     rounded = 1 + sums * job.plan.mesh.size / 2
     return Volume(_states(job), tensor, _agreement(job), exact, _stages(job, fresh), rounded)
@@ -86,9 +94,22 @@ def _computed(job: Job) -> Iterator[tuple[int, int]]:
         yield from ((segment, microbatch) for segment in range(here.first, here.last))
 
 
-def _tokens(job: Job, microbatch: int) -> int:
+def _rows_tokens(job: Job, microbatch: int) -> int:
+    """Of whole rows."""
     start, stop = job.plan.rows_of(microbatch, job.place)
     return (stop - start) * job.plan.sequence
+
+
+def _tokens(job: Job, microbatch: int) -> int:
+    """Of those, what lies here."""
+    start, stop = job.plan.rows_of(microbatch, job.place)
+    spans = execution_of(job.plan.mesh, job.world).tokens.spans(job.plan.sequence)
+    return (stop - start) * sum(last - first for first, last in spans)
+
+
+def _gathers(mesh: Mesh) -> int:
+    """Workers that have parts of each row."""
+    return prod(mesh[axis] for axis in mesh.cutting("tokens"))
 
 
 def _around(nbytes: float, count: int) -> float:
@@ -101,7 +122,7 @@ def _around(nbytes: float, count: int) -> float:
 
 def _states(job: Job) -> float:
     actions = job.schedule.workers[0]
-    sums = Turns(job.schedule, job.placement).sums
+    sums = job.loaded.points.sums
     return sum(
         _of_chunk(job, chunk, action.kind, index in sums)
         for index, action in enumerate(actions)
@@ -131,6 +152,7 @@ def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
         total += _apart(whole / own.gradients, own.optimizer // own.gradients)
         total += _around(whole / own.optimizer, own.size // own.optimizer)
         total += _around(whole / own.optimizer, table.shared) if table.partial else 0.0
+        total += _around(whole / own.optimizer, _others(job.plan.mesh))
     return total
 
 
@@ -216,16 +238,26 @@ def _segment(config: DecoderConfig, plan: Plan, segment: int, tokens: int, numbe
     return total
 
 
+def _keys_values(config: DecoderConfig, plan: Plan, segment: int, tokens: int, size: int) -> float:
+    """Keys and values of a block, gathered; their gradients, scattered."""
+    here = next(s for s in plan.stages if s.first <= segment < s.last)
+    heads = float(config.heads if config.latent is not None else config.kv_heads)
+    heads = max(1.0, heads / plan.mesh.tensor)
+    times = 2 + (here.whole or "attention" in here.recompute)
+    wide = heads * (config.head_size + config.value_size) * BYTES[plan.precision.compute]
+    return times * _apart(tokens * wide, size)
+
+
 def _matrices(job: Job) -> float:
     """Weights, gradients and states of matrices that every worker updates whole."""
-    if job.optimizer.layout != "matrix":
+    if job.optimizer.rest is None:
         return 0.0
     kept = isinstance(job.optimizer, Kept)
     each = len(job.optimizer.states) - kept + 2 + kept
     total = 0.0
     for index, table in enumerate(job.placement.tables):
         first, last = job.placement.extent(index, "master")
-        for slot in table.slots if table.matrices and table.trainable else ():
+        for slot in table.slots if table.main and table.trainable else ():
             if not first <= slot.offset < last:
                 continue
             whole = prod(job.shape(slot.name))
@@ -246,7 +278,12 @@ def _agreement(job: Job) -> float:
         elif behind and action.kind is Kind.UPDATE and action.part in (WHOLE, 0):
             chunks = job.placement.chunks_of[action.stage]
             numbers += 2 + _names(job.placement.tables[index] for index in chunks)
-    return _around(NUMBER, mesh.data) + _around(NUMBER * numbers, mesh.size)
+    return _around(2 * NUMBER, mesh.data * _others(mesh)) + _around(NUMBER * numbers, mesh.size)
+
+
+def _others(mesh: Mesh) -> int:
+    """Workers of the axes that cut the batch, but for those over which states are cut."""
+    return prod(mesh[axis.name] for axis in mesh.axes if axis.batch and not axis.sharded)
 
 
 def _names(tables: Iterable[ChunkTable]) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
-from outsize.launch import Crew, Post, enter, run_here
+from outsize.launch import Mailbox, WorkerGroup, enter, run_here
 from outsize.plan import from_yaml, to_yaml
 from outsize.verify.case import Case
 from outsize.verify.verify import Verdict, judged, planned_runs
@@ -39,22 +39,22 @@ def in_processes(mesh: Mesh, make: Callable[[], Case], own: bool = True) -> Verd
         path.unlink(missing_ok=True)
 
 
-def _work(post: Post, mesh: Mesh, make: Callable[[], Case], own: bool, path: Path) -> int:
+def _work(post: Mailbox, mesh: Mesh, make: Callable[[], Case], own: bool, path: Path) -> int:
     torch.set_num_threads(1)
-    crew = enter(post, mesh, {"torch": torch.__version__})
-    crew.pulse.at("making the case")
-    case = _told(crew, crew.in_turn("case", make))
-    crew.pulse.at("the plan's run")
-    runs = planned_runs(case, crew.world, own)
-    if crew.first:
-        crew.pulse.at("the plain run")
+    worker_group = enter(post, mesh, {"torch": torch.__version__})
+    worker_group.pulse.at("making the case")
+    case = _told(worker_group, worker_group.in_turn("case", make))
+    worker_group.pulse.at("the plan's run")
+    runs = planned_runs(case, worker_group.world, own)
+    if worker_group.first:
+        worker_group.pulse.at("the plain run")
         path.write_bytes(pickle.dumps(judged(case, runs)))
     return 0
 
 
-def _told(crew: Crew, case: Case) -> Case:
+def _told(worker_group: WorkerGroup, case: Case) -> Case:
     """With the first worker's plan: what each has measured on its own makes other schedules."""
-    return replace(case, plan=from_yaml(crew.told("plan", lambda: to_yaml(case.plan))))
+    return replace(case, plan=from_yaml(worker_group.told("plan", lambda: to_yaml(case.plan))))
 
 
 def judge(case: Case) -> Verdict | str:

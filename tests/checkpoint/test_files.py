@@ -364,7 +364,8 @@ def test_what_is_large_beside_the_memory_leaves_the_page_cache(
     header = read_header(tmp_path / "a")
     for name, x in made.items():
         assert torch.equal(read_tensor(header, name), x)
-    assert cached(tmp_path / "a") == 1.0 if stays else cached(tmp_path / "a") < 0.02
+    # The system takes pages back when it likes, a few at a time; what is told to leave is gone.
+    assert cached(tmp_path / "a") > 0.5 if stays else cached(tmp_path / "a") < 0.02
 
 
 def test_a_small_file_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,9 @@ def test_shards_keep_to_their_size_and_config_to_its_words(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.float16])
-def test_dtype_is_that_of_the_files_or_the_wish(foreign: Path, dtype: torch.dtype | None) -> None:
+def test_dtype_is_that_of_the_files_or_the_request(
+    foreign: Path, dtype: torch.dtype | None
+) -> None:
     tensors = {n: x.bfloat16() for n, x in stored(foreign).items()}
     save_file(tensors, foreign / SINGLE)
     model = load(foreign, dtype=dtype)

@@ -97,8 +97,7 @@ def unknown_model(home: Path, config: dict) -> list[str]:
 
 def other_model(home: Path, config: dict) -> list[str]:
     subprocess_train(home)
-    (home / "other.yaml").write_text((home / "run.yaml").read_text().replace("tiny", "small"))
-    return ["train", "other.yaml", "--resume", "run"]
+    return ["train", "--resume", "run", "--set", "model.name=small"]
 
 
 def small_budget(home: Path, config: dict) -> list[str]:

@@ -1,5 +1,5 @@
 """`outsize plan` and `outsize train` with a data axis whose optimizer states rest on tiers: the
-numbers of one worker, every worker within what is foretold, nothing left behind."""
+numbers of one worker, every worker within what is predicted, nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outsize.hardware import Rate, Tier
 from outsize.train.metrics import read_metrics
 
 FEW = ("plan.recompute=[block]", "plan.loss_chunk=32", "plan.mlp_tile=32")  # ways to look at
-KEYS = ("precision=float64", "train.save_every=2", "schedule.shape=constant", *FEW)
+KEYS = ("precision=float64", "train.save_every=2", "learning_rate.shape=constant", *FEW)
 EXACT = tuple(word for key in KEYS for word in ("--set", key))
 DISK = ("--disk", "spill:64MiB")
 WORKERS = ("--workers", "2", "--mesh", "data=2")
@@ -55,11 +55,11 @@ def test_the_least_budget_trains_and_one_worker_goes_on_and_back(home, invoke):
     ends = [r for r in records if "measured_peak_bytes" in r]
     assert len(ends) == 3
     for last, budget in zip(ends, (least, 2400 << 10, least), strict=True):
-        measured, foretold = last["measured_peak_bytes"], last["foretold_peak_bytes"]
-        assert 0.95 * foretold <= measured <= foretold <= budget
+        measured, predicted = last["measured_peak_bytes"], last["predicted_peak_bytes"]
+        assert 0.95 * predicted <= measured <= predicted <= budget
 
 
-def test_plan_foretells_what_rests_below(home, invoke):
+def test_plan_predicts_what_rests_below(home, invoke):
     words = ("plan", "run.yaml", *EXACT, "--mesh", "data=2", *DISK, "--memory")
     made = json.loads(invoke(*words, "2700KiB", "--json").stdout)
     assert made["peak"] <= 2700 << 10 and made["below"]["disk"] > 0

@@ -32,10 +32,10 @@ def test_the_text_is_the_same_and_the_plan_is_said(invoke, directory):
     assert plain.stderr == ""
 
 
-def test_timing_says_foretold_and_measured(invoke, directory):
+def test_timing_says_predicted_and_measured(invoke, directory):
     words = ("generate", directory, "--max-tokens", 5, "--tokenizer", "bytes", "--memory", "160KiB")
     _, timing = invoke(*words, "--timing").stderr.splitlines()
-    assert "s a token, foretold" in timing and "in each of 5 steps" in timing
+    assert "s a token, predicted" in timing and "in each of 5 steps" in timing
 
 
 def test_a_budget_that_is_too_small_is_one_line(invoke, directory):

@@ -1,5 +1,5 @@
 """`outsize plan` and `outsize train` with a pipeline whose states rest on tiers: the numbers of
-one worker, every worker within what is foretold of it, nothing left behind, what is refused."""
+one worker, every worker within what is predicted of it, nothing left behind, what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW = ("plan.recompute=[block]", "plan.loss_chunk=32", "plan.mlp_tile=32")  # wa
 EXACT = tuple(
     word for key in ("precision=float64", "train.save_every=2", *FEW) for word in ("--set", key)
 )
-FLAT = ("--set", "schedule.shape=constant", "--set", "train.evaluate_every=2")
+FLAT = ("--set", "learning_rate.shape=constant", "--set", "train.evaluate_every=2")
 PIPED = ("--mesh", "pipeline=2")
 BELOW = ("--memory", "2400KiB", "--disk", "spill:64MiB")
 
@@ -32,7 +32,7 @@ def known_disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_plan_foretells_what_rests_below_of_every_worker(home, invoke):
+def test_plan_predicts_what_rests_below_of_every_worker(home, invoke):
     words = ("plan", "run.yaml", *EXACT, *PIPED)
     made = json.loads(invoke(*words, *BELOW, "--json").stdout)
     assert max(worker["peak"] for worker in made["workers"]) <= 2400 << 10
@@ -72,7 +72,7 @@ def test_a_pipeline_with_tiers_gives_the_numbers_of_one_worker_and_others_go_on(
     for last, budget in zip(ends, (2400 << 10, 2800 << 10), strict=True):
         for worker in range(2):
             peak = last[f"measured_peak_bytes_{worker}"]
-            assert peak <= last[f"foretold_peak_bytes_{worker}"] <= min(budget, 1.1 * peak)
+            assert peak <= last[f"predicted_peak_bytes_{worker}"] <= min(budget, 1.1 * peak)
     assert all(r["disk_bytes_read"] > 0 for r in records if r["step"] == 2 and "loss" in r)
 
 

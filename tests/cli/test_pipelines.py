@@ -1,10 +1,11 @@
-"""`outsize plan` and `outsize train` with a pipeline: what is foretold, the numbers of one worker,
+"""`outsize plan` and `outsize train` with a pipeline: what is predicted, the numbers of one worker,
 going on with other workers, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from outsize.train.metrics import read_metrics
 
 EXACT = ("--set", "precision=float64", "--set", "train.save_every=0")
-FLAT = ("--set", "schedule.shape=constant", "--set", "train.evaluate_every=2")
+FLAT = ("--set", "learning_rate.shape=constant", "--set", "train.evaluate_every=2")
 PIPED = ("--mesh", "pipeline=2")
 
 
@@ -25,7 +26,16 @@ def planned(invoke, *words: object) -> dict:
     return json.loads(shown.stdout)
 
 
-def test_plan_foretells_every_worker(home, invoke):
+def least_of(invoke, *words: object) -> int:
+    """The least budget that works, as a refusal names it."""
+    refused = invoke("plan", "run.yaml", "--set", "precision=float32", *words, "--memory", "20KiB")
+    assert refused.exit_code == 2
+    found = re.search(r"needs [^(]*\((\d+) bytes", refused.stderr)
+    assert found is not None, refused.stderr
+    return int(found[1])
+
+
+def test_plan_predicts_every_worker(home, invoke):
     alone = planned(invoke)
     assert alone["workers"] == []
     made = planned(invoke, "--mesh", "pipeline=4")
@@ -45,8 +55,12 @@ def test_cuts_make_room_within_a_budget(home, invoke):
     wide = ("--set", "model.vocabulary=4096", "--set", "data.tokenizer=bytes", *PIPED)
     free = planned(invoke, *wide)
     peaks = [worker["peak"] for worker in free["workers"]]
-    made = planned(invoke, *wide, "--memory", int(0.9 * max(peaks)))
-    assert max(worker["peak"] for worker in made["workers"]) <= 0.9 * max(peaks)
+    least = least_of(invoke, *wide)
+    assert least < 0.91 * max(peaks)
+    made = planned(invoke, *wide, "--memory", least)
+    assert max(worker["peak"] for worker in made["workers"]) <= least
+    cuts = [[worker["stages"] for worker in plan["workers"]] for plan in (free, made)]
+    assert cuts[0] != cuts[1]
 
 
 def numbers(run: Path) -> dict[tuple[int, str], float]:
@@ -82,8 +96,8 @@ def test_a_pipeline_gives_the_numbers_of_one_worker_and_others_go_on(home, invok
     (last,) = [r for r in records if "measured_peak_bytes_1" in r]
     for worker in range(2):
         peak = last[f"measured_peak_bytes_{worker}"]
-        assert peak <= last[f"foretold_peak_bytes_{worker}"] <= 1.05 * peak
-    assert last["measured_peak_bytes"] <= last["foretold_peak_bytes"]
+        assert peak <= last[f"predicted_peak_bytes_{worker}"] <= 1.05 * peak
+    assert last["measured_peak_bytes"] <= last["predicted_peak_bytes"]
     crossed = 4 * 64 * 64 * 8
     assert [r["workers_bytes_read"] for r in records if r["step"] == 4 and "loss" in r] == [crossed]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -15,7 +16,7 @@ def planned(invoke, *words: object) -> dict:
     return json.loads(shown.stdout)
 
 
-def test_plan_foretells_what_a_worker_holds_and_hears(home, invoke):
+def test_plan_predicts_what_a_worker_holds_and_hears(home, invoke):
     alone = planned(invoke)
     assert alone["received"] == {}
     numel = alone["static"]["parameters"] // 4
@@ -56,8 +57,16 @@ def test_plan_prints_workers_shards_and_bytes(home, invoke):
 
 def test_a_budget_makes_workers_cut_more(home, invoke):
     peak = planned(invoke, "--workers", 2, "--set", "plan.zero=1")["peak"]
-    made = planned(invoke, "--workers", 2, "--memory", int(0.65 * peak))
-    assert made["peak"] <= 0.65 * peak
+    refused = invoke(
+        "plan", "run.yaml", "--set", "precision=float32", "--workers", 2, "--memory", "20KiB"
+    )
+    assert refused.exit_code == 2
+    named = re.search(r"needs [^(]*\((\d+) bytes", refused.stderr)
+    assert named is not None, refused.stderr
+    least = int(named[1])
+    assert least < 0.7 * peak
+    made = planned(invoke, "--workers", 2, "--memory", least)
+    assert made["peak"] <= least
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def test_what_workers_cannot_do_is_one_line(words, expected, home, invoke):
 
 
 @pytest.mark.parametrize("words", [("--workers", 2), ("--mesh", "tensor=2")])
-def test_a_run_hears_what_the_plan_foretold(words, home, invoke):
+def test_a_run_hears_what_the_plan_predicted(words, home, invoke):
     made = planned(invoke, *words)
     heard = sum(part["this_machine"] for part in made["received"].values())
     assert invoke("train", "run.yaml", *words).exit_code == 0

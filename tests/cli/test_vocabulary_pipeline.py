@@ -1,5 +1,5 @@
 """`outsize train` with a vocabulary that is cut over a pipeline: the numbers of one worker, going
-on with one and with others, what is foretold, and what is refused."""
+on with one and with others, what is predicted, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from outsize.trace import alone, read
 from outsize.train.metrics import read_metrics
 
 EXACT = ("--set", "precision=float64", "--set", "train.save_every=0")
-TRACES = ("foretold", "measured")
-FLAT = ("--set", "schedule.shape=constant", "--set", "train.evaluate_every=2")
+TRACES = ("predicted", "measured")
+FLAT = ("--set", "learning_rate.shape=constant", "--set", "train.evaluate_every=2")
 
 
 def numbers(run: Path) -> dict[tuple[int, str], float]:
@@ -31,8 +31,8 @@ def test_numbers_are_those_of_one_worker_whoever_goes_on(home, invoke):
 
     first = ("--mesh", "pipeline=2", "--set", "plan.pipeline=1f1b+vocabulary:1")
     train(2, "run.yaml", *EXACT, *FLAT, *first, "--set", "output=many")
-    foretold, measured = (read(home / "many" / f"{name}.json") for name in TRACES)
-    assert alone(foretold, measured) == ([], [])
+    predicted, measured = (read(home / "many" / f"{name}.json") for name in TRACES)
+    assert alone(predicted, measured) == ([], [])
     exchanged = [e for e in measured.events if e.kind.startswith("EXCHANGE")]
     assert len(exchanged) == 2 * 3 * 4 and {e.lane for e in exchanged} == {"exchange"}
     sent = {(e.kind, e.part) for e in measured.events if e.part >= 0}
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_one_worker_whoever_goes_on(home, invoke):
     (last,) = [r for r in read_metrics(home / "many") if "measured_peak_bytes_1" in r]
     for worker in range(2):
         peak = last[f"measured_peak_bytes_{worker}"]
-        assert peak <= last[f"foretold_peak_bytes_{worker}"] <= 1.05 * peak
+        assert peak <= last[f"predicted_peak_bytes_{worker}"] <= 1.05 * peak
     (record,) = [r for r in read_metrics(home / "many") if "workers_bytes_read" in r][-1:]
     crossed = 4 * 64 * 64 * 8  # rows, tokens, hidden numbers, bytes
     # Gradients of its output and the other's last output; sums of embeddings and of gradients, in

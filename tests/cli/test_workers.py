@@ -11,6 +11,7 @@ import pytest
 from run_files import wait_for_step
 
 from outsize.data import Batch, TrainStream
+from outsize.data.batch import Span
 from outsize.launch.activity import GONE, activity
 from outsize.train import run as runs
 from outsize.train.metrics import read_metrics
@@ -41,7 +42,7 @@ def test_several_workers_give_the_numbers_of_one_and_others_go_on(home, invoke) 
     logs = sorted(path.name for path in (home / "three" / "workers").iterdir())
     assert logs == ["rank-1.log", "rank-2.log"]
 
-    flat = ("--set", "schedule.shape=constant")
+    flat = ("--set", "learning_rate.shape=constant")
     train("run.yaml", *EXACT, *flat, "--set", "output=one")
     half = ("--set", "train.steps=2", "--set", "output=two", "--mesh", "tensor=2")
     train("run.yaml", *EXACT, *flat, *half)
@@ -101,11 +102,11 @@ def test_a_worker_that_hangs_while_it_reads_data_is_named(home, invoke, monkeypa
         others.append(os.getpid())
         return follow(*words)
 
-    def hanging(stream: TrainStream, step: int) -> Batch:
+    def hanging(stream: TrainStream, step: int, own: Span | None = None) -> Batch:
         if others and step == 2:
             (home / "hangs").touch()
             time.sleep(1000)
-        return batch(stream, step)
+        return batch(stream, step, own)
 
     monkeypatch.setattr(runs, "follow", noted)
     monkeypatch.setattr(TrainStream, "batch", hanging)

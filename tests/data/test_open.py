@@ -301,19 +301,19 @@ def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
 
 
 def test_many_threads_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outsize.data import build
+    from outsize.data import texts as reading
 
     texts = [f"document {number}" for number in range(500)]
     write_lines(tmp_path, texts)
-    monkeypatch.setattr(build, "_BATCH_CHARACTERS", 30)
-    true_encode = build._encode
+    monkeypatch.setattr(reading, "_BATCH_CHARACTERS", 30)
+    true_encode = reading._encode
     delays = iter([0.003, 0.0, 0.001] * 100)
 
     def slow(*args: object) -> object:
         time.sleep(next(delays))
         return true_encode(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(build, "_encode", slow)
+    monkeypatch.setattr(reading, "_encode", slow)
     done: list[tuple[int, int]] = []
     data = open_data(
         config(tmp_path, validation=0.0), progress=lambda now, total: done.append((now, total))

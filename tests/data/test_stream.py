@@ -20,6 +20,7 @@ from outsize.data import (
     ValidationStream,
     dataset_of,
 )
+from outsize.data.packing import Row
 from outsize.errors import OutsizeError
 
 S = 16
@@ -190,3 +191,34 @@ def test_bits_per_byte_of_a_uniform_model() -> None:
 def test_no_validation_data_is_no_batches() -> None:
     empty = ValidationStream(dataset_of([], eos=0), rows=2, sequence=S)
     assert len(empty) == 0 and list(empty) == [] and math.isnan(empty.bits_per_byte(0.0))
+
+
+def test_a_worker_reads_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, whole = stream(rows=5), stream(rows=5).batch(2)
+    read = list[int]()
+    plain = TrainStream.row
+
+    def counted(self: TrainStream, sample: int) -> Row:
+        read.append(sample)
+        return plain(self, sample)
+
+    monkeypatch.setattr(TrainStream, "row", counted)
+    assert same(made.batch(2, (3, 5)), whole.rows(3, 5))
+    assert read == [13, 14]
+    with made.prefetch(2, 3, own=(3, 5)) as batches:
+        (only,) = batches
+    assert same(only, whole.rows(3, 5)) and read == [13, 14] * 2
+
+
+def test_validation_is_shared_out() -> None:
+    """Every target once, and every worker has a row in every batch."""
+    data, _ = text_data()
+    held = ValidationStream(data, rows=4, sequence=S)
+    assert held._count % 4  # the last batch has fewer rows than workers
+    for index in range(len(held)):
+        whole = held.batch(index)
+        parts = [held.batch(index, place, 4) for place in range(4)]
+        assert sum(part.count() for part in parts) == whole.count()
+        shown = torch.cat([part.ids_BS for part in parts if part.count()])
+        assert torch.equal(shown, whole.ids_BS)
+        assert all(len(part.bounds) == 1 for part in parts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.decode.cache import KeyValueCache
+from outsize.decode.cache import StateCache
 from outsize.decode.generate import direct
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
@@ -92,7 +92,7 @@ def _model(name: str) -> Decoder:
     return model
 
 
-def _step(model: Decoder, cache: KeyValueCache, rows: dict[int, Tensor]) -> dict[int, Tensor]:
+def _step(model: Decoder, cache: StateCache, rows: dict[int, Tensor]) -> dict[int, Tensor]:
     """Feed `rows` (slot -> ids): the logits of the last token of each slot."""
     attend = cache.extend(list(rows), [len(ids) for ids in rows.values()])
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_prefill_and_decode_give_the_logits_of_one_full_pass(name: str) -> None:
     text = {slot: torch.randint(61, (24,), generator=seeded) for slot in range(3)}
     with torch.no_grad():
         full = {slot: model(ids) for slot, ids in text.items()}
-    cache = KeyValueCache(slots=3, capacity=24)
+    cache = StateCache(slots=3, capacity=24)
     steps = [{0: 7, 1: 1, 2: 9}, {0: 1, 1: 6, 2: 1}, {2: 1, 0: 1}]
     steps += [{0: 1, 1: 1, 2: 1}] * 10
     largest = 0.0
@@ -141,7 +141,7 @@ def test_the_cache_matters() -> None:
     ids = torch.arange(12)
     with torch.no_grad():
         expected = model(ids)[-1]
-    alone = _step(model, KeyValueCache(1, 12), {0: ids[-1:]})[0]
+    alone = _step(model, StateCache(1, 12), {0: ids[-1:]})[0]
     assert float((alone - expected).abs().max()) > 1e-3
 
 
@@ -171,7 +171,7 @@ def test_against_plain_attention(softcap: float | None, window: int | None) -> N
     )
     spec = AttendSpec(layer=4, scale=0.5, window=window, softcap=softcap)
     expected = _dense(q, k, v, spec)
-    cache, outputs, at = KeyValueCache(2, 700), [], 0
+    cache, outputs, at = StateCache(2, 700), [], 0
     for count in (1, 9, 600, 1, 1, 88):
         attend = cache.extend([1], [count])
         rows = slice(at, at + count)
@@ -182,7 +182,7 @@ def test_against_plain_attention(softcap: float | None, window: int | None) -> N
 
 def test_memory_is_allocated_once() -> None:
     model = _model("llama")
-    cache = KeyValueCache(2, 16)
+    cache = StateCache(2, 16)
     _step(model, cache, {0: torch.arange(4), 1: torch.arange(6)})
     held = cache.bytes
     assert held == 3 * 2 * (2 * 2 * 16 * 8) * 8  # layers, k and v, (slots, heads, capacity, size)
@@ -194,14 +194,14 @@ def test_memory_is_allocated_once() -> None:
 
 
 def test_a_full_slot_is_a_bug_that_shows() -> None:
-    cache = KeyValueCache(1, 4)
+    cache = StateCache(1, 4)
     cache.extend([0], [4])
     with pytest.raises(AssertionError, match="slot 0 is full"):
         cache.extend([0], [1])
 
 
 def test_positions_and_lengths() -> None:
-    cache = KeyValueCache(3, 10)
+    cache = StateCache(3, 10)
     cache.extend([0, 2], [4, 1])
     attend = cache.extend([2, 1, 0], [2, 3, 1], ahead=[5, 0, 0])
     assert attend.positions().tolist() == [1, 2, 0, 1, 2, 4]

@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor
 
 from outsize.checkpoint import hub
-from outsize.decode.cache import CachedAttend
 from outsize.decode.generate import Request, direct, generate, generate_many, run, stream_tokens
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
+from outsize.models.seams import Past
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -151,11 +151,11 @@ class _Counting:
         self.steps: list[int] = []
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         self.steps.append(len(ids_T))
         assert not torch.is_grad_enabled()
-        return self.inner(ids_T, positions_T, bounds, attend)
+        return self.inner(ids_T, positions_T, bounds, past)
 
 
 def test_each_token_is_fed_once_and_none_is_computed_in_vain() -> None:
@@ -177,7 +177,7 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
         generate(model, [], 1)
     with pytest.raises(OutsizeError, match="the prompt has token 61; expected 0 to 60"):
         generate(model, [1, 61], 1)
-    with pytest.raises(OutsizeError, match="max_new_tokens is -1"):
+    with pytest.raises(OutsizeError, match="max_tokens is -1"):
         generate(model, [1], -1)
     learned = _model(
         {

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from outsize.data.tokenizer import ByteTokenizer, FileTokenizer
-from outsize.decode.cache import CachedAttend
 from outsize.decode.samplers import Sampling
 from outsize.decode.text import StopStrings, Tokenizer, stream_text
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
+from outsize.models.seams import Past
 
 CONFIG = {
     "model_type": "llama",
@@ -47,7 +47,7 @@ class _Script:
         self.said = 0
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], attend: CachedAttend
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         logits_NV = torch.zeros(1, CONFIG["vocab_size"])  # type: ignore[call-overload]
         logits_NV[0, next(self.tokens)] = 1

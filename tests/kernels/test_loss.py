@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from outsize.collectives import Alone, Mesh, along
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions, Vocabulary
-from outsize.kernels.loss import Head, chunked_loss
+from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.memory import Ledger
 
 TOKENS, HIDDEN, VOCAB = 22, 6, 31
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_plain_logits(chunk, bias, scale, softcap):
 
     sink = Sums(*wanted[1:], dtype=torch.float64)
     head = Head(FACTOR, chunk, sink, scale, softcap)
-    loss = chunked_loss(h, weight, vector, targets, head)
+    loss = chunked_loss(h, weight, vector, Targets(targets), head)
     loss.backward()
     assert loss.dtype == torch.float64 and close(loss.detach(), expected.detach())
     got = [h.grad, *(sink.of[id(w)] for w in wanted[1:])]
@@ -89,7 +89,7 @@ def test_terms_of_the_loss(terms, scale, softcap):
     gradients = torch.autograd.grad(expected, [h, weight, vector])
     sink = Sums(weight, vector, dtype=torch.float64)
     head = Head(FACTOR, 5, sink, scale, softcap, terms)
-    loss = chunked_loss(h, weight, vector, targets, head)
+    loss = chunked_loss(h, weight, vector, Targets(targets), head)
     loss.backward()
     got = [loss.detach(), h.grad, sink.of[id(weight)], sink.of[id(vector)]]
     for ours, theirs in zip(got, [expected.detach(), *gradients], strict=True):
@@ -97,7 +97,7 @@ def test_terms_of_the_loss(terms, scale, softcap):
 
     with torch.no_grad():  # an evaluation has none of it
         bare = plain(h, weight, vector, targets, scale, softcap)
-        assert close(chunked_loss(h, weight, vector, targets, head), bare)
+        assert close(chunked_loss(h, weight, vector, Targets(targets), head), bare)
 
 
 @pytest.mark.parametrize("terms", [LossOptions(), *TERMS])
@@ -120,7 +120,7 @@ def test_a_vocabulary_of_several_workers(spans, large, scale, softcap, terms):
         sink, x = Sums(*mine, dtype=torch.float64), h.detach().requires_grad_()
         vocabulary = Vocabulary(spans, axis)
         loss = chunked_loss(
-            x, *mine, targets, Head(FACTOR, 5, sink, scale, softcap, terms, vocabulary)
+            x, *mine, Targets(targets), Head(FACTOR, 5, sink, scale, softcap, terms, vocabulary)
         )
         loss.backward()
         assert [name for name, _ in axis.calls] == ["all_gather"] * 5, "once a chunk"
@@ -140,7 +140,7 @@ def test_targets_that_are_no_tokens_are_refused_where_the_vocabulary_is_cut():
     targets[0] = VOCAB
     vocabulary = Vocabulary(((0, VOCAB),), Alone())
     with pytest.raises(OutsizeError, match=f"target {VOCAB} is no token of a vocabulary of 31"):
-        chunked_loss(h, weight, None, targets, Head(1.0, 5, None, vocabulary=vocabulary))
+        chunked_loss(h, weight, None, Targets(targets), Head(1.0, 5, None, vocabulary=vocabulary))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ def test_options_out_of_range_are_refused(wrong, message):
 def test_no_target_at_all_gives_zeros():
     h, weight, vector, targets = subject()
     sink = Sums(weight, vector, dtype=torch.float64)
-    loss = chunked_loss(h, weight, vector, torch.full_like(targets, -100), Head(1.0, 5, sink))
+    loss = chunked_loss(
+        h, weight, vector, Targets(torch.full_like(targets, -100)), Head(1.0, 5, sink)
+    )
     loss.backward()
     assert loss.item() == 0.0 and not h.grad.any()
     assert not any(buffer.any() for buffer in sink.of.values())
@@ -173,7 +175,7 @@ def test_logits_of_any_size_do_not_overflow():
     expected = plain(h, weight, None, targets)
     (gh,) = torch.autograd.grad(expected, h)
     sink = Sums(weight, dtype=torch.float64)
-    chunked_loss(h, weight, None, targets, Head(FACTOR, 5, sink)).backward()
+    chunked_loss(h, weight, None, Targets(targets), Head(FACTOR, 5, sink)).backward()
     assert torch.isfinite(h.grad).all() and close(h.grad, gh)
 
 
@@ -185,7 +187,7 @@ def test_the_weight_may_be_tied_to_the_embedding():
     )
     sink = Sums(weight, dtype=torch.float64)
     h = F.embedding(ids, weight).tanh()
-    chunked_loss(h, weight, None, targets, Head(FACTOR, 8, sink)).backward()
+    chunked_loss(h, weight, None, Targets(targets), Head(FACTOR, 8, sink)).backward()
     assert close(sink.of[id(weight)] + weight.grad, expected)
 
 
@@ -193,7 +195,9 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do():
     h, weight, vector, targets = subject()
     (gh,) = torch.autograd.grad(plain(h, weight, vector, targets), h)
     sink = Sums(dtype=torch.float64)  # would raise KeyError for whatever came
-    chunked_loss(h, weight.detach(), vector.detach(), targets, Head(FACTOR, 5, sink)).backward()
+    chunked_loss(
+        h, weight.detach(), vector.detach(), Targets(targets), Head(FACTOR, 5, sink)
+    ).backward()
     assert close(h.grad, gh)
 
 
@@ -201,7 +205,7 @@ def test_hidden_states_without_gradient_still_train_the_head():
     h, weight, _, targets = subject(bias=False)
     (gw,) = torch.autograd.grad(plain(h, weight, None, targets), weight)
     sink = Sums(weight, dtype=torch.float64)
-    chunked_loss(h.detach(), weight, None, targets, Head(FACTOR, 5, sink)).backward()
+    chunked_loss(h.detach(), weight, None, Targets(targets), Head(FACTOR, 5, sink)).backward()
     assert close(sink.of[id(weight)], gw)
 
 
@@ -210,7 +214,7 @@ def test_without_gradients_the_sink_is_left_alone():
     expected = plain(h, weight, vector, targets, 0.5, 3.0).detach()
     with torch.no_grad():
         head = Head(FACTOR, 5, Sums(dtype=torch.float64), 0.5, 3.0)
-        assert close(chunked_loss(h, weight, vector, targets, head), expected)
+        assert close(chunked_loss(h, weight, vector, Targets(targets), head), expected)
 
 
 def test_bfloat16_with_float32_gradients_is_near_the_float32_result():
@@ -221,7 +225,7 @@ def test_bfloat16_with_float32_gradients_is_near_the_float32_result():
     gradients = torch.autograd.grad(expected, exact)
 
     sink = Sums(half[1], half[2], dtype=torch.float32)
-    loss = chunked_loss(*half, targets, Head(FACTOR, 5, sink))
+    loss = chunked_loss(*half, Targets(targets), Head(FACTOR, 5, sink))
     loss.backward()
     assert loss.dtype == torch.float32
     # Logits are rounded to 8 bits once (relative 2^-8 of values up to ~8) and gradients once more.
@@ -249,7 +253,7 @@ def test_full_logits_never_exist_and_no_chunk_is_kept():
         sink.of[id(weight)] += 0  # seen now, so that it is not the loss's
         before = ledger.total
         ledger.reset_peak()
-        loss = chunked_loss(h, weight, None, targets, Head(1 / tokens, 32, sink))
+        loss = chunked_loss(h, weight, None, Targets(targets), Head(1 / tokens, 32, sink))
         after, peak = ledger.total, ledger.peak
         loss.backward()
     logits = tokens * vocab * 4

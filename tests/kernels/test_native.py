@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.errors import OutsizeError
 from outsize.kernels import accumulate, gate, loss, native, norm, rope
-from outsize.kernels.loss import Head, chunked_loss
+from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.memory import Ledger
 
 COMPILER = shutil.which("g++")
@@ -113,19 +113,25 @@ def test_the_gate_is_its_twin(dtype, count):
     ("dtype", "rows", "size", "threads"),
     [*itertools.product(BOTH, [1, 37], [2, 1025, 5000], [1, 2])],
 )
-def test_cross_entropy_is_its_twin(dtype, rows, size, threads):
+@pytest.mark.parametrize("weighed", [False, True])
+def test_cross_entropy_is_its_twin(dtype, rows, size, threads, weighed):
     torch.set_num_threads(threads)
     logits = (torch.randn(rows, size) * 4).to(dtype)
     targets = torch.randint(0, size, (rows,))
     targets[1::5] = -100
-    factor = 0.125
+    factor, weights = 0.125, None
+    if weighed:
+        weights = torch.rand(rows) + 0.5
+        weights[2::5] = 0.0
     expected = logits.double()
-    total = loss.plain(expected, targets, factor, True)
+    total = loss.plain(expected, Targets(targets, weights), factor, True)
     got = logits.clone()
-    assert abs(float(OPS.cross_entropy(got, targets, factor, True) / total) - 1) < 3e-7
-    assert near(got, expected, torch.full((rows, 1), factor))
-    assert not got[targets == -100].any()
-    assert abs(float(OPS.cross_entropy(logits.clone(), targets, factor, False) / total) - 1) < 3e-7
+    assert abs(float(OPS.cross_entropy(got, targets, factor, True, weights) / total) - 1) < 3e-7
+    own = factor * (torch.ones(rows) if weights is None else weights).unsqueeze(1)
+    assert near(got, expected, own)
+    assert not got[targets == -100].any() and not got[own.squeeze(1) == 0].any()
+    again = OPS.cross_entropy(logits.clone(), targets, factor, False, weights)
+    assert abs(float(again / total) - 1) < 3e-7
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -201,7 +207,7 @@ def parts(dtype, fake: bool):
             y = rope.turn(norm.rms_norm(x, weight, 1e-5, 0.0), cos, sin, False)
             y = gate.gated(y, x, gate.SILU)
             seen.append((ledger.total, ledger.peak))
-            made = chunked_loss(y.flatten(1), head, None, targets, Head(0.5, 4, sink))
+            made = chunked_loss(y.flatten(1), head, None, Targets(targets), Head(0.5, 4, sink))
             made.backward()
             seen.append((ledger.total, ledger.peak))
         return seen, (made.detach(), x.grad, weight.grad)

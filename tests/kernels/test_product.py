@@ -60,7 +60,7 @@ def test_what_stays_with_pytorch(monkeypatch):
     monkeypatch.setattr(product, "_preferred", lambda: True)
     big, small = torch.randn(256, 256), torch.randn(8, 8)
     with torch.no_grad():
-        assert product._fits(big, big) and not product._fits(small, small)
-        assert not product._fits(big.double(), big.double())
-        assert not product._fits(big.bfloat16(), big.bfloat16())
-    assert not product._fits(big, big), "autograd would not see it"
+        assert product._fits(big, big, 256) and not product._fits(small, small, 8)
+        assert not product._fits(big.double(), big.double(), 256)
+        assert not product._fits(big.bfloat16(), big.bfloat16(), 256)
+    assert not product._fits(big, big, 256), "autograd would not see it"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from outsize.collectives import Mesh, along
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions, Vocabulary
-from outsize.kernels.loss import Head
+from outsize.kernels.loss import Head, Targets
 from outsize.kernels.vocabulary import Part, agree, early_gradient, score, settle
 
 TOKENS, HIDDEN, VOCAB = 22, 6, 31
@@ -66,7 +66,9 @@ def passes(world, spans, early, hidden, weight, vector, targets, options):
     scale, softcap, terms = options
     head = Head(FACTOR, 5, sink, scale, softcap, terms, Vocabulary(spans, axis))
     part = Part(rows, own, head)
-    scored = [score(h, t, part, early) for h, t in zip(hidden.detach(), targets, strict=True)]
+    scored = [
+        score(h, Targets(t), part, early) for h, t in zip(hidden.detach(), targets, strict=True)
+    ]
     loss, gradients = 0.0, []
     for one in scored:
         agreed = agree(one, part)

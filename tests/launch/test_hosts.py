@@ -19,11 +19,11 @@ from torchrun import free_port
 
 from outsize.collectives import Mesh, everyone
 from outsize.errors import OutsizeError
-from outsize.launch import Post, enter, hosts, judge, run_there
+from outsize.launch import Mailbox, enter, hosts, run_there, watchdog
 from outsize.launch.activity import STOPPED, activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture
-from outsize.launch.word import word
+from outsize.launch.message import word
 
 WORKERS = 3
 
@@ -37,7 +37,7 @@ def environment(rank: int, port: int, count: int = WORKERS) -> dict[str, str]:
     return {name: str(value) for name, value in here.items()}
 
 
-def run_all(work: Callable[[Post], int], home: Path) -> list[tuple[int, str]]:
+def run_all(work: Callable[[Mailbox], int], home: Path) -> list[tuple[int, str]]:
     """(exit code, standard error) of each worker, which all end within 20 seconds."""
     port, pids = free_port(), []
     for rank in range(WORKERS):
@@ -62,7 +62,7 @@ def run_all(work: Callable[[Post], int], home: Path) -> list[tuple[int, str]]:
     return [(codes[rank], (home / f"err-{rank}").read_text()) for rank in range(WORKERS)]
 
 
-def _life(rank: int, port: int, work: Callable[[Post], int], home: Path) -> None:
+def _life(rank: int, port: int, work: Callable[[Mailbox], int], home: Path) -> None:
     code = 99
     try:
         for number, name in ((1, "out"), (2, "err")):
@@ -76,8 +76,8 @@ def _life(rank: int, port: int, work: Callable[[Post], int], home: Path) -> None
         os._exit(code)
 
 
-def working(fault: Callable[[Post], None], who: int) -> Callable[[Post], int]:
-    def work(post: Post) -> int:
+def working(fault: Callable[[Mailbox], None], who: int) -> Callable[[Mailbox], int]:
+    def work(post: Mailbox) -> int:
         crew = enter(post, Mesh(data=WORKERS), {})
         for i in range(4):
             crew.pulse.at(f"FORWARD {i} 0")
@@ -91,24 +91,24 @@ def working(fault: Callable[[Post], None], who: int) -> Callable[[Post], int]:
     return work
 
 
-def raising(post: Post) -> None:
+def raising(post: Mailbox) -> None:
     raise RuntimeError("no bananas")
 
 
-def killed(post: Post) -> None:
+def killed(post: Mailbox) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stopped(post: Post) -> None:
+def stopped(post: Mailbox) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hanging(post: Post) -> None:
+def hanging(post: Mailbox) -> None:
     time.sleep(1000)
 
 
 def test_workers_meet_sum_and_leave(tmp_path: Path) -> None:
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         crew = enter(post, Mesh(data=WORKERS), {})
         total = everyone(crew.world).all_reduce(torch.tensor([post.rank + 1.0])).item()
         assert (total, post.here, post.machine) == (6.0, post.rank % 2, post.rank // 2)
@@ -149,7 +149,7 @@ def test_a_worker_that_is_lost_ends_the_run_on_every_machine(
     fault, who, words, tmp_path, monkeypatch
 ) -> None:
     for name, seconds in (("PATIENCE", 2.5), ("STOP_PATIENCE", 1.0), ("SILENCE", 3.0)):
-        monkeypatch.setattr(judge, name, seconds)  # half of what they are
+        monkeypatch.setattr(watchdog, name, seconds)  # half of what they are
     found = run_all(working(fault, who), tmp_path)
     for rank in {0, 2} - {who}:  # the first of each machine speaks
         code, err = found[rank]
@@ -161,7 +161,7 @@ def test_a_worker_that_is_lost_ends_the_run_on_every_machine(
 def test_workers_that_leave_together_are_not_missed() -> None:
     """One that is gone, whose last word was that it works: dead, unless all were leaving."""
     store, board = HashStore(), Board(memory(1), 0)
-    post = Post(0, 2, 0, 2, 0, store, board, lambda path: None)
+    post = Mailbox(0, 2, 0, 2, 0, store, board, lambda path: None)
     watch = hosts._Watch(post, store, board, Capture(0, None), sys.stderr)
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -183,7 +183,7 @@ def test_an_exception_is_printed_once(tmp_path) -> None:
 
 
 def test_a_worker_that_differs_is_refused(tmp_path) -> None:
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         steps = "6" if post.rank == 1 else "5"
         enter(post, Mesh(data=WORKERS), {"train.steps": steps, "data": "text"})
         time.sleep(1000)

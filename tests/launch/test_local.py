@@ -14,15 +14,15 @@ from forked import run_and_leave_nothing
 
 from outsize.collectives import Mesh, everyone
 from outsize.errors import OutsizeError
-from outsize.launch import Post, enter, judge, run_here
+from outsize.launch import Mailbox, enter, run_here, watchdog
 
 WORKERS = 3
 
 
-def working(fault: Callable[[Post], None]) -> Callable[[Post], int]:
+def working(fault: Callable[[Mailbox], None]) -> Callable[[Mailbox], int]:
     """Three sums over all workers; `fault` comes over rank 1 before the second."""
 
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         crew = enter(post, Mesh(data=WORKERS), {})
         print(f"worker {post.rank} is here")
         crew.pulse.during("step 7")
@@ -37,7 +37,7 @@ def working(fault: Callable[[Post], None]) -> Callable[[Post], int]:
 
 
 def test_workers_sum_and_agree_on_an_exit_code(tmp_path: Path) -> None:
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         crew = enter(post, Mesh(data=WORKERS), {})
         mine = torch.tensor([post.rank + 1.0])
         assert everyone(crew.world).all_reduce(mine).item() == 6.0
@@ -47,27 +47,27 @@ def test_workers_sum_and_agree_on_an_exit_code(tmp_path: Path) -> None:
     assert run_and_leave_nothing(WORKERS, work, tmp_path)[0] == 143
 
 
-def raising(post: Post) -> None:
+def raising(post: Mailbox) -> None:
     raise RuntimeError("no bananas")
 
 
-def refusing(post: Post) -> None:
+def refusing(post: Mailbox) -> None:
     raise OutsizeError("bananas: 0;\nexpected 1 or more")
 
 
-def killed(post: Post) -> None:
+def killed(post: Mailbox) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leaving(post: Post) -> None:
+def leaving(post: Mailbox) -> None:
     os._exit(0)
 
 
-def stopped(post: Post) -> None:
+def stopped(post: Mailbox) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hanging(post: Post) -> None:
+def hanging(post: Mailbox) -> None:
     time.sleep(1000)
 
 
@@ -101,9 +101,9 @@ def test_a_fault_ends_the_run_and_names_the_worker(
 
 
 def test_a_worker_that_computes_for_long_is_no_culprit(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(judge, "PATIENCE", 0.6)
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.6)
 
-    def busy(post: Post) -> None:
+    def busy(post: Mailbox) -> None:
         until = time.process_time() + 1.0
         while time.process_time() < until:
             pass
@@ -114,7 +114,7 @@ def test_a_worker_that_computes_for_long_is_no_culprit(tmp_path, monkeypatch) ->
 def test_what_follows_from_a_fault_is_not_reported(tmp_path, capfd) -> None:
     """Rank 2 raises because of rank 1, and is quicker with it."""
 
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         if post.rank == 2:
             post.pulse.wait("all_reduce")
             raise OutsizeError("rank 1 does not answer")
@@ -130,7 +130,7 @@ def test_what_follows_from_a_fault_is_not_reported(tmp_path, capfd) -> None:
 
 
 def test_other_workers_print_into_the_directory_of_the_run(tmp_path, capfd) -> None:
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         print(f"before {post.rank}")
         post.output(tmp_path / "run")
         print(f"after {post.rank}", flush=True)
@@ -145,7 +145,7 @@ def test_other_workers_print_into_the_directory_of_the_run(tmp_path, capfd) -> N
 
 
 def test_a_signal_reaches_all_workers(tmp_path) -> None:
-    def work(post: Post) -> int:
+    def work(post: Mailbox) -> int:
         got: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
         (tmp_path / f"ready-{post.rank}").touch()

@@ -10,10 +10,11 @@ from torch import nn
 
 from outsize.memory import Ledger, tables
 from outsize.memory.chunk import Dtypes
+from outsize.optim.declared import StateSpec
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
-from outsize.runtime.placement import Placement
-from outsize.runtime.residence import Residence
+from outsize.runtime.weight_pool import WeightPool
+from outsize.schedule.layout import Placement
 
 FP32 = Dtypes(torch.float32, torch.float32, None, torch.float32)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32)
@@ -61,40 +62,42 @@ def test_wide_parameters_have_a_chunk_of_their_own():
     (wide,) = [t for t in found if t.wide]
     assert [s.name for s in wide.slots] == ["b.correction"]
     before = made["b.correction"].detach().clone()
-    residence = residence_of(found, MIXED, ())
+    weight_pool = residence_of(found, MIXED, ())
     index = found.index(wide)
-    fill(residence, made)
-    assert residence.chunks[index].parameters.dtype == torch.float32
-    assert torch.equal(wide.slots[0].of(residence.chunks[index].parameters), before), "not rounded"
+    fill(weight_pool, made)
+    assert weight_pool.chunks[index].parameters.dtype == torch.float32
+    assert torch.equal(wide.slots[0].of(weight_pool.chunks[index].parameters), before), (
+        "not rounded"
+    )
 
 
-def residence_of(layout, dtypes, states, account=None) -> Residence:
+def residence_of(layout, dtypes, states, account=None) -> WeightPool:
     """The chunks of two segments, all of it on the device."""
     plan = Plan(2, per_segment(2))
-    placement = Placement(plan, layout, ((0,), (1, 0)), dtypes, states)
-    residence = Residence(placement, {}, torch.device("cpu"), account or Ledger().kind)
+    placement = Placement(plan, layout, ((0,), (1, 0)), dtypes, tuple(map(StateSpec, states)))
+    weight_pool = WeightPool(placement, {}, torch.device("cpu"), account or Ledger().kind)
     for index in range(len(layout)):
-        residence.make(index)
-    return residence
+        weight_pool.make(index)
+    return weight_pool
 
 
-def fill(residence: Residence, made) -> None:
+def fill(weight_pool: WeightPool, made) -> None:
     """Give the chunks the parameters' values, as a job does."""
-    for index, chunk in enumerate(residence.chunks):
-        whats = tuple(w for w in ("master", "parameters") if residence.has(index, w))
-        for what, flat in residence.staged(index, whats).items():
+    for index, chunk in enumerate(weight_pool.chunks):
+        whats = tuple(w for w in ("master", "parameters") if weight_pool.has(index, w))
+        for what, flat in weight_pool.staged(index, whats).items():
             for slot in chunk.table.slots:
                 slot.of(flat).copy_(made[slot.name].detach())
-            residence.write(index, what, flat)
+            weight_pool.write(index, what, flat)
 
 
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_states_of_a_chunk_are_views_of_flat_buffers(dtypes):
     made, segments, group_of = parameters()
     layout = tables(segments, group_of)
-    residence = residence_of(layout, dtypes, ("one", "two"))
-    fill(residence, made)
-    chunk = residence.chunks[0]
+    weight_pool = residence_of(layout, dtypes, ("one", "two"))
+    fill(weight_pool, made)
+    chunk = weight_pool.chunks[0]
     weights = chunk.parameters if chunk.master is None else chunk.master
     for slot in chunk.table.slots:
         value = slot.of(chunk.parameters)
@@ -106,16 +109,16 @@ def test_states_of_a_chunk_are_views_of_flat_buffers(dtypes):
         assert (chunk.optimizer["one"][slot.offset : slot.offset + slot.numel] == 3.0).all()
         assert not chunk.optimizer["two"].any() and not chunk.gradients.any()
     assert (chunk.master is None) is (dtypes.master is None)
-    assert residence.read(0, "one") is chunk.optimizer["one"], "the buffer itself"
+    assert weight_pool.read(0, "one") is chunk.optimizer["one"], "the buffer itself"
 
 
 def test_bytes_follow_from_the_shapes_alone():
     _, segments, group_of = parameters()
     ledger = Ledger()
     with ledger:
-        residence = residence_of(tables(segments, group_of), MIXED, ("m", "v"), ledger.kind)
+        weight_pool = residence_of(tables(segments, group_of), MIXED, ("m", "v"), ledger.kind)
     trained, frozen = 15 + 3 + 35 + 1 + 4, 4 + 6
-    assert len(residence.chunks) == 4
+    assert len(weight_pool.chunks) == 4
     assert {k: v for k, v in ledger.live.items() if v} == {
         "parameters": 2 * (trained + frozen), "gradients": 4 * trained, "master": 4 * trained,
         "optimizer": 8 * trained,
@@ -125,7 +128,7 @@ def test_bytes_follow_from_the_shapes_alone():
 def test_frozen_chunks_have_nothing_but_parameters():
     made, segments, group_of = parameters()
     layout = tables(segments, group_of)
-    residence = residence_of(layout, MIXED, ("m",))
-    fill(residence, made)
-    frozen = next(c for c in residence.chunks if not c.table.trainable)
+    weight_pool = residence_of(layout, MIXED, ("m",))
+    fill(weight_pool, made)
+    frozen = next(c for c in weight_pool.chunks if not c.table.trainable)
     assert frozen.gradients is None and frozen.master is None and not frozen.optimizer

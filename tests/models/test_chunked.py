@@ -10,7 +10,7 @@ import torch
 from outsize.kernels import attention
 from outsize.models import chunked, chunked_flash
 from outsize.models.attention import LocalAttend
-from outsize.models.chunk import KeyValues
+from outsize.models.chunk import Left
 from outsize.models.chunked import ChunkAttend
 from outsize.models.layout import clip
 from outsize.models.seams import AttendSpec
@@ -45,7 +45,7 @@ def whole(qkv, bounds, spec, go):
 
 def in_chunks(qkv, bounds, spec, go, chunk):
     """Forward first to last, then back last to first; keys and values stored by the first pass."""
-    tokens, held = bounds[-1], KeyValues(bounds)
+    tokens, held = bounds[-1], Left(bounds)
     cuts = list(pairwise([*range(0, tokens, chunk), tokens]))
     outputs, gradients = [], [torch.empty_like(x) for x in qkv]
     for start, stop in cuts:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import Float64
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
@@ -290,19 +290,6 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
 }
-
-
-class Float64(TorchFunctionMode):
-    """Every request for float32 is one for float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        if func is Tensor.float:
-            return args[0].double()
-        named = {key: wide(value) for key, value in (kwargs or {}).items()}
-        return func(*(wide(x) for x in args), **named)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.kernels import native
 from outsize.kernels.pieces import pieces
-from outsize.models.random import fill_normal, normal, uniform
+from outsize.models.random import fill_normal, normal, plain_normal, uniform
 
 N = 40_000
 GOLDEN = ["0x1.9c8197287abf4p-2", "0x1.430ba7266f7bfp+0", "-0x1.a3c0c697ad84ap-1"]
@@ -46,6 +47,21 @@ def test_box_muller_of_the_philox_words() -> None:
     v = ((words & 0xFFFFFFFF).astype(np.float64) + 0.5) / 2**32
     expected = np.sqrt(-2 * np.log(u)) * np.sin(np.pi * (v - 0.5))
     assert np.abs(normal(7, "name", 0, N) - expected).max() < 1e-14
+
+
+RUNS = ((0, N), (3, 5001), (1 << 40, (1 << 40) + 777), (6, 7), (5, 5))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_native_pass_gives_the_bits_of_its_twin(run: tuple[int, int]) -> None:
+    assert native.library() is not None
+    assert normal(3, "w", *run).tobytes() == plain_normal(3, "w", *run).tobytes()
+
+
+def test_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = fill_normal(torch.empty(100_003), 2, "w", start=1)
+    monkeypatch.setattr(native, "threads", lambda: 3)
+    assert torch.equal(fill_normal(torch.empty(100_003), 2, "w", start=1), expected)
 
 
 def test_normal_is_normal() -> None:
@@ -99,7 +115,7 @@ def test_values_never_change() -> None:
 def test_fill_rounds_the_scaled_stream(dtype: torch.dtype) -> None:
     out = torch.empty(3, 700, dtype=dtype)
     assert fill_normal(out, 5, "w", start=11, std=0.02) is out
-    expected = torch.from_numpy(normal(5, "w", 11, 11 + 2100) * 0.02).view(3, 700).to(dtype)
+    expected = torch.from_numpy(plain_normal(5, "w", 11, 11 + 2100) * 0.02).view(3, 700).to(dtype)
     assert torch.equal(out, expected)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.optim import AdamW, Muon, parse, taker
+from outsize.optim.declared import WHOLE, named
 from outsize.plan import Stream
 
 STEPS = 20
@@ -43,7 +44,7 @@ def theirs(shape, muon: Muon, dtype=torch.float64) -> torch.Tensor:
 
 def ours(shape, muon: Muon, dtype=torch.float64) -> torch.Tensor:
     weight = draw(shape, 1000, dtype)
-    state = {name: torch.zeros_like(weight) for name in muon.states}
+    state = {name: torch.zeros_like(weight) for name in named(muon.states)}
     for step in range(STEPS):
         gradient = draw(shape, step, dtype)
         before = gradient.clone()
@@ -193,7 +194,7 @@ def test_parts_are_of_whole_matrices():
     slots = tuple(
         Slot(str(i), (n, 2), o, 0) for i, (n, o) in enumerate(((50, 0), (20, 100), (20, 140)))
     )
-    table = ChunkTable(0, True, slots, matrices=True)
+    table = ChunkTable(0, True, slots, main=True, grain=WHOLE)
     assert table.cuts(80, 20, SPAN) == (0, 100, 180), "one is larger; two fit"
     assert table.cuts(40, 20, SPAN) == (0, 100, 140, 180) and table.cuts(1000, 20, (0, 180)) == (
         0,
@@ -212,4 +213,4 @@ def test_who_updates_what():
     muon = parse("muon", 1e-3, 0.2, (0.8, 0.9))
     assert muon == Muon(1e-3, weight_decay=0.2, rest=AdamW(1e-3, (0.8, 0.9), weight_decay=0.2))
     assert taker(muon, True) is muon and taker(muon, False) is muon.rest
-    assert muon.layout == "matrix" and taker(AdamW(), True) == taker(AdamW(), False) == AdamW()
+    assert muon.grain == WHOLE and taker(AdamW(), True) == taker(AdamW(), False) == AdamW()

@@ -7,6 +7,8 @@ import torch
 
 from outsize.errors import OutsizeError
 from outsize.optim import SGD, AdamW, parse
+from outsize.optim.declared import named
+from outsize.optim.parse import MuonSettings, SGDSettings
 
 SHAPES = [(5, 3), (7,), (), (2, 2, 3)]
 STEPS = 20
@@ -37,7 +39,7 @@ def theirs(make) -> torch.Tensor:
 def ours(optimizer, ranges=((0, 35),)) -> torch.Tensor:
     weights = flat(gradients(-1 % 1000))
     assert len(weights) == 35
-    state = {name: torch.zeros_like(weights) for name in optimizer.states}
+    state = {name: torch.zeros_like(weights) for name in named(optimizer.states)}
     for step in range(STEPS):
         gradient = flat(gradients(step))
         before = gradient.clone()
@@ -83,7 +85,7 @@ def test_twenty_steps_equal_torch(name, ranges):
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9), SGD()])
 def test_a_range_leaves_its_neighbours_alone(optimizer):
     weights = torch.ones(10)
-    state = {name: torch.zeros(10) for name in optimizer.states}
+    state = {name: torch.zeros(10) for name in named(optimizer.states)}
     here = slice(3, 6)
     optimizer.update(
         weights[here], torch.ones(3), {n: s[here] for n, s in state.items()}, 1, 0.1, 0.0
@@ -102,7 +104,7 @@ def test_dtypes_may_be_mixed(optimizer, gradient, weight):
     results = []
     for dtypes in ((weight, gradient), (torch.float32, torch.float32)):
         w, g = start.bfloat16().to(dtypes[0]), first.bfloat16().to(dtypes[1])
-        state = {name: torch.zeros(64) for name in optimizer.states}
+        state = {name: torch.zeros(64) for name in named(optimizer.states)}
         for step in range(5):
             optimizer.update(w, g, state, step + 1, 0.05, optimizer.weight_decay)
         assert w.dtype == dtypes[0] and g.dtype == dtypes[1]
@@ -113,12 +115,34 @@ def test_dtypes_may_be_mixed(optimizer, gradient, weight):
 
 
 def test_what_an_optimizer_says_of_itself():
-    assert AdamW().states == ("exp_avg", "exp_avg_sq")
-    assert SGD().states == () and SGD(momentum=0.5).states == ("momentum",)
-    assert AdamW().layout == SGD().layout == "elementwise"
+    assert named(AdamW().states) == ("exp_avg", "exp_avg_sq")
+    assert SGD().states == () and named(SGD(momentum=0.5).states) == ("momentum",)
+    assert AdamW().grain == SGD().grain == 1
+
+
+BAD = {
+    "optimizer: betas is [0.9, 1.5]; expected 0 or more and less than 1": (
+        lambda: AdamW(betas=(0.9, 1.5))
+    ),
+    "optimizer: lr is -1; expected a number of 0 or more": lambda: AdamW(-1.0),
+    "optimizer: eps is nan; expected a number of 0 or more": lambda: AdamW(eps=float("nan")),
+    "optimizer: momentum is 1; expected 0 or more and less than 1": lambda: SGD(momentum=1.0),
+    "optimizer: weight_decay is inf; expected a number": (
+        lambda: parse("muon", 1e-3, float("inf"), (0.9, 0.95))
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_settings_that_make_no_sense_are_refused(text):
+    with pytest.raises(OutsizeError) as caught:
+        BAD[text]()
+    assert str(caught.value).startswith(text)
 
 
 def test_optimizers_by_name():
+    assert parse("sgd", 1e-3, 0.2, (0.8, 0.9), SGDSettings(0.5)) == SGD(1e-3, 0.5, 0.2)
+    assert parse("muon", 1e-3, 0.2, (0.8, 0.9), MuonSettings(0.5)).momentum == 0.5
     assert parse("adamw", 1e-3, 0.2, (0.8, 0.9)) == AdamW(1e-3, (0.8, 0.9), weight_decay=0.2)
     assert parse("sgd", 1e-3, 0.2, (0.8, 0.9)) == SGD(1e-3, 0.8, 0.2)
     with pytest.raises(OutsizeError, match="optimizer 'adamm' is not known; did you mean 'adamw'"):

@@ -111,10 +111,10 @@ def gradient_layout(checked, index):
 def test_what_passes_is_right(name):
     function, shapes, least = ZOO[name]
     torch.manual_seed(0)
-    wholes = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    plain = function(*wholes)
+    whole_tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    plain = function(*whole_tensors)
     g = torch.randn_like(plain)
-    expected = torch.autograd.grad(plain, wholes, g)
+    expected = torch.autograd.grad(plain, whole_tensors, g)
     metas = tuple(torch.empty(s, dtype=torch.float64, device="meta") for s in shapes)
     graph = trace(Call(function), metas)
     passed = 0
@@ -132,7 +132,9 @@ def test_what_passes_is_right(name):
         passed += any(x != REPLICATED for x in chosen)
         outs, grads = [], []
         for rank in range(N):
-            local = [parts(x.detach(), lay, rank) for x, lay in zip(wholes, chosen, strict=True)]
+            local = [
+                parts(x.detach(), lay, rank) for x, lay in zip(whole_tensors, chosen, strict=True)
+            ]
             local = [x.requires_grad_() for x in local]
             outs.append(function(*local))
             here = part_of(g, dual(out), N, rank)

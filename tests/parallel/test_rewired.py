@@ -21,7 +21,7 @@ from outsize.parallel.tensor import split
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.search.wish import Wish
+from outsize.search.request import PlanRequest
 from outsize.train.setup import check_layouts
 
 SIZES = {
@@ -192,11 +192,11 @@ def test_kraken_over_what_it_cannot_be_spread(size, sequence_parallel, words):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_run_is_not_refused(name):
     """Checks that `outsize train` makes before anything is built."""
-    wish = Wish(ROWS, TOKENS, Precision.named("float32"), AdamW(), mesh=Mesh(tensor=2))
-    check_layouts(parse(SUBJECTS[name]), wish)
+    request = PlanRequest(ROWS, TOKENS, Precision.named("float32"), AdamW(), mesh=Mesh(tensor=2))
+    check_layouts(parse(SUBJECTS[name]), request)
 
 
 def test_a_run_over_too_many_workers_is_refused():
-    wish = Wish(ROWS, TOKENS, Precision.named("float32"), AdamW(), mesh=Mesh(tensor=4))
+    request = PlanRequest(ROWS, TOKENS, Precision.named("float32"), AdamW(), mesh=Mesh(tensor=4))
     with pytest.raises(OutsizeError, match="does not divide the model's kraken_ways"):
-        check_layouts(parse(SUBJECTS["kraken, two ways"]), wish)
+        check_layouts(parse(SUBJECTS["kraken, two ways"]), request)

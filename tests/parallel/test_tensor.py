@@ -24,6 +24,7 @@ from outsize.parallel.units import check, cuts_of
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime.again import recomputed, tiled
+from outsize.runtime.intercept import intercept
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 2,
@@ -139,9 +140,9 @@ def wrapping(tile=0, recompute=()):
         for block in model.blocks:
             for part in recompute:
                 module = getattr(block, part)
-                module.forward = recomputed(module, False)
+                intercept(module, recomputed(module, False))
             if tile:
-                block.mlp.forward = tiled(block.mlp, tile)
+                intercept(block.mlp, tiled(block.mlp, tile))
 
     return wrap
 

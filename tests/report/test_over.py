@@ -1,4 +1,4 @@
-"""The timeline page of a pipeline, foretold and measured over each other."""
+"""The timeline page of a pipeline, predicted and measured over each other."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ LATE = {(2, "BACKWARD s2 m5"): 0.5, (0, "FORWARD s0 m3"): 0.25, (3, "FORWARD s3 
 
 
 def test_every_action_has_its_twin_and_its_seconds_beyond_forecast() -> None:
-    foretold = played().trace()
-    _, data = parse(timeline(foretold, slower(foretold, LATE)))
+    predicted = played().trace()
+    _, data = parse(timeline(predicted, slower(predicted, LATE)))
     before, now = data["traces"]
-    assert len(now["twin"]) == len(foretold.events) and sorted(now["twin"]) == list(
-        range(len(foretold.events))
+    assert len(now["twin"]) == len(predicted.events) and sorted(now["twin"]) == list(
+        range(len(predicted.events))
     )
     for shown in (before, now):
         assert shown["start"] == sorted(shown["start"]), "the script searches in them"
@@ -52,12 +52,12 @@ def test_every_action_has_its_twin_and_its_seconds_beyond_forecast() -> None:
         name = f"{data['kinds'][now['kind'][j]]} s{now['stage'][j]} m{now['microbatch'][j]}"
         worker = data["lanes"][now["lane"][j]][0]
         assert now["beyond"][j] == pytest.approx(LATE.get((worker, name), 0.0), abs=1e-9)
-    assert "beyond" not in before and "beyond" not in parse(timeline(foretold))[1]["traces"][0]
+    assert "beyond" not in before and "beyond" not in parse(timeline(predicted))[1]["traces"][0]
 
 
 def test_the_longest_beyond_forecast_lead_to_their_bars() -> None:
-    foretold = played().trace()
-    page = timeline(foretold, slower(foretold, LATE))
+    predicted = played().trace()
+    page = timeline(predicted, slower(predicted, LATE))
     reader, data = parse(page)
     buttons = re.findall(r'data-event="(\d+)"[^>]*>([^<]+)<', page)
     assert [name for _, name in buttons] == ["BACKWARD s2 m5", "FORWARD s0 m3"], "those beyond only"
@@ -67,7 +67,7 @@ def test_the_longest_beyond_forecast_lead_to_their_bars() -> None:
         assert name.startswith(data["kinds"][now["kind"][i]])
         assert name.endswith(f" s{now['stage'][i]} m{now['microbatch'][i]}")
     assert "+500 ms" in reader.text and "BACKWARD s2 m5 on worker 2" in reader.text
-    same = timeline(foretold, slower(foretold, {}))
+    same = timeline(predicted, slower(predicted, {}))
     assert "Longest beyond forecast</h2>" not in same, "nothing was"
 
 
@@ -89,14 +89,14 @@ def test_waiting_is_neither_computing_nor_beyond_forecast() -> None:
         return Trace(source, (Event(1, "compute", "BACKWARD", 0, 0, 1.0, 2.0 + late), *norms))
 
     measured = step("measured", 4.0)
-    _, data = parse(timeline(step("foretold", 0.0), measured))
+    _, data = parse(timeline(step("predicted", 0.0), measured))
     now = data["traces"][1]
     assert sorted(now["wait"]) == [0.0, 0.0, 4.0]
     assert sorted(now["beyond"]) == [0.0, 0.0, 4.0], "the backward alone"
     assert computing(measured) == pytest.approx({0: 1.0, 1: 6.0})
     norm = next(total for total in totals(measured) if total.kind == "NORM")
     assert (norm.seconds, norm.waited, norm.own) == pytest.approx((6.0, 4.0, 2.0))
-    page = timeline(step("foretold", 0.0), measured)
+    page = timeline(step("predicted", 0.0), measured)
     assert "Waiting for others" in page
     row = re.search(r"NORM</th>(.*?)</tr>", page)
     assert row is not None and row[1].endswith("<td>+0.0%</td>"), "without waiting nothing changed"
@@ -106,10 +106,10 @@ def test_waiting_is_neither_computing_nor_beyond_forecast() -> None:
     ("name", "link"), [("dualpipe", "#colour=beyond&follow=2"), ("zb-v", "#rows=lanes&colour=no")]
 )
 def test_a_browser_draws_it(name, link, tmp_path) -> None:
-    foretold = played(name, both=3.25).trace()
-    late = {(e.worker, e.name): 0.5 for e in foretold.events[::7]}
+    predicted = played(name, both=3.25).trace()
+    late = {(e.worker, e.name): 0.5 for e in predicted.events[::7]}
     page = tmp_path / "t.html"
-    page.write_text(timeline(foretold, slower(foretold, late)), encoding="utf-8")
+    page.write_text(timeline(predicted, slower(predicted, late)), encoding="utf-8")
     dom = drawn(page, link)
     kind, rows = ("beyond", "workers") if "beyond" in link else ("kind", "lanes")
     assert f'data-rows="{rows}" data-colour="{kind}"' in dom

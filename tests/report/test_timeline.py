@@ -31,10 +31,10 @@ def make(source: Any, slow: float = 1.0, workers: int = 2, count: int = 6) -> Tr
     return Trace(source, tuple(events), {"model": "tiny"})
 
 
-def test_data_of_foretold_over_measured() -> None:
+def test_data_of_predicted_over_measured() -> None:
     measured = make("measured", 1.5)
-    reader, data = parse(timeline(measured, make("foretold"), budget=2**30))
-    assert [t["source"] for t in data["traces"]] == ["foretold", "measured"]
+    reader, data = parse(timeline(measured, make("predicted"), budget=2**30))
+    assert [t["source"] for t in data["traces"]] == ["predicted", "measured"]
     assert data["budget"] == 2**30
     assert data["kinds"] == ["FORWARD", "BACKWARD"]
     assert data["lanes"] == [[0, "compute"], [1, "compute"]]
@@ -47,23 +47,23 @@ def test_data_of_foretold_over_measured() -> None:
     silent = shown["microbatch"].index(0)
     assert by_key["device/activations"][last] == 5 * 2**20
     assert by_key["host/optimizer"][silent] == -1
-    assert "Foretold over measured · 2 workers · 12 actions" in reader.text
-    assert "600 ms foretold, +50.0%" in reader.text
+    assert "Predicted over measured · 2 workers · 12 actions" in reader.text
+    assert "600 ms predicted, +50.0%" in reader.text
     assert "of 1.00 GiB budget" in reader.text
 
 
 def test_lanes_are_ordered_by_worker_then_by_role() -> None:
     lanes = ["zeta", "disk", "copy", "network", "compute", "alpha"]
     events = [Event(w, lane, "X", -1, -1, 0.0, 1.0) for w in (10, 2) for lane in lanes]
-    _, data = parse(timeline(Trace("foretold", tuple(events))))
+    _, data = parse(timeline(Trace("predicted", tuple(events))))
     order = ["compute", "network", "copy", "disk", "alpha", "zeta"]
     assert data["lanes"] == [[w, lane] for w in (2, 10) for lane in order]
 
 
 def test_table_compares_kinds_that_only_one_trace_has() -> None:
     gone = Event(0, "compute", "RECOMPUTE", 0, 0, 3.0, 3.25)
-    foretold = Trace("foretold", (*make("foretold").events, gone))
-    page = timeline(foretold, make("measured", 1.5))
+    predicted = Trace("predicted", (*make("predicted").events, gone))
+    page = timeline(predicted, make("measured", 1.5))
     row = re.search(r"RECOMPUTE</th>(.*?)</tr>", page)
     assert row is not None
     cells = re.sub(r"<[^>]+>", "|", row[1])
@@ -97,9 +97,9 @@ def test_page_is_self_contained_and_allows_only_its_own_script() -> None:
     assert "innerHTML" not in page.replace("never through innerHTML", "")
 
 
-@pytest.mark.parametrize("sources", [(), ("measured",) * 2, ("foretold", "measured", "measured")])
+@pytest.mark.parametrize("sources", [(), ("measured",) * 2, ("predicted", "measured", "measured")])
 def test_other_numbers_of_traces_are_refused(sources: tuple[str, ...]) -> None:
-    with pytest.raises(OutsizeError, match="expected one trace, or one foretold and one measured"):
+    with pytest.raises(OutsizeError, match="expected one trace, or one predicted and one measured"):
         timeline(*(make(source) for source in sources))
 
 
@@ -111,7 +111,7 @@ def test_equal_traces_give_equal_pages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["two", "empty", "hostile", "bare"])
 def test_a_browser_draws_it(case: str, tmp_path: Path) -> None:
     traces = {
-        "two": (make("measured"), make("foretold")),
+        "two": (make("measured"), make("predicted")),
         "empty": (Trace("measured", ()),),
         "hostile": (hostile(),),
         "bare": (Trace("measured", (Event(0, "compute", "FORWARD", 0, 0, 0.0, 0.0),)),),

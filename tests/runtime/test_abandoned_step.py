@@ -7,6 +7,7 @@ import gc
 import plain
 import pytest
 import torch
+from engines import intercept
 from subjects import MIXED, ROWS, SEQUENCE, VOCAB, base_plan, config_of
 
 from outsize.errors import OutsizeError
@@ -51,7 +52,9 @@ def same(a, b) -> bool:
 def check_untouched(job: Job, before) -> None:
     assert same(snapshot(job), before)
     assert not any(chunk.gradients.any() for chunk in job.chunks)
-    assert not job._walks and not job._weight_work and not job.gradients.touched
+    parts = job.training
+    assert not parts.microbatches.under_way and not parts.passes.weight_work
+    assert not job.gradients.touched
 
 
 def check_goes_on(job: Job, data, reference) -> None:
@@ -74,24 +77,24 @@ BEFORE_UPDATE = [
 @pytest.mark.parametrize("kind", BEFORE_UPDATE)
 def test_an_interrupt_in_any_action(kind, when, data, reference):
     job = job_of()
-    before, plain_step, calls = snapshot(job), job._steps[kind], []
+    before, calls = snapshot(job), []
 
-    def interrupted(action) -> None:
+    def interrupted(action, plainly) -> None:
         calls.append(action)
         if when == "after":
-            plain_step(action)
+            plainly()
         last = kind is Kind.NORM or len(calls) == 5
         if last:
             raise KeyboardInterrupt
         if when == "before":
-            plain_step(action)
+            plainly()
 
-    job._steps[kind] = interrupted
+    plain = intercept(job, kind, interrupted)
     if kind is Kind.RECOMPUTE:  # one stage, two microbatches: the second time
         calls.extend([None] * 3)
     with pytest.raises(KeyboardInterrupt):
         job.step(data[0], 1e-2)
-    job._steps[kind] = plain_step
+    job.loaded = plain
     check_untouched(job, before)
     check_goes_on(job, data, reference)
 
@@ -134,18 +137,18 @@ def test_the_measured_peak_is_enough(data, reference):
 def test_an_interrupt_between_updates_is_not_trained_on(data):
     """Some weights have moved and some have not: nothing can be taken back, so it is said."""
     job = job_of()
-    plain_step, calls = job._steps[Kind.UPDATE], []
+    calls = []
 
-    def interrupted(action) -> None:
+    def interrupted(action, plainly) -> None:
         calls.append(action)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        plain_step(action)
+        plainly()
 
-    job._steps[Kind.UPDATE] = interrupted
+    plain = intercept(job, Kind.UPDATE, interrupted)
     with pytest.raises(KeyboardInterrupt):
         job.step(data[0], 1e-2)
-    job._steps[Kind.UPDATE] = plain_step
+    job.loaded = plain
     with pytest.raises(OutsizeError, match="cut off while it updated the weights; load"):
         job.step(data[0], 1e-2)
     job.restore_counts({})  # what loading a checkpoint ends with

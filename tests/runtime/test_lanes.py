@@ -6,10 +6,12 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import streamed
 import torch
+from engines import no_lane_runs
 from streamed import ALL, PIECE, data_of, job_of, plan_of, resting, trained
 from subjects import ROWS
 
@@ -17,11 +19,13 @@ from outsize.memory import Ledger
 from outsize.memory.store import MemoryStore
 from outsize.plan import Stream
 from outsize.plan.plan import per_segment
-from outsize.runtime import lanes as lanes_module
-from outsize.runtime.lanes import Lanes
+from outsize.runtime import engine as engine_module
+from outsize.runtime.engine import Deed, Engine, Loaded
+from outsize.runtime.points import Points
+from outsize.runtime.watch import Watch
 from outsize.schedule import Action, Kind, Lane, Schedule, State
+from outsize.schedule.item import Item
 from outsize.schedule.residency import Residency
-from outsize.trace.trace import Event
 
 DATA = data_of(3)
 HOST = {"gradients": "host", "optimizer": "host"}
@@ -85,7 +89,7 @@ def test_delays_change_neither_numbers_nor_memory(name):
     for outcome, peaks in runs:
         assert expected.differences(outcome) == []
         assert peaks == runs[0][1]
-    assert streamed.no_lane_runs()
+    assert no_lane_runs()
 
 
 def test_without_waits_delays_would_show(monkeypatch):
@@ -95,7 +99,7 @@ def test_without_waits_delays_would_show(monkeypatch):
     def careless(schedule, worker=0):
         return ((),) * len(schedule.workers[worker])
 
-    monkeypatch.setattr(lanes_module, "waits", careless)
+    monkeypatch.setattr(engine_module, "waits", careless)
     try:
         different = any(expected.differences(run("all, layers", seed)[0]) for seed in range(3))
     except Exception:  # activations that have not come back, a norm that is no number
@@ -107,37 +111,45 @@ def test_without_waits_delays_would_show(monkeypatch):
 
 
 class Recorder:
-    """A player that notes what runs where."""
+    """Carries out every kind of action of the toy: it notes what runs where."""
+
+    kinds = (Kind.FETCH, Kind.EVICT, Kind.FORWARD, Kind.BACKWARD, Kind.NORM)
 
     def __init__(self, fail_at: int = -1, fault: BaseException | None = None) -> None:
-        self.fail_at, self.fault = fail_at, fault
+        self.fail_at, self.fault, self.resets = fail_at, fault, 0
         self.threads: dict[int, str] = {}
         self.order: list[tuple[str, int]] = []
 
-    def _run(self, index: int, action: Action) -> Event:
+    def _run(self, index: int, lane: Lane) -> None:
+        if lane is not Lane.COMPUTE:
+            time.sleep(1e-3)
         self.order.append(("run", index))
         self.threads[index] = threading.current_thread().name
         if index == self.fail_at and self.fault is not None:
             raise self.fault
-        return Event(0, action.lane.value, action.label, action.stage, 0, index, index, {}, 0)
 
-    def act(self, index, action, begin):
-        return self._run(index, action)
+    def bind(self, action, index, points) -> Deed:
+        def note(what):
+            return lambda: self.order.append((what, index))
 
-    def prepare(self, index, action):
-        self.order.append(("prepare", index))
+        run = partial(self._run, index, action.lane)
+        return Deed(run, note("prepare"), note("settle"))
 
-    def move(self, index, action, begin):
-        time.sleep(1e-3)
-        return self._run(index, action)
+    def begin(self, points) -> None:
+        pass
 
-    def settle(self, index, action):
-        self.order.append(("settle", index))
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def engine_of(recorder: Recorder) -> tuple[Engine, Loaded]:
+    engine, schedule = Engine([recorder], torch.device("cpu"), Watch()), toy()
+    return engine, engine.load(schedule, Points(schedule, ((0,), (1,))))
 
 
 def toy() -> Schedule:
     """Two stages whose parameters share a room."""
-    rooms = {"parameters 0": (0, 4096), "parameters 1": (0, 4096)}
+    rooms = {Item(State.PARAMETERS, s): (0, 4096) for s in range(2)}
     residency = Residency(((0,), (1,)), frozenset({0, 1}), spills=frozenset({0}), rooms=rooms)
 
     def fetch(s):
@@ -153,15 +165,16 @@ def toy() -> Schedule:
 
 def test_computation_and_memory_stay_in_the_calling_thread():
     player = Recorder()
-    events = Lanes(toy(), torch.device("cpu")).play(player, 0.0)
+    engine, loaded = engine_of(player)
+    ran = engine.play(loaded, time.perf_counter())
     main = threading.current_thread().name
     assert [player.threads[i] == main for i in range(7)] == [
         False, True, False, False, True, True, True,
     ]  # fmt: skip
     assert len({player.threads[i] for i in (0, 2)}) == 2, "a thread for each lane"
-    assert [event.start for event in events] == list(range(7))
-    ran = [index for what, index in player.order if what == "run"]
-    assert ran.index(0) < ran.index(1) < ran.index(3) < ran.index(4)
+    assert sorted(ran, key=lambda one: one.start) == ran and len(ran) == 7
+    order = [index for what, index in player.order if what == "run"]
+    assert order.index(0) < order.index(1) < order.index(3) < order.index(4)
     # The activations are let go once they have left, ahead of the second action after.
     assert player.order.index(("run", 2)) < player.order.index(("settle", 2))
     assert player.order.index(("settle", 2)) < player.order.index(("run", 5))
@@ -172,9 +185,33 @@ def test_computation_and_memory_stay_in_the_calling_thread():
 @pytest.mark.parametrize("index", range(7))
 def test_a_fault_on_any_lane_ends_all(index, fault):
     player = Recorder(index, fault)
+    engine, loaded = engine_of(player)
     begin = time.perf_counter()
     with pytest.raises(type(fault)):
-        Lanes(toy(), torch.device("cpu")).play(player, 0.0)
-    assert streamed.no_lane_runs() and time.perf_counter() - begin < 5
+        engine.play(loaded, 0.0)
+    assert player.resets == 1
+    assert no_lane_runs() and time.perf_counter() - begin < 5
     later = [i for what, i in player.order if what == "run" and i > index + 3]
     assert not later, "nothing that follows it runs"
+
+
+def lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lane ")}
+
+
+def test_lanes_live_as_long_as_the_engine():
+    """Three plays, one of which fails, use the same threads; closing ends them."""
+    player, others = Recorder(), lanes()
+    engine, loaded = engine_of(player)
+    engine.play(loaded, 0.0)
+    mine = lanes() - others
+    player.fail_at, player.fault = 1, ValueError("once")
+    with pytest.raises(ValueError, match="once"):
+        engine.play(loaded, 0.0)
+    player.fail_at = -1
+    engine.play(loaded, 0.0)
+    assert lanes() - others == mine and len(mine) == 2
+    engine.close()
+    for thread in mine:
+        thread.join(5)
+    assert lanes() <= others

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
 from outsize.memory import Ledger
+from outsize.memory.ledger import OverBudget
 from outsize.models.build import build
 from outsize.optim import AdamW
 from outsize.plan import Local, Precision, Rest, Stage
@@ -157,6 +158,18 @@ def test_an_evaluation_is_the_whole_model_s(data):
             model.get_parameter(name).copy_(weight)
         want = float(plain.loss_of(model, data[1]))
     assert total / count == pytest.approx(want, rel=1e-10)
+
+
+def test_an_evaluation_is_within_the_budget(data):
+    ledger = Ledger()
+    job = job_of(plan_of(), ledger=ledger)
+    job.step(data[0], LR)
+    ledger.budget = ledger.total
+    with pytest.raises(OverBudget):
+        job.evaluate(data[1], ROWS)
+    ledger.budget = None
+    before = job.evaluate(data[1], ROWS)
+    assert job.evaluate(data[1], ROWS) == before and ledger.live["data"] == 0
 
 
 def test_it_goes_on_bitwise_from_saved_weights_states_and_counts(data):

@@ -21,7 +21,7 @@ from outsize.optim.parse import parse
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Stage, zero
 from outsize.runtime import Job, NativeFlow
-from outsize.schedule import Kind, Schedule, validate
+from outsize.schedule import Kind, Schedule, prove
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved:2", "breadth-first:2", "zb-h1", "zb-h2", "zb-2p", "zb-v",
@@ -161,20 +161,20 @@ def lists(plan: Plan, family="llama, untied") -> list[Schedule]:
 def test_the_validator_misses_nothing_of_a_workers_list(schedule):
     for made in lists(piped(schedule), "llama"):
         assert Schedule.from_text(made.to_text()) == made
-        validate(made)
+        prove(made)
         actions = made.workers[0]
         for index, action in enumerate(actions):
             with pytest.raises(OutsizeError):  # left out
-                validate(replace(made, workers=((*actions[:index], *actions[index + 1 :]),)))
+                prove(replace(made, workers=((*actions[:index], *actions[index + 1 :]),)))
             with pytest.raises(OutsizeError):  # twice
-                validate(replace(made, workers=((*actions[:index], action, *actions[index:]),)))
+                prove(replace(made, workers=((*actions[:index], action, *actions[index:]),)))
 
 
 def test_a_stage_on_another_worker_is_refused():
     one, other = lists(piped("1f1b"))
     foreign = next(a for a in other.workers[0] if a.kind is Kind.FORWARD)
     with pytest.raises(OutsizeError, match="another worker's"):
-        validate(replace(one, workers=((foreign, *one.workers[0]),)))
+        prove(replace(one, workers=((foreign, *one.workers[0]),)))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Blocks run in chunks of the sequence: the plain loop's numbers, 1e-10 in float64, and less
-memory, as foretold."""
+memory, as predicted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import Rest, per_segment
 from outsize.runtime import Job, NativeFlow, spill
 from outsize.runtime.adopted import AdoptedFlow
-from outsize.search import Wish, foretell
+from outsize.search import PlanRequest, predict
 from outsize.simulate.counter import Counter
 
 ROWS, SEQUENCE, STEPS, CLIP, CHUNK = 3, 40, 2, 0.01, 7
@@ -185,17 +185,17 @@ WIDE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 LONG = 512
 
 
-def wish() -> Wish:
-    return Wish(1, LONG, Precision.named("float32"), AdamW(), clip=1.0, documents=(0, LONG))
+def request() -> PlanRequest:
+    return PlanRequest(1, LONG, Precision.named("float32"), AdamW(), clip=1.0, documents=(0, LONG))
 
 
 def long_plan(chunk: int) -> Plan:
     stages = per_segment(4, ("block",))
-    return Plan(4, stages, 1, 1, LONG, wish().precision, loss_chunk=16, sequence_chunk=chunk)
+    return Plan(4, stages, 1, 1, LONG, request().precision, loss_chunk=16, sequence_chunk=chunk)
 
 
 def peak_above_static(chunk: int) -> int:
-    made = foretell(config_of("llama", **WIDE), wish(), long_plan(chunk), catalogue("H200"))
+    made = predict(config_of("llama", **WIDE), request(), long_plan(chunk), catalogue("H200"))
     return made.peak - sum(made.static.values())
 
 
@@ -209,9 +209,9 @@ def test_what_a_block_needs_is_that_of_a_chunk():
 
 
 @pytest.mark.parametrize("chunk", [32, 100, 512])
-def test_foretold_is_measured(chunk):
+def test_predicted_is_measured(chunk):
     config, plan = config_of("llama", **WIDE), long_plan(chunk)
-    made = foretell(config, wish(), plan, catalogue("H200"))
+    made = predict(config, request(), plan, catalogue("H200"))
     ledger = Ledger(made.peak)
     job = Job(NativeFlow(build(config, seed=0), plan), plan, AdamW(), clip=1.0, ledger=ledger)
     ids = torch.randint(0, VOCAB, (1, LONG))

@@ -34,7 +34,7 @@ def store() -> MemoryStore:
 
 
 def test_a_storage_is_noted_once_whoever_saves_it():
-    spills, tier = Spills(None), store()
+    spills, tier = Spills(), store()
     first, second = spills.begin(0, 0, tier, False), spills.begin(1, 0, tier, False)
     x = torch.randn(64, 8)
     with first.watching():
@@ -50,7 +50,7 @@ def test_a_storage_is_noted_once_whoever_saves_it():
 
 
 def test_what_leaves_is_let_go_and_comes_back_equal():
-    spills, tier = Spills(None), store()
+    spills, tier = Spills(), store()
     here, ledger = spills.begin(0, 0, tier, False), Ledger()
     with ledger:
         x = torch.randn(100, 10)
@@ -73,7 +73,7 @@ def test_what_leaves_is_let_go_and_comes_back_equal():
 
 
 def test_what_somebody_else_holds_is_never_there_twice():
-    spills, tier = Spills(None), store()
+    spills, tier = Spills(), store()
     here, x = spills.begin(0, 0, tier, False), torch.randn(64, 8)
     handle = here.pack(x)
     here.write()
@@ -82,7 +82,7 @@ def test_what_somebody_else_holds_is_never_there_twice():
 
 
 def test_what_is_asked_for_before_it_has_gone_stays():
-    spills, tier = Spills(None), store()
+    spills, tier = Spills(), store()
     here = spills.begin(0, 0, tier, False)
     handle = here.pack(torch.randn(64, 8))
     here.write()
@@ -93,7 +93,7 @@ def test_what_is_asked_for_before_it_has_gone_stays():
 
 def test_what_is_not_moved():
     """Small tensors, parameters, and tensors whose bytes alone do not say what they are."""
-    spills = Spills(None)
+    spills = Spills()
     here, weight = spills.begin(0, 0, store(), False), torch.randn(64, 8)
     spills.kept.add(weight.untyped_storage()._cdata)
     turned = torch.randn(64, 8, dtype=torch.complex64).conj()
@@ -109,7 +109,7 @@ def test_gradients_of_complex_functions_are_exact():
 
     x = torch.randn(16, 16, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(f(x), x)
-    here = Spills(None).begin(0, 0, store(), False)
+    here = Spills().begin(0, 0, store(), False)
     with here.watching():
         made = f(x)
     here.write()
@@ -157,7 +157,7 @@ def test_inputs_that_others_read_are_not_emptied():
     """A record that does not own its inputs leaves them as they are; one that does gives them back
     for the second forward."""
     x = torch.randn(64, 8)
-    spills, tier = Spills(None), store()
+    spills, tier = Spills(), store()
     shared = Record(lambda ts: [ts[0] * 2], [x], spills.begin(0, 0, tier, False), own=False)
     shared.forward(keep=False)
     assert x.abs().sum() > 0
@@ -176,7 +176,7 @@ def test_inputs_that_others_read_are_not_emptied():
 
 def test_named_parts_spill_alone():
     part = nn.Linear(32, 32)
-    spills = Spills(None)
+    spills = Spills()
     forward, x = spilling(part, spills), torch.randn(64, 32)
     here = spills.begin(0, 0, store(), True)
     packed: list[int] = []
@@ -203,7 +203,7 @@ def test_peaks_fall_and_bytes_return_once(order):
             tier = stores["disk"]
             assert tier.bytes_read <= tier.bytes_written
             assert (tier.bytes_read > 0.9 * tier.bytes_written) or rest == "device"
-            assert not list(job._spills._live)
+            assert not list(job.training.spilling.spills._live)
     assert peaks["disk"] < peaks["device"]
 
 
@@ -230,7 +230,7 @@ def test_what_came_back_goes_piece_by_piece_while_it_is_differentiated():
     """A backward pass over what came back holds no more than one over what stayed."""
 
     def peak(tier: MemoryStore | None) -> int:
-        here = None if tier is None else Spills(None).begin(0, 0, tier, False)
+        here = None if tier is None else Spills().begin(0, 0, tier, False)
         with Ledger() as ledger:
             x = torch.randn(1 << 14, requires_grad=True)
             record = Record(lambda ts: [ts[0].exp().exp().exp().exp().sum()], [x], here)

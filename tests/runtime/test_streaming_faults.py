@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 import streamed
 import torch
+from engines import intercept, no_lane_runs
 from streamed import ALL, PIECE, data_of, disk, job_of, memory, plan_of, resting, snapshot, trained
 from subjects import ROWS
 
@@ -93,10 +94,12 @@ def same(one, other) -> bool:
 
 def check_says_whether_it_goes_on(job, before, expected, counts) -> bool:
     """After a fault: untouched and exact, or refused. Gives which."""
-    assert streamed.no_lane_runs()
-    assert not job._walks and not job._missing and not job.gradients.touched
+    assert no_lane_runs()
+    parts = job.training
+    assert not parts.microbatches.under_way and not parts.spilling.missing
+    assert not job.gradients.touched
     try:
-        job_torn = job._torn
+        job_torn = parts.update.torn
         if not job_torn:
             assert same(snapshot(job), before), "weights and states as they were"
         found = trained(job, DATA, ROWS)
@@ -166,18 +169,18 @@ def test_an_interrupt_between_actions_that_compute(kind, twins):
     expected = twin(twins, "layers")
     with memory() as stores:
         job = made("layers", stores)
-        before, plainly, calls = snapshot(job), job._steps[kind], []
+        before, calls = snapshot(job), []
 
-        def interrupted(action) -> None:
+        def interrupted(action, plainly) -> None:
             calls.append(action)
-            plainly(action)
+            plainly()
             if kind is Kind.NORM or len(calls) == 7:
                 raise KeyboardInterrupt
 
-        job._steps[kind] = interrupted
+        plain = intercept(job, kind, interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.step(DATA[0], 1e-2)
-        job._steps[kind] = plainly
+        job.loaded = plain
         assert not check_says_whether_it_goes_on(job, before, expected, {})
 
 
@@ -234,7 +237,7 @@ def test_a_disk_without_room_for_activations_says_so_in_the_step(tmp_path, twins
     before = snapshot(job)
     with pytest.raises(OutsizeError, match=r"tier 'host': .* missing") as caught:
         job.step(DATA[0], 1e-2)
-    assert "\n" not in str(caught.value) and streamed.no_lane_runs()
+    assert "\n" not in str(caught.value) and no_lane_runs()
     assert same(snapshot(job), before)
 
 
@@ -243,12 +246,12 @@ def test_a_byte_that_was_altered_ends_the_step(tmp_path, monkeypatch):
     with disk(tmp_path) as stores:
         job = job_of(resting(plan_of(order="layer"), **ALL), stores)
         job.step(DATA[0], 1e-2)
-        home = job.residence.homes[0, "parameters"]
+        place, begin = job.weight_pool.homes[0, "parameters"].at(0)
         handle = stores["disk"]._files[0].handle
         other = os.open(f"/proc/self/fd/{handle}", os.O_RDWR)
         try:
-            byte = os.pread(other, 1, home.place.offset + 77)
-            os.pwrite(other, bytes([byte[0] ^ 4]), home.place.offset + 77)
+            byte = os.pread(other, 1, place.offset + begin + 77)
+            os.pwrite(other, bytes([byte[0] ^ 4]), place.offset + begin + 77)
         finally:
             os.close(other)
         with pytest.raises(OutsizeError, match="are not those that were written") as caught:
@@ -257,7 +260,7 @@ def test_a_byte_that_was_altered_ends_the_step(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
         with pytest.raises(OutsizeError):
             job.step(DATA[0], 1e-2)
-    assert streamed.no_lane_runs() and not list(tmp_path.iterdir())
+    assert no_lane_runs() and not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_disk_ends_the_step(tmp_path, monkeypatch):
@@ -280,4 +283,4 @@ def test_an_error_of_the_disk_ends_the_step(tmp_path, monkeypatch):
         with pytest.raises(OutsizeError, match=r"No space left|load a checkpoint"):
             job.step(DATA[0], 1e-2)
         assert len(before[0]) == len(job.owners)
-    assert streamed.no_lane_runs() and not list(tmp_path.iterdir())
+    assert no_lane_runs() and not list(tmp_path.iterdir())

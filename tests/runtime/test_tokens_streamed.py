@@ -23,7 +23,8 @@ from outsize.runtime.fit import Request, needs
 from outsize.runtime.streamed import Streamed
 from outsize.runtime.tokens import TokenPlayer
 from outsize.schedule import Kind, State
-from outsize.schedule.residency import item, moved
+from outsize.schedule.item import Item
+from outsize.schedule.residency import moved
 
 PROMPT, NEW = [5, 17, 2, 44, 9, 30, 8], 4
 REQUEST = Request(len(PROMPT), NEW, drawn=False)
@@ -111,7 +112,7 @@ def test_every_budget_from_least_to_full_and_the_bytes_read(tmp_path: Path) -> N
                 for a in reading.layout.schedules[Kind.DECODE].workers[0]
                 if a.kind is Kind.FETCH
             }
-            names = [item(State.PARAMETERS, s) for s in range(10)]
+            names = [Item(State.PARAMETERS, s) for s in range(10)]
             weights = [[], *(list(b.parameters()) for b in resident.blocks)]
             weights.append(list(resident.epilogue.parameters()))
             formula = sum(
@@ -137,13 +138,13 @@ def test_the_end_of_a_step_fetches_for_the_next(tmp_path: Path) -> None:
     fetched = {a.stage: i for i, a in enumerate(actions) if a.kind is Kind.FETCH}
     wrapped = [stage for stage, place in fetched.items() if place > used[stage]]
     assert wrapped, "what the next step needs first"
-    assert {item(State.PARAMETERS, stage) for stage in wrapped} <= residency.start
+    assert {Item(State.PARAMETERS, stage) for stage in wrapped} <= residency.start
     for stage in set(fetched) - set(wrapped):
         assert fetched[stage] < used[stage - 1], "while the stage before computes"
 
 
 @pytest.mark.parametrize("prompt", [3, 40])
-def test_what_is_counted_is_what_was_foretold(tmp_path: Path, prompt: int) -> None:
+def test_what_is_counted_is_what_was_predicted(tmp_path: Path, prompt: int) -> None:
     path = _directory(tmp_path, _model({**DEEP, "vocab_size": 300}))
     request = Request(prompt, 3, drawn=False)
     with Streamed(path, 400_000) as model:
@@ -155,9 +156,9 @@ def test_what_is_counted_is_what_was_foretold(tmp_path: Path, prompt: int) -> No
                 model.decoder, [7 * i % 300 for i in range(prompt)], 3,
                 forward=reading, prefill_tokens=found.slice,
             )  # fmt: skip
-        foretold = reading.pool.nbytes + found.cache + found.work
-        assert ledger.peak <= foretold <= 400_000
-        assert foretold - ledger.peak <= 4096
+        predicted = reading.pool.nbytes + found.cache + found.work
+        assert ledger.peak <= predicted <= 400_000
+        assert predicted - ledger.peak <= 4096
 
 
 def test_the_refusal_names_what_is_missing_and_the_least_that_works(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Lane
-from outsize.search import Wish
-from outsize.search.wish import facts_of_model
+from outsize.search import PlanRequest
+from outsize.search.request import facts_of_model
 
 STEPS = 3
 
@@ -36,14 +36,14 @@ def test_workers_meet_in_the_same_order(stage, parts, resident, order, together,
     """Shares of odd numbers of elements, in parts of just what the smallest share is, or half of
     it: others have one part more."""
     config, data, segments = config_of("gpt2", n_embd=51, vocab_size=997), 4, 5
-    wish = Wish(4 * data, 8, Precision.named("float32"), AdamW(), mesh=Mesh(data))
-    facts = facts_of_model(config, wish)
+    request = PlanRequest(4 * data, 8, Precision.named("float32"), AdamW(), mesh=Mesh(data))
+    facts = facts_of_model(config, request)
     numel = next(t.numel for t in facts.tables if t.segment == 1)
     assert numel % data
     monkeypatch.setattr(plans, "PART", numel // data // parts)
     plan = Plan(
-        segments, per_segment(segments), 4 * data, 2, 8, wish.precision, order=order,
-        update="behind", mesh=wish.mesh, shards=zero(stage, data),
+        segments, per_segment(segments), 4 * data, 2, 8, request.precision, order=order,
+        update="behind", mesh=request.mesh, shards=zero(stage, data),
         stream=Stream(resident, part=plans.PART, parts=together),
     )  # fmt: skip
     plan = resting(plan, optimizer="disk")

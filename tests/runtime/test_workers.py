@@ -39,7 +39,7 @@ def worker(plan: Plan, data, family: str, clip, optimizer, frozen=None):
             job = Job(flow, plan, optimizer, clip=clip, world=world, cuts=cuts, stores=stores)
             result = numbers(job, plan, data)
             job.close()
-        return result, job.peers.received
+        return result, job.shard_groups.received
 
     return run
 
@@ -193,9 +193,9 @@ def test_bytes_are_those_of_the_formulas(name):
             NativeFlow(model_of("llama, untied", "float64"), plan), plan, AdamW(), world=world
         )
         job.step(data[0].rows(*plan.rows_at(job.place)))
-        before = sum(job.peers.received.values())
+        before = sum(job.shard_groups.received.values())
         job.step(data[1].rows(*plan.rows_at(job.place)))
-        return sum(job.peers.received.values()) - before
+        return sum(job.shard_groups.received.values()) - before
 
     had, wanted = sum(play(plan.mesh, run)), 4 * volume(name, 4, numel)
     assert had <= wanted

@@ -10,8 +10,9 @@ from streamed import ALL, PIECE, job_of, memory, plan_of, resting
 
 from outsize.plan import Stream
 from outsize.plan.plan import per_segment
-from outsize.runtime.placement import Placement
-from outsize.schedule import Action, Kind, Lane, State, validate
+from outsize.schedule import Action, Kind, Lane, State, prove
+from outsize.schedule.item import Item
+from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved, overlap
 
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
@@ -41,7 +42,7 @@ def test_the_computation_is_the_plans(update):
     placement = placed(ALL, update=update)
     computing = [a for a in placement.schedule.workers[0] if a.lane is Lane.COMPUTE]
     assert computing == list(placement.base.workers[0])
-    assert validate(placement.schedule) == 0
+    assert prove(placement.schedule).peaks[0] == 0
 
 
 @pytest.mark.parametrize("stream", [{}, {"resident": 4}, {"resident": 3, "policy": "lru"}])
@@ -100,7 +101,7 @@ def test_as_many_stages_ahead_as_were_asked_for(resident):
 def test_nothing_moves_where_all_stages_are_resident(resident):
     """Three blocks of three, with the prologue and the epilogue in what they leave over."""
     placement = placed({"parameters": "disk"}, {"resident": resident, "policy": "static"})
-    assert placement.schedule.residency.start == {f"parameters {s}" for s in range(5)}
+    assert placement.schedule.residency.start == {Item(State.PARAMETERS, s) for s in range(5)}
     assert not moves(placement, Kind.FETCH, State.PARAMETERS)
 
 
@@ -118,7 +119,7 @@ def test_every_move_has_a_room_and_every_room_a_use():
     placement = placed(ALL)
     named = {moved(a) for a in placement.schedule.workers[0] if a.state is not State.ACTIVATIONS
              and a.state}  # fmt: skip
-    made = {f"gradients {s}" for s in range(5)}
+    made = {Item(State.GRADIENTS, s) for s in range(5)}
     assert named | made == set(placement.rooms)
     assert max(o + n for o, n in placement.rooms.values()) == placement.pool
 

@@ -13,7 +13,7 @@ from outsize.schedule.action import Action, Kind, State
 from outsize.schedule.pipelines import Pipeline, Shape, interleaved, make, one_f_one_b
 from outsize.schedule.pipelines.offloaded import MOVED, bare, offloaded
 from outsize.schedule.pipelines.uniform import uniform
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.search.spilling import spilled, spills
 from outsize.simulate.away import Moving, play_away
 from outsize.simulate.steps import MIB, Times, play
@@ -230,7 +230,7 @@ def of_gradients(actions):
     [
         (behind, "activations are away"),
         (early, "comes before its FORWARD"),
-        (twice, "runs a second time"),
+        (twice, "activations are not away"),
         (left_out, "activations are not away"),
         (never_back, "activations are away; expected a FETCH before it"),
         (after_use, "gradient was produced already"),

@@ -37,7 +37,7 @@ from outsize.schedule.pipelines import (
     zb_v,
 )
 from outsize.schedule.pipelines.greedy import makespan
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.simulate.events import Run
 from outsize.simulate.steps import Times, play
 
@@ -212,7 +212,7 @@ def test_skipping_stages_is_named_and_saves_time():
     assert all(len(path) == 4 and path[0] == 0 for path in made.paths)
     assert prove(made.schedule, paths=made.paths)
     assert run(made).makespan < 0.8 * run(one_f_one_b(8, 16)).makespan
-    with pytest.raises(OutsizeError, match=r"is not on worker|is missing|does not"):
+    with pytest.raises(OutsizeError, match="nobody uses it here"):
         prove(made.schedule)  # without its paths it lacks stages
 
 

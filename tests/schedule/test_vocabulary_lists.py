@@ -16,7 +16,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.schedule import Action, Kind, Lane, Schedule, State, validate
+from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.waits import waits
 
 WORKERS, MICROBATCHES = 2, 4
@@ -50,7 +50,7 @@ def with_actions(made: Schedule, actions: list[Action]) -> Schedule:
 def reason(made: Schedule, actions: list[Action]) -> str:
     """Why a list is refused; empty where it is not."""
     try:
-        validate(with_actions(made, actions))
+        prove(with_actions(made, actions))
     except OutsizeError as error:
         said = str(error)
         assert said.startswith("schedule: ") and "\n" not in said
@@ -61,7 +61,7 @@ def reason(made: Schedule, actions: list[Action]) -> str:
 @every_list
 def test_an_action_that_is_left_out_or_doubled_is_refused(schedule, variant, worker):
     made = list_of(schedule, variant, worker)
-    validate(made)
+    prove(made)
     assert Schedule.from_text(made.to_text()) == made
     actions = list(made.workers[0])
     assert {a.kind for a in actions} >= set(PASSES)

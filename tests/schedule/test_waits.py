@@ -16,6 +16,7 @@ from outsize.plan import Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.action import WHOLE
+from outsize.schedule.item import Item
 from outsize.schedule.waits import settled, waits
 
 PASSES = (
@@ -37,7 +38,7 @@ CASES = {
 }
 
 
-def schedule_of(name: str) -> Schedule:
+def schedule_of(name: Item) -> Schedule:
     family, changes, rest, stream = CASES[name]
     plan = replace(
         resting(plan_of(**{"named": "float32", **changes}), **rest),
@@ -57,14 +58,14 @@ class Touches:
         for name in schedule.residency.start:
             self._own(name)
 
-    def _pages(self, name: str) -> range:
+    def _pages(self, name: Item) -> range:
         offset, size = self.residency.rooms[name]
         return range(offset, offset + size, 4096)
 
-    def _own(self, name: str) -> None:
+    def _own(self, name: Item) -> None:
         self.owner |= dict.fromkeys(self._pages(name), name)
 
-    def _room(self, name: str, written: bool):
+    def _room(self, name: Item, written: bool):
         if written:
             self._own(name)
         return [(("page", page), written) for page in self._pages(name)]
@@ -73,11 +74,11 @@ class Touches:
         r, s = self.residency, a.stage
         if a.state is State.ACTIVATIONS:
             return [(("activations", s, a.microbatch), True)]
-        weights, sums = f"parameters {s}", f"gradients {s}"
-        states = f"optimizer {s}#{a.part}"
+        weights, sums = Item(State.PARAMETERS, s), Item(State.GRADIENTS, s)
+        states = Item(State.OPTIMIZER, s, a.part)
         if a.kind in (Kind.FETCH, Kind.EVICT):
             fetch = a.kind is Kind.FETCH
-            name = states if a.state is State.OPTIMIZER else f"{a.state.value} {s}"
+            name = states if a.state is State.OPTIMIZER else Item(a.state, s)
             found = [*self._room(name, fetch), (("rest", name), not fetch)]
             if a.state is State.OPTIMIZER and not r.direct:
                 if fetch and s in r.gradients:
@@ -111,9 +112,9 @@ class Touches:
         last = a.stage == self.schedule.stages - 1
         for s in r.uses[a.stage]:
             if s in r.parameters:
-                found += self._room(f"parameters {s}", False)
+                found += self._room(Item(State.PARAMETERS, s), False)
             if s in r.gradients and (a.kind is not Kind.FORWARD or last):
-                found += self._room(f"gradients {s}", True)
+                found += self._room(Item(State.GRADIENTS, s), True)
         if a.stage in r.spills:
             here = ("activations", a.stage, a.microbatch)
             found.append((here, a.kind is Kind.FORWARD))

@@ -1,6 +1,6 @@
 """The choice of tiers for the workers of a data axis: optimizer states of each one's shares below,
-as little as the budget allows, what is foretold is what it counts, and the numbers are those of one
-worker."""
+as little as the budget allows, what is predicted is what it counts, and the numbers are those of
+one worker."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.optim.parse import parse
 from outsize.plan import DEVICE, Plan, Sharding, zero
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 WISH = replace(tiered.WISH, mesh=Mesh(data=2))
 CONFIG = config_of("llama, untied", **LARGER)
 
 
-def chosen(wish: Wish, budget: int) -> Forecast:
-    return tiered.chosen(CONFIG, wish, budget)
+def chosen(request: PlanRequest, budget: int) -> Forecast:
+    return tiered.chosen(CONFIG, request, budget)
 
 
-def least(wish: Wish) -> int:
+def least(request: PlanRequest) -> int:
     """The budget that a refusal names."""
     with pytest.raises(OutsizeError, match=r"bytes missing.*; the smallest plan") as caught:
-        chosen(wish, KIB)
+        chosen(request, KIB)
     return KIB + missing(caught.value)
 
 
@@ -47,11 +47,11 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_within_a_budget_workers_give_the_numbers_of_one(way):
     """In the middle between what needs no tier, and the least."""
-    wish = replace(WISH, **WAYS[way])
-    plenty = choose(CONFIG, replace(wish, shards=wish.shards or zero(3, 2)), MACHINE)
-    small = least(wish)
+    request = replace(WISH, **WAYS[way])
+    plenty = choose(CONFIG, replace(request, shards=request.shards or zero(3, 2)), MACHINE)
+    small = least(request)
     budget = (plenty.peak + small) // 2
-    made = chosen(wish, budget)
+    made = chosen(request, budget)
     plan = made.plan
     assert small <= made.peak <= budget < plenty.peak and made.below["disk"] > 0
     rests = [stage.rest for stage in plan.stages]
@@ -60,24 +60,24 @@ def test_within_a_budget_workers_give_the_numbers_of_one(way):
 
     stages = tuple(replace(s, rest=type(s.rest)()) for s in plan.stages)
     alone = Plan(plan.segments, stages, ROWS, 1, SEQUENCE, plan.precision, 64)
-    wanted, _ = losses(CONFIG, alone, wish, 3)
+    wanted, _ = losses(CONFIG, alone, request, 3)
     most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
-    told = play(plan.mesh, lambda world: losses(CONFIG, plan, wish, 3, world, most))
+    told = play(plan.mesh, lambda world: losses(CONFIG, plan, request, 3, world, most))
     for found, _ in told:
         assert found == pytest.approx(wanted, rel=1e-10)
-    foretold = [made.peaks[plan.mesh.index("pipeline", rank)] for rank in range(plan.mesh.size)]
-    assert all(peak <= told for (_, peak), told in zip(told, foretold, strict=True))
+    predicted = [made.peaks[plan.mesh.index("pipeline", rank)] for rank in range(plan.mesh.size)]
+    assert all(peak <= told for (_, peak), told in zip(told, predicted, strict=True))
     assert max(peak for _, peak in told) >= 0.95 * made.peak
 
 
 @pytest.mark.parametrize("stage", [None, 1, 2, 3])
 def test_the_least_budget_works_and_a_byte_less_does_not(stage):
-    wish = WISH if stage is None else replace(WISH, shards=zero(stage, 2))
-    small = least(wish)
-    made = chosen(wish, small)
+    request = WISH if stage is None else replace(WISH, shards=zero(stage, 2))
+    small = least(request)
+    made = chosen(request, small)
     assert made.peak == small and made.below["disk"] > 0
     with pytest.raises(OutsizeError) as caught:
-        chosen(wish, small - 1)
+        chosen(request, small - 1)
     assert missing(caught.value) == 1 and "\n" not in str(caught.value)
 
 
@@ -95,20 +95,20 @@ def test_less_memory_cuts_more_and_has_more_below():
 
 def test_tiers_hold_a_workers_own_shares():
     """What is too small for a worker's shares is refused; half of the model's states is enough."""
-    wish = replace(WISH, shards=zero(2, 2))
-    budget = least(wish)
+    request = replace(WISH, shards=zero(2, 2))
+    budget = least(request)
     small = replace(DISK, bytes=4 * KIB)
     with pytest.raises(OutsizeError, match=r"disk 4\.00 KiB.*bytes missing") as caught:
-        chosen(replace(wish, tiers=(small,)), budget)
+        chosen(replace(request, tiers=(small,)), budget)
     enough = replace(small, bytes=small.bytes + missing(caught.value))
-    made = chosen(replace(wish, tiers=(enough,)), budget)
-    whole = chosen(replace(wish, shards=Sharding()), 64 * MIB)
+    made = chosen(replace(request, tiers=(enough,)), budget)
+    whole = chosen(replace(request, shards=Sharding()), 64 * MIB)
     assert made.below["disk"] * 2 == whole.static["optimizer"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_little_less_memory_has_little_below(stage):
-    wish = replace(WISH, shards=zero(stage, 2), clip=None)
-    plenty = choose(CONFIG, replace(wish, tiers=()), MACHINE)
-    made = chosen(wish, plenty.peak * 97 // 100)
+    request = replace(WISH, shards=zero(stage, 2), clip=None)
+    plenty = choose(CONFIG, replace(request, tiers=()), MACHINE)
+    made = chosen(request, plenty.peak * 97 // 100)
     assert 0 < made.below["disk"] <= plenty.static["optimizer"] / 3

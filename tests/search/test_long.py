@@ -1,5 +1,5 @@
 """A long sequence on a small device: the planner takes chunks of the sequence with checkpoints
-below, and the step holds what it foretold."""
+below, and the step holds what it predicted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 
 LAYERS, TOKENS, BUDGET = 8, 1024, 9 << 19
 RATE = Rate(1e10, "B/s", "test", "2026-11-22")
@@ -30,7 +30,7 @@ CONFIG = config_of(
     "llama", hidden_size=64, intermediate_size=160, num_hidden_layers=LAYERS,
     max_position_embeddings=TOKENS,
 )  # fmt: skip
-WISH = Wish(
+WISH = PlanRequest(
     1, TOKENS, Precision.named("float32"), AdamW(), clip=1.0, recompute=("block",),
     documents=(0, TOKENS),
 )  # fmt: skip
@@ -65,8 +65,8 @@ def resident() -> tuple[list[float], int]:
 def test_the_planner_takes_chunks_with_checkpoints_below(resident):
     budget = BUDGET
     assert resident[1] > 2.5 * budget
-    wish = replace(WISH, budget=budget, tiers=(TierSpec("host", "memory", (), 1 << 27),))
-    made = choose(CONFIG, wish, HARDWARE)
+    request = replace(WISH, budget=budget, tiers=(TierSpec("host", "memory", (), 1 << 27),))
+    made = choose(CONFIG, request, HARDWARE)
     assert made.plan.sequence_chunk > 0
     inner = made.plan.stages[1:-1]
     assert all(stage.whole and stage.rest.activations == "host" for stage in inner)

@@ -19,7 +19,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage
 from outsize.schedule.pipelines import Shape, make
 from outsize.schedule.place import looped, one_way, two_way
-from outsize.search import Wish, foretell
+from outsize.search import PlanRequest, predict
 from outsize.search.block_costs import costs_of
 from outsize.search.partition import Cost, best, in_flight, partition, tuned
 from outsize.simulate.calibrate import calibrate
@@ -181,9 +181,9 @@ CONFIG = config_of("llama")
 
 
 def forecast_of(stages):
-    wish = Wish(4, 32, Precision.named("float32"), AdamW(), None)
+    request = PlanRequest(4, 32, Precision.named("float32"), AdamW(), None)
     plan = Plan(5, stages, rows=4, microbatch_rows=2, sequence=32)
-    return foretell(CONFIG, wish, plan, catalogue("H200"))
+    return predict(CONFIG, request, plan, catalogue("H200"))
 
 
 def test_costs_of_a_decoder_are_those_of_its_forecast():

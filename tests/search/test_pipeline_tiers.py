@@ -1,5 +1,5 @@
 """The choice of tiers for the workers of a pipeline: each one's states fit its own memory and
-tiers, what is foretold of it is what it counts, and the numbers are those of one worker."""
+tiers, what is predicted of it is what it counts, and the numbers are those of one worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.plan import DEVICE, Plan
 from outsize.plan.plan import per_segment
-from outsize.search import choose, ladder, oracle_of
+from outsize.search import choose, forecaster_of, ladder
 from outsize.search.places import places_of
 from outsize.search.tiers import states
 
@@ -32,9 +32,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_chosen_fits_every_worker_and_gives_the_numbers_of_one(case):
     config, schedule = CASES[case]
-    wish = replace(WISH, pipeline=schedule)
-    top = choose(config, replace(wish, tiers=()), MACHINE)
-    made = chosen(config, wish, top.peak * 7 // 10)
+    request = replace(WISH, pipeline=schedule)
+    top = choose(config, replace(request, tiers=()), MACHINE)
+    made = chosen(config, request, top.peak * 7 // 10)
     plan = made.plan
     assert made.peak == max(made.peaks) <= top.peak * 7 // 10
     assert all(0 < turn.below["disk"] <= made.below["disk"] for turn in made.turns)
@@ -92,7 +92,7 @@ def test_tiers_are_each_workers_own():
 
 def test_the_ladder_of_a_pipeline_saves_ever_more():
     deep = config_of("llama, untied", **{**LARGER, "num_hidden_layers": 12})
-    rungs = ladder(oracle_of(deep, WISH, MACHINE), 14)
+    rungs = ladder(forecaster_of(deep, WISH, MACHINE), 14)
     names = [rung.technique for rung in rungs]
     at = names.index("optimizer states below")
     assert names[at : at + 3] == [
@@ -104,7 +104,7 @@ def test_the_ladder_of_a_pipeline_saves_ever_more():
 
 def test_the_states_of_all_workers_are_the_models():
     plan = choose(UNTIED, replace(WISH, tiers=()), MACHINE).plan
-    facts = oracle_of(UNTIED, WISH, MACHINE).facts
+    facts = forecaster_of(UNTIED, WISH, MACHINE).facts
     whole = 4 * 8 * sum(table.numel for table in facts.tables)
     assert states(facts, plan).total == whole
     places = places_of(facts, plan)
@@ -113,9 +113,9 @@ def test_the_states_of_all_workers_are_the_models():
 
 def test_gradients_that_the_tensor_axis_sums_stay_on_the_device():
     """Those of blocks where tokens are cut, for the sake of norms; none where they are not."""
-    wish = replace(WISH, mesh=Mesh(tensor=2), microbatch_rows=None)
+    request = replace(WISH, mesh=Mesh(tensor=2), microbatch_rows=None)
     for cut, tiers in ((False, {"disk"}), (True, {DEVICE})):
-        own = replace(wish, sequence_parallel=cut)
+        own = replace(request, sequence_parallel=cut)
         with pytest.raises(OutsizeError, match="bytes missing") as caught:
             chosen(UNTIED, own, KIB)
         plan = chosen(UNTIED, own, KIB + missing(caught.value)).plan

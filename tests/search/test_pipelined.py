@@ -15,22 +15,22 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan, Precision, Sharding
 from outsize.plan.plan import per_segment
 from outsize.schedule.pipelines import NAMES
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.search.candidates import candidates
 from outsize.search.pipelined import check, continued, row_choices
 
 CONFIG = config_of("llama, untied", num_hidden_layers=5)
 HARDWARE = catalogue("H200", 4)
-WISH = Wish(
+WISH = PlanRequest(
     64, 16, Precision.named("float32"), AdamW(), mesh=Mesh(pipeline=4), documents=(0, 16)
 )  # fmt: skip
 
 
-def counts(wish: Wish) -> list[int]:
+def counts(request: PlanRequest) -> list[int]:
     """Microbatches of a step, for each choice of rows, as a plan counts them."""
     return [
-        Plan(8, per_segment(8), wish.rows, rows, mesh=wish.mesh).microbatches
-        for rows in row_choices(wish)
+        Plan(8, per_segment(8), request.rows, rows, mesh=request.mesh).microbatches
+        for rows in row_choices(request)
     ]
 
 
@@ -47,9 +47,9 @@ def test_a_step_has_twice_as_many_microbatches_as_workers_where_there_are_rows(r
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "skip-pipe"])
 @pytest.mark.parametrize("rows", [16, 22, 40])
 def test_conditions_of_every_schedule_hold_for_the_rows_that_are_chosen(name, rows):
-    wish = replace(WISH, rows=rows, pipeline=name)
-    check(wish, 40)
-    for plan in itertools.islice(candidates(wish, 40), 3):
+    request = replace(WISH, rows=rows, pipeline=name)
+    check(request, 40)
+    for plan in itertools.islice(candidates(request, 40), 3):
         assert plan.microbatches >= 4 and plan.pipeline == Pipelined(name)
 
 
@@ -64,7 +64,7 @@ def test_what_is_named_as_nearest_holds():
 
 
 def test_cuts_are_those_of_the_smallest_largest_load():
-    """By every way to cut seven segments in four, loads being the blocks' own foretold times."""
+    """By every way to cut seven segments in four, loads being the blocks' own predicted times."""
     made = choose(CONFIG, WISH, HARDWARE)
     seconds = [0.0] * 7
     for event in made.trace.events:
@@ -119,10 +119,10 @@ def test_a_run_that_goes_on_keeps_its_pipeline_or_has_another():
 
 
 def test_microbatches_that_leave_out_stages_go_on_as_they_were():
-    wish = replace(WISH, pipeline="skip-pipe", approximate=("partial-pipeline",))
-    check(wish, 7)
-    plan = choose(CONFIG, wish, HARDWARE).plan
+    request = replace(WISH, pipeline="skip-pipe", approximate=("partial-pipeline",))
+    check(request, 7)
+    plan = choose(CONFIG, request, HARDWARE).plan
     assert plan.pipeline.cuts[-1] < 6, "the head is with a block"
-    assert continued(plan, wish, Sharding()) == plan
+    assert continued(plan, request, Sharding()) == plan
     with pytest.raises(OutsizeError, match=r"keep mesh pipeline=4 and plan\.pipeline skip-pipe"):
-        continued(plan, replace(wish, mesh=Mesh(pipeline=3)), Sharding())
+        continued(plan, replace(request, mesh=Mesh(pipeline=3)), Sharding())

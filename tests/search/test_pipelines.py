@@ -13,7 +13,7 @@ from outsize.errors import OutsizeError
 from outsize.schedule.pipelines import NAMES, Costs, Shape
 from outsize.schedule.pipelines.greedy import makespan
 from outsize.schedule.place import Placement, looped, one_way, waved
-from outsize.schedule.prove import prove
+from outsize.schedule.proof import prove
 from outsize.search.pipelines import AUTO, automatic, best_orders, compare
 from outsize.simulate.steps import Times
 

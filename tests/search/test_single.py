@@ -19,16 +19,18 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose, foretell, native_makers
+from outsize.search import PlanRequest, choose, native_makers, predict
 from outsize.search.candidates import candidates as candidates_of
-from outsize.search.wish import facts_of_model
+from outsize.search.request import facts_of_model
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
 
 HARDWARE = catalogue("H200")
 CONFIG = config_of("llama")
-WISH = Wish(rows=4, sequence=32, precision=Precision.named("float32"), optimizer=AdamW(), clip=1.0)
+WISH = PlanRequest(
+    rows=4, sequence=32, precision=Precision.named("float32"), optimizer=AdamW(), clip=1.0
+)
 
 
 def graded(*parts: tuple[str, ...]) -> tuple[Stage, ...]:
@@ -65,6 +67,7 @@ def test_a_graded_plan_composed_is_the_plan_rehearsed(family, name, split):
     small = rehearse(chosen.plan, *native_makers(chosen.config, WISH))
     composed = expand(small, chosen, plan, facts_of_model(config, WISH))
     direct = rehearse(plan, *native_makers(config, WISH))
+    direct = replace(direct, facts=replace(direct.facts, filling=WISH.filling))  # as predict does
     assert composed.data == direct.data and composed.facts == direct.facts
     ours, theirs = compose(plan, composed, HARDWARE), compose(plan, direct, HARDWARE)
     assert ours.static == theirs.static and ours.segments == theirs.segments
@@ -83,7 +86,7 @@ def test_a_sample_has_one_layer_of_each_sort():
 
 @pytest.fixture(scope="module")
 def candidates():
-    return [foretell(CONFIG, WISH, plan, HARDWARE) for plan in candidates_of(WISH, 5)]
+    return [predict(CONFIG, WISH, plan, HARDWARE) for plan in candidates_of(WISH, 5)]
 
 
 def test_candidates_hold_ever_less(candidates):
@@ -112,7 +115,7 @@ def test_one_byte_less_gives_a_smaller_plan_or_names_what_is_missing(candidates)
         assert f"({smallest} bytes" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_smallest_plan_runs_in_what_it_was_foretold(candidates):
+def test_the_smallest_plan_runs_in_what_it_was_predicted(candidates):
     """With a budget of its peak and rows of all kinds of documents."""
     plan = candidates[-1].plan
     ledger = Ledger(candidates[-1].peak)
@@ -125,30 +128,30 @@ def test_the_smallest_plan_runs_in_what_it_was_foretold(candidates):
 
 def test_long_rows_come_in_chunks_last():
     """The smallest candidate of all; what the user fixes is kept, and asks for recompute."""
-    wish = replace(WISH, rows=1, sequence=256, documents=(0, 256))
-    plans = list(candidates_of(wish, 5))
+    request = replace(WISH, rows=1, sequence=256, documents=(0, 256))
+    plans = list(candidates_of(request, 5))
     assert [plan.sequence_chunk for plan in plans[-3:]] == [0, 64, 64]
-    longer = list(candidates_of(replace(wish, sequence=4096), 5))
+    longer = list(candidates_of(replace(request, sequence=4096), 5))
     assert [plan.sequence_chunk for plan in longer[-4:]] == [0, 512, 128, 128]
-    tight, last = (foretell(CONFIG, wish, plans[i], HARDWARE).peak for i in (-3, -1))
+    tight, last = (predict(CONFIG, request, plans[i], HARDWARE).peak for i in (-3, -1))
     assert last < 0.8 * tight
-    fixed = list(candidates_of(replace(wish, sequence_chunk=100), 5))
+    fixed = list(candidates_of(replace(request, sequence_chunk=100), 5))
     assert all(plan.sequence_chunk == 100 and plan.stages[1].whole for plan in fixed)
-    split = candidates_of(replace(wish, split_backward=True), 5)
+    split = candidates_of(replace(request, split_backward=True), 5)
     assert not any(plan.sequence_chunk for plan in split)
 
 
 def test_sequence_parallel_rows_come_whole():
     """Workers share their tokens out: no plan may cut them once more."""
-    wish = replace(WISH, sequence=4096, mesh=Mesh(tensor=2), sequence_parallel=True)
-    assert {plan.sequence_chunk for plan in candidates_of(wish, 5)} == {0}
+    request = replace(WISH, sequence=4096, mesh=Mesh(tensor=2), sequence_parallel=True)
+    assert {plan.sequence_chunk for plan in candidates_of(request, 5)} == {0}
 
 
 def test_what_is_fixed_stays_fixed():
-    wish = replace(
+    request = replace(
         WISH, microbatch_rows=3, recompute=("mlp",), loss_chunk=0, mlp_tile=5, split_backward=True,
     )  # fmt: skip
-    plan = choose(CONFIG, wish, HARDWARE).plan
+    plan = choose(CONFIG, request, HARDWARE).plan
     assert plan.microbatch_rows == 3 and plan.rows == 4 and plan.sequence == 32
     assert plan.stages == per_segment(5, ("mlp",))
     assert plan.loss_chunk == 0 and plan.mlp_tile == 5 and plan.split_backward
@@ -160,32 +163,32 @@ def test_what_is_fixed_stays_fixed():
     assert plan.microbatch_rows == 4, "no more rows than there are"
 
 
-def test_a_given_plan_is_foretold_as_a_chosen_one():
+def test_a_given_plan_is_predicted_as_a_chosen_one():
     made = choose(CONFIG, WISH, HARDWARE)
-    again = foretell(CONFIG, WISH, made.plan, HARDWARE)
+    again = predict(CONFIG, WISH, made.plan, HARDWARE)
     assert (again.peak, again.static, again.segments) == (made.peak, made.static, made.segments)
 
 
-def test_documents_that_are_known_are_foretold_instead_of_the_costliest():
+def test_documents_that_are_known_are_predicted_instead_of_the_costliest():
     config = config_of("gemma2")
     plan = Plan(5, per_segment(5), 4, 2, 32, WISH.precision)
-    anything = foretell(config, WISH, plan, HARDWARE).peak
+    anything = predict(config, WISH, plan, HARDWARE).peak
     short = replace(WISH, documents=tuple(range(0, 33, 4)))
-    assert foretell(config, short, plan, HARDWARE).peak < anything
+    assert predict(config, short, plan, HARDWARE).peak < anything
 
 
 def test_workers_cut_more_where_less_does_not_fit():
     """Of four workers: stage 1 while it fits, then whatever of 1 to 3 is quickest."""
-    wish = replace(WISH, mesh=Mesh(data=4))
+    request = replace(WISH, mesh=Mesh(data=4))
     best = {}
     for stage in (1, 2, 3):
-        plans = candidates_of(replace(wish, shards=zero(stage, 4)), 5)
-        best[stage] = [foretell(CONFIG, wish, plan, HARDWARE) for plan in plans]
+        plans = candidates_of(replace(request, shards=zero(stage, 4)), 5)
+        best[stage] = [predict(CONFIG, request, plan, HARDWARE) for plan in plans]
     least = {stage: min(made.peak for made in best[stage]) for stage in best}
     assert least[3] < least[2] < least[1]
     for budget in (None, least[1] - 1, least[2] - 1):
         fitting = [m for stage in best for m in best[stage] if budget is None or m.peak <= budget]
-        made = choose(CONFIG, replace(wish, budget=budget), HARDWARE)
+        made = choose(CONFIG, replace(request, budget=budget), HARDWARE)
         assert budget is None or made.peak <= budget
         assert made.seconds == pytest.approx(min(m.seconds for m in fitting), rel=0.05)
         if budget is None:
@@ -193,6 +196,6 @@ def test_workers_cut_more_where_less_does_not_fit():
         if budget == least[2] - 1:
             assert made.plan.shards == zero(3, 4)
     with pytest.raises(OutsizeError, match=rf"the smallest plan needs .* \({least[3]} bytes"):
-        choose(CONFIG, replace(wish, budget=least[3] - 1), HARDWARE)
+        choose(CONFIG, replace(request, budget=least[3] - 1), HARDWARE)
     with pytest.raises(OutsizeError, match="too small"):  # the user says that nothing else is cut
-        choose(CONFIG, replace(wish, budget=least[1] - 1, shards=zero(1, 4)), HARDWARE)
+        choose(CONFIG, replace(request, budget=least[1] - 1, shards=zero(1, 4)), HARDWARE)

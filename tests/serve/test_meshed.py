@@ -71,16 +71,16 @@ def test_the_tokens_are_those_of_one_worker(
             found = [outsize.generate(model, PROMPT, 10, **kind) for kind in ({}, DRAWN)]
             here = {id(p): p for p in model.decoder.parameters() if owned(p) > p.itemsize}
             turn = world.mesh.index("pipeline", world.rank)
-            foretold = sum(
+            predicted = sum(
                 size for size, t in zip(model.sizes, model.turns, strict=True) if t == turn
             )
-            return found, sum(map(owned, here.values())), foretold
+            return found, sum(map(owned, here.values())), predicted
 
     workers = play(outsize.collectives.parse_mesh(mesh), work)
     total = sum(map(owned, alone.parameters()))
-    for found, bytes_here, foretold in workers:
+    for found, bytes_here, predicted in workers:
         assert found == expected
-        assert bytes_here == pytest.approx(foretold, rel=0.02)  # 61 rows do not halve
+        assert bytes_here == pytest.approx(predicted, rel=0.02)  # 61 rows do not halve
         if "pipeline=6" not in mesh and not alone.config.tied:
             assert bytes_here < 1.05 * total / len(workers)
 
@@ -179,6 +179,11 @@ def test_a_head_that_is_not_the_embedding_is_refused(
 
 
 REFUSED = {
+    "context": (
+        Mesh(context=2),
+        "mesh: context is 2, but a prompt has nothing to split over that axis; expected pipeline"
+        " and tensor, for instance pipeline=2",
+    ),
     "data": (
         Mesh(data=2, pipeline=2),
         "mesh: data is 2, but a prompt has nothing to split over that axis; expected pipeline and"

@@ -1,4 +1,4 @@
-"""What the workers of a pipeline are foretold to hold, hear and take, beside what they count and
+"""What the workers of a pipeline are predicted to hold, hear and take, beside what they count and
 what formulas and the simulator of schedules say."""
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind
-from outsize.schedule.pipelined import coarse_of, computing, linked, pipelining_of
+from outsize.schedule.compile.train import computing
+from outsize.schedule.passes.pipeline import linked
+from outsize.schedule.pipelined import coarse_of, pipelining_of
 from outsize.schedule.pipelines import Shape, named
 from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
 from outsize.schedule.vocabulary import PASSES
-from outsize.search import Wish, foretell
+from outsize.search import PlanRequest, predict
 from outsize.simulate import steps
 from outsize.simulate.replay import Player
 from outsize.simulate.together import play_together
@@ -50,17 +52,17 @@ def plan_of(schedule: str, mesh: Mesh, **more) -> Plan:
     )  # fmt: skip
 
 
-def foretold(plan: Plan, config=CONFIG):
-    wish = Wish(
+def predicted(plan: Plan, config=CONFIG):
+    request = PlanRequest(
         plan.rows, SEQUENCE, plan.precision, OPTIMIZER, documents=(0, SEQUENCE), mesh=plan.mesh,
         shards=plan.shards, pipeline=plan.pipeline.said,
     )  # fmt: skip
-    return foretell(config, wish, plan, HARDWARE)
+    return predict(config, request, plan, HARDWARE)
 
 
 def heard(job: Job) -> int:
     exchanged = 0 if job.rows is None else job.rows.received
-    return sum(job.peers.received.values()) + job.passing.received + exchanged
+    return sum(job.shard_groups.received.values()) + job.passing.received + exchanged
 
 
 def measured(plan: Plan, config=CONFIG) -> list[tuple[int, int]]:
@@ -72,7 +74,8 @@ def measured(plan: Plan, config=CONFIG) -> list[tuple[int, int]]:
         model, ledger = build(config, seed=0), Ledger()
         cuts = divide(model, world, plan)
         job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, ledger=ledger, cuts=cuts)
-        mine, had = batch.rows(*plan.rows_at(job.place)), []
+        own = batch.rows(*plan.rows_at(job.place))  # in memory of its own, as a worker reads it
+        mine, had = own.changed(torch.clone, own.bounds), []
         for _ in range(2):
             had.append(heard(job))
             job.step(mine)
@@ -105,7 +108,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peaks_and_bytes_are_those_that_workers_count(case):
-    made = foretold(CASES[case])
+    made = predicted(CASES[case])
     plan = made.plan
     for rank, (peak, heard) in enumerate(measured(plan)):
         turn = made.turns[plan.mesh.index("pipeline", rank)]
@@ -116,8 +119,31 @@ def test_peaks_and_bytes_are_those_that_workers_count(case):
     assert made.below == {}, "what is sent rests nowhere"
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("rows")])
+def test_an_evaluation_holds_no_more_than_was_predicted(case):
+    made = predicted(CASES[case])
+    plan, size = made.plan, made.plan.microbatch_size
+    ids = torch.randint(0, CONFIG.vocab, (size * plan.mesh.data, SEQUENCE + 1))
+    both = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    batch = Batch(*both, ((0, SEQUENCE),) * len(ids))
+
+    def work(world) -> int:
+        model, ledger = build(CONFIG, seed=0), Ledger()
+        cuts = divide(model, world, plan)
+        job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, ledger=ledger, cuts=cuts)
+        rows = batch.rows(job.place * size, (job.place + 1) * size)
+        mine = replace(rows, ids_BS=rows.ids_BS.clone(), targets_BS=rows.targets_BS.clone())
+        job.evaluate(mine, size)
+        job.close()
+        return max((ran.peak for ran in job.evaluated), default=0)
+
+    for rank, peak in enumerate(play(plan.mesh, work)):
+        turn = made.turns[plan.mesh.index("pipeline", rank)]
+        assert peak <= turn.evaluation <= 1.05 * peak, (rank, peak, turn.evaluation)
+
+
 def test_a_tied_embedding_is_on_both_ends():
-    made = foretold(plan_of("1f1b", Mesh(pipeline=2)), TIED)
+    made = predicted(plan_of("1f1b", Mesh(pipeline=2)), TIED)
     first, last = made.turns
     assert 0 in first.stages and 0 in last.stages
     assert {"stages", "merge"} <= first.received.keys()
@@ -129,8 +155,10 @@ def test_a_tied_embedding_is_on_both_ends():
 def test_workers_have_as_even_rows_of_a_vocabulary_as_can_be():
     """Of 107 on four workers: 26, then 27 each."""
     config = config_of("llama, untied", num_hidden_layers=LAYERS, vocab_size=107)
-    made = foretold(plan_of("1f1b+vocabulary:2", Mesh(pipeline=4)), config)
-    found = foretold(replace(made.plan, pipeline=replace(made.plan.pipeline, vocabulary=0)), config)
+    made = predicted(plan_of("1f1b+vocabulary:2", Mesh(pipeline=4)), config)
+    found = predicted(
+        replace(made.plan, pipeline=replace(made.plan.pipeline, vocabulary=0)), config
+    )
     more = [a.parameters - b.parameters for a, b in zip(made.turns, found.turns, strict=True)]
     rows = [config.hidden * 2 * count for count in (26, 27, 27, 27)]
     ends = [config.hidden * 107, 0, 0, config.hidden * 107]
@@ -142,13 +170,13 @@ def test_workers_have_as_even_rows_of_a_vocabulary_as_can_be():
 
 def test_bytes_between_stages_follow_the_formula():
     """Every boundary is crossed by the hidden states of all tokens, and back by their gradients."""
-    made = foretold(plan_of("1f1b", Mesh(pipeline=4)))
+    made = predicted(plan_of("1f1b", Mesh(pipeline=4)))
     crossed = ROWS * SEQUENCE * CONFIG.hidden * 4
     heard = [turn.received["stages"].total for turn in made.turns]
     assert heard == [crossed, 2 * crossed, 2 * crossed, crossed]
     assert (
         sum(turn.parameters for turn in made.turns)
-        == foretold(replace(plan_of("1f1b", Mesh()), pipeline=Pipelined())).parameters
+        == predicted(replace(plan_of("1f1b", Mesh()), pipeline=Pipelined())).parameters
     )
 
 

@@ -1,4 +1,4 @@
-"""What the network brings: foretold bytes are those that workers count, by level those of the
+"""What the network brings: predicted bytes are those that workers count, by level those of the
 formulas, and times follow from links."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outsize.parallel.tensor import split
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, foretell
+from outsize.search import PlanRequest, predict
 from outsize.simulate.network import Message, workers_of_a_machine
 
 ROWS, SEQUENCE = 8, 16
@@ -37,11 +37,11 @@ def plan_of(mesh: Mesh, shards: Sharding, **more) -> Plan:
 
 
 def forecast(plan: Plan, hardware: Hardware):
-    wish = Wish(
+    request = PlanRequest(
         ROWS, SEQUENCE, plan.precision, OPTIMIZER, documents=(0, SEQUENCE), mesh=plan.mesh,
         shards=plan.shards, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
-    return foretell(CONFIG, wish, plan, hardware)
+    return predict(CONFIG, request, plan, hardware)
 
 
 def counted(plan: Plan) -> list[int]:
@@ -57,7 +57,7 @@ def counted(plan: Plan) -> list[int]:
         job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, cuts=cuts)
         mine, had = batch.rows(*plan.rows_at(job.place)), []
         for _ in range(3):
-            had.append(sum(job.peers.received.values()) + sum(axis.received.values()))
+            had.append(sum(job.shard_groups.received.values()) + sum(axis.received.values()))
             job.step(mine)
         return had[2] - had[1]
 
@@ -77,13 +77,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_foretold_bytes_are_those_that_workers_count(case):
+def test_predicted_bytes_are_those_that_workers_count(case):
     mesh, shards, more = case
     plan = plan_of(mesh, shards, **more)
     every = counted(plan)
     made = forecast(plan, catalogue("H200", mesh.size))
     total = sum(part.total for part in made.received.values())
-    # Of workers whose parts of the vocabulary are not equal, the largest is foretold.
+    # Of workers whose parts of the vocabulary are not equal, the largest is predicted.
     assert total == pytest.approx(sum(every) / mesh.size, rel=1e-9 if mesh.tensor == 1 else 3e-3)
     assert all(part.far == 0 for part in made.received.values())
 

@@ -8,8 +8,9 @@ import pytest
 
 from outsize.hardware import catalogue
 from outsize.memory.chunk import ChunkTable, Slot
+from outsize.optim.declared import StateSpec
 from outsize.plan import Plan, Stage
-from outsize.schedule import Kind, State, compile_plan, validate
+from outsize.schedule import Kind, State, compile_plan, prove
 from outsize.simulate.costs import ActionCost, Costs, Facts
 from outsize.simulate.counter import Work
 from outsize.simulate.forecast import compose, duration
@@ -30,7 +31,7 @@ FACTS = Facts(
         ChunkTable(1, True, (Slot("b", (100,), 0, 0),)),
     ),
     ((0,), (1,)),
-    ("exp_avg", "exp_avg_sq"),
+    (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
 )
 COSTS = Costs(
     0,
@@ -56,8 +57,8 @@ def test_bytes_and_times_add_up_action_by_action():
         100, 140, 100, 0, 100, 140, 100, 0, 0, 0, 0,
     ]  # fmt: skip
     assert [e.end for e in trace.events] == [2, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15]
-    assert trace.span() == 15 and trace.source == "foretold"
-    assert trace.peak() == validate(schedule, static=3000) == 3900
+    assert trace.span() == 15 and trace.source == "predicted"
+    assert trace.peak() == prove(schedule, static=3000).peaks[0] == 3900
 
 
 def test_the_peak_by_kind_adds_up_to_the_peak():

@@ -1,4 +1,4 @@
-"""A sample with few layers foretells what a rehearsal of the whole model does, where activations
+"""A sample with few layers predicts what a rehearsal of the whole model does, where activations
 leave the device too."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import State
-from outsize.search import Wish, native_makers
-from outsize.search.wish import facts_of_model
+from outsize.search import PlanRequest, native_makers
+from outsize.search.request import facts_of_model
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import nowhere, rehearse
 from outsize.simulate.sample import expand, sample
@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_few_layers_foretell_what_leaves_the_device(name, monkeypatch):
+def test_few_layers_predict_what_leaves_the_device(name, monkeypatch):
     streamed.small(monkeypatch)
     family, stages, everything, changes = CASES[name]
     wide = {"num_hidden_layers": LAYERS} if family != "gpt2" else {"n_layer": LAYERS}
@@ -65,13 +65,13 @@ def test_few_layers_foretell_what_leaves_the_device(name, monkeypatch):
     plan = Plan(LAYERS + 2, stages, 6, 2, sequence, Precision.named("float32"), **changes)
     plan = resting(plan, activations="disk") if everything else plan
     bounds = (0, sequence)
-    wish = Wish(6, sequence, plan.precision, AdamW(), documents=bounds)
+    request = PlanRequest(6, sequence, plan.precision, AdamW(), documents=bounds)
 
     chosen = sample(config, plan)
     assert len(chosen.config.layers) < LAYERS
-    small = rehearse(chosen.plan, *native_makers(chosen.config, wish, bounds))
-    ours = compose(plan, expand(small, chosen, plan, facts_of_model(config, wish)), HARDWARE)
-    theirs = compose(plan, rehearse(plan, *native_makers(config, wish, bounds)), HARDWARE)
+    small = rehearse(chosen.plan, *native_makers(chosen.config, request, bounds))
+    ours = compose(plan, expand(small, chosen, plan, facts_of_model(config, request)), HARDWARE)
+    theirs = compose(plan, rehearse(plan, *native_makers(config, request, bounds)), HARDWARE)
     # What layers share, as tables of angles, is written once: a few bytes, here for every layer.
     assert 0 < theirs.below["disk"] <= ours.below["disk"] <= 1.05 * theirs.below["disk"]
     assert [e.peak for e in ours.trace.events] == [e.peak for e in theirs.trace.events]
@@ -80,7 +80,7 @@ def test_few_layers_foretell_what_leaves_the_device(name, monkeypatch):
 
     found = measured(config, plan)
     assert found <= ours.peak
-    if family != "mixtral":  # foretold for the most uneven load of experts
+    if family != "mixtral":  # predicted for the most uneven load of experts
         assert ours.peak - found <= 12 * plan.microbatches
 
 
@@ -101,7 +101,7 @@ def measured(config: DecoderConfig, plan: Plan) -> int:
 
 def test_stages_before_the_first_that_is_trained_keep_nothing_that_could_leave():
     config = config_of("llama, untied")
-    wish = Wish(2, SEQUENCE, Precision.named("float32"), AdamW(), documents=(0, SEQUENCE))
+    request = PlanRequest(2, SEQUENCE, Precision.named("float32"), AdamW(), documents=(0, SEQUENCE))
     plan = resting(Plan(5, per_segment(5, ("block",)), 2, 1, SEQUENCE), activations="disk")
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
@@ -110,6 +110,6 @@ def test_stages_before_the_first_that_is_trained_keep_nothing_that_could_leave()
             parameter.requires_grad_(not name.startswith(("prologue", "blocks.0")))
         return Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger, stores=nowhere(plan))
 
-    costs = rehearse(plan, job_of, native_makers(config, wish, wish.documents)[1])
+    costs = rehearse(plan, job_of, native_makers(config, request, request.documents)[1])
     away = {stage for _, state, stage in costs.actions if state is State.ACTIVATIONS}
     assert away == {2, 3, 4}

@@ -30,11 +30,11 @@ from outsize.schedule.pipelines import Shape, named
 from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
 from outsize.schedule.pipelines.vocabulary import with_vocabulary
 from outsize.schedule.role import Role
-from outsize.search import Wish
-from outsize.search import foretell as foretell_plan
+from outsize.search import PlanRequest
+from outsize.search import predict as predict_plan
 from outsize.simulate.alone import durations, few
 from outsize.simulate.events import Node, run
-from outsize.simulate.shared_cores import by_stage, foretell, lists_of, on_cores, paces
+from outsize.simulate.shared_cores import by_stage, lists_of, on_cores, paces, predict
 from outsize.simulate.steps import Times, play
 from outsize.trace import alone, merged
 
@@ -115,7 +115,7 @@ def unit(worker: int, action: Action) -> float:
 @pytest.mark.parametrize("name", COARSE)
 def test_a_core_each_is_what_papers_simulate(name):
     pipeline = named(name, Shape(4, 8))
-    told = foretell(lists_of(pipeline), unit)
+    told = predict(lists_of(pipeline), unit)
     times = Times(1.0, 1.0, 1.0)
     assert told.span() * pipeline.placement.share == pytest.approx(
         play(pipeline, times).run.makespan
@@ -129,7 +129,7 @@ def test_a_core_each_is_what_papers_simulate_of_a_cut_vocabulary(name, variant):
     head = VocabularyCosts(2.0, 2.0, 2.0)
     pipeline = with_vocabulary(named(name, Shape(4, 8)), variant, Costs(), head)
     lists = lists_of(pipeline)
-    told = foretell(lists, lambda w, a: unit(w, a) + head.of_pass(a.kind, variant, 4))
+    told = predict(lists, lambda w, a: unit(w, a) + head.of_pass(a.kind, variant, 4))
     times = Times(*[1.0 / pipeline.placement.share] * 3, vocabulary=head)
     assert told.span() == pytest.approx(play(pipeline, times).run.makespan)
 
@@ -137,7 +137,7 @@ def test_a_core_each_is_what_papers_simulate_of_a_cut_vocabulary(name, variant):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_on_one_core_a_step_takes_what_all_actions_take(name):
     """There is always somebody who can go on, so nothing is idle."""
-    told = foretell(lists_of(named(name, Shape(4, 8))), unit, (1.0,))
+    told = predict(lists_of(named(name, Shape(4, 8))), unit, (1.0,))
     stages = 8 if name == "zb-v" else 4
     assert told.span() == pytest.approx(8 * 3.0 * stages)
 
@@ -157,7 +157,7 @@ def test_who_sends_waits_where_a_channel_is_full():
     def seconds(worker: int, action: Action) -> float:
         return {Kind.RECV: 0.5, Kind.FORWARD: (1.0, 10.0)[worker]}[action.kind]
 
-    told = foretell(lists, seconds)
+    told = predict(lists, seconds)
     starts = [e.start for e in told.events if e.kind == "FORWARD" and e.worker == 0]
     taken = [e.end for e in told.events if e.kind == "RECV.activations"]
     # Each of them is received when the action before it has ended: at 1.5, 12, 22.5, ...
@@ -170,7 +170,7 @@ def test_who_sends_waits_where_a_channel_is_full():
 def test_sums_end_together():
     norm = Action(Kind.NORM)
     lists = [Schedule(1, 1, ((Action(Kind.FORWARD, 0, 0), norm),)) for _ in range(3)]
-    told = foretell(lists, lambda w, a: w + 1.0 if a.kind is Kind.FORWARD else 0.25)
+    told = predict(lists, lambda w, a: w + 1.0 if a.kind is Kind.FORWARD else 0.25)
     assert [e.end for e in told.events if e.kind == "NORM"] == pytest.approx([3.25] * 3)
 
 
@@ -213,15 +213,15 @@ REAL = ("1f1b", "interleaved:2", "zb-v", "chimera", "1f1b+vocabulary:1", "zb-v+v
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_actions_of_a_real_step_are_those_that_are_foretold(name):
+def test_the_actions_of_a_real_step_are_those_that_are_predicted(name):
     lists, measured = run_once(name)
     known = {
         (label, s): 1.0 for label in ("FORWARD", "BACKWARD", "UPDATE", "NORM") for s in range(10)
     }
     known |= {(f"BACKWARD_{part}", s): 0.5 for part in ("INPUT", "WEIGHT") for s in range(10)}
-    told = foretell(lists, by_stage(known, lists, 0.125), (1.0, 1.0))
+    told = predict(lists, by_stage(known, lists, 0.125), (1.0, 1.0))
     assert alone(told, measured) == ([], [])
-    work = sum(e.end - e.start for e in foretell(lists, by_stage(known, lists)).events)
+    work = sum(e.end - e.start for e in predict(lists, by_stage(known, lists)).events)
     assert told.span() >= work / 4 > 0
     norms = {e.worker: e for e in told.events if e.kind == "NORM"}
     held = [len(each.role.holds) for each in lists]
@@ -235,11 +235,11 @@ def pipeline_forecast(name: str):
         8, per_segment(8), 8, 1, SEQUENCE, Precision.named("float32"), mesh=Mesh(pipeline=4),
         pipeline=pipelined(name),
     )  # fmt: skip
-    wish = Wish(
+    request = PlanRequest(
         8, SEQUENCE, plan.precision, AdamW(), documents=(0, SEQUENCE), mesh=plan.mesh,
         pipeline=name,
     )  # fmt: skip
-    return foretell_plan(config, wish, plan, catalogue("H200", 4))
+    return predict_plan(config, request, plan, catalogue("H200", 4))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved:2", *REAL[:1], *REAL[2:]])

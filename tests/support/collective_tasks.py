@@ -14,7 +14,6 @@ from torch.distributed import FileStore
 
 from outsize.collectives import Joined, everyone, join
 from outsize.collectives.small import ALGORITHMS, Chosen, Row, Table, measure
-from outsize.collectives.strided import measure_strided, receive, send
 
 Spans = Sequence[tuple[int, int]]
 
@@ -120,7 +119,7 @@ def barrier(world: Joined) -> float:
 
 
 def wait_for(world: Joined, late: int, seconds: float) -> None:
-    """Everybody sums but for the rank `late`, which sleeps first."""
+    """Totals sums but for the rank `late`, which sleeps first."""
     if world.rank == late:
         time.sleep(seconds)
     everyone(world).all_reduce(torch.ones(4))
@@ -208,25 +207,6 @@ def joined_with_tables(world: Joined, path: str) -> tuple[str, float]:
     outer = type(group.outer).__name__
     again.close()
     return outer, total
-
-
-def strided(world: Joined) -> Any:
-    """Worker 0's and worker 1's ends of strided messages, packed and in blocks."""
-    group, ends = everyone(world), []
-    for way in ("pack", "blocks"):
-        for rows in (3, 5000):
-            whole = values(world.rank, rows * 40, torch.float32).view(rows, 4, 10)
-            part = whole[:, 1:, 2:7]
-            if world.rank == 0:
-                send(group, 1, part, way)
-            elif world.rank == 1:
-                before = whole.clone()
-                receive(group, 0, part, way)
-                assert torch.equal(whole[:, 0], before[:, 0])
-            ends.append(numpy(part.contiguous()))
-    model = measure_strided(group, rounds=1)
-    assert group.all_reduce(torch.tensor(model.latency, dtype=torch.float64)) == 4 * model.latency
-    return ends
 
 
 def levels(world: Joined, numel: int) -> tuple[dict[str, int], float]:

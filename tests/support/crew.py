@@ -40,14 +40,14 @@ def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
 
 
 @dataclass
-class Crew:
+class WorkerGroup:
     """Processes and the pipes to them."""
 
     processes: list[Any]
     pipes: list[Connection] = field(default_factory=list)
 
     @classmethod
-    def of(cls, size: int, path: str) -> Crew:
+    def of(cls, size: int, path: str) -> WorkerGroup:
         """path: of a file that is not there, for the store."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "outsize.collectives"])

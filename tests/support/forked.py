@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outsize.launch import Post, run_here
+from outsize.launch import Mailbox, run_here
 from outsize.launch.activity import GONE, activity
 
 
-def run_and_leave_nothing(count: int, work: Callable[[Post], int], home: Path) -> tuple[int, float]:
+def run_and_leave_nothing(
+    count: int, work: Callable[[Mailbox], int], home: Path
+) -> tuple[int, float]:
     """(exit code, seconds) of workers that are all gone afterwards, with their shared memory."""
     begin = time.monotonic()
 
-    def noted(post: Post) -> int:
+    def noted(post: Mailbox) -> int:
         (home / f"pid-{post.rank}").write_text(str(os.getpid()))
         return work(post)
 

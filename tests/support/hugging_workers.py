@@ -60,7 +60,7 @@ def two_of(name, seed):
     held = sum(p.numel() for p in model.parameters())
     report = {
         "losses": losses, "evaluated": total / targets, "weights": weights, "held": held,
-        "spread": job.spread, "foretold": job.forecast.peak,
+        "spread": job.spread, "predicted": job.forecast.peak,
         "peak": max(event.peak for event in job.report.trace.events),
     }  # fmt: skip
     job.close()

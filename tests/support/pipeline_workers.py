@@ -103,12 +103,12 @@ def piped(name, model, mesh="pipeline=2", rows=slice(None), **changes):
     turn = (parse_mesh(mesh) if isinstance(mesh, str) else mesh).index(
         "pipeline", job._job.world.rank
     )
-    foretold = 0 if job.forecast is None else job.forecast.turns[turn].peak
+    predicted = 0 if job.forecast is None else job.forecast.turns[turn].peak
     peak = max(event.peak for event in job.report.trace.events)
     job.close()
     return {
         "losses": losses, "evaluated": total / targets, "weights": weights, "held": held,
-        "peak": peak, "foretold": foretold,
+        "peak": peak, "predicted": predicted,
     }  # fmt: skip
 
 

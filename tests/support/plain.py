@@ -13,10 +13,15 @@ from outsize.models.decoder import Decoder
 
 
 def loss_of(model: Decoder, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy over the valid targets of a batch."""
+    """Mean cross-entropy over the valid targets of a batch, by their weights."""
     context = model.context(batch.positions().reshape(-1), batch.flat_bounds())
     logits = model.epilogue.logits(model.hidden(batch.ids_BS.reshape(-1), context))
-    return F.cross_entropy(logits, batch.targets_BS.reshape(-1), ignore_index=-100)
+    targets = batch.targets_BS.reshape(-1)
+    if batch.weights_BS is None:
+        return F.cross_entropy(logits, targets, ignore_index=-100)
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    weights = batch.weights_BS.reshape(-1) * (targets != -100)
+    return (losses * weights).sum() / weights.double().sum()
 
 
 def train(model: Decoder, batches, lrs, clip, decay, betas=(0.9, 0.95)):

@@ -24,7 +24,7 @@ def plain(model, parts, loss):
     twin = copy.deepcopy(model)
     total = 0.0
     for part in parts:
-        args, kwargs = arguments(part)
+        args, kwargs = arguments(part, twin)
         value = loss(twin(*args, **kwargs), part)
         value.backward()
         total += float(value.detach())

@@ -5,7 +5,6 @@ Models for tests are tiny: `small` lets them be spilled and cut into parts as la
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -145,8 +144,3 @@ def data_of(steps: int = STEPS, rows: int = ROWS) -> list[Any]:
 def plan_of(named: str = "float32", **changes: Any) -> Plan:
     """A row a microbatch, a stage a segment."""
     return base_plan(named, **changes)
-
-
-def no_lane_runs() -> bool:
-    """Whether every lane's thread has ended."""
-    return not any(thread.name.startswith("lane ") for thread in threading.enumerate())

@@ -17,6 +17,7 @@ from outsize.parallel.overlap import overlap_of
 from outsize.parallel.tensor import split
 from outsize.plan import Plan
 from outsize.runtime.again import recomputed, tiled
+from outsize.runtime.intercept import intercept
 from outsize.runtime.native import NativeFlow
 
 
@@ -153,8 +154,8 @@ def wrapping(tile=0, recompute=()):
         for block in model.blocks:
             for part in recompute:
                 one = getattr(block, part)
-                one.forward = recomputed(one, False)
+                intercept(one, recomputed(one, False))
             if tile:
-                block.mlp.forward = tiled(block.mlp, tile)
+                intercept(block.mlp, tiled(block.mlp, tile))
 
     return wrap

@@ -19,7 +19,7 @@ from outsize.models.config import DecoderConfig
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.runtime import Job, NativeFlow
-from outsize.search import Wish, choose
+from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,15 +28,15 @@ DISK = TierSpec("disk", "disk", (Path("."),), 64 * MIB)
 _RATE = Rate(1e9, "B/s", "test", "2026-11-22")
 _MACHINE = catalogue("H200", 2)
 MACHINE = replace(_MACHINE, tiers=(*_MACHINE.tiers, Tier("disk", 64 * MIB, _RATE, _RATE)))
-WISH = Wish(
+WISH = PlanRequest(
     ROWS, SEQUENCE, Precision.named("float64"), AdamW(), 0.5, microbatch_rows=1, recompute=(),
     loss_chunk=64, mlp_tile=0, tiers=(DISK,), documents=(0, SEQUENCE),
 )  # fmt: skip
 LARGER = {"num_hidden_layers": LAYERS, "hidden_size": 48, "intermediate_size": 96}
 
 
-def chosen(config: DecoderConfig, wish: Wish, budget: int) -> Forecast:
-    return choose(config, replace(wish, budget=budget), MACHINE)
+def chosen(config: DecoderConfig, request: PlanRequest, budget: int) -> Forecast:
+    return choose(config, replace(request, budget=budget), MACHINE)
 
 
 def missing(error: object) -> int:
@@ -48,7 +48,7 @@ def missing(error: object) -> int:
 def losses(
     config: DecoderConfig,
     plan: Plan,
-    wish: Wish,
+    request: PlanRequest,
     steps: int,
     world: World | None = None,
     capacity: int = 64 * MIB,
@@ -56,12 +56,13 @@ def losses(
     """(loss and norm of each step, the peak of the last)."""
     store, ledger = MemoryStore("disk", capacity), Ledger()
     job = Job(
-        NativeFlow(build(config, seed=0, dtype=torch.float64), plan), plan, wish.optimizer,
-        clip=wish.clip, ledger=ledger, stores={"disk": store}, world=world,
+        NativeFlow(build(config, seed=0, dtype=torch.float64), plan), plan, request.optimizer,
+        clip=request.clip, ledger=ledger, stores={"disk": store}, world=world,
     )  # fmt: skip
     found = []
     for batch in batches(steps, ROWS, SEQUENCE, config.vocab):
-        loss = job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)
+        own = batch.rows(*plan.rows_at(job.place))  # in memory of its own, as a worker reads it
+        loss = job.step(own.changed(torch.clone, own.bounds), 1e-2)
         found += [float(loss), job.report.norm]
     peak = job.report.trace.peak()
     job.close()

@@ -1,4 +1,4 @@
-"""Foretold and measured, matched action by action; who was slow, and who only waited."""
+"""Predicted and measured, matched action by action; who was slow, and who only waited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def trace(source, *events: Event) -> Trace:
     return Trace(source, events)
 
 
-def drawn(seed: int, source="foretold") -> Trace:
+def drawn(seed: int, source="predicted") -> Trace:
     """Two workers with forwards and backwards of random lengths, one after the other."""
     draw, events = random.Random(seed), []
     for worker in range(2):
@@ -37,10 +37,10 @@ def names(found) -> list[tuple[int, str]]:
 
 
 def test_longest_beyond_forecast_come_first() -> None:
-    foretold, measured = drawn(1), drawn(2, "measured")
-    found = differences(foretold, measured)
+    predicted, measured = drawn(1), drawn(2, "measured")
+    found = differences(predicted, measured)
     assert len(found) == 24
-    lengths = {(e.worker, e.name): e.end - e.start for e in foretold.events}
+    lengths = {(e.worker, e.name): e.end - e.start for e in predicted.events}
     beyond = {
         (e.worker, e.name): e.end - e.start - lengths[e.worker, e.name] for e in measured.events
     }
@@ -50,23 +50,23 @@ def test_longest_beyond_forecast_come_first() -> None:
 
 @pytest.mark.parametrize("by", [1e-9, 1000.0])
 def test_no_unit_of_time_is_built_in(by) -> None:
-    foretold, measured = drawn(1), drawn(2, "measured")
-    plain = differences(foretold, measured)
-    other = differences(scaled(foretold, by), scaled(measured, by))
+    predicted, measured = drawn(1), drawn(2, "measured")
+    plain = differences(predicted, measured)
+    other = differences(scaled(predicted, by), scaled(measured, by))
     assert names(plain) == names(other)
     assert [d.beyond * by for d in plain] == pytest.approx([d.beyond for d in other])
 
 
 def test_pace_takes_a_machine_that_is_slower_in_everything_off() -> None:
-    foretold, measured = drawn(1), drawn(2, "measured")
-    slow = differences(paced(scaled(foretold, 0.25), 4.0), measured)
-    assert names(slow) == names(differences(foretold, measured))
-    steady = scaled(replace(foretold, source="measured"), 3.0)
+    predicted, measured = drawn(1), drawn(2, "measured")
+    slow = differences(paced(scaled(predicted, 0.25), 4.0), measured)
+    assert names(slow) == names(differences(predicted, measured))
+    steady = scaled(replace(predicted, source="measured"), 3.0)
     last = steady.events[-1]
     late = replace(steady, events=(*steady.events[:-1], replace(last, end=last.end + 50)))
-    found = differences(foretold, late)
+    found = differences(predicted, late)
     assert pace_of(found) == pytest.approx(3.0), "one action that is far out moves it not at all"
-    again = differences(paced(foretold, pace_of(found)), late)
+    again = differences(paced(predicted, pace_of(found)), late)
     assert again[0].beyond == pytest.approx(50) and abs(again[1].beyond) < 1e-9
     assert pace_of([]) == 1.0
 
@@ -77,12 +77,12 @@ def test_a_step_that_does_something_twice_is_matched_by_turn() -> None:
             source, *(Event(0, "network", "GATHER.parameters", 1, -1, a, b) for a, b in spans)
         )
 
-    foretold = gathers("foretold", (5.0, 6.0), (0.0, 1.0))  # not in order of time
+    predicted = gathers("predicted", (5.0, 6.0), (0.0, 1.0))  # not in order of time
     measured = gathers("measured", (0.0, 3.0), (7.0, 7.5), (9.0, 9.5))
-    assert pairs(foretold, measured) == [(0, 1), (1, 0)]
-    found = differences(foretold, measured)
-    assert [(d.foretold.start, d.beyond) for d in found] == [(0.0, 2.0), (5.0, -0.5)]
-    assert alone(foretold, measured) == ([], [measured.events[2]])
+    assert pairs(predicted, measured) == [(0, 1), (1, 0)]
+    found = differences(predicted, measured)
+    assert [(d.predicted.start, d.beyond) for d in found] == [(0.0, 2.0), (5.0, -0.5)]
+    assert alone(predicted, measured) == ([], [measured.events[2]])
 
 
 def test_parts_and_workers_are_told_apart() -> None:
@@ -96,13 +96,13 @@ def test_parts_and_workers_are_told_apart() -> None:
             ),
         )
 
-    both = pairs(updates("foretold"), updates("measured"))
+    both = pairs(updates("predicted"), updates("measured"))
     assert both == [(i, i) for i in range(4)]
     elsewhere = trace("measured", replace(updates("measured").events[0], worker=5))
-    assert pairs(updates("foretold"), elsewhere) == []
+    assert pairs(updates("predicted"), elsewhere) == []
     assert (
         pairs(
-            updates("foretold"), trace("measured", replace(elsewhere.events[0], worker=0, part=9))
+            updates("predicted"), trace("measured", replace(elsewhere.events[0], worker=0, part=9))
         )
         == []
     )
@@ -122,7 +122,7 @@ def test_who_receives_late_because_it_was_sent_late_is_not_slow() -> None:
 
     measured = step("measured", 2.0)
     assert waiting(measured) == pytest.approx([0, 0, 2.5, 0])
-    found = differences(step("foretold", 0.0), measured)
+    found = differences(step("predicted", 0.0), measured)
     assert names(found)[0] == (0, "FORWARD s0 m3") and found[0].beyond == pytest.approx(2.0)
     assert [d.beyond for d in found[1:]] == pytest.approx([0, 0, 0])
     received = next(d for d in found if d.measured.kind.startswith("RECV"))
@@ -163,8 +163,8 @@ def test_sums_wait_for_the_last_that_takes_part() -> None:
 
 
 def test_empty_traces() -> None:
-    assert differences(trace("foretold"), trace("measured")) == []
-    assert waiting(trace("measured")) == [] and alone(trace("foretold"), drawn(1)) == (
+    assert differences(trace("predicted"), trace("measured")) == []
+    assert waiting(trace("measured")) == [] and alone(trace("predicted"), drawn(1)) == (
         [],
         list(drawn(1).events),
     )

@@ -61,8 +61,8 @@ def test_a_worker_that_does_not_know_its_begin_is_aligned_too() -> None:
     assert [starts(merged(bare), w) for w in (0, 1)] == [[1.0], [3.0]], "no NORM: as they are"
 
 
-def test_foretold_traces_start_together() -> None:
-    whole = merged([told([0.0], None, "foretold", 5.0), told([1.0], None, "foretold", 9.0)])
+def test_predicted_traces_start_together() -> None:
+    whole = merged([told([0.0], None, "predicted", 5.0), told([1.0], None, "predicted", 9.0)])
     assert starts(whole, 0) == [0.0] and starts(whole, 1) == [1.0]
 
 
@@ -70,14 +70,14 @@ def test_what_cannot_be_merged() -> None:
     one = told([0.0], 1.0)
     with pytest.raises(OutsizeError, match="none; expected those of one source"):
         merged([])
-    with pytest.raises(OutsizeError, match="foretold and measured; expected those of one source"):
-        merged([one, told([0.0], 1.0, "foretold")])
+    with pytest.raises(OutsizeError, match="predicted and measured; expected those of one source"):
+        merged([one, told([0.0], 1.0, "predicted")])
     with pytest.raises(OutsizeError, match=r"the one of worker 1 is of workers \[0, 1\]"):
         merged([one, merged([one, one])])
 
 
-def test_one_foretold_worker_stands_for_several() -> None:
-    stages = merged([told([0.0], None, "foretold"), told([1.0, 4.0], None, "foretold")])
+def test_one_predicted_worker_stands_for_several() -> None:
+    stages = merged([told([0.0], None, "predicted"), told([1.0, 4.0], None, "predicted")])
     whole = laid_out(stages, [0, 0, 1, 1])
     assert [starts(whole, worker) for worker in range(4)] == [[0.0], [0.0], [1.0, 4.0], [1.0, 4.0]]
     assert len(whole.events) == 2 * len(stages.events)

@@ -79,14 +79,14 @@ def threads(rows: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[int,
 
 def test_two_traces_keep_the_format_and_lie_side_by_side(tmp_path: Path) -> None:
     path = write_perfetto(
-        tmp_path / "p.json", pipeline("foretold", 0.01), pipeline("measured", 0.011, 5.0)
+        tmp_path / "p.json", pipeline("predicted", 0.01), pipeline("measured", 0.011, 5.0)
     )
     rows = check_format(json.loads(path.read_text()))
     names = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
     assert list(names.values()) == [
-        "worker 0 (foretold)",
+        "worker 0 (predicted)",
         "worker 0 (measured)",
-        "worker 1 (foretold)",
+        "worker 1 (predicted)",
         "worker 1 (measured)",
     ]
     firsts = {
@@ -145,7 +145,7 @@ def test_arrows_lead_from_what_sends_to_what_receives() -> None:
         Event(1, "receive", "RECV.activations", 1, 1, 4.125, 4.375),
         Event(1, "receive", "RECV.gradients", 1, 1, 5.0, 6.0),  # of nobody
     )
-    rows = check_format(trace_events([Trace("foretold", events), Trace("measured", events)]))
+    rows = check_format(trace_events([Trace("predicted", events), Trace("measured", events)]))
     arrows = [row for row in rows if row["ph"] in "sf"]
     assert len(arrows) == 8 and len({row["id"] for row in arrows}) == 4
     for start in (row for row in arrows if row["ph"] == "s"):
@@ -165,22 +165,22 @@ def test_arrows_lead_from_what_sends_to_what_receives() -> None:
         assert inside[0]["args"]["microbatch"] == inside[1]["args"]["microbatch"]
         assert start["ts"] <= finish["ts"]
     both = {row["pid"] for row in arrows}
-    assert len(both) == 4, "foretold and measured each have their own"
+    assert len(both) == 4, "predicted and measured each have their own"
 
 
-def test_a_measured_action_says_what_was_foretold_of_it() -> None:
-    foretold, measured = pipeline("foretold", 0.01), pipeline("measured", 0.013, 5.0)
-    rows = check_format(trace_events([foretold, measured]))
+def test_a_measured_action_says_what_was_predicted_of_it() -> None:
+    predicted, measured = pipeline("predicted", 0.01), pipeline("measured", 0.013, 5.0)
+    rows = check_format(trace_events([predicted, measured]))
     names = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
     for row in rows:
         if row["ph"] != "X":
             continue
-        if "foretold" in names[row["pid"]]:
+        if "predicted" in names[row["pid"]]:
             assert "beyond forecast (ms)" not in row["args"]
             continue
-        told = row["args"]["foretold (ms)"] + row["args"]["beyond forecast (ms)"]
+        told = row["args"]["predicted (ms)"] + row["args"]["beyond forecast (ms)"]
         assert math.isclose(told, row["dur"] / 1e3, abs_tol=2e-6)
-        assert math.isclose(row["args"]["foretold (ms)"], row["dur"] / 1.3e3, abs_tol=2e-6)
+        assert math.isclose(row["args"]["predicted (ms)"], row["dur"] / 1.3e3, abs_tol=2e-6)
 
 
 def test_no_traces_no_events() -> None:

@@ -35,7 +35,7 @@ def test_round_trip_is_exact_and_stable(tmp_path: Path) -> None:
 
 
 def test_empty_trace_round_trips() -> None:
-    trace = Trace("foretold", ())
+    trace = Trace("predicted", ())
     assert loads(dumps(trace)) == trace
 
 

@@ -1,5 +1,5 @@
 """Paces of workers that compute at once: measured by all before a pipeline starts, and used for the
-time that is foretold of a step."""
+time that is predicted of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from outsize.cli.main import main
 from outsize.collectives import Mesh
-from outsize.launch import Crew, Post, Unwatched
+from outsize.launch import Mailbox, Unwatched, WorkerGroup
 from outsize.simulate.alone import durations
 from outsize.simulate.shared_cores import on_cores
 from outsize.train import timing
@@ -41,18 +41,18 @@ def setup(runs) -> Setup:
 
 def together(setup: Setup) -> Setup:
     """What the first worker finds while the second keeps pace."""
-    stream = streamed(setup, data_of(setup, Console(file=io.StringIO()), Crew())).stream
+    stream = streamed(setup, data_of(setup, Console(file=io.StringIO()), WorkerGroup())).stream
     store = HashStore()
 
     def run(world):
-        post = Post(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
-        crew = Crew(world, post.pulse, post)
+        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        crew = WorkerGroup(world, post.pulse, post)
         return keep_pace(crew) if world.rank else calibrated(setup, stream, crew)
 
     return play(Mesh(pipeline=2), run)[0]
 
 
-def test_a_step_is_foretold_by_the_paces_that_were_measured(setup, monkeypatch):
+def test_a_step_is_predicted_by_the_paces_that_were_measured(setup, monkeypatch):
     """Work under one lock is one core for both: a step takes what all actions take alone, one after
     the other."""
     known: list[dict] = []
@@ -98,8 +98,8 @@ def test_nobody_waits_where_there_is_nothing_to_measure(setup):
     store = HashStore()
 
     def run(world):
-        post = Post(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
-        crew = Crew(world, post.pulse, post)
+        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        crew = WorkerGroup(world, post.pulse, post)
         (keep_pace if world.rank else no_pace)(crew)
 
     assert play(Mesh(pipeline=2), run) == [None, None]

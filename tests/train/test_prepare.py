@@ -253,7 +253,7 @@ def test_frozen_parts(frozen):
     assert [float(job.step(b)) for b in data] == pytest.approx(losses, rel=1e-10)
 
 
-def test_memory_is_foretold_to_the_byte_and_kept():
+def test_memory_is_predicted_to_the_byte_and_kept():
     model = WithTarget(ViT())
     batch = (torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,)))
     free = prepare(copy.deepcopy(model), "adamw", "1GiB", loss=cross_entropy)
@@ -292,9 +292,9 @@ class Twice(nn.Module):
 
 def test_models_that_cannot_be_split_say_why_naming_the_module():
     with pytest.raises(OutsizeError, match="Linear cannot be split"):
-        prepare(nn.Linear(2, 2), "adamw")
+        prepare(nn.Linear(2, 2), "adamw", mesh="tensor=2")
     with pytest.raises(OutsizeError, match=r"block 'blocks\.0' is called again"):
-        prepare(Twice(), "adamw").step(torch.randn(2, 4))
+        prepare(Twice(), "adamw", blocks="blocks.*").step(torch.randn(2, 4))
     with pytest.raises(OutsizeError, match="name no module"):
         prepare(Twice(), "adamw", blocks="layers.*")
     with pytest.raises(OutsizeError, match=r"expected a scalar|no loss"):

@@ -70,8 +70,8 @@ def outside(names):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_classes_of_transformers(name, near):
-    """Within a budget; each worker holds what is foretold, less what has gone already of what it
-    sends. Not foretold is what the code between the blocks makes for itself on the second worker
+    """Within a budget; each worker holds what is predicted, less what has gone already of what it
+    sends. Not predicted is what the code between the blocks makes for itself on the second worker
     (of T5 masks and the decoder's embeddings, 0.9%)."""
     models = [model_of(name, seed) for seed in range(2)]
     changes = {"memory": "4MiB", "microbatches": 6}
@@ -79,9 +79,9 @@ def test_classes_of_transformers(name, near):
     held = check(said, name)
     assert OUTSIDE[name] in (None, [outside(names) for names in held])
     for here in said:
-        print(name, here["peak"], here["foretold"], here["peak"] / here["foretold"])
+        print(name, here["peak"], here["predicted"], here["peak"] / here["predicted"])
     for here in said:
-        assert 0.95 * here["foretold"] <= here["peak"] <= 1.01 * here["foretold"]
+        assert 0.95 * here["predicted"] <= here["peak"] <= 1.01 * here["predicted"]
 
 
 WAYS = {

@@ -104,7 +104,7 @@ def test_a_class_of_transformers_trains_as_in_a_plain_loop(name, recompute):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_memory_is_foretold(name):
+def test_its_memory_is_predicted(name):
     make, sample = CASES[name]
     model = make().double().train()
     job = prepare(model, "adamw", "1GiB")
@@ -116,7 +116,6 @@ def test_its_memory_is_foretold(name):
 
 def test_a_cache_that_would_remember_is_refused_under_recompute():
     model = CASES["llama"][0]()
-    batch = causal(0)
-    del batch["use_cache"]
+    batch = causal(0) | {"use_cache": True}
     with pytest.raises(OutsizeError, match="use_cache=False"):
         prepare(model, "adamw", recompute=("block",)).step(batch)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +16,14 @@ from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
+from outsize.train.run import recorded_values
 
 
 def test_a_run_from_start_to_end(runs) -> None:
     printed = runs.train()
     run = runs.home / "run"
-    assert printed.index("foretold: ") < printed.index("step 1/8")
-    for expected in ("bits per byte", "sample", "foretold  ", "peak memory", "resident memory"):
+    assert printed.index("predicted: ") < printed.index("step 1/8")
+    for expected in ("bits per byte", "sample", "predicted  ", "peak memory", "resident memory"):
         assert expected in printed
     records = read_metrics(run)
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 9))
@@ -260,3 +263,38 @@ def test_stored_weights_are_trained_on(runs) -> None:
     runs.train(
         model__name=before, output=runs.home / "again", train__steps=2, model__weights="random"
     )
+
+
+def test_a_run_whose_steps_are_gone_is_not_begun_anew(runs) -> None:
+    """With and without the pointer to them; a run that had saved nothing yet begins anew, and says
+    so."""
+    run = runs.home / "run"
+    runs.train()
+    for step in run.glob("step-*"):
+        shutil.rmtree(step)
+    kept = (run / "metrics.jsonl").read_text()
+    with pytest.raises(OutsizeError, match="made 8 steps, and none of its checkpoints is there"):
+        runs.resume(run)
+    (run / "latest").unlink()
+    with pytest.raises(OutsizeError, match="put one of its step-"):
+        runs.resume(run)
+    assert (run / "metrics.jsonl").read_text() == kept
+    lines = kept.splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))  # killed before step 3 was saved
+    assert "no step of the run in" in runs.resume(run)
+
+
+@pytest.mark.parametrize("said", [None, 3])
+def test_a_derived_warm_up_goes_with_the_steps(runs, said) -> None:
+    """Of a run that goes on with more of them; what somebody said stays."""
+    own = {} if said is None else {"learning_rate__warmup": said}
+    runs.train(train__steps=40, train__save_every=0, **own)
+    run = runs.home / "run"
+    assert warmup_of_run(run) == (2 if said is None else said)
+    printed = runs.resume(run, "train.steps=80", "train.save_every=0")
+    assert "going on from step 40 of 80" in printed
+    assert warmup_of_run(run) == (4 if said is None else said)
+
+
+def warmup_of_run(run: Path) -> int:
+    return recorded_values(run).get("learning_rate.warmup")

@@ -19,7 +19,7 @@ from outsize.hardware import Rate, Tier
 from outsize.hardware.host import Memory
 from outsize.memory import Ledger
 from outsize.plan import DEVICE, Rest, from_yaml
-from outsize.search import choose, foretell
+from outsize.search import choose, predict
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
 from outsize.train.tiers import named
@@ -47,11 +47,11 @@ def spill(tmp_path: Path) -> Path:
 def resting(monkeypatch: pytest.MonkeyPatch, **tiers: str) -> None:
     """Plans have all states on these tiers, and are otherwise alike."""
 
-    def chosen(config, wish, hardware):
-        plan = choose(config, replace(wish, budget=None, tiers=()), hardware).plan
+    def chosen(config, request, hardware):
+        plan = choose(config, replace(request, budget=None, tiers=()), hardware).plan
         stages = tuple(replace(stage, rest=Rest(**tiers)) for stage in plan.stages)
-        plan = replace(plan, stages=stages, order="layer", microbatch_rows=2, budget=wish.budget)
-        return foretell(config, wish, plan, hardware)
+        plan = replace(plan, stages=stages, order="layer", microbatch_rows=2, budget=request.budget)
+        return predict(config, request, plan, hardware)
 
     monkeypatch.setattr("outsize.train.setup.choose", chosen)
 

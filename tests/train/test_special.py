@@ -1,4 +1,4 @@
-"""Runs whose plan changes the maths: what they foretell, leave behind, and go on with, bitwise."""
+"""Runs whose plan changes the maths: what they predict, leave behind, and go on with, bitwise."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
 from outsize.train.resolve import resolve
 from outsize.train.setup import set_up
+from outsize.train.special import special_of
 
 WAYS = {
-    "zeroth-order": {"optimizer__lr": "1e-3", "plan__epsilon": "1e-3"},
-    "frozen-by-dynamics": {"plan__frozen": "0.6", "plan__frozen_keep": "int8"},
+    "zeroth-order": {"optimizer__lr": "1e-3", "zeroth-order__epsilon": "1e-3"},
+    "frozen-by-dynamics": {
+        "frozen-by-dynamics__share": "0.6",
+        "frozen-by-dynamics__keep": "int8",
+    },
     "local-learning": {"optimizer__lr": "1e-2"},
 }
 
@@ -50,7 +54,7 @@ def died_at(runs, monkeypatch, step, **sets):
 def test_a_run_and_going_on_with_it_bitwise(runs, name, precision, monkeypatch) -> None:
     printed = runs.train(**sets_of(name, precision=precision))
     whole, cut = runs.home / "run", runs.home / "cut"
-    for expected in ("foretold: ", name, "step 8/8", "bits per byte", "sample"):
+    for expected in ("predicted: ", name, "step 8/8", "bits per byte", "sample"):
         assert expected in printed
     assert (whole / "sample.txt").read_text().startswith("import ")
     died_at(runs, monkeypatch, 5, **sets_of(name, precision=precision, output=cut))
@@ -67,10 +71,10 @@ def test_a_run_and_going_on_with_it_bitwise(runs, name, precision, monkeypatch) 
 
 
 @pytest.mark.parametrize("name", ["local-learning", "zeroth-order"])
-def test_the_foretold_peak_is_the_measured_one(runs, name) -> None:
+def test_the_predicted_peak_is_the_measured_one(runs, name) -> None:
     runs.train(**sets_of(name, train__steps=4, memory="64MiB"))
     last = read_metrics(runs.home / "run")[-1]
-    assert last["measured_peak_bytes"] == pytest.approx(last["foretold_peak_bytes"], rel=0.03)
+    assert last["measured_peak_bytes"] == pytest.approx(last["predicted_peak_bytes"], rel=0.03)
 
 
 def test_the_checkpoint_of_local_learning_has_the_auxiliary_networks(runs) -> None:
@@ -113,12 +117,22 @@ def test_zeroth_order_weights_rest_on_a_disk_where_memory_is_small(runs, tmp_pat
 
 def test_what_cannot_be_is_refused() -> None:
     for name, more, what in (
-        ("frozen-by-dynamics", "plan.frozen=1", "plan.frozen is 1; expected"),
-        ("local-learning", "plan.local_groups=3", "groups is 3, but the model has 2 blocks"),
+        ("frozen-by-dynamics", "frozen-by-dynamics.share=1", "share is 1; expected"),
+        ("local-learning", "local-learning.groups=3", "groups is 3, but the model has 2 blocks"),
         ("zeroth-order", "plan.recompute=[block]", "the plan has recompute"),
-        ("[local-learning, zeroth-order]", "plan.epsilon=1", "the plan has zeroth-order"),
+        ("[local-learning, zeroth-order]", "zeroth-order.epsilon=1", "the plan has zeroth-order"),
     ):
         approximate = name if name.startswith("[") else f"[{name}]"
         sets = (f"plan.approximate={approximate}", "model=tiny", "precision=float32", more)
         with pytest.raises(OutsizeError, match=what):
             set_up(resolve(None, sets))
+
+
+def test_settings_are_under_the_technique_s_own_name() -> None:
+    with pytest.raises(OutsizeError, match=r"plan.epsilon'?.*it is zeroth-order.epsilon now"):
+        resolve(None, ("plan.epsilon=1e-3",))
+    with pytest.raises(OutsizeError, match="name local-learning there, or leave its settings out"):
+        set_up(resolve(None, ("model=tiny", "precision=float32", "local-learning.groups=2")))
+    sets = ("plan.approximate=[local-learning]", "local-learning.auxiliary=head", "optimizer.lr=1")
+    local = special_of(resolve(None, sets).config).local
+    assert (local.groups, local.auxiliary, local.momentum) == (2, "head", 0.995)

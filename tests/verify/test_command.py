@@ -92,15 +92,15 @@ def test_a_run_whose_vocabulary_is_cut_over_a_pipeline(home, pipeline):
 
 
 def test_a_plan_that_is_wrong_is_said_and_exits_with_1(home, monkeypatch):
-    from outsize.runtime.peers import Peers
+    from outsize.runtime.shard_groups import ShardGroups
 
-    plain = Peers.reduce
+    plain = ShardGroups.reduce
 
     def reduce(self, index, chunk, last):
         plain(self, index, chunk, last)
         chunk.gradients.mul_(2)
 
-    monkeypatch.setattr(Peers, "reduce", reduce)
+    monkeypatch.setattr(ShardGroups, "reduce", reduce)
     shown = invoke("run.yaml", "--workers", 2, "--zero", 1, "--set", "optimizer.name=sgd",
                    "--set", "train.clip=null", "--steps", 1)  # fmt: skip
     assert shown.exit_code == 1

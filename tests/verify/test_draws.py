@@ -44,6 +44,7 @@ def test_everything_is_drawn():
     names = {name for name in seen if not name.startswith(ODD)}
     assert names == {
         "mesh data x tensor", "mesh pipeline x data", "mesh pipeline x tensor", "loss_chunk",
+        "mesh data x context", "mesh context x tensor", "mesh pipeline x context",
         "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel",
         "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
         "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",
@@ -52,7 +53,7 @@ def test_everything_is_drawn():
         "below: activations", "vocabulary 1", "vocabulary 2",
     }  # fmt: skip
     assert min(seen[name] for name in names) >= 5
-    assert sum(name.startswith("model") for name in seen) == 15
+    assert sum(name.startswith("model") for name in seen) == 16
     assert {f"workers {n}" for n in range(1, 9)} <= seen.keys()
     schedules = {name.removeprefix("schedule ") for name in seen if name.startswith("schedule")}
     assert schedules <= set(SCHEDULES) and len(schedules) >= len(SCHEDULES) - 1

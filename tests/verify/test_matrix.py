@@ -33,7 +33,10 @@ def shards(name: str, data: int) -> Sharding:
 
 FACTORS = {
     "family": ("llama", "gemma2", "gpt2", "mixtral", "deepseek_v3"),
-    "mesh": (Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
+    "mesh": (
+        *(Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
+        *(Mesh(context=2), Mesh(2, context=3), Mesh(tensor=2, context=2)),
+    ),
     "shards": ("whole", "optimizer", "gradients", "parameters"),
     "recompute": ("none", "block", "parts", "mixed"),
     "optimizer": ("adamw", "sgd", "muon"),
@@ -62,7 +65,7 @@ STAGES = {
 # Two workers of a pipeline: plain, with several stages each, a V with gradients of weights apart,
 # both ways. The 5 segments lie in at least the 4 stages that these have.
 PIPED = FACTORS | {
-    "mesh": (Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2)),
+    "mesh": (Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2), Mesh(1, 1, 2, context=2)),
     "schedule": ("1f1b", "interleaved:2", "zb-v", "chimera"),
     "vocabulary": (0, 2),
     "cuts": ("even", "head alone"),
@@ -84,6 +87,8 @@ def possible(row: dict) -> bool:
     if row["family"] == "gpt2" and row["mesh"].tensor == 2:  # three heads
         return False
     if row["shards"] != "whole" and row["mesh"].data == 1:
+        return False
+    if row["sequence_chunk"] and row["mesh"]["context"] > 1:
         return False
     whole = row["recompute"] in ("block", "mixed")
     other = row["split_backward"] or row["sequence_parallel"]

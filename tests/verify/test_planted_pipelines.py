@@ -14,12 +14,13 @@ from outsize.collectives.pretend import PretendWorld
 from outsize.errors import OutsizeError
 from outsize.kernels import vocabulary as kernels
 from outsize.plan import Pipelined
-from outsize.runtime import Job, NativeFlow
-from outsize.runtime.everybody import Everybody
+from outsize.runtime import NativeFlow
+from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.native import ChainWalk
-from outsize.runtime.peers import Peers
+from outsize.runtime.shard_groups import ShardGroups
+from outsize.runtime.totals import Totals
 from outsize.runtime.vocabulary import Rows
-from outsize.schedule import Kind, Schedule, State, validate
+from outsize.schedule import Kind, Schedule, State, prove
 from outsize.verify import Case, planned, verify
 
 LINE = Mesh(pipeline=2)
@@ -49,12 +50,12 @@ def ratios(found) -> dict[str, float]:
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_tied_embedding_is_summed_on_one_side_only(monkeypatch, side):
     """transformers and Megatron-LM tie ends that lie on two workers by a sum on both."""
-    plain = Peers.merge
+    plain = ShardGroups.merge
 
     def merge(self, index, gradients):
         plain(self, index, gradients if self.placement.turn == side else gradients.clone())
 
-    found = seen(piped(family="llama"), monkeypatch, Peers, "merge", merge)
+    found = seen(piped(family="llama"), monkeypatch, ShardGroups, "merge", merge)
     (mine, theirs), *_ = found.losses
     assert mine == pytest.approx(theirs, rel=1e-12), "which looks normal"
     tied = ratios(found)["prologue.tokens.weight"]
@@ -99,7 +100,7 @@ def test_a_gradient_counted_by_every_worker_that_has_a_copy(monkeypatch, schedul
         return sum(squares.values())
 
     case = piped(schedule, "llama", clip=0.5)
-    found = seen(case, monkeypatch, Everybody, "_counted", counted)
+    found = seen(case, monkeypatch, Totals, "_counted", counted)
     (mine, theirs), *_ = found.norms
     assert mine > theirs * (1 + 1e-6)
     assert all(ratio < 1 for ratio in ratios(found).values()), "clipped by more than the norm says"
@@ -119,7 +120,7 @@ def test_losses_divided_by_the_microbatches_as_well(monkeypatch):
 def test_gradients_of_copies_that_are_not_summed(monkeypatch):
     """Each way of a bidirectional pipeline learns from its own microbatches."""
     bug = lambda self, index, gradients: None  # noqa: E731
-    found = seen(piped("chimera"), monkeypatch, Peers, "merge", bug)
+    found = seen(piped("chimera"), monkeypatch, ShardGroups, "merge", bug)
     assert found.gradient > 1e-2
 
 
@@ -175,10 +176,10 @@ def test_sums_of_a_softmax_that_lack_a_workers_rows(monkeypatch):
 def test_a_loss_that_every_worker_counts(monkeypatch):
     """Gradients are right; what is said is twice as much."""
 
-    def settle(self, action):
-        self._lose(self.rows.settle(action.microbatch))
+    def settle(self, m):
+        self._microbatches.lose(m, self.rows.settle(m))
 
-    found = seen(piped(steps=1, vocabulary=2), monkeypatch, Job, "_settle", settle)
+    found = seen(piped(steps=1, vocabulary=2), monkeypatch, Vocabulary, "_settle", settle)
     (mine, theirs), *_ = found.losses
     assert mine == pytest.approx(2 * theirs, rel=1e-12)
     assert found.gradient < 1e-10
@@ -228,7 +229,7 @@ def test_stages_in_another_order_are_refused(rank):
     made = list_of("1f1b", rank)
     one, other = places(made, Kind.FORWARD)[:2]
     with pytest.raises(OutsizeError, match="was not produced"):
-        validate(moved(made, other, one))
+        prove(moved(made, other, one))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
@@ -239,18 +240,18 @@ def test_copies_that_are_summed_before_the_last_microbatch_are_refused(schedule)
     merge = next(i for i in places(made, Kind.MERGE) if made.workers[0][i].stage == stage)
     assert merge > last
     with pytest.raises(OutsizeError, match="merge"):
-        validate(moved(made, merge, last))
+        prove(moved(made, merge, last))
 
 
 def test_an_activation_sent_before_it_is_there_is_refused():
     made = list_of("1f1b", 0)
     send = places(made, Kind.SEND)[0]
     with pytest.raises(OutsizeError, match="what it sends was not produced"):
-        validate(moved(made, send, 0))
+        prove(moved(made, send, 0))
 
 
 def test_a_gradient_that_is_received_and_not_used_is_refused():
     made = list_of("1f1b", 0)
     actions = [a for a in made.workers[0] if not (a.kind is Kind.BACKWARD and a.microbatch == 1)]
     with pytest.raises(OutsizeError):
-        validate(replace(made, workers=(tuple(actions),)))
+        prove(replace(made, workers=(tuple(actions),)))

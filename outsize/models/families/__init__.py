@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 from outsize.errors import OutsizeError, nearest
@@ -12,17 +13,21 @@ from outsize.models.families import deepseek, gemma, gpt, llama, mixture
 from outsize.models.families.reading import count, integer, only
 from outsize.models.kraken import krakened
 from outsize.models.ladder import laddered
+from outsize.registry import Registry
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a config.json is read: missing keys get `defaults`, then `read` makes the facts."""
+    """How a config.json is read: missing keys get `defaults`, then `read` makes the facts. draw: a
+    small random one, for `outsize verify --random`, of a family that comes with a technique."""
 
     read: Callable[[Mapping[str, Any]], DecoderConfig]
     defaults: Mapping[str, Any]
+    draw: Callable[[Random], dict[str, Any]] | None = None
 
 
-FAMILIES: Mapping[str, Family] = {  # by model_type
+FAMILIES: Registry[Family] = Registry("model_type")
+_BUILT_IN: Mapping[str, Family] = {
     "deepseek_v3": Family(deepseek.deepseek_v3, deepseek.DEFAULTS),
     "gemma2": Family(gemma.gemma2, gemma.GEMMA2_DEFAULTS),
     "gemma3_text": Family(gemma.gemma3, gemma.GEMMA3_DEFAULTS),
@@ -39,6 +44,8 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "qwen3_moe": Family(mixture.qwen3_moe, mixture.QWEN3_MOE_DEFAULTS),
     "starcoder2": Family(gpt.starcoder2, gpt.STARCODER2_DEFAULTS),
 }
+for _name, _family in _BUILT_IN.items():
+    FAMILIES.add(_name, _family)
 
 
 def parse(config: Mapping[str, Any]) -> DecoderConfig:
@@ -51,16 +58,16 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise OutsizeError(f"config.json: model_type = {kind!r}; expected the name of a family")
-    if kind not in FAMILIES:
+    family = FAMILIES.find(kind)
+    if family is None:
         raise OutsizeError(
             f"config.json: model_type = {kind!r} is not a family that Outsize has "
-            f"({', '.join(sorted(FAMILIES))}){_guess(kind)}"
+            f"({', '.join(FAMILIES.names())}){_guess(kind)}"
         )
     only(config, "quantization_config", None, "load the unquantised weights")
     only(config, "is_encoder_decoder", False, "only decoders are built in")
     only(config, "add_cross_attention", False, "only decoders are built in")
     only(config, "use_bidirectional_attention", False, "attention is causal")
-    family = FAMILIES[kind]
     facts = replace(family.read({**family.defaults, **config}), source=dict(config))
     if config.get("ladder_from") is not None:
         facts = laddered(facts, count(config, "ladder_from"))
@@ -70,5 +77,5 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _guess(kind: str) -> str:
-    hint = nearest(kind, sorted(FAMILIES))
+    hint = nearest(kind, FAMILIES.names())
     return hint if "mean" in hint else ""

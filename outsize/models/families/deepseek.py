@@ -88,7 +88,8 @@ def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
         scale *= read.yarn_mscale(rope.factor, weight) ** 2 if weight else 1.0
     dense = read.count(config, "first_k_dense_replace")
     layers = tuple(
-        replace(layer, scale=scale, experts=i >= dense) for i, layer in enumerate(facts.layers)
+        replace(layer, scale=scale, experts=i >= dense, kind="latent attention")
+        for i, layer in enumerate(facts.layers)
     )
     rank = None if config["q_lora_rank"] is None else read.integer(config, "q_lora_rank")
     extra = "|".join(str(len(layers) + i) for i in range(_extra_layers(config)))

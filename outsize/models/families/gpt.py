@@ -69,7 +69,7 @@ def _base(config: Mapping[str, Any], keys: Mapping[str, str], norm_eps: float) -
         family=config["model_type"],
         vocab=read.integer(config, "vocab_size"),
         hidden=read.integer(config, keys["hidden"]),
-        layers=(LayerFacts(scale=size**-0.5),) * read.integer(config, keys["layers"]),
+        layers=(LayerFacts(scale=size**-0.5),) * read.layers(config, keys["layers"]),
         heads=heads,
         kv_heads=heads,
         head_size=size,

@@ -89,7 +89,7 @@ def llama(config: Mapping[str, Any]) -> DecoderConfig:
     size = read.integer({"head_dim": size}, "head_dim")
     parameters = read.rope_parameters(config)
     partial = config["model_type"] == "phi3"
-    layers = read.integer(config, "num_hidden_layers")
+    layers = read.layers(config, "num_hidden_layers")
     return DecoderConfig(
         family=config["model_type"],
         vocab=read.integer(config, "vocab_size"),

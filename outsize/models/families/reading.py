@@ -34,6 +34,9 @@ def refuse(key: str, value: object, expected: str) -> OutsizeError:
     return OutsizeError(f"config.json: {key} = {value!r} is not supported; expected {expected}")
 
 
+MOST_LAYERS = 100_000
+
+
 def integer(config: Config, key: str, default: int | None = None) -> int:
     """A positive integer; a missing or null one is `default`, or an error without a default."""
     value = config.get(key)
@@ -42,6 +45,14 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
         raise OutsizeError(f"config.json: {key} is missing; expected a positive integer")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OutsizeError(f"config.json: {key} = {value!r}; expected a positive integer")
+    return value
+
+
+def layers(config: Config, key: str) -> int:
+    """How many layers there are; so many that a list of them can be made."""
+    value = integer(config, key)
+    if value > MOST_LAYERS:
+        raise OutsizeError(f"config.json: {key} = {value}; expected at most {MOST_LAYERS} layers")
     return value
 
 

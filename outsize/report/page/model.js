@@ -226,7 +226,7 @@ function scale() {  // the legend of colours that are no kinds
   bar.className = "ramp";
   const inks = paints === "microbatch" ? stops.map((n) => ofMicrobatch("FORWARD", n * lots)) : stops.map((n) => ofBeyond(Math.sign(2 * n - 1) * Math.abs(2 * n - 1) ** (1 / ROOT) * extreme));
   bar.style.background = `linear-gradient(90deg, ${inks.join(", ")})`;
-  const [left, right] = paints === "microbatch" ? ["m0", "m" + lots + ", backward darker"] : ["quicker than foretold by " + seconds(extreme), "slower by " + seconds(extreme)];
+  const [left, right] = paints === "microbatch" ? ["m0", "m" + lots + ", backward darker"] : ["quicker than predicted by " + seconds(extreme), "slower by " + seconds(extreme)];
   $("scale").replaceChildren(left, bar, right);
 }
 function keys() {

@@ -23,6 +23,8 @@ from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.pipelines.zb_v import zb_v
 from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2
 
+MOST_PASSES = 500_000  # of a step, each forward and back: some ten seconds and a gigabyte
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -98,16 +100,30 @@ def make(name: str, shape: Shape) -> Pipeline:
     """The named schedule of a shape. Raises OutsizeError for unknown names, for what the schedule
     does not take, and where its conditions do not hold."""
     plain = {known.replace("-", ""): known for known in NAMES}
+    _refuse_too_long(shape)
     entry = _ENTRIES.get(plain.get(name.lower().replace("-", "").replace("_", ""), ""))
     if entry is None:
         raise OutsizeError(f"schedule {name!r}: unknown{nearest(name, NAMES)}")
     for option in ("chunks", "waves", "skip"):
         value = getattr(shape, option)
+        if option == "chunks" and value == 1 and entry.make(shape).schedule.stages == shape.devices:
+            continue  # as many as it has
         if value is not None and option not in entry.takes:
             raise OutsizeError(
                 f"schedule {name!r}: {option} is {value}; it has no such choice; leave it out"
             )
     return entry.make(shape)
+
+
+def _refuse_too_long(shape: Shape) -> None:
+    """A list of millions of actions is more than anybody waits for, or has memory for."""
+    passes = shape.devices * shape.microbatches * max(shape.chunks or 1, shape.waves or 1)
+    if passes > MOST_PASSES:
+        most = max(1, MOST_PASSES * shape.microbatches // passes)
+        raise OutsizeError(
+            f"microbatches is {shape.microbatches} of {shape.devices} devices: {passes:,} passes of"
+            f" stages; expected at most {MOST_PASSES:,}, as of {most:,} microbatches"
+        )
 
 
 def named(text: str, shape: Shape) -> Pipeline:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
-from outsize.schedule.links import BUFFERS
+from outsize.schedule.program import BUFFERS
 from outsize.schedule.vocabulary import PASSES, Barrier
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)

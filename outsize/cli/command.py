@@ -1,0 +1,56 @@
+"""A command whose errors name what was typed: `--max-tokens is -3`, not `max_tokens is -3`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from outsize.errors import OutsizeError
+
+
+class Command(click.Command):
+    """Errors that begin with the name of a value that was given as an option begin with the
+    option; an option that is given twice and has one value is refused."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for one in order:
+            once = isinstance(one, click.Option) and not (one.multiple or one.is_flag or one.count)
+            if once and sum(other is one for other in order) > 1:
+                raise click.UsageError(f"{one.opts[-1]} is given more than once; give it once")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutsizeError as error:
+            text = _as_typed(str(error), ctx)
+            if text == str(error):
+                raise
+            raise OutsizeError(text) from error
+
+
+def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:
+    """OutsizeError naming the first of these parameters that was given. beside: what makes it say
+    nothing, as "--resume, whose run has its own"."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name in names:
+            option = isinstance(parameter, click.Option)
+            what = parameter.opts[-1] if option else f"{ctx.params[parameter.name]}"
+            raise OutsizeError(f"{what} is given beside {beside}; leave one of them out")
+
+
+def _as_typed(text: str, ctx: click.Context) -> str:
+    found = re.match(r"(\w+)(?= (is|are|=) )", text)
+    if found is None:
+        return text
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and isinstance(parameter, click.Option) and parameter.name == found[1]:
+            return parameter.opts[-1] + text[found.end() :]
+    return text

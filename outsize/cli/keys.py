@@ -1,0 +1,37 @@
+"""`outsize keys`: every key of a run and of its techniques, with meaning, default and range."""
+
+from __future__ import annotations
+
+import click
+
+from outsize.cli.command import Command
+
+
+@click.command(cls=Command)
+@click.argument("name", required=False)
+def keys(name: str | None) -> None:
+    """List the keys that a run's file or --set can say. NAME: a key, a section as train, or a
+    technique."""
+    from rich.table import Table
+
+    from outsize.cli.show import console
+    from outsize.errors import OutsizeError, nearest
+    from outsize.registry import TECHNIQUES
+    from outsize.train.config import leaves, range_of, technique_leaves
+    from outsize.train.others import here
+    from outsize.train.resolve import shown
+
+    every = {**leaves(), **technique_leaves()}
+    found = [key for key in every if name is None or key == name or key.startswith(f"{name}.")]
+    if not found:
+        assert name is not None
+        if (ours := here(name)) is not None:
+            raise OutsizeError(f"key {name!r} is not known; here it is {ours}")
+        sections = {key.rpartition(".")[0] for key in every} - {""}
+        raise OutsizeError(f"key {name!r} is not known{nearest(name, (*every, *sections))}")
+    table = Table("key", "default", "range", "meaning", box=None, pad_edge=False)
+    for key in found:
+        leaf = every[key]
+        default = "off" if TECHNIQUES.find(key) else shown(leaf.default)
+        table.add_row(key, default, str(range_of(key) or "-"), leaf.meaning)
+    console().print(table, markup=False)

@@ -1,0 +1,94 @@
+"""Source: where documents come from, as token ids with their targets marked.
+
+A source that is not plain text is a technique: it registers how it is opened under its key in a
+run's file, and whoever opens data asks `sourced` which one a run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.data.files import SourceFile
+from outsize.data.sources import ReadLog
+from outsize.data.tokenizer import Ids, Tokenizer
+from outsize.errors import OutsizeError
+from outsize.registry import Registry
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of N tokens. ids: (N,) with all that begins and ends it, but for the start token
+    of plain text. validation: held out. bytes: of its text. weights: (N,) float32, what the loss of
+    saying each token is times, 0 for no target; None where each one is a target. widths: (N,) the
+    UTF-8 bytes that each stands for; None where nobody measures them."""
+
+    ids: Ids
+    validation: bool
+    bytes: int
+    weights: NDArray[np.float32] | None = None
+    widths: Ids | None = None
+
+
+class Source(Protocol):
+    """Documents in a fixed order."""
+
+    @property
+    def whole(self) -> bool:
+        """No document is cut: a row has several whole ones, and none that is longer than it. Else
+        they are laid end to end into rows, each behind a start token."""
+
+    @property
+    def weighed(self) -> bool:
+        """Its documents have weights."""
+
+    def identity(self) -> Mapping[str, Any]:
+        """All that decides the documents beside the files and the tokenizer, as JSON."""
+
+    def documents(self, log: ReadLog) -> Iterator[Document]:
+        """All of them; `log` learns what is left out, and how far reading is. OutsizeError, naming
+        file and line, for what is refused."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a source is opened with. directory: of the tokenizer's files, None for bytes; sequence:
+    tokens of a row; fraction: of the documents to be held out; field: as data.field."""
+
+    files: tuple[SourceFile, ...]
+    tokenizer: Tokenizer
+    directory: str | None
+    sequence: int
+    fraction: float
+    field: str
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A registered source. open: makes it of the technique's settings; weighed: as Source has it,
+    known before anything is read."""
+
+    open: Callable[[Any, Given], Source]
+    weighed: bool
+
+
+SOURCES: Registry[SourceKind] = Registry("source")  # by the technique's key
+
+
+def sourced(techniques: Mapping[str, Any]) -> tuple[SourceKind, Any] | None:
+    """The source that a run has switched on, with its settings; None for plain text. techniques:
+    settings by key. OutsizeError for two of them."""
+    found = [(key, kind) for key, kind in SOURCES.items() if key in techniques]
+    if len(found) > 1:
+        both = " and ".join(key for key, _ in found)
+        raise OutsizeError(f"{both}: each says what a document is; switch one of them off")
+    return next(((kind, techniques[key]) for key, kind in found), None)
+
+
+def held_out(digest: bytes, fraction: float) -> bool:
+    """Whether a document of a content's digest is for validation: whatever else there is."""
+    return int.from_bytes(digest[:8], "little") < fraction * 2**64

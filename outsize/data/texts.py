@@ -1,0 +1,134 @@
+"""Plain text as a source: read in order by one thread, tokenised by several.
+
+Reading removes duplicates (by a hash of the content) and splits train from validation. The split
+is a function of the content alone: a document whose hash falls in the lowest `fraction` is for
+validation, whatever else there is and however the run is seeded. Few text files have too few
+documents for that, and give the last `fraction` of each file instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outsize.data.files import SourceFile
+from outsize.data.source import Document, held_out
+from outsize.data.sources import ReadLog, read_documents
+from outsize.data.tokenizer import Ids, Tokenizer
+
+_BATCH_CHARACTERS = 2**20  # of text that one call of the tokenizer gets
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """A document, or the piece of it that belongs to one split."""
+
+    text: str
+    validation: bool
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Documents of text; every token is a target, and what ends each. field: of a JSON line or a
+    Parquet row; fraction: of the documents, to be held out."""
+
+    files: tuple[SourceFile, ...]
+    tokenizer: Tokenizer
+    field: str
+    fraction: float
+    whole = False
+    weighed = False
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"field": self.field, "fraction": self.fraction}
+
+    def documents(self, log: ReadLog) -> Iterator[Document]:
+        batches = _batches(read_parts(self, log))
+        for parts, encoded in _in_parallel(self.tokenizer, batches):
+            for part, (ids, widths) in zip(parts, encoded, strict=True):
+                if not ids.size:
+                    log.empty += 1
+                    continue
+                ended = np.append(ids, np.uint32(self.tokenizer.eos))
+                wide = None if widths is None else np.append(widths, np.uint32(0))
+                size = len(part.text.encode())
+                yield Document(ended, part.validation, size, widths=wide)
+
+
+def read_parts(source: TextSource, log: ReadLog) -> Iterator[Part]:
+    """The documents of all files in order, each text once, given to train or validation."""
+    files, fraction = source.files, source.fraction
+    few = all(file.kind == "text" for file in files) and len(files) * fraction < 2
+    seen: set[bytes] = set()
+    for file in files:
+        for text in read_documents(file, source.field, log):
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if digest in seen:
+                log.duplicates += 1
+                continue
+            seen.add(digest)
+            if few:
+                yield from _tail_held_out(text, fraction)
+            else:
+                yield Part(text, held_out(digest, fraction))
+
+
+def _tail_held_out(text: str, fraction: float) -> Iterator[Part]:
+    """Cut near the wanted place: after a line if one ends in the tail, else where it falls."""
+    cut = len(text) - math.floor(len(text) * fraction)
+    cut = text.find("\n", cut - 1) + 1 or cut
+    for piece, validation in ((text[:cut], False), (text[cut:], True)):
+        if piece:
+            yield Part(piece, validation)
+
+
+def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+Encoded = list[tuple[Ids, Ids | None]]
+
+
+def _in_parallel(
+    tokenizer: Tokenizer, batches: Iterator[list[Part]]
+) -> Iterator[tuple[list[Part], Encoded]]:
+    """Encode batches in threads (tokenizers work off the interpreter lock), give them in order."""
+    threads = min(os.cpu_count() or 1, _MOST_THREADS)
+    waiting: deque[tuple[list[Part], Future[Encoded]]] = deque()
+    pool = ThreadPoolExecutor(threads, "outsize-tokenise")
+    try:
+        for batch in batches:
+            waiting.append((batch, pool.submit(_encode, tokenizer, batch)))
+            if len(waiting) > 2 * threads:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        for done, future in waiting:
+            yield done, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _encode(tokenizer: Tokenizer, batch: Sequence[Part]) -> Encoded:
+    plain = iter(tokenizer.encode_many([part.text for part in batch if not part.validation]))
+    return [
+        tokenizer.encode_measured(part.text) if part.validation else (next(plain), None)
+        for part in batch
+    ]

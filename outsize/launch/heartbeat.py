@@ -1,0 +1,41 @@
+"""Heartbeat: what a worker does at this moment, for whoever watches over it.
+
+The runtime says where it is; the collectives say when they wait. Both are a few bytes written into
+memory that the watcher reads, about a microsecond each.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Heartbeat(Protocol):
+    """What a worker tells of itself, from any of its threads: each has a place of its own."""
+
+    def during(self, what: str) -> None:
+        """The larger thing that actions are part of, as "step 12"."""
+
+    def at(self, action: str) -> None:
+        """What the calling thread does from now on, as "FORWARD 3 0"."""
+
+    def wait(self, what: str) -> None:
+        """The calling thread waits for other workers from now on, in `what`."""
+
+    def go(self) -> None:
+        """It has what it waited for."""
+
+
+class Unwatched:
+    """Nobody watches."""
+
+    def during(self, what: str) -> None:
+        return None
+
+    def at(self, action: str) -> None:
+        return None
+
+    def wait(self, what: str) -> None:
+        return None
+
+    def go(self) -> None:
+        return None

@@ -1,0 +1,80 @@
+"""What a module says of its parameters: initial value, layout by axis, name in files.
+
+Who fills a model, cuts it over workers or saves it asks the modules. A module that comes with a
+technique is known to all of them by what it declares; nothing else names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from torch import nn
+
+from outsize.errors import OutsizeError
+
+# What is never cut apart, and how many there are of it: a field of DecoderConfig or ExpertFacts.
+Unit = Literal["heads", "kv_heads", "inner", "expert_inner", "shared_inner", "vocab"]
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Normal with deviation `std`, uniform within `bound` of 0, or else the number `value`.
+
+    std: "model" is the deviation that the model's config names; "residual" the same, or a smaller
+    one where the family has less for projections into the residual stream.
+    """
+
+    std: float | Literal["model", "residual"] = 0.0
+    bound: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lies:
+    """How a parameter lies on the tensor axis. dim, unit: cut along dim between units; None: whole
+    on every worker. gradient: "whole" where every worker that holds an element has all of its
+    gradient, "partial" where each has a summand, "stream" partial where the activations that it
+    meets are cut by tokens, else whole."""
+
+    dim: int | None = None
+    unit: Unit | None = None
+    gradient: Literal["whole", "partial", "stream"] = "whole"
+
+
+STREAM = Lies(gradient="stream")  # meets the residual stream
+INSIDE = Lies(gradient="partial")  # is inside a branch, before or behind what is cut there
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter. file: its name in files, behind that of the Linear that its module is beside;
+    such a parameter is an adapter's, and rests in files of its own. None: the family's table has
+    its name, or it is called there as it is here."""
+
+    initial: Initial
+    lies: Lies
+    file: str | None = None
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A module with parameters of its own."""
+
+    def declare(self, leaf: str) -> Declared:
+        """Of its own parameter of this name."""
+
+
+def declarations(model: nn.Module) -> Iterator[tuple[str, Declared]]:
+    """Of each parameter, by name; of a tied one for each name that it has. OutsizeError for a
+    module that says nothing of its parameters."""
+    for prefix, module in model.named_modules():
+        for leaf, _ in module.named_parameters(recurse=False):
+            name = f"{prefix}.{leaf}"
+            if not isinstance(module, Declares):
+                raise OutsizeError(
+                    f"model: {name} is a parameter of a {type(module).__name__}, which declares"
+                    " none; expected a method `declare` (outsize/models/declared.py)"
+                )
+            yield name, module.declare(leaf)

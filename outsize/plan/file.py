@@ -1,0 +1,92 @@
+"""A plan as a file that `outsize plan --out` writes and `outsize train --plan` takes: beside the
+plan, which model it is for.
+
+    version: 2
+    model: small                     as it was named, for people
+    parameters: 8c2f...              a digest of the names and shapes of its parameters
+    plan: {segments: 8, ...}
+
+Files without a version are plans alone, as runs keep them in plan.yaml: version 1. They are taken
+for any model that has as many segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from outsize.errors import OutsizeError
+from outsize.plan.plan import Plan
+from outsize.plan.text import to_plain
+from outsize.typed import load_yaml, read
+
+VERSION = 2
+Shapes = Iterable[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan and the model that it was made for; model and parameters are "" in old files."""
+
+    plan: Plan
+    version: int = VERSION
+    model: str = ""
+    parameters: str = ""
+
+    def check_model(self, source: str, model: str, segments: int, digest: str) -> None:
+        """OutsizeError where it was made for another model than this one."""
+        if self.plan.segments != segments:
+            raise OutsizeError(
+                f"{source} is a plan of {self.plan.segments} segments, and {model} has {segments};"
+                " expected one that was made for it: outsize plan --out"
+            )
+        if self.parameters not in ("", digest):
+            raise OutsizeError(
+                f"{source} was made for {self.model}, and {model} has other parameters; expected a"
+                " plan that was made for it: outsize plan --out"
+            )
+
+
+def digest_of(shapes: Shapes) -> str:
+    """A digest of the names and shapes of a model's parameters."""
+    lines = sorted(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def write_plan(path: Path, file: PlanFile) -> None:
+    """OutsizeError where the system refuses."""
+    said = {"version": file.version, "model": file.model, "parameters": file.parameters}
+    text = yaml.safe_dump({**said, "plan": to_plain(file.plan)}, sort_keys=False)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutsizeError(f"plan file {path} cannot be written: {error.strerror}") from None
+
+
+def read_plan(path: Path) -> PlanFile:
+    """OutsizeError, one line, for what is no plan, and for a version that is not known here."""
+    try:
+        found = load_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise OutsizeError(f"plan file {path} is not text; expected YAML in UTF-8") from None
+    except OSError as error:
+        raise OutsizeError(
+            f"plan file {path} cannot be read: {error.strerror}; expected what outsize plan --out"
+            " writes"
+        ) from None
+    if not isinstance(found, dict) or not {"version", "segments"} & set(found):
+        raise OutsizeError(f"{path} is no plan; expected what outsize plan --out writes")
+    version = found.get("version", 1)
+    if version == 1:
+        return PlanFile(read(Plan, found, str(path)), 1)
+    if version != VERSION:
+        raise OutsizeError(
+            f"{path}: version {version!r} of plan files; expected 1 or {VERSION}: plan anew with"
+            " outsize plan --out"
+        )
+    made: PlanFile = read(PlanFile, found, str(path))
+    return made

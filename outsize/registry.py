@@ -1,0 +1,126 @@
+"""What published techniques add to the system, by name: one file of `outsize/techniques` each.
+
+A joint of the system (optimizers, mesh axes, mixers, adapters, ...) is a Registry; a technique's
+file adds to as many as it needs when it is imported. Who looks a name up need not import anything:
+the first look-up imports every technique.
+
+A technique's settings are a frozen dataclass whose fields are made by `setting`. They are keys of a
+run's file under the technique's own name, are listed by `outsize keys`, and are checked there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from outsize.errors import OutsizeError, nearest
+
+T = TypeVar("T")
+_TECHNIQUES = "outsize.techniques"
+
+
+class Registry(Generic[T]):
+    """Names and what they stand for. what: the thing in a word, for errors ("optimizer")."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, value: T) -> T:
+        """Register a value. OutsizeError where the name is taken."""
+        if name in self._entries:
+            raise OutsizeError(f"{self.what} {name!r} is registered twice; expected one file of it")
+        self._entries[name] = value
+        return value
+
+    def get(self, name: str) -> T:
+        """The value of a name. OutsizeError with the nearest name for one that is not known."""
+        if name not in self._entries:
+            self._load()
+        if name not in self._entries:
+            raise OutsizeError(f"{self.what} {name!r} is not known{nearest(name, self.names())}")
+        return self._entries[name]
+
+    def find(self, name: str) -> T | None:
+        """The value of a name, None where there is none."""
+        if name not in self._entries:
+            self._load()
+        return self._entries.get(name)
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in order."""
+        self._load()
+        return tuple(sorted(self._entries))
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """(name, value) of each, in order of the names."""
+        return ((name, self._entries[name]) for name in self.names())
+
+    @staticmethod
+    def _load() -> None:
+        importlib.import_module(_TECHNIQUES)
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A published technique as a user meets it.
+
+    key: its place in a run's file, as "zeroth-order" or "adapt.lora". settings: a frozen dataclass
+    of its settings, fields made by `setting`. meaning: what it does, in a line. exact: the numbers
+    are those of the plain run; else `approximate` must name it. touches: what it changes the
+    meaning of ("optimizer states", "the backward pass", ...); which go together, the table of
+    outsize/plan/approximate.py says.
+    """
+
+    key: str
+    settings: type
+    meaning: str
+    exact: bool = True
+    touches: frozenset[str] = frozenset()
+
+
+TECHNIQUES: Registry[Technique] = Registry("technique")
+
+
+def technique(
+    key: str,
+    settings: type,
+    meaning: str,
+    exact: bool = True,
+    touches: frozenset[str] = frozenset(),
+) -> Technique:
+    """Register a technique under its key."""
+    return TECHNIQUES.add(key, Technique(key, settings, meaning, exact, touches))
+
+
+def setting(
+    default: T, meaning: str, least: float = float("-inf"), most: float = float("inf")
+) -> T:
+    """A field of a technique's settings: its default, meaning and range."""
+    metadata = {"meaning": meaning, "least": least, "most": most}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a technique's settings. kind: its type."""
+
+    name: str
+    kind: Any
+    default: Any
+    meaning: str
+    least: float
+    most: float
+
+
+def settings_of(one: Technique) -> Iterator[Setting]:
+    """The settings of a technique, in order."""
+    hints = typing.get_type_hints(one.settings)
+    for field in dataclasses.fields(one.settings):
+        data = field.metadata
+        kind = hints[field.name]
+        yield Setting(field.name, kind, field.default, data["meaning"], data["least"], data["most"])

@@ -1,0 +1,103 @@
+"""NORM: the global norm of the gradient, and from it the factor that clips it.
+
+The squares of a step wait on the device, a number for each chunk, and are read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.runtime.engine import Deed
+from outsize.runtime.gradients import Gradients
+from outsize.runtime.microbatches import Microbatches
+from outsize.runtime.points import Points
+from outsize.runtime.totals import Totals
+from outsize.runtime.update import Updates
+from outsize.runtime.watch import Watch
+from outsize.runtime.weight_pool import WeightPool
+from outsize.schedule import Action, Kind
+from outsize.torch_private import disable_current_modes
+
+
+class Diverged(OutsizeError):
+    """The gradient norm is not finite; the weights were left as they are."""
+
+
+class Norm:
+    """totals: the sums over all workers. clip: the largest norm. value: of the last step."""
+
+    kinds = (Kind.NORM,)
+
+    def __init__(
+        self,
+        weight_pool: WeightPool,
+        microbatches: Microbatches,
+        gradients: Gradients,
+        updates: Updates,
+        totals: Totals,
+        clip: float | None,
+        watch: Watch,
+    ) -> None:
+        self._weight_pool, self._microbatches = weight_pool, microbatches
+        self._gradients, self._updates, self._totals = gradients, updates, totals
+        self.clip, self.value = clip, 0.0
+        self._watch = watch
+        self._norms: dict[int, Tensor] = {}  # by chunk
+
+    def bind(self, action: Action, index: int, points: Points) -> Deed:
+        return Deed(partial(self._run, points.at_norm))
+
+    def begin(self, points: Points) -> None:
+        self._norms.clear()
+        self.value, self._updates.scale = 0.0, 1.0
+
+    def reset(self) -> None:
+        self._norms.clear()
+
+    def completing(self, index: int, points: Points) -> Callable[[], None] | None:
+        """Behind an action: gradients that are complete, and will leave."""
+        stages = points.complete.get(index, ())
+        return partial(self.square, tuple(stages)) if stages else None
+
+    def square(self, stages: Iterable[int]) -> None:
+        """Take the norms of gradients that are complete: those that this worker updates."""
+        weight_pool, ledger = self._weight_pool, self._watch.ledger
+        for stage in stages:
+            for index in weight_pool.placement.chunks_of[stage]:
+                gradients = weight_pool.updated_gradients(index)
+                if gradients is not None:
+                    norm = self._norms[index] = torch.linalg.vector_norm(gradients)
+                    if ledger is not None:
+                        ledger.release(norm)  # one number is of no account
+
+    def squares(self, chunks: Iterable[int]) -> dict[int, float]:
+        """Those of chunks, of which some may have no gradient."""
+        mine = [index for index in chunks if index in self._norms]
+        if not mine:
+            return {}
+        with disable_current_modes():  # a few numbers: the ledger does not count them
+            norms = torch.stack([self._norms[index] for index in mine]).tolist()
+        return {index: norm * norm for index, norm in zip(mine, norms, strict=True)}
+
+    def _run(self, stages: tuple[int, ...]) -> None:
+        self.square(stages)
+        squares, mine = self.squares(sorted(self._norms)), self._microbatches
+        total, mine.loss = self._totals.sums(squares, mine.loss, self._gradients.touched)
+        self.value = total**0.5
+        finite(self.value, "the weights were left unchanged")
+        if self.clip is not None:
+            self._updates.scale = min(1.0, self.clip / (self.value + 1e-6))
+
+
+def finite(norm: float, after: str) -> None:
+    """Raise Diverged for a norm that is no number."""
+    if norm != norm or norm == float("inf"):
+        raise Diverged(
+            f"gradient norm is {norm} at this step; expected a finite number: lower the learning"
+            f" rate or check the data; {after}"
+        )

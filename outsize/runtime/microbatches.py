@@ -1,0 +1,97 @@
+"""Microbatches: those of a step or an evaluation that are under way, and the losses they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from outsize.runtime.flow import Flow, Walk
+from outsize.runtime.points import Points
+from outsize.runtime.spill import Spill
+from outsize.runtime.stage_links import shapes_of, tensors_of
+from outsize.runtime.watch import Watch
+
+SpillOf = Callable[[int, int], Spill | None]  # by stage and microbatch
+
+
+class Microbatches:
+    """Cuts a batch into walks, each of which begins with the first action that needs it.
+
+    spill_of: what takes the activations that a stage keeps of a microbatch. sent: their tensors
+    cross to other workers, in messages that differ with their shapes.
+    """
+
+    def __init__(self, flow: Flow, watch: Watch, spill_of: SpillOf, sent: bool) -> None:
+        self.flow, self._watch, self._spill_of, self._sent = flow, watch, spill_of, sent
+        self._batch: Any = None
+        self.under_way: dict[int, Walk] = {}
+        self._shapes: dict[int, Hashable] = {}
+        self.ready(None, (), 1.0)
+
+    def ready(self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float) -> None:
+        """Set out on a batch. cuts: the rows of each microbatch. factor: of their losses."""
+        ledger = self._watch.ledger
+        if ledger is not None:
+            for tensor in tensors_of(self._batch):  # the caller may keep it; the job does not
+                ledger.release(tensor)
+        self._batch, self._cuts, self._factor = batch, cuts, factor
+        self.loss: Tensor | None = None  # the sum of a step's
+        self.losses: dict[int, Tensor] = {}  # of an evaluation's microbatches
+        self._shapes.clear()
+        if ledger is not None:
+            with ledger.kind("data"):
+                for tensor in tensors_of(batch):
+                    ledger.see(tensor)
+
+    def begin(self, points: Points) -> None:
+        """A list of actions on them begins."""
+        self._points = points
+
+    def of(self, m: int) -> Walk:
+        """The walk of a microbatch."""
+        walk = self.under_way.get(m)
+        return self._begun(m) if walk is None else walk
+
+    def _begun(self, m: int) -> Walk:
+        points, flow = self._points, self.flow
+        with self._watch.kind("data"):
+            part = flow.part(self._batch, *self._cuts[m])
+        self._shapes[m] = shapes_of(part) if self._sent else ()
+        spill_of = partial(self._spill_of, m)
+        walk = flow.begin(part, self._factor, spill_of, points.held(m), points.way(m))
+        self.under_way[m] = walk
+        return walk
+
+    def shapes(self, m: int) -> Hashable:
+        """What tells a microbatch from others whose messages have other shapes."""
+        return self._shapes[m]
+
+    def lose(self, m: int, loss: Tensor) -> None:
+        """Book a microbatch's loss. Those of a step are added in place, to a copy: a graph may have
+        saved the first one."""
+        if self._points.evaluates:
+            self.losses[m] = loss
+        elif self.loss is None:
+            self.loss = loss.clone()
+        else:
+            self.loss += loss
+
+    def ending(self, index: int, points: Points) -> Callable[[], None] | None:
+        """A microbatch that nothing behind a place needs has no more to say."""
+        m = points.ends.get(index)
+        return None if m is None else partial(self.end, m)
+
+    def end(self, m: int) -> None:
+        """Let a microbatch go."""
+        del self.under_way[m]
+        if self.flow.rows is not None:
+            self.flow.rows.end(m)
+
+    def reset(self) -> None:
+        """Let all of them go."""
+        self.under_way.clear()
+        if self.flow.rows is not None:
+            self.flow.rows.reset()

@@ -1,0 +1,125 @@
+"""ShardGroups: how a worker's states travel to and from the workers with which it shares them.
+
+All of it runs on the network lane, in the order of the Schedule, so that every worker calls the
+same collectives in the same order. Sums go from inner groups to outer ones, each over the shares of
+the one before (hierarchical partitioning), and at the end, where they are smallest, over the other
+axes whose workers have parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outsize.collectives import Collective, Span, World
+from outsize.memory import Chunk
+from outsize.parallel.shards import Shards
+from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule.talk import Groups, Neighbours
+
+
+class ShardGroups:
+    """The groups of one worker. received: bytes that it has had from others."""
+
+    def __init__(self, world: World, placement: Placement) -> None:
+        self.placement, self._world = placement, world
+        self.shards: Shards = placement.shards
+        groups = Groups(placement, world.rank)
+        self.gathering = self._group(groups.gathering)
+        self.reducing = self._group(groups.reducing)
+        self.outer = self._group(groups.outer)
+        self.replicas = self._group(groups.replicas)
+        self.collecting = self._group(groups.collecting)
+        self.whole = self._group(groups.of_data(self.shards.optimizer))
+        shared = sorted({(t.axis, t.shared) for t in placement.tables if t.partial})
+        self.sharing = {one: world.group(groups.sharing(*one), "network") for one in shared}
+        self.batch = world.group(groups.batch, "network")
+        whole = (t for t in placement.tables if t.trainable and not t.piped)
+        mine = sorted({placement.holders(table) for table in whole})
+        several = [turns for turns in mine if len(turns) > 1]
+        self.merging = {turns: world.group(groups.of_stages(turns), "merge") for turns in several}
+
+    def _group(self, said: Neighbours) -> tuple[Collective, tuple[int, ...]]:
+        """A collective, and its workers' places on the data axis."""
+        return self._world.group(said.ranks, "network"), said.places
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Bytes by operation, of all groups; those of the same workers are one."""
+        total: dict[str, int] = {}
+        groups = {
+            places: group
+            for group, places in (
+                self.gathering, self.reducing, self.outer, self.replicas, self.collecting,
+                self.whole,
+            )
+        }  # fmt: skip
+        others = (self.batch, *self.sharing.values(), *self.merging.values())
+        for group in (*groups.values(), *others):
+            for name, count in group.received.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def _spans(self, index: int, what: str, places: Sequence[int], base: int = 0) -> list[Span]:
+        """What of a chunk's state each worker has, counted from the element `base`."""
+        spans = (self.placement.share(index, what, place) for place in places)
+        return [(first - base, last - base) for first, last in spans]
+
+    def gather(self, index: int, mine: Tensor, whole: Tensor) -> None:
+        """A chunk's whole parameters from their shards."""
+        group, places = self.gathering
+        group.all_gather(mine, self._spans(index, PARAMETERS, places), whole)
+
+    def reduce(self, index: int, chunk: Chunk, last: bool) -> None:
+        """Sum a chunk's gradients over those that have parts of the sum. last: no more will come
+        in this step: what this worker updates has its whole sum then."""
+        assert chunk.gradients is not None
+        here, (first, end) = chunk.gradients, self.placement.extent(index, GRADIENTS)
+        if GRADIENTS in chunk.shards:
+            group, places = self.reducing
+            part = here[first:end]
+            group.reduce_scatter(here, self._spans(index, GRADIENTS, places), part)
+            here = chunk.shards[GRADIENTS].add_(part)
+        if last:
+            self._finish(index, chunk, here, first)
+
+    def _finish(self, index: int, chunk: Chunk, here: Tensor, base: int) -> None:
+        """The rest of the sum. here: gradients from the element `base` on."""
+        first, end = self.placement.extent(index, MASTER)
+        part = here[first - base : end - base]
+        group, places = self.outer
+        if group.size > 1:
+            group.reduce_scatter(here, self._spans(index, MASTER, places, base), part)
+        if self.replicas[0].size > 1:
+            self.replicas[0].all_reduce(part)
+        if chunk.table.partial:
+            self.sharing[chunk.table.axis, chunk.table.shared].all_reduce(part)
+        if self.batch.size > 1:
+            self.batch.all_reduce(part)
+
+    def merge(self, index: int, gradients: Tensor) -> None:
+        """Sum what this worker updates of a chunk over the workers of a pipeline that have it."""
+        table = self.placement.tables[index]
+        turns = self.placement.holders(table)
+        if len(turns) > 1 and not table.piped:
+            self.merging[turns].all_reduce(gradients)
+
+    def collect(self, index: int, chunk: Chunk) -> None:
+        """Updated parameters from the workers that updated them."""
+        base, _ = self.placement.extent(index, PARAMETERS)
+        first, end = self.placement.extent(index, MASTER)
+        held = chunk.shards.get(PARAMETERS, chunk.parameters)
+        group, places = self.collecting
+        mine = held[first - base : end - base]
+        group.all_gather(mine, self._spans(index, MASTER, places, base), held)
+
+    def complete(self, index: int, what: str, mine: Tensor) -> Tensor:
+        """A whole state of a chunk, where this worker holds a part. Every worker calls it."""
+        numel = self.placement.numel(index, what)
+        group, places = self.gathering if what == PARAMETERS else self.whole
+        if group.size == 1:
+            return mine
+        whole = mine.new_empty(numel)
+        group.all_gather(mine, self._spans(index, what, places), whole)
+        return whole

@@ -1,0 +1,361 @@
+"""WeightPool: the bytes of a job's states, on the device, in the pool's rooms and on tiers.
+
+Every state has one home. What is held on the device is a buffer of its own, as it is where nothing
+streams; what rests below has a place on a store, and where it passes through the pool a room that
+never moves, so that parameters and gradients are the same views in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.collectives import Lone
+from outsize.errors import OutsizeError, nearest
+from outsize.memory import Chunk
+from outsize.memory.chunk import Account
+from outsize.memory.store import MemoryStore, Place, Store, pool, rounded
+from outsize.plan import DEVICE
+from outsize.runtime.shard_groups import ShardGroups
+from outsize.schedule import State
+from outsize.schedule.item import Item
+from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Piece, Placement, Span
+from outsize.schedule.residency import overlap
+
+NO_STORES: Mapping[str, Store] = {}
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a state rests below the device: by runs of its elements, each of which begins a page
+    and a checksum of the store."""
+
+    store: Store
+    runs: tuple[tuple[int, int, Place], ...]  # first, last, where
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of all of it."""
+        return sum(place.bytes for _, _, place in self.runs)
+
+    def at(self, first: int) -> tuple[Place, int]:
+        """The place of an element, and the byte in it at which the element begins."""
+        begin, _, place = next(run for run in self.runs if run[0] <= first < run[1])
+        return place, (first - begin) * self.dtype.itemsize
+
+
+class WeightPool:
+    """Makes the chunks of a placement and moves what rests below.
+
+    account: the ledger's way to say which kind a buffer is. peers: the workers with which states
+    are shared.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        stores: Mapping[str, Store],
+        device: torch.device,
+        account: Account,
+        peers: ShardGroups | None = None,
+    ) -> None:
+        self.placement, self.device = placement, device
+        self.shard_groups = peers or ShardGroups(Lone(), placement)
+        self.homes = dict(self._homes(stores))
+        # Optimizer states begin with one value, which need not be written to be read.
+        self._fresh = {
+            (piece.chunk, spec.name, self._own(piece, spec.name)[0]): spec.initial
+            for pieces in placement.pieces.values()
+            for piece in pieces
+            if piece.first < piece.last
+            for spec in placement.specs_of(placement.tables[piece.chunk])
+        }
+        with account("window"):
+            self.pool = _pool(placement.pool, device)
+        self.present: frozenset[Item] = frozenset()
+        self.chunks: list[Chunk] = []
+        self._updated: dict[int, Tensor | None] = {}
+        self._account = account
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _homes(self, stores: Mapping[str, Store]) -> Iterator[tuple[tuple[int, str], Home]]:
+        placement = self.placement
+        for index, table in enumerate(placement.tables):
+            for what, dtype in placement.held(index):
+                tier = placement.tier(index, what)
+                if tier == DEVICE or (what == GRADIENTS and not placement.leaves(table.segment)):
+                    continue
+                if tier not in stores:
+                    raise OutsizeError(
+                        f"plan: {what} rest on the tier {tier!r}{nearest(tier, tuple(stores))}"
+                    )
+                runs = tuple(
+                    (first, last, stores[tier].reserve((last - first) * dtype.itemsize))
+                    for first, last in self._runs(index, what)
+                )
+                yield (index, what), Home(stores[tier], runs, dtype)
+
+    def _runs(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
+        """What of a state has a place of its own below: all of it where parts of the update begin
+        a checksum in it, as in states of the weights' size, else each part."""
+        placement, table = self.placement, self.placement.tables[chunk]
+        if placement.spec(table, what).per == 1:
+            yield placement.share(chunk, what)
+            return
+        for piece in placement.pieces[placement.stage_of[table.segment]]:
+            if piece.chunk == chunk and piece.first < piece.last:
+                yield self._own(piece, what)
+
+    def _own(self, piece: Piece, what: str) -> tuple[int, int]:
+        """Of a state's own elements those of a piece."""
+        return self.placement.within(piece.chunk, what, piece.first, piece.last)
+
+    def make(self, index: int) -> Chunk:
+        """Make the next chunk: its buffers, or its views of the pool."""
+        chunk = self._chunk(index)
+        self.chunks.append(chunk)
+        return chunk
+
+    def _chunk(self, index: int) -> Chunk:
+        placement, table = self.placement, self.placement.tables[index]
+        flats: dict[str, Tensor] = {}
+        shards: dict[str, Tensor] = {}
+        for what, dtype in placement.held(index):
+            if placement.tier(index, what) == DEVICE:
+                kind = what if what in (PARAMETERS, GRADIENTS, MASTER) else "optimizer"
+                first, last = placement.share(index, what)
+                cut = what in (PARAMETERS, GRADIENTS) and placement.passes(index, what)
+                with self._account(kind):
+                    initial = placement.spec(table, what).initial
+                    made = _made(what, last - first, dtype, self.device, initial)
+                    (shards if cut else flats)[what] = made
+        stage = placement.stage_of[table.segment]
+        for state in (State.PARAMETERS, State.GRADIENTS):
+            name = Item(state, stage)
+            if name in placement.rooms:
+                flats |= {s.what: self.view(name, s) for s in self._spans(name, index)}
+        states = {n: flats[n] for n in placement.states_of(index) if n in flats}
+        gradients, master = flats.get(GRADIENTS), flats.get(MASTER)
+        return Chunk(table, flats[PARAMETERS], gradients, master, states, shards=shards)
+
+    def _spans(self, name: Item, chunk: int) -> Iterator[Span]:
+        return (span for span in self.placement.spans[name] if span.chunk == chunk)
+
+    # -- the pool -------------------------------------------------------------------------------
+
+    def view(self, name: Item, span: Span) -> Tensor:
+        """A span of an item where it lies in the pool, 1-D."""
+        begin = self.placement.rooms[name][0] + span.offset
+        return self.pool[begin : begin + span.bytes].view(span.dtype)
+
+    def views(self, name: Item) -> dict[str, Tensor]:
+        """An item's spans by what they are; of an item whose spans differ in that."""
+        return {span.what: self.view(name, span) for span in self.placement.spans[name]}
+
+    def gather(self, name: Item) -> None:
+        """Bring an item into its room from the workers that have parts of it. Blocks."""
+        for span in self.placement.spans[name]:
+            mine = self.chunks[span.chunk].shards[span.what]
+            self.shard_groups.gather(span.chunk, mine, self.view(name, span))
+
+    def reduce(self, stage: int, last: bool) -> None:
+        """Sum a stage's gradients over the workers. last: nothing will be added in this step."""
+        for index in self.placement.chunks_of[stage]:
+            if self.chunks[index].gradients is not None:
+                self.shard_groups.reduce(index, self.chunks[index], last)
+
+    def merge(self, stage: int) -> None:
+        """Sum a stage's gradients over the workers of a pipeline that have it."""
+        for index in self.placement.chunks_of[stage]:
+            gradients = self.updated_gradients(index)
+            if gradients is not None:
+                self.shard_groups.merge(index, gradients)
+
+    def collect(self, stage: int) -> None:
+        """Have a stage's updated parameters from the workers that updated them."""
+        for index in self.placement.chunks_of[stage]:
+            if self.chunks[index].gradients is not None:
+                self.shard_groups.collect(index, self.chunks[index])
+
+    def fetch(self, name: Item) -> None:
+        """Bring an item into its room. Blocks; any thread."""
+        for span in self.placement.spans[name]:
+            if not span.load or not span.bytes:
+                continue
+            initial = self._fresh.get((span.chunk, span.what, span.first))
+            if initial is not None:
+                self.view(name, span).fill_(initial)
+                continue
+            home = self.homes[span.chunk, span.what]
+            place, at = home.at(span.first)
+            home.store.read(place, self.view(name, span), at)
+
+    def evict(self, name: Item) -> None:
+        """Write an item back from its room. Blocks; any thread."""
+        for span in self.placement.spans[name]:
+            if span.store and span.bytes:
+                self._write(span, self.view(name, span))
+
+    def _write(self, span: Span, data: Tensor) -> None:
+        home = self.homes[span.chunk, span.what]
+        place, at = home.at(span.first)
+        home.store.write(place, data, at)
+        self._fresh.pop((span.chunk, span.what, span.first), None)
+
+    def ensure(self, start: frozenset[Item]) -> None:
+        """Have what a schedule expects to find when it begins."""
+        rooms = self.placement.rooms
+        for name in sorted(start - self.present):
+            lost = {other for other in self.present if overlap(rooms[other], rooms[name])}
+            self.present = self.present - lost
+            self._bring(name)
+            self.present |= {name}
+        self.present = start
+
+    def _bring(self, name: Item) -> None:
+        gathered = name.stage in self.placement.residency.gathered
+        (self.gather if gathered else self.fetch)(name)
+
+    def forget(self) -> None:
+        """Nothing in the pool can be relied on any more."""
+        self.present = frozenset()
+
+    def updated_gradients(self, index: int) -> Tensor | None:
+        """Of a chunk's gradients those that this worker updates with; always the same tensor."""
+        if index not in self._updated:
+            self._updated[index] = self._updating(index)
+        return self._updated[index]
+
+    def _updating(self, index: int) -> Tensor | None:
+        chunk = self.chunks[index]
+        held = chunk.shards.get(GRADIENTS, chunk.gradients)
+        if held is None:
+            return None
+        base = self.placement.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
+        first, last = self.placement.extent(index, MASTER)
+        return held[first - base : last - base]
+
+    # -- whole states, for checkpoints ----------------------------------------------------------
+
+    def has(self, chunk: int, what: str) -> bool:
+        """Whether a chunk has such a state."""
+        return any(name == what for name, _ in self.placement.held(chunk))
+
+    def read(self, chunk: int, what: str) -> Tensor:
+        """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below or lies
+        on several workers, all of which call this."""
+        home = self.homes.get((chunk, what))
+        if home is None:
+            return self.shard_groups.complete(chunk, what, self._buffer(chunk, what))
+        base, end = self.placement.share(chunk, what)
+        flat = torch.empty(end - base, dtype=home.dtype)
+        for first, last in self._cuts(chunk, what):
+            part = flat[first - base : last - base]
+            initial = self._fresh.get((chunk, what, first))
+            if initial is not None:
+                part.fill_(initial)
+            elif first < last:
+                place, at = home.at(first)
+                home.store.read(place, part, at)
+        return self.shard_groups.complete(chunk, what, flat)
+
+    def _cuts(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
+        """What of a state below is read at once: parts, where some may not be written yet."""
+        if not any(key[:2] == (chunk, what) for key in self._fresh):
+            yield from (run[:2] for run in self.homes[chunk, what].runs)
+            return
+        stage = self.placement.stage_of[self.placement.tables[chunk].segment]
+        pieces = self.placement.pieces[stage]
+        mine = (p for p in pieces if p.chunk == chunk and p.first < p.last)
+        yield from (self._own(piece, what) for piece in mine)
+
+    def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
+        """Where whole new states of a chunk are made, to be given to `write`: the buffers
+        themselves, and for what rests below tensors, in the pool where they fit in it together."""
+        numel = self.placement.numel(chunk, whats[0]) if whats else 0
+        below = {w: self.homes[chunk, w].dtype for w in whats if (chunk, w) in self.homes}
+        sizes = {what: rounded(numel * dtype.itemsize) for what, dtype in below.items()}
+        if sum(sizes.values()) > self.pool.nbytes:
+            made = {what: torch.empty(numel, dtype=dtype) for what, dtype in below.items()}
+        else:
+            self.forget()
+            rooms = self.pool[: sum(sizes.values())].split(list(sizes.values())) if sizes else ()
+            made = {
+                what: room[: numel * dtype.itemsize].view(dtype)
+                for (what, dtype), room in zip(below.items(), rooms, strict=True)
+            }
+        cut = (w for w in whats if w not in made and len(self._buffer(chunk, w)) < numel)
+        made |= {what: torch.empty(numel, dtype=self._buffer(chunk, what).dtype) for what in cut}
+        return {what: made[what] if what in made else self._buffer(chunk, what) for what in whats}
+
+    def resting(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """The states of a piece that rest on tiers of memory, where they rest."""
+        for what, dtype in self.placement.held(piece.chunk):
+            home = self.homes.get((piece.chunk, what))
+            if home is not None:
+                assert isinstance(home.store, MemoryStore)
+                first, last = self._own(piece, what)
+                if first == last:  # others have a part more
+                    yield what, torch.empty(0, dtype=dtype)
+                    continue
+                place, at = home.at(first)
+                begin = at // dtype.itemsize
+                own = home.store.view(place).view(dtype)[begin : begin + last - first]
+                initial = self._fresh.pop((piece.chunk, what, first), None)
+                if initial:  # the store's bytes are zeros
+                    own.fill_(initial)
+                yield what, own
+
+    def write(self, chunk: int, what: str, flat: Tensor) -> None:
+        """Replace a whole state of a chunk; a buffer that `read` gave out needs no writing."""
+        home = self.homes.get((chunk, what))
+        base, end = self.placement.share(chunk, what)
+        if flat is not (None if home else self._buffer(chunk, what)):
+            flat = flat[base:end]
+        if home is not None:
+            for first, last, place in home.runs:
+                home.store.write(place, flat[first - base : last - base])
+            fresh = self._fresh.items()
+            self._fresh = {key: value for key, value in fresh if key[:2] != (chunk, what)}
+            self.forget()
+        elif flat is not self._buffer(chunk, what):
+            self._buffer(chunk, what).copy_(flat)
+            if what in self.chunks[chunk].shards:
+                self.forget()
+
+    def _buffer(self, chunk: int, what: str) -> Tensor:
+        mine = self.chunks[chunk]
+        if what in mine.shards:
+            return mine.shards[what]
+        if what in mine.optimizer:
+            return mine.optimizer[what]
+        flat = {PARAMETERS: mine.parameters, GRADIENTS: mine.gradients, MASTER: mine.master}[what]
+        assert flat is not None
+        return flat
+
+
+def _pool(nbytes: int, device: torch.device) -> Tensor:
+    if device.type == "cpu" and nbytes and not _rehearsing():
+        return pool(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _rehearsing() -> bool:
+    """Whether tensors have no memory here."""
+    from outsize.torch_private import FakeTensor
+
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+def _made(
+    what: str, numel: int, dtype: torch.dtype, device: torch.device, initial: float
+) -> Tensor:
+    if what in (PARAMETERS, MASTER):
+        return torch.empty(numel, dtype=dtype, device=device)
+    made = torch.zeros(numel, dtype=dtype, device=device)  # pages of zeros cost nothing yet
+    return made.fill_(initial) if initial else made

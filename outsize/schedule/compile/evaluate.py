@@ -1,0 +1,79 @@
+"""An evaluation of one worker: microbatches forward, alone or as a part of a pipeline."""
+
+from __future__ import annotations
+
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.passes.pipeline import exchange_at
+from outsize.schedule.pipelined import Pipelining, Placed
+from outsize.schedule.role import Role
+from outsize.schedule.schedule import Schedule
+
+_AHEAD = 2  # turns before its first stage's at which a microbatch's embedding is made
+_EMBED, _OUTPUT = -2, -1  # what of a cut vocabulary a turn of an evaluation is for
+_Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
+
+
+def compile_forward(stages: int, microbatches: int) -> Schedule:
+    """Every microbatch forward through every stage, a stage after the other: an evaluation."""
+    order = ((s, m) for s in range(stages) for m in range(microbatches))
+    return Schedule(stages, microbatches, (tuple(Action(Kind.FORWARD, s, m) for s, m in order),))
+
+
+def forwards(line: Pipelining, worker: int, microbatches: int) -> tuple[Schedule, list[Placed]]:
+    """So many microbatches forward, one behind the other through the stages, and what is sent and
+    received behind how many actions.
+
+    Every worker's list is a part of one order of everything, in which each tensor is received right
+    behind its sending: so it can run, however few may be under way. Of a cut vocabulary, embeddings
+    are made ahead, and losses a turn behind the last stage.
+    """
+    route, turns = line.coarse.placement.routes[0], list[tuple[int, int, int, int]]()
+    for m in range(microbatches):
+        turns += ((m + p, -p, m, p) for p in range(len(route)))
+        if line.tables:
+            turns += [(m - _AHEAD, 0, m, _EMBED), (m + len(route), 1, m, _OUTPUT)]
+    actions, moves = list[Action](), list[Placed]()
+    for _, _, m, part in sorted(turns):
+        take = _stage if part >= 0 else _passes
+        before, more, behind = take(line, worker, m, part)
+        moves += ((len(actions), move) for move in before)
+        actions += more
+        moves += ((len(actions), move) for move in behind)
+    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is Kind.FORWARD)
+    role = Role(plays, line.role(worker).holds, (), line.others(worker))
+    stages, variant = len(line.uses), line.coarse.schedule.vocabulary
+    made = Schedule(
+        stages, microbatches, (tuple(actions),), first=stages, vocabulary=variant, role=role
+    )
+    return made, moves
+
+
+def _stage(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
+    """A stage of the pipeline forward."""
+    route = line.coarse.placement.routes[0]
+    actions = [Action(Kind.FORWARD, s, m) for s in line.run(part)] if route[part] == worker else []
+    behind = list[Action]()
+    if part + 1 < len(route) and route[part] != route[part + 1]:
+        if worker == route[part]:
+            behind.append(_move(Kind.SEND, line.run(part)[-1], m))
+        elif worker == route[part + 1]:
+            behind.append(_move(Kind.RECV, line.run(part)[-1], m))
+    return [], actions, behind
+
+
+def _passes(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
+    """A worker's part of the embedding, or of the losses."""
+    if part == _EMBED:
+        embed = Action(Kind.EMBED, line.edge(Kind.EMBED), m)
+        return [], [embed], [exchange_at(line, State.ACTIVATIONS, m)]
+    last, root = len(line.uses) - 1, line.coarse.placement.routes[0][-1]
+    moves = [_move(Kind.RECV, last, m, worker)]
+    if root == worker:
+        moves = [_move(Kind.SEND, last, m, other) for other in line.others(worker)]
+    score = Action(Kind.OUTPUT_S, line.edge(Kind.OUTPUT_S), m)
+    return moves, [score], [exchange_at(line, State.SUMS, m)]
+
+
+def _move(kind: Kind, stage: int, microbatch: int, part: int = WHOLE) -> Action:
+    lane = Lane.SEND if kind is Kind.SEND else Lane.RECEIVE
+    return Action(kind, stage, microbatch, lane, state=State.ACTIVATIONS, part=part)

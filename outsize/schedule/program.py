@@ -1,0 +1,74 @@
+"""Program: the actions of every worker of a mesh, in the grain that runs, and what they say.
+
+Workers of one class have the same list: of a mesh whose data and tensor axes are alike throughout
+there is one class a place of the pipeline. Lists are kept once a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from outsize.schedule.schedule import Schedule
+
+BUFFERS = 2  # tensors that one worker may have sent to another before they are received
+
+
+class Talk(NamedTuple):
+    """ranks: who takes part, in order. channel: the thread that calls it. operation: what the
+    collective does. bytes: of it as a whole; 0 where they depend on a microbatch's shape."""
+
+    ranks: tuple[int, ...]
+    channel: str
+    operation: str
+    bytes: int = 0
+
+
+Says = Sequence[tuple[Talk, ...]]  # by an action's place in its list
+
+
+class Voice(Protocol):
+    """What one worker's actions say."""
+
+    def says(self, schedule: Schedule) -> Says:
+        """By place, what an action says to others, in order."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """lists: of one worker each. which: by rank, the worker's list. voices: by rank. alike: by
+    rank, the first worker of which a proof may take this one for a copy: it has the same list, and
+    the workers with which both speak are copies of each other in the same way. replicas: workers
+    that compute every stage of every microbatch of theirs once."""
+
+    lists: tuple[Schedule, ...]
+    which: tuple[int, ...]
+    voices: Sequence[Voice]
+    alike: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
+
+    def worker(self, rank: int) -> Schedule:
+        """The list of a worker, with what it has of the step."""
+        return self.lists[self.which[rank]]
+
+    @property
+    def own(self) -> Schedule:
+        """The list of the worker that compiled the program: the first one."""
+        return self.lists[0]
+
+    def changed(self, rank: int, schedule: Schedule) -> Program:
+        """The program in which one worker has another list, and no worker is a copy."""
+        which = list(self.which)
+        which[rank] = len(self.lists)
+        every = tuple(range(len(which)))
+        return replace(self, lists=(*self.lists, schedule), which=tuple(which), alike=every)
+
+    def to_text(self) -> str:
+        """The stable text form: the workers of each list, then the list."""
+        found = []
+        for index, schedule in enumerate(self.lists):
+            ranks = [str(rank) for rank, of in enumerate(self.which) if of == index]
+            if ranks:
+                found.append(f"workers {','.join(ranks)}\n{schedule.to_text()}")
+        return f"program workers={len(self.which)}\n" + "".join(found)

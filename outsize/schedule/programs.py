@@ -1,0 +1,54 @@
+"""Programs of a mesh: one worker's list for each place, and which workers are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from outsize.schedule.layout import Placement
+from outsize.schedule.program import Program
+from outsize.schedule.schedule import Schedule
+from outsize.schedule.talk import Spoken
+
+
+def program_of(
+    placement: Placement, list_of: Callable[[Placement], Schedule], evaluating: bool = False
+) -> Program:
+    """The lists of all workers of a plan's mesh, from what one of them knows.
+
+    Workers of the data axis have one list where everything that a list is made from is equal
+    (`Placement.outline`); those of axes inside a layer always: their chunks differ in numbers
+    alone, and each proves the program with its own. So copies are workers at one place of the
+    pipeline, and only where the whole data axis is alike.
+    """
+    mesh, which, voices = placement.plan.mesh, list[int](), list[Spoken]()
+    made = {(placement.turn, placement.outline): 0}
+    lists = [list_of(placement)]  # made first: this worker has the rest of it at hand
+    known = {(placement.index, placement.turn): placement}
+    for rank in range(mesh.size):
+        index, turn = (mesh.index(axis, rank) for axis in ("data", "pipeline"))
+        if (index, turn) not in known:
+            known[index, turn] = replace(placement, index=index, turn=turn)
+        here = known[index, turn]
+        outline = (turn, here.outline)
+        if outline not in made:
+            made[outline] = len(lists)
+            lists.append(list_of(here))
+        which.append(made[outline])
+        voices.append(Spoken(here, rank, evaluating))
+    turns = [mesh.index("pipeline", rank) for rank in range(mesh.size)]
+    alike = tuple(range(mesh.size))
+    if len(lists) == mesh.pipeline:
+        alike = tuple(turns.index(turn) for turn in turns)
+    replicas = tuple(sorted({mesh.ranks("pipeline", rank) for rank in range(mesh.size)}))
+    return Program(tuple(lists), tuple(which), tuple(voices), alike, replicas)
+
+
+def train(placement: Placement) -> Program:
+    """What every worker of a plan's mesh does in a step."""
+    return program_of(placement, lambda here: here.schedule)
+
+
+def evaluate(placement: Placement, microbatches: int) -> Program:
+    """What every worker does to have the losses of so many microbatches."""
+    return program_of(placement, lambda here: here.evaluation(microbatches), evaluating=True)

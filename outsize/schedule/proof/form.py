@@ -1,0 +1,170 @@
+"""What an action must be by itself, before it is played: in the list that a worker runs (`misfit`)
+and in a coarse list of a pipeline (`coarse_misfit`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outsize.errors import OutsizeError
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.residency import MOVES, SHARED
+from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary import INPUT, PASSES
+
+_LINKS = (Kind.SEND, Kind.RECV)
+_AWAY = (Kind.EVICT, Kind.FETCH)
+_LANES = {
+    Kind.FETCH: Lane.FETCH,
+    Kind.EVICT: Lane.EVICT,
+    Kind.SEND: Lane.SEND,
+    Kind.RECV: Lane.RECEIVE,
+    Kind.MERGE: Lane.MERGE,
+    Kind.EXCHANGE: Lane.EXCHANGE,
+}
+_TABLES = (*PASSES, Kind.EXCHANGE)
+_TRAINED = (
+    Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE,
+)  # fmt: skip
+
+
+def misfit(schedule: Schedule, action: Action) -> str:
+    """What is wrong with an action of the list that one worker runs, by itself."""
+    if action.kind in _TABLES and not schedule.vocabulary:
+        return "is of a cut vocabulary; the schedule has none"
+    passes = action.kind in (*_LINKS, Kind.EXCHANGE)
+    if action.kind in _LINKS and schedule.role is None:
+        return "moves between workers; one worker plays this schedule"
+    moves = passes or action.kind in MOVES
+    if moves != bool(action.state):
+        return f"{action.kind} moves {action.state.value or 'nothing'}; expected the other way"
+    if action.kind in SHARED:
+        lane, state = Lane.NETWORK, State.PARAMETERS
+        if action.kind is Kind.REDUCE:
+            state = State.GRADIENTS
+        if action.state is not state:
+            return f"moves {action.state.value}; expected {state.value}"
+    else:
+        lane = _LANES.get(action.kind, Lane.COMPUTE)
+    if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
+        return f"is on the lane {action.lane}; expected {lane}"
+    per_stage = action.kind is not Kind.NORM
+    whole = moves and not passes and action.state is not State.ACTIVATIONS
+    per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
+    for name, value, limit, wanted in (
+        ("stage", action.stage, schedule.stages, per_stage),
+        ("microbatch", action.microbatch, schedule.microbatches, per_microbatch),
+    ):
+        if wanted and not 0 <= value < limit:
+            return f"{name} is {value}; expected 0 to {limit - 1}"
+        if not wanted and value != WHOLE:
+            return f"is of the whole step; expected no {name}"
+    ahead = action.kind is Kind.UPDATE and action.stage in schedule.ahead
+    if action.kind in _TRAINED and action.stage < schedule.first and not ahead:
+        return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
+    return _foreign(schedule, action) or _part(schedule, action)
+
+
+def _foreign(schedule: Schedule, action: Action) -> str:
+    """Why an action is not of this worker, where it is one of many."""
+    role, here = schedule.role, (action.stage, action.microbatch)
+    if role is None or action.kind in (Kind.NORM, *_LINKS, *_TABLES):
+        return ""
+    if action.microbatch != WHOLE:
+        return "" if here in role.plays else "is another worker's"
+    return "" if action.stage in role.holds else f"stage {action.stage} is on other workers"
+
+
+def _part(schedule: Schedule, action: Action) -> str:
+    parts = 0 if schedule.residency is None else schedule.residency.parts.get(action.stage, 0)
+    in_part = action.kind is Kind.UPDATE or action.state is State.OPTIMIZER
+    if action.part != WHOLE and schedule.vocabulary and action.kind in _LINKS:
+        return ""  # of a cut vocabulary: whose it is, Tables knows
+    if not in_part or not parts:
+        return "" if action.part == WHOLE else "is of a part; expected the whole stage"
+    return "" if 0 <= action.part < parts else f"part is {action.part}; expected 0 to {parts - 1}"
+
+
+def paths_of(schedule: Schedule, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Each microbatch's stages, the plain way where nothing else is said."""
+    if not paths:
+        return [tuple(range(schedule.stages))] * schedule.microbatches
+    if len(paths) != schedule.microbatches:
+        raise OutsizeError(
+            f"schedule: {len(paths)} paths for {schedule.microbatches} microbatches;"
+            " expected one each"
+        )
+    for microbatch, path in enumerate(paths):
+        inside = all(0 <= stage < schedule.stages for stage in path)
+        if not path or not inside or len(set(path)) < len(path):
+            raise OutsizeError(
+                f"schedule: the path of microbatch {microbatch} is {tuple(path)}; expected"
+                f" stages from 0 to {schedule.stages - 1}, each once"
+            )
+    return [tuple(path) for path in paths]
+
+
+def coarse_misfit(schedule: Schedule, action: Action, worker: int) -> str:
+    """What is wrong with an action of a coarse list, by itself. schedule: of that worker."""
+    kind = action.kind
+    if kind in _AWAY and action.state is not State.ACTIVATIONS:
+        return "is not of a pipeline; prove the schedule before the pass that adds it"
+    if kind in (*MOVES, Kind.NORM) and kind not in (*_AWAY, Kind.NORM):
+        return "is not of a pipeline; prove the schedule before the pass that adds it"
+    tables = kind is Kind.UPDATE and schedule.vocabulary and action.stage == WHOLE
+    for name, value, limit, wanted in (
+        ("stage", action.stage, schedule.stages, kind is not Kind.NORM and not tables),
+        ("microbatch", action.microbatch, schedule.microbatches,
+         kind not in (Kind.NORM, Kind.UPDATE)),
+    ):  # fmt: skip
+        if wanted and not 0 <= value < limit:
+            return f"{name} is {value}; expected 0 to {limit - 1}"
+        if not wanted and value != WHOLE:
+            return f"is of the whole step; expected no {name}"
+    moved = action.state in (State.ACTIVATIONS, State.GRADIENTS)
+    moves = kind in (*_LINKS, *_AWAY)
+    if kind is not Kind.EXCHANGE and (moved != moves or (not moved and action.state)):
+        return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
+    if kind in _TRAINED and not tables and action.stage < schedule.first:
+        return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
+    return _coarse_tables(schedule, action, worker) or _off(schedule, action)
+
+
+def _off(schedule: Schedule, action: Action) -> str:
+    """Why an action is not where its microbatch goes, or where what it needs lies."""
+    role, s, m = schedule.role, action.stage, action.microbatch
+    assert role is not None
+    if m == WHOLE:
+        held = action.kind is Kind.NORM or s == WHOLE or s in role.holds
+        return "" if held else f"stage {s} is on other workers"
+    if role.paths and s not in role.paths[m]:
+        return f"microbatch {m} does not visit stage {s}"
+    if action.kind in (*_LINKS, *_TABLES) or (s, m) in role.plays:
+        return ""
+    return "is another worker's, or comes before its FORWARD: that is not on this worker"
+
+
+def _coarse_tables(schedule: Schedule, action: Action, worker: int) -> str:
+    """The same where that has to do with a cut vocabulary."""
+    kind, variant, m = action.kind, schedule.vocabulary, action.microbatch
+    if action.part != WHOLE:
+        if not (variant and kind in _LINKS):
+            return "has a part; expected one in sends and receives of a cut vocabulary alone"
+        if kind is Kind.RECV and action.part != worker:
+            return f"is of worker {action.part}'s part; expected it to be received there"
+    if kind not in _TABLES:
+        return ""
+    if not variant:
+        return "is of a cut vocabulary; the schedule has none"
+    if schedule.first:
+        return f"stage {schedule.first - 1} is frozen; a cut vocabulary is trained whole"
+    states = (State.ACTIVATIONS, State.SUMS, *((State.GRADIENTS,) if variant == 1 else ()))
+    if kind is Kind.EXCHANGE and action.state not in states:
+        names = ", ".join(state.value for state in states)
+        return f"exchanges {action.state.value or 'nothing'}; expected one of {names}"
+    if kind is not Kind.EXCHANGE and action.state:
+        return f"moves {action.state.value}; expected nothing"
+    first = kind in INPUT or action.state is State.ACTIVATIONS
+    end = schedule.begin(m) if first else schedule.end(m)
+    if action.stage != end:
+        return f"is of stage {action.stage}; expected {end}, an end of its microbatch's path"
+    return ""

@@ -1,0 +1,108 @@
+"""A cut vocabulary in the list of one worker: what its passes and exchanges need there, each once
+and in an order in which its lanes can run. What comes from others is proved where all workers are
+played together (together.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.schedule import Schedule
+from outsize.schedule.vocabulary import PASSES, barrier_behind, exchanged
+
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+class Tables:
+    """Follows one worker's list."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._done: set[tuple[Kind, State, int, int]] = set()  # kind, state, microbatch, part
+        evaluates = schedule.first == schedule.stages
+        self._kinds = (Kind.EMBED, Kind.OUTPUT_S) if evaluates else PASSES
+
+    def _did(self, kind: Kind, m: int, state: State = State.NONE, part: int = WHOLE) -> bool:
+        return (kind, state, m, part) in self._done
+
+    def step(self, action: Action) -> str:
+        """Go past an action; gives the reason why it cannot run, or nothing."""
+        kind, m = action.kind, action.microbatch
+        if m == WHOLE:
+            return next(self._missing(), "") if kind is Kind.NORM else ""
+        reason = self._needs(action)
+        at_end = action.stage == self.schedule.end(m) if kind is Kind.FORWARD else True
+        at_begin = action.stage == self.schedule.begin(m) if kind in _BACK else True
+        if at_end and at_begin:
+            name = Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind
+            self._done.add((name, action.state, m, action.part))
+        return reason
+
+    def _needs(self, action: Action) -> str:
+        kind, m, part = action.kind, action.microbatch, action.part
+        state = exchanged(self.schedule, action)
+        if state is not None and not self._did(Kind.EXCHANGE, m, state):
+            return f"comes before EXCHANGE.{state.value} of its microbatch"
+        if kind is Kind.EXCHANGE:
+            makers = (Kind.EMBED, Kind.OUTPUT_S, Kind.OUTPUT_T)
+            fits = (k for k in makers if self._behind(k, m) is action.state)
+            maker = next(fits, None)
+            if maker is None:
+                return f"exchanges {action.state.value}, which this variant does not"
+            return "" if self._did(maker, m) else f"comes before its {maker}"
+        if kind is Kind.SEND and part != WHOLE:
+            return self._sends(action)
+        wanted = {
+            Kind.OUTPUT_S: (Kind.FORWARD, State.ACTIVATIONS),
+            Kind.EMBED_BACKWARD: (Kind.BACKWARD, State.GRADIENTS),
+        }
+        if kind in wanted:
+            own, state = wanted[kind]
+            came = any(k is Kind.RECV and s is state and n == m for k, s, n, _ in self._came())
+            if not (self._did(own, m) or came):
+                return f"its input, {state.value} of microbatch {m}, is not here"
+        return ""
+
+    def _came(self) -> Iterator[tuple[Kind, State, int, int]]:
+        return (key for key in self._done if key[3] != WHOLE)
+
+    def _behind(self, kind: Kind, m: int) -> State | None:
+        barrier = barrier_behind(Action(kind, 0, m), self.schedule.vocabulary)
+        return None if barrier is None else barrier[0]
+
+    def _sends(self, action: Action) -> str:
+        """Why a part cannot be sent, or nothing."""
+        m, ahead = action.microbatch, action.state is State.ACTIVATIONS
+        others = self.schedule.role.others if self.schedule.role else ()
+        if action.part not in others:
+            return f"is for worker {action.part}, which has no part; expected one of {others}"
+        if not self._did(Kind.FORWARD if ahead else Kind.BACKWARD, m):
+            return "what it sends was not produced"
+        gone = self._did(Kind.OUTPUT_T if ahead else Kind.EMBED_BACKWARD, m)
+        return "what it sends was let go by then" if gone else ""
+
+    def _missing(self) -> Iterator[str]:
+        """What a step still lacks."""
+        for m in range(self.schedule.microbatches):
+            for kind in self._kinds:
+                if not self._did(kind, m):
+                    yield f"{kind} of microbatch {m} is missing"
+                state = self._behind(kind, m)
+                if state is not None and not self._did(Kind.EXCHANGE, m, state):
+                    yield f"EXCHANGE.{state.value} of microbatch {m} is missing"
+            yield from self._unsent(m)
+
+    def _unsent(self, m: int) -> Iterator[str]:
+        others = self.schedule.role.others if self.schedule.role else ()
+        for made, state in (
+            (Kind.FORWARD, State.ACTIVATIONS), (Kind.BACKWARD, State.GRADIENTS),
+        ):  # fmt: skip
+            if self._did(made, m):
+                for other in others:
+                    if not self._did(Kind.SEND, m, state, other):
+                        yield f"SEND of {state.value} of microbatch {m} to {other} is missing"
+
+    def left(self) -> str:
+        """What an evaluation leaves undone."""
+        return next(self._missing(), "")

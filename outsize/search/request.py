@@ -1,0 +1,186 @@
+"""What a user requests of a plan, and how native decoders are rehearsed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from outsize.collectives import Mesh
+from outsize.collectives.pretend import Pretend, PretendWorld
+from outsize.data import Batch
+from outsize.hardware import Hardware
+from outsize.memory import Ledger
+from outsize.memory.tiers import TierSpec
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.models.dropout import Noise
+from outsize.optim import Optimizer
+from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
+from outsize.parallel.overlap import overlap_of
+from outsize.plan import Pipelined, Plan, Precision, Sharding
+from outsize.plan.approximate import PARTIAL
+from outsize.plan.plan import per_segment
+from outsize.plan.spread import pipelined
+from outsize.runtime import Job, NativeFlow
+from outsize.schedule.starting import Filling
+from outsize.search.settled import composed
+from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs, Facts, facts_of
+from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, unpiped
+from outsize.simulate.sample import Sample, expand, sample
+from outsize.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user has fixed; None where the planner chooses.
+
+    documents: cumulative offsets (0, ..., sequence) of the documents in a row where every row has
+    the same; None where rows hold documents of any lengths, and the costliest are predicted.
+    tiers: below the device, on which states may rest, the preferred ones first; the hardware of a
+    forecast has a tier of the same name with measured rates for each. dropout: its rate.
+    weighed: whether targets have weights.
+    mesh, shards, sequence_parallel, overlap: the workers, as a plan has them. pipeline: its
+    schedule, as a plan has it. filling: how the model's first values come.
+    """
+
+    rows: int
+    sequence: int
+    precision: Precision
+    optimizer: Optimizer
+    clip: float | None = None
+    budget: int | None = None
+    microbatch_rows: int | None = None
+    recompute: tuple[str, ...] | None = None
+    loss_chunk: int | None = None
+    mlp_tile: int | None = None
+    split_backward: bool = False
+    approximate: tuple[str, ...] = ()
+    documents: tuple[int, ...] | None = None
+    sequence_chunk: int | None = None
+    tiers: tuple[TierSpec, ...] = ()
+    order: Literal["microbatch", "layer"] | None = None
+    dropout: float = 0.0
+    weighed: bool = False
+    mesh: Mesh = field(default_factory=Mesh)
+    shards: Sharding | None = None
+    sequence_parallel: bool = False
+    overlap: int = 0
+    gathered: int = 2  # stages whose weights are gathered at once, where they are cut
+    pipeline: str | None = None
+    filling: Filling = field(default_factory=Filling)
+
+    @property
+    def vocabulary(self) -> int:
+        """How it is cut over the workers of the pipeline, as a Pipelined has it."""
+        if self.pipeline is None or self.mesh.pipeline == 1:
+            return 0
+        return pipelined(self.pipeline).vocabulary
+
+    def noise(self) -> Noise | None:
+        """That of a batch that is predicted."""
+        return Noise(self.dropout, 0, 0) if self.dropout else None
+
+    def batch(self, rows: int, bounds: tuple[int, ...]) -> Batch:
+        """One that is predicted: so many rows, these documents in each."""
+        ids = torch.zeros(rows, self.sequence, dtype=torch.int64)
+        weights = torch.ones(ids.shape) if self.weighed else None
+        return Batch(ids, torch.zeros_like(ids), (bounds,) * rows, self.noise(), weights)
+
+
+Makers = tuple[Callable[[Plan, Ledger], Job], Callable[[int], object]]
+
+
+def layouts(request: PlanRequest) -> tuple[tuple[int, ...], ...]:
+    """The documents of a row to rehearse: one of these layouts holds the most of all.
+
+    A document of a length that kernels like needs no copies, one beside it does; scores that are
+    made explicitly (windows, caps) are most for the longest document.
+    """
+    if request.documents is not None:
+        return (request.documents,)
+    whole = (0, request.sequence)
+    return ((0, 1, request.sequence), whole) if request.sequence > 1 else (whole,)
+
+
+def native_makers(
+    config: DecoderConfig, request: PlanRequest, documents: tuple[int, ...] | None = None
+) -> Makers:
+    """How a rehearsal makes a native decoder's job, and a batch of whole rows.
+
+    documents: of every row; by default the first of `layouts`.
+    """
+    bounds = documents or layouts(request)[0]
+
+    def job_of(plan: Plan, ledger: Ledger) -> Job:
+        model = Decoder(config)
+        world = PretendWorld(plan.mesh, plan.mesh.tensor - 1)  # the last has the largest parts
+        overlap = overlap_of(world, plan.overlap)
+        # Rows of a vocabulary are largest on the last one, too.
+        line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
+        cuts = divide(model, world, plan, overlap, line)
+        flow = NativeFlow(model, plan, execution=execution_of(plan.mesh, world))
+        return Job(
+            flow, plan, request.optimizer, clip=request.clip, ledger=ledger,
+            stores=nowhere(plan), world=world, cuts=cuts,
+        )  # fmt: skip
+
+    return job_of, lambda rows: request.batch(rows, bounds)
+
+
+def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
+    """What the placement of plans needs of a native decoder."""
+    segments = len(config.layers) + 2
+    mesh = request.mesh.having(data=1, pipeline=1)
+    exact = tuple(name for name in request.approximate if name != PARTIAL)
+    plan = Plan(
+        segments, per_segment(segments), precision=request.precision, approximate=exact,
+        mesh=mesh, sequence_parallel=request.sequence_parallel,
+        pipeline=Pipelined(vocabulary=request.vocabulary),
+    )  # fmt: skip
+    job_of, _ = native_makers(config, replace(request, clip=None))
+    with FakeTensorMode():
+        facts = facts_of(job_of(plan, Ledger()))
+    return replace(facts, host=memories(request), filling=request.filling)
+
+
+def memories(request: PlanRequest) -> frozenset[str]:
+    """The tiers that are memory, where parts can be updated as they rest."""
+    return frozenset(tier.name for tier in request.tiers if tier.medium == "memory")
+
+
+@dataclass
+class Forecaster:
+    """Forecasts of a native decoder's plans. Plans that differ only in where states rest and in how
+    many layers are computed how share what was rehearsed."""
+
+    config: DecoderConfig
+    request: PlanRequest
+    hardware: Hardware
+    facts: Facts
+    _known: dict[tuple[object, ...], Costs] = field(default_factory=dict)
+
+    def costs(self, plan: Plan) -> list[Costs]:
+        """Costs of a plan's actions, for each of the request's `layouts`."""
+        chosen, splits = sample(self.config, unpiped(plan)), splits_of(plan)
+        return [
+            expand(self._rehearsed(chosen, bounds, splits), chosen, plan, self.facts)
+            for bounds in layouts(self.request)
+        ]
+
+    def forecast(self, plan: Plan) -> Forecast:
+        """With the costliest of the layouts."""
+        return composed(plan, self.costs(plan), self.hardware)
+
+    def _rehearsed(
+        self, chosen: Sample, bounds: tuple[int, ...], splits: tuple[bool, ...]
+    ) -> Costs:
+        key = (bare(chosen.plan), chosen.config.layers, bounds, splits)
+        if key not in self._known:
+            makers = native_makers(chosen.config, self.request, bounds)
+            self._known[key] = rehearse(chosen.plan, *makers, splits)
+        return self._known[key]

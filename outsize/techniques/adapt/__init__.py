@@ -1,0 +1,1 @@
+"""Parameter-efficient fine-tuning: adapters of a frozen model."""

@@ -1,0 +1,1 @@
+"""Axes of the mesh beyond those of the core, one file each."""

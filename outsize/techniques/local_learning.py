@@ -1,0 +1,34 @@
+"""Local learning: groups of blocks that learn by losses of their own.
+
+Su et al., "Momentum Auxiliary Network for Supervised Local Learning", 2024. Each group is a job of
+outsize/runtime/local.py.
+
+    plan: {approximate: [local-learning]}
+    local-learning: {groups: 2}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outsize.registry import setting, technique
+
+KEY = "local-learning"
+
+
+@dataclass(frozen=True)
+class LocalLearning:
+    """Of a run whose plan.approximate names it; as outsize.plan.Local has them."""
+
+    groups: int = setting(2, "runs of blocks with losses of their own", least=2)
+    auxiliary: Literal["head", "block", "momentum"] = setting(
+        "momentum", "what a group has before its head: nothing, a block, or an average beside it"
+    )
+    momentum: float = setting(0.995, "what the average keeps of itself each step", least=0, most=1)
+
+
+technique(
+    KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
+    touches=frozenset({"the backward pass"}),
+)  # fmt: skip

@@ -1,0 +1,29 @@
+"""Zeroth-order steps: two losses along a random direction in place of a backward pass.
+
+Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO), 2023; on weights that
+stream: Wang et al., "ZO2", 2025. outsize/runtime/zeroth.py has the handlers that play it.
+
+    plan: {approximate: [zeroth-order]}
+    zeroth-order: {epsilon: 1e-3}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outsize.registry import setting, technique
+
+KEY = "zeroth-order"
+
+
+@dataclass(frozen=True)
+class ZerothOrder:
+    """Of a run whose plan.approximate names it."""
+
+    epsilon: float = setting(1e-3, "how far from the weights the losses are taken", least=0)
+
+
+technique(
+    KEY, ZerothOrder, "settings of plan.approximate: [zeroth-order]", exact=False,
+    touches=frozenset({"the backward pass"}),
+)  # fmt: skip

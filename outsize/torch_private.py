@@ -1,0 +1,124 @@
+"""Every private name of PyTorch that Outsize uses, so that a new release is checked in one place.
+
+`tests/test_torch_private.py` calls each of them. What takes long to import (fake tensors bring
+sympy) is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+    from torch._C._distributed_c10d import ReduceOp as ReduceOp
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch._C._distributed_c10d import Work as Work
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException as DataDependentOutputException,
+    )
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException as DynamicOutputShapeException,
+    )
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+
+_FAKE, _C10D = "torch._subclasses.fake_tensor", "torch._C._distributed_c10d"
+_LATER = {
+    "DataDependentOutputException": _FAKE,
+    "DynamicOutputShapeException": _FAKE,
+    "FakeTensor": _FAKE,
+    "FakeTensorMode": _FAKE,
+    "unset_fake_temporarily": _FAKE,
+    "PrefixStore": _C10D,
+    "ProcessGroupGloo": _C10D,
+    "ReduceOp": _C10D,
+    "Store": _C10D,
+    "TCPStore": _C10D,
+    "Work": _C10D,
+}
+
+disable_current_modes = _python_dispatch._disable_current_modes
+flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+disabled_torch_function = torch._C._disabled_torch_function_impl
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+fused_adamw_ = torch._fused_adamw_
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is asked for."""
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def storage_key(of: Tensor | UntypedStorage) -> int:
+    """What tells a storage from all others that live, of fake tensors too."""
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
+    return int(storage._cdata)
+
+
+def storage_uses(of: Tensor) -> int:
+    """How many references C++ and Python hold on a tensor's storage."""
+    return int(torch._C._storage_Use_Count(of.untyped_storage()._cdata))
+
+
+def saved_tensor_hooks() -> Any:
+    """The (pack, unpack) hooks of saved tensors that are in force; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def warm_fake_tensors() -> None:
+    """Import what fake tensors bring along, which takes a second."""
+    importlib.import_module("torch._dynamo")
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has made a step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def parameters_here(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """A module's own parameters by name: the dict that it looks them up in."""
+    return module._parameters
+
+
+def buffers_here(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers by name: the dict that it looks them up in."""
+    return module._buffers
+
+
+def gloo_options(hostname: str, timeout: timedelta) -> Any:
+    """Options of a gloo process group that listens on an interface, by its address or name."""
+    gloo = importlib.import_module(_C10D).ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=hostname)]
+    options._timeout = timeout
+    return options
+
+
+def start_coalescing(group: Any) -> None:
+    """Messages of a process group from now on begin together, at `end_coalescing`."""
+    group._start_coalescing()
+
+
+def end_coalescing(group: Any) -> Work:
+    """Begin them; gives the one handle of all."""
+    work: Work = group._end_coalescing()
+    return work

@@ -1,0 +1,198 @@
+"""The states of a job that `prepare` gave: as a dictionary, in files, and where the optimizer of
+torch.optim that was handed in shows its own.
+
+A directory that `save` writes is laid out as a run's: outsize.load and `outsize generate` take that
+of a native decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.checkpoint import adapters
+from outsize.checkpoint.contents import Later, Named
+from outsize.checkpoint.manifest import JSON
+from outsize.checkpoint.opened import Checkpoint
+from outsize.checkpoint.store import Store
+from outsize.checkpoint.writing import write_json
+from outsize.errors import OutsizeError, nearest
+from outsize.models.decoder import Decoder
+from outsize.runtime import Job
+from outsize.train.state import OPTIMIZER, WEIGHTS, tensors_of, weights_of
+from outsize.train.values import beside
+
+KIND, BUFFERS = "outsize job", "buffers"
+KEPT = 2  # checkpoints in a directory
+_TORCHS = {"momentum": "momentum_buffer"}  # names of states in torch.optim, where they differ
+State = Mapping[str, Any]
+
+
+def state_dict(job: Job, model: nn.Module, steps: int) -> dict[str, Any]:
+    """Copies of all states by name. The workers of a pipeline or tensor axis call it together."""
+    return {
+        "steps": steps,
+        WEIGHTS: {name: tensor.clone() for name, tensor in job.weights()},
+        OPTIMIZER: {name: tensor.clone() for name, tensor in job.optimizer_state()},
+        "updates": dict(job.update_counts()),
+        BUFFERS: {name: tensor.clone() for name, tensor in model.named_buffers()},
+    }
+
+
+def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
+    """Put the states of `state_dict` into a job; gives the steps made. OutsizeError, naming the
+    first that is missing or not expected, before anything is changed."""
+    wanted = {WEIGHTS: set(job.owners), OPTIMIZER: set(job.state_names())}
+    for group, names in wanted.items():
+        _check_names(group, set(_group(state, group)), names)
+    for name, own in job.owners.items():
+        found = tuple(state[WEIGHTS][name].shape)
+        if found != (shape := job.shape(name)):
+            raise OutsizeError(f"weight {name!r} has shape {found}; expected {shape}: {own.dtype}")
+
+    def fill(group: str, name: str, out: Tensor) -> None:
+        out.copy_(state[group][name])
+
+    job.load(partial(fill, WEIGHTS), partial(fill, OPTIMIZER))
+    job.restore_counts(dict(state["updates"]))
+    _load_buffers(model, lambda name, out: out.copy_(state[BUFFERS][name]), state[BUFFERS])
+    return int(state["steps"])
+
+
+def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
+    """Write a checkpoint of so many steps below `path`; gives its directory. The first of several
+    workers writes; the others give it what they have."""
+    tensors = _tensors(job, model)
+    counts: dict[str, JSON] = {name: count for name, count in job.update_counts().items()}
+    if job.world.rank:
+        for _, _, tensor in tensors:
+            if isinstance(tensor, Later):
+                tensor.make()
+        return path
+
+    def files(directory: Path) -> None:
+        if isinstance(model, Decoder):
+            dtype = str(job.weights_dtype).removeprefix("torch.")
+            text = json.dumps({**model.config.source, "torch_dtype": dtype}, indent=2)
+            (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+            if model.config.adapter is not None:
+                said = adapters.to_json(model.config, adapters.base_of(model))
+                write_json(directory / adapters.ADAPTER_CONFIG, said)
+
+    with Store(path, KEPT) as store:
+        return store.save(steps, tensors, {"kind": KIND, "steps": steps, "updates": counts}, files)
+
+
+def load(job: Job, model: nn.Module, path: Path) -> int:
+    """Put the last checkpoint of `save` into a job; gives the steps made."""
+    with Store(path) as store:
+        found = store.load()
+    if found.meta.get("kind") != KIND:
+        raise OutsizeError(f"{path} is not what job.save writes; expected its directory")
+    names = {WEIGHTS: {n for g, n, _ in _tensors(job, model) if g == WEIGHTS}}
+    names[OPTIMIZER] = set(job.state_names())
+    for group, expected in names.items():
+        _check_names(group, set(found.names(group)), expected)
+    job.load(_weights(found, model), lambda name, out: _into(found, OPTIMIZER, name, out))
+    updates = found.meta.get("updates")
+    assert isinstance(updates, Mapping)
+    job.restore_counts({name: int(str(count)) for name, count in updates.items()})
+    _load_buffers(model, partial(_into, found, BUFFERS), set(found.names(BUFFERS)))
+    return found.step
+
+
+def shown(job: Job, optimizer: torch.optim.Optimizer, steps: Tensor) -> None:
+    """Put the states of a job where an optimizer of torch.optim has its own: views where they lie
+    whole on the device, else copies. steps: what all share that were updated in every step."""
+    counts, made = job.update_counts(), float(steps)
+    for name, tensor in job.optimizer_state():
+        owner, _, state = name.rpartition(".")
+        mine = optimizer.state[job.owners[owner]]
+        mine[_TORCHS.get(state, state)] = tensor
+        count = counts.get(owner, 0)
+        if isinstance(optimizer, torch.optim.AdamW):
+            mine["step"] = steps if count == made else torch.tensor(float(count))
+
+
+def taken(job: Job, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the states that an optimizer of torch.optim has already; gives the steps made."""
+    counts: dict[str, int] = {}
+
+    def fill(name: str, out: Tensor) -> None:
+        owner, _, state = name.rpartition(".")
+        mine = optimizer.state.get(job.owners[owner], {})
+        value = mine.get(_TORCHS.get(state, state))
+        if value is None:
+            out.zero_()
+            return
+        out.copy_(value)
+        counts[owner] = int(mine.get("step", 1))
+
+    job.load(None, fill)
+    job.restore_counts(counts)
+    return max(counts.values(), default=0)
+
+
+def _tensors(job: Job, model: nn.Module) -> Iterator[Named]:
+    """(group, name, tensor): of native decoders under Hugging Face's names, of other modules under
+    their own."""
+    if isinstance(model, Decoder):
+        yield from tensors_of(job, model.config)
+        return
+    read = job.reader()
+    for name in job.owners:
+        yield WEIGHTS, name, Later(job.weights_dtype, job.shape(name), partial(read, name, None))
+    for name in job.state_names():
+        owner, _, state = name.rpartition(".")
+        shape, dtype = job.form(owner, state)
+        yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
+    for name, buffer in model.named_buffers():
+        yield BUFFERS, name, buffer
+
+
+def _weights(found: Checkpoint, model: nn.Module) -> Callable[[str, Tensor], None]:
+    if isinstance(model, Decoder) and model.config.adapter is not None:
+        base = adapters.base_of(model)
+        if base is None:
+            raise OutsizeError(
+                "job.load: the model has an adapter and was not loaded from a directory, so the"
+                " weights that it leaves as they are lie nowhere; save it and load it before"
+            )
+        return beside(model.config, base, weights_of(found, model.config))
+    if isinstance(model, Decoder):
+        return weights_of(found, model.config)
+    return partial(_into, found, WEIGHTS)
+
+
+def _into(found: Checkpoint, group: str, name: str, out: Tensor) -> None:
+    found.tensor(group, name, out=out)
+
+
+def _load_buffers(model: nn.Module, fill: Callable[[str, Tensor], object], names: object) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if isinstance(names, (set, Mapping)) and name in names:
+                fill(name, buffer)
+
+
+def _group(state: State, group: str) -> Mapping[str, Tensor]:
+    found = state.get(group) if isinstance(state, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise OutsizeError(f"state has no {group!r}; expected what job.state_dict() gives")
+    return found
+
+
+def _check_names(group: str, found: set[str], wanted: set[str]) -> None:
+    for name in sorted(found ^ wanted):
+        what = "lacks" if name in wanted else "has an unexpected"
+        hint = nearest(name, tuple(wanted)) if name in found else ""
+        raise OutsizeError(
+            f"state {what} tensor {name!r} of its {group}{hint}; expected that of the same model"
+            " and optimizer"
+        )

@@ -1,0 +1,91 @@
+"""LoRA from the command line: trained, gone on with, generated from, merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from run_files import files_of
+
+import outsize
+from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.train.metrics import read_metrics
+
+SETS = ("--set", "model=base", "--set", "adapt.lora.rank=4")
+
+
+@pytest.fixture
+def base(home, tiny_config):
+    outsize.save(build(parse({**tiny_config, "vocab_size": 264}), seed=2), home / "base")
+    return home / "base"
+
+
+def last(run: Path) -> Path:
+    return run / (run / "latest").read_text().strip()
+
+
+def train(invoke, *words: object) -> str:
+    result = invoke("train", *words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_run_trains_an_adapter_that_peft_reads(invoke, home, base):
+    said = train(invoke, "run.yaml", *SETS)
+    checkpoint = last(home / "run")
+    assert not list(checkpoint.glob("model*.safetensors")), "the base is stored once"
+    parameters = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    states = sum(f.stat().st_size for f in checkpoint.glob("optimizer*.safetensors"))
+    assert 2 * 4 * parameters < states < 2 * 4 * parameters + 20_000
+    (totals,) = [r for r in read_metrics(home / "run") if "measured" in str(r)][-1:]
+    assert "optimizer" in said and totals
+    ids = torch.arange(12)[None]
+    ours = outsize.load(home / "run")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    again = peft.PeftModel.from_pretrained(plain, checkpoint).eval()
+    torch.testing.assert_close(again(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(ours(ids), outsize.load(base)(ids)), "it has learnt"
+
+
+def test_it_goes_on_bit_for_bit(invoke, home, base):
+    train(invoke, "run.yaml", *SETS, "--set", "output=whole")
+    train(invoke, "run.yaml", *SETS, "--set", "train.steps=2",
+          "--set", "learning_rate.shape=constant", "--set", "learning_rate.warmup=1",
+          "--set", "output=parts")  # fmt: skip
+    train(invoke, "--resume", "parts", "--set", "train.steps=3")
+    train(invoke, "run.yaml", *SETS, "--set", "learning_rate.shape=constant",
+          "--set", "learning_rate.warmup=1", "--set", "output=same")  # fmt: skip
+    assert files_of(home / "parts") == files_of(home / "same") != files_of(home / "whole")
+
+
+def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home, base):
+    train(invoke, "run.yaml", *SETS, "--set", "optimizer.lr=0.05")
+    outsize.save(outsize.merge(outsize.load(home / "run")), home / "merged")
+    words = ("--prompt", "line", "--max-tokens", "8", "--tokenizer", "bytes")
+    texts = [invoke("generate", where, *words).output for where in ("run", "merged", "base")]
+    assert texts[0] == texts[1] != texts[2]
+    outsize.save(outsize.load(home / "run"), home / "adapter")
+    assert sorted(p.name for p in (home / "adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    assert invoke("generate", "adapter", *words).output == texts[0]
+    refused = invoke("generate", "run", *words, "--memory", "1GiB")
+    assert refused.exit_code == 2 and "holds an adapter alone" in refused.output
+
+
+def test_a_run_file_says_it_and_random_weights_are_refused(invoke, home, base):
+    text = (home / "run.yaml").read_text().replace("model: tiny", "model: base")
+    (home / "run.yaml").write_text(text + "adapt: {lora: {rank: 4, targets: [q, v]}}\n")
+    train(invoke, "run.yaml")
+    said = json.loads((last(home / "run") / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["self_attn.q_proj", "self_attn.v_proj"] and said["r"] == 4
+    refused = invoke("train", "run.yaml", "--set", "model=tiny", "--set", "output=other")
+    assert refused.exit_code == 2 and "an adapter trains beside weights" in refused.output
+    with pytest.raises(OutsizeError, match="merge: model is a dict"):
+        outsize.merge({})

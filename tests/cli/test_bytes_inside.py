@@ -1,0 +1,44 @@
+"""What workers say inside layers: the forecast, and the run's own metric, forget none of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outsize.train.metrics import read_metrics
+
+WORDS = {
+    "tensor": ("tensor=2", 0),
+    "tensor, beside the products": ("tensor=2", 4),
+    "context": ("context=2", 0),
+    "context, tensor beside the products": ("context=2,tensor=2", 4),
+}
+
+
+@pytest.mark.parametrize(("mesh", "overlap"), WORDS.values(), ids=WORDS)
+def test_bytes_are_those_predicted(mesh: str, overlap: int, home, invoke) -> None:
+    words = ("run.yaml", "--mesh", mesh, "--set", f"plan.overlap={overlap}")
+    shown = invoke("plan", *words, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    parts = json.loads(shown.stdout)["received"]
+    trained = invoke("train", *words)
+    assert trained.exit_code == 0, trained.stderr
+    steps = [r for r in read_metrics(home / "run") if "loss" in r]
+    assert len(steps) == 3
+    for step in steps:
+        assert step["workers_bytes_read"] == sum(part["this_machine"] for part in parts.values())
+    if "tensor" in parts and "context" not in parts:
+        # Of two workers each has T x D numbers of a sum from the other: four sums a block, that of
+        # the embedding and that of the gradient of the head's input.
+        sums = 4 * 2 + 2
+        assert parts["tensor"]["this_machine"] >= sums * 256 * 64 * 4
+
+
+@pytest.mark.parametrize("key", ["plan.overlap=2", "plan.sequence_parallel=true"])
+def test_what_is_of_the_tensor_axis_is_refused_without_it(key: str, home, invoke) -> None:
+    shown = invoke("train", "run.yaml", "--mesh", "data=2", "--set", key)
+    name = key.partition("=")[0]
+    assert shown.exit_code != 0
+    assert shown.stderr.count("\n") == 1 and f"error: {name} is" in shown.stderr
+    assert "mesh.tensor is 1" in shown.stderr

@@ -1,0 +1,101 @@
+"""How little a command imports and reads before it works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import outsize
+from outsize.checkpoint import hub
+from outsize.cli.main import main
+from outsize.data import tokenizer as tokenizers
+from outsize.models.build import build
+from outsize.models.families import parse
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "intermediate_size": 48, "vocab_size": 257,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    outsize.save(build(parse(MODEL), 0), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def imported(code: str) -> set[str]:
+    text = f"{code}\nimport sys; print(*[m for m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    return set(run.stdout.split("\n")[-2].split())
+
+
+def test_help_and_the_package_itself_come_without_pytorch() -> None:
+    assert "torch" not in imported("import outsize, outsize.cli.main")
+
+
+def test_generate_imports_under_half_of_the_modules_that_it_did(directory) -> None:
+    """278 of 395 (issue 11); none of planning, of training, of several workers."""
+    code = f"import outsize; outsize.generate(outsize.load({str(directory)!r}), [1], 2)"
+    found = {name for name in imported(code) if name.partition(".")[0] == "outsize"}
+    assert len(found) < 278 / 2
+    assert not {
+        n for n in found if n.startswith(("outsize.search", "outsize.serve", "outsize.c10d"))
+    }
+
+
+def test_config_tokenizer_and_prompt_are_read_once(directory, monkeypatch) -> None:
+    read: list[str] = []
+
+    def counting(module, name):
+        own = getattr(module, name)
+
+        def call(*args):
+            read.append(name)
+            return own(*args)
+
+        monkeypatch.setattr(module, name, call)
+
+    counting(hub, "read_config")
+    counting(tokenizers, "open_tokenizer")
+    counting(tokenizers.ByteTokenizer, "encode")
+    words = ["generate", str(directory), "--prompt", "ab", "--max-tokens", "2"]
+    result = CliRunner().invoke(main, [*words, "--tokenizer", "bytes"])
+    assert result.exit_code == 0, result.output
+    assert sorted(read) == ["encode", "open_tokenizer", "read_config"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--max-tokens", "-3"), "--max-tokens is -3; expected 0 or more"),
+        (("--top-k", "0"), "--top-k is 0; expected at least 1"),
+        (("--temperature", "-1"), "--temperature is -1.0; expected"),
+    ],
+)
+def test_messages_name_the_option_that_was_typed(directory, words, said) -> None:
+    result = CliRunner().invoke(main, ["generate", str(directory), "--tokenizer", "bytes", *words])
+    assert result.exit_code == 2 and result.output.startswith(f"error: {said}")
+    assert "max_tokens" not in result.output and "top_k" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model: outsize.generate(3, [1]), "model is a int; expected what outsize.load"),
+        (lambda model: outsize.generate(model, [1.5]), "prompt is \\[1.5\\]; expected a text"),
+        (lambda model: outsize.generate(model, 3), "prompt is 3; expected a text"),
+        (lambda model: outsize.generate(model, [999], 1), "token 999; expected 0 to 256"),
+        (lambda model: outsize.save(3, "x"), "save: model is a int; expected a decoder"),
+        (lambda model: outsize.prepare(3, "adamw"), "model is a int; expected a torch.nn.Module"),
+    ],
+)
+def test_foreign_values_are_refused_in_one_line(directory, call, said) -> None:
+    with pytest.raises(outsize.OutsizeError, match=said) as caught:
+        call(outsize.load(directory))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,187 @@
+"""Each private name of PyTorch does what Outsize uses it for; nobody else names one."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from outsize import torch_private as private
+
+PACKAGE = Path(private.__file__).parent
+NAMED = re.compile(
+    r"torch\.(utils\.)?_(?!_version__|_file__)\w|torch\.ops\.aten\._\w|\._cdata\b|\._opt_called\b"
+    r"|\._Options\b|_start_coalescing\(\)"
+)
+
+
+def test_no_other_module_names_one():
+    files = [f for f in PACKAGE.rglob("*.py") if f.name != "torch_private.py"]
+    assert len(files) > 100
+    named = [str(f.relative_to(PACKAGE)) for f in files if NAMED.search(f.read_text())]
+    assert named == []
+
+
+def test_the_pattern_finds_what_it_looks_for():
+    for text in ("torch._C._x()", "x._cdata", "from torch.utils._pytree import y", "torch._foo_("):
+        assert NAMED.search(text)
+    assert not NAMED.search("torch.__version__")
+
+
+def test_a_storage_has_one_key():
+    x = torch.zeros(8)
+    assert (
+        private.storage_key(x)
+        == private.storage_key(x[2:])
+        == private.storage_key(x.untyped_storage())
+    )
+    assert private.storage_key(x) != private.storage_key(x.clone())
+
+
+def test_references_to_a_storage_are_counted():
+    x = torch.zeros(8)
+    before = private.storage_uses(x)
+    view = x[1:]
+    assert private.storage_uses(x) == before + 1
+    del view
+    assert private.storage_uses(x) == before
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    assert private.saved_tensor_hooks() is None
+
+    def same(x):
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        assert tuple(private.saved_tensor_hooks()) == (same, same)
+
+
+def test_pytrees_come_apart_and_together():
+    leaves, spec = private.tree_flatten({"a": [1, 2], "b": 3})
+    assert isinstance(spec, private.TreeSpec)
+    assert private.tree_leaves({"a": [1, 2], "b": 3}) == leaves == [1, 2, 3]
+    assert private.tree_unflatten([4, 5, 6], spec) == {"a": [4, 5], "b": 6}
+    assert private.tree_map(lambda n: n + 1, (1, [2])) == (2, [3])
+    assert private.tree_map_only(int, lambda n: n + 1, (1, "x")) == (2, "x")
+
+
+def test_dispatch_modes_see_operators_unless_they_are_disabled():
+    seen = []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.zeros(2).add(1)
+        count = len(seen)
+        with private.disable_current_modes():
+            torch.zeros(2).add(1)
+    assert count == len(seen) == 2
+
+
+def test_fake_tensors_have_no_memory():
+    private.warm_fake_tensors()
+    with private.FakeTensorMode() as mode:
+        x = torch.zeros(1 << 40)
+        assert isinstance(x, private.FakeTensor)
+        with private.unset_fake_temporarily():
+            assert not isinstance(torch.zeros(2), private.FakeTensor)
+        with pytest.raises(private.DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(private.DynamicOutputShapeException):
+            x.nonzero()
+    assert mode is not None
+
+
+def test_flash_attention_is_attention_with_its_log_sum_exp():
+    q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
+    out, lse = private.flash_forward(q, k, v, 0.0, True)[:2]
+    scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(
+        ~torch.ones(16, 16, dtype=torch.bool).tril(), float("-inf")
+    )
+    assert torch.allclose(out, scores.softmax(-1) @ v, atol=1e-12)
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-6)
+    grads = private.flash_backward(torch.ones_like(out), q, k, v, out, lse, 0.0, True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    nn.functional.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+    for mine, leaf in zip(grads, leaves, strict=True):
+        assert torch.allclose(mine, leaf.grad, atol=1e-10)
+
+
+def test_fused_adamw_is_adamw():
+    mine = torch.linspace(-1, 1, 10)
+    theirs = nn.Parameter(mine.clone())
+    theirs.grad = torch.linspace(1, 2, 10)
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
+    optimizer.step()
+    private.fused_adamw_(
+        [mine], [theirs.grad], [torch.zeros(10)], [torch.zeros(10)], [], [torch.tensor(1.0)],
+        lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def test_a_scheduler_sees_that_a_step_was_made(recwarn):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    private.mark_stepped(optimizer)
+    scheduler.step()
+    assert not recwarn.list
+
+
+def test_a_module_looks_its_tensors_up_where_they_are_put():
+    norm = nn.BatchNorm1d(3)
+    private.parameters_here(norm)["weight"] = nn.Parameter(torch.full((3,), 2.0))
+    private.buffers_here(norm)["running_mean"] = torch.full((3,), 5.0)
+    assert float(norm.weight[0].detach()) == 2.0 and float(norm.running_mean[0]) == 5.0
+
+
+def test_wrapper_subclasses_have_a_shape_alone():
+    class Shape(torch.Tensor):
+        __torch_function__ = private.disabled_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    made = private.make_wrapper_subclass(Shape, (3, 4), dtype=torch.float32)
+    assert isinstance(made, Shape) and made.shape == (3, 4)
+
+
+def test_a_group_of_one_speaks_over_a_named_interface():
+    options = private.gloo_options("127.0.0.1", timedelta(seconds=5))
+    group = private.ProcessGroupGloo(HashStore(), 0, 1, options)
+    x = torch.ones(2)
+    group.allreduce([x]).wait()
+    assert isinstance(private.Store, type) and issubclass(private.TCPStore, private.Store)
+    assert issubclass(private.PrefixStore, private.Store)
+    assert private.ReduceOp.SUM is not None and isinstance(private.Work, type)
+
+
+def test_messages_may_begin_together():
+    class Group:
+        said = ()
+
+        def _start_coalescing(self):
+            self.said += ("start",)
+
+        def _end_coalescing(self):
+            self.said += ("end",)
+            return "work"
+
+    group = Group()
+    private.start_coalescing(group)
+    assert private.end_coalescing(group) == "work" and group.said == ("start", "end")
+
+
+def test_what_is_not_there_is_refused():
+    with pytest.raises(AttributeError):
+        _ = private.nothing

@@ -1,0 +1,160 @@
+"""A plan as a noun: made, written, read again, given to prepare and to train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import outsize
+from outsize import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.models.presets import PRESETS
+from outsize.plan import from_yaml, to_yaml
+from outsize.plan.file import PlanFile, read_plan, write_plan
+from outsize.train.planned import file_of, with_plan
+from outsize.train.resolve import resolve
+from outsize.train.run import start
+from outsize.train.setup import set_up
+
+KEYS = {"train.sequence": 32, "train.batch_tokens": 128, "plan.microbatch_rows": 2}
+
+
+def decoder(name: str = "tiny"):
+    return build(parse(dict(PRESETS[name])), 0)
+
+
+@pytest.fixture
+def planned(monkeypatch, known_rates) -> outsize.Plan:
+    return outsize.plan("tiny", settings=KEYS, memory="16MiB")
+
+
+def test_a_plan_is_that_of_the_command_and_is_simulated(planned) -> None:
+    assert isinstance(planned, outsize.Plan)
+    sets = [f"{name}={value}" for name, value in KEYS.items()]
+    setup = set_up(resolve(None, ["model=tiny", *sets, "memory=16MiB"]))
+    assert planned == setup.plan
+    trace = outsize.simulate("tiny", planned)
+    assert isinstance(trace, outsize.Trace) and trace.peak() == setup.forecast.peak
+    assert trace.span() == pytest.approx(setup.forecast.seconds)
+    with pytest.raises(OutsizeError, match=r"4 segments, and model small has 8"):
+        outsize.simulate("small", planned)
+    with pytest.raises(OutsizeError, match=r"expected an outsize\.Plan"):
+        outsize.simulate("tiny", 3)  # type: ignore[arg-type]
+
+
+def test_packages_that_are_called_stay_packages() -> None:
+    from outsize.plan import Plan
+    from outsize.simulate import Forecast
+
+    assert outsize.plan.Plan is Plan is outsize.Plan and outsize.simulate.Forecast is Forecast
+
+
+def test_a_file_gives_the_plan_back(planned, tmp_path: Path) -> None:
+    config = decoder().config
+    write_plan(tmp_path / "p.yaml", file_of(planned, "tiny", config))
+    assert read_plan(tmp_path / "p.yaml").plan == planned
+    (tmp_path / "old.yaml").write_text(to_yaml(planned))  # as runs keep it
+    assert read_plan(tmp_path / "old.yaml") == PlanFile(planned, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("version: 7\nplan: {}", "version 7 of plan files; expected 1 or 2"),
+        ("steps: 3", "is no plan"),
+        ("[1]", "is no plan"),
+        ("version: 2\nplan: {segments: 4, stages: [], rows: 0}", "p.yaml: "),
+        ("version: 2\nplan: {segments: 4, stages: [], wings: 2}", "unknown key"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(text, said, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(OutsizeError, match=said) as caught:
+        read_plan(tmp_path / "p.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_trains_under_a_plan_as_it_is(runs, planned) -> None:
+    """Its numbers are those of a run that says the same keys."""
+    sets = {name.replace(".", "__"): value for name, value in KEYS.items()}
+    steps = {"train__steps": 3, "sample__tokens": 0, "train__save_every": 0}
+    runs.train(**sets, **steps, output=runs.home / "plain")
+    recompute = [replace(s, recompute=("block",) * (0 < s.first < 3)) for s in planned.stages]
+    plan = replace(planned, stages=tuple(recompute))
+    path = runs.home / "p.yaml"
+    write_plan(path, file_of(plan, "tiny", decoder().config))
+    said = [s for s in runs.sets(**steps, plan_file=path) if s.split("=")[0] not in KEYS]
+    assert start(with_plan(resolve(None, said)), Console(quiet=True)) == 0
+    kept = from_yaml((runs.home / "run" / "plan.yaml").read_text())
+    assert kept == replace(plan, budget=None)
+    weights = [dict(outsize.load(runs.home / name).named_parameters()) for name in ("plain", "run")]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "small"}, "4 segments, and model small has 8"),
+        ({"model.vocabulary": 512}, "was made for tiny, and model tiny has other parameters"),
+        ({"train.sequence": 64}, "train.sequence is 64 (--set), and the plan in"),
+        ({"workers": 2}, "workers is 2, and the plan in"),
+        ({"memory": "64KiB"}, "too small for the plan"),
+    ],
+)
+def test_a_plan_for_another_run_is_refused(changes, said, planned, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    setup = set_up(resolve(None, ["model=tiny", *[f"{k}={v}" for k, v in KEYS.items()]]))
+    write_plan(path, file_of(planned, "tiny", setup.subject.config))
+    values = {"model": "tiny", "plan_file": path, **changes}
+    with pytest.raises(OutsizeError) as caught:
+        set_up(with_plan(resolve(None, [f"{name}={value}" for name, value in values.items()])))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_prepare_takes_a_plan(planned, tmp_path: Path) -> None:
+    model, ids = decoder(), torch.randint(0, 250, (4, 32))
+    plain = outsize.prepare(decoder(), "adamw", microbatches=2)
+    plan = replace(planned, budget=None)
+    job = outsize.prepare(model, "adamw", plan=plan)
+    for _ in range(2):
+        assert float(job.step(ids)) == pytest.approx(float(plain.step(ids)), rel=1e-5)
+    assert job.plan == plan and job.forecast is not None
+    write_plan(tmp_path / "p.yaml", file_of(planned, "tiny", model.config))
+    again = outsize.prepare(decoder(), "adamw", plan=tmp_path / "p.yaml")
+    again.step(ids)
+    assert again.plan == planned
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda m, p: outsize.prepare(m, "adamw", plan=p, microbatches=2), "microbatches is given"),
+        (lambda m, p: outsize.prepare(m, "adamw", plan=3), "plan is a int; expected an outsize"),
+        (lambda m, p: outsize.prepare(decoder("small"), "adamw", plan=p), "4 segments, and this"),
+        (
+            lambda m, p: outsize.prepare(m, "adamw", plan=p).step(torch.ones(3, 32).long()),
+            "plan is for rows 4, and the batch has 3",
+        ),
+        (
+            lambda m, p: outsize.prepare(m, "adamw", plan=p).step(torch.ones(4, 16).long()),
+            "plan is for sequence 32, and the batch has 16",
+        ),
+        (lambda m, p: outsize.prepare(m, "adamw", "1MiB", plan=p).step(torch.ones(4, 32).long()),
+         "too small"),
+    ],
+)  # fmt: skip
+def test_prepare_refuses_a_plan_of_something_else(planned, how, said) -> None:
+    with pytest.raises(OutsizeError, match=said):
+        how(decoder(), planned)
+
+
+def test_prepare_refuses_a_plan_of_more_workers(monkeypatch) -> None:
+    plan = outsize.plan("tiny", settings=KEYS, mesh="data=2")
+    with pytest.raises(OutsizeError, match="plan is for 2 workers, and 1 started"):
+        outsize.prepare(decoder(), "adamw", plan=plan)

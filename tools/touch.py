@@ -1,0 +1,102 @@
+"""How many files name a technique that are not its own: the measure of a good joint.
+
+    python tools/touch.py           # the table
+    python tools/touch.py --check   # exit code 1 where one is named in more files than it may be
+
+A technique of `outsize/techniques` may be named in three files outside its own. Those that were
+there before have a ceiling each, which only ever falls.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "outsize"
+MOST = 3  # files outside its own that may name a technique
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A technique: the words that name it in code, its own files (by the beginning of their path in
+    the package), the files outside these that may name it."""
+
+    words: str
+    own: tuple[str, ...]
+    most: int = MOST
+
+
+# Techniques from before the registry: their ceilings are today's counts.
+SUBJECTS: dict[str, Subject] = {
+    "vocabulary cut over a pipeline": Subject(
+        r"piped|schedule/proof/tables|vocabulary_play|EMBED_BACKWARD|OUTPUT_[ST]|with_vocabulary",
+        (
+            "parallel/piped_vocabulary", "runtime/vocabulary", "schedule/vocabulary",
+            "schedule/pipelines/vocabulary",
+        ),
+        31,
+    ),
+    "overlap": Subject(
+        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/overlap", "parallel/courier"), 15
+    ),
+    "sequence chunks": Subject(r"sequence_chunk", ("runtime/sequence",), 17),
+    "ladder": Subject(r"\bladder", ("models/ladder",), 18),
+    "zeroth-order": Subject(
+        r"(?i)zeroth",
+        ("techniques/zeroth", "runtime/zeroth", "runtime/forwards", "schedule/compile/zeroth"), 8,
+    ),
+    "local learning": Subject(
+        r"(?i)local[-_]learning|LocalJob|\bplan\.local\b",
+        ("techniques/local", "runtime/local", "runtime/groups"), 7,
+    ),
+    "frozen by dynamics": Subject(
+        r"(?i)frozen[-_]by[-_]dynamics|Freezing", ("techniques/frozen", "runtime/freezing"), 4
+    ),
+}  # fmt: skip
+
+
+# Names that are plain words too: how code says them.
+WORDS = {"context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)"}
+
+
+def registered() -> dict[str, Subject]:
+    """Every file of `outsize/techniques` that is not in SUBJECTS, named by its stem."""
+    told = tuple(own for subject in SUBJECTS.values() for own in subject.own)
+    files = sorted((PACKAGE / "techniques").rglob("*.py"))
+    found = {}
+    for file in files:
+        path = str(file.relative_to(PACKAGE))
+        if file.stem != "__init__" and not path.startswith(told):
+            words = WORDS.get(file.stem, rf"(?i)\b{file.stem.replace('_', '[-_ ]?')}\b")
+            found[file.stem] = Subject(words, (path,))
+    return found
+
+
+def touched(subject: Subject) -> list[str]:
+    """The files that name a technique and are not its own."""
+    pattern, found = re.compile(subject.words), []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = str(file.relative_to(PACKAGE))
+        if not path.startswith(subject.own) and pattern.search(file.read_text()):
+            found.append(path)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; gives the exit code."""
+    over = []
+    for name, subject in {**SUBJECTS, **registered()}.items():
+        files = touched(subject)
+        if len(files) > subject.most:
+            over.append(name)
+        shown = ", ".join(files[:MOST]) + (", ..." if len(files) > MOST else "")
+        print(f"{name:32} {len(files):3} of {subject.most:3}  {shown}")
+    if over:
+        print(f"named in too many files: {', '.join(over)}", file=sys.stderr)
+    return 1 if over and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
