@@ -635,9 +635,8 @@ sys.path[:0] = [sys.argv[1]]
 from outsize.checkpoint.store import Store
 store = Store(sys.argv[2])
 store.acquire()
-helper = os.fork()  # a helper that outlives its parent does not keep the lock
-if helper:
-    print(helper, flush=True)
+if os.fork() == 0:  # a helper that outlives its parent does not keep the lock
+    print(os.getpid(), flush=True)  # by itself: what a fork runs in a child is done by now
 time.sleep(60)
 """
 
