@@ -98,7 +98,7 @@ def load(
     mesh ("pipeline=2,tensor=2"), under torchrun: every worker calls this and has its own part of
     the weights alone; `generate`, which all call alike, gives the same tokens.
     """
-    directory = model_directory(Path(path))
+    directory = model_directory(path)
     if mesh is not None:
         others = {"memory": memory, "disk": disk, "sparse": sparse or None}
         others["weights"] = None if weights == "required" else weights

@@ -14,9 +14,9 @@ for _i, _letter in enumerate("kmgtp", start=1):
 
 def parse_bytes(text: str | int) -> int:
     """Bytes of "2GiB" (1024^3), "2GB" (1000^3), "2G" (1024^3) or a plain number of bytes."""
-    if isinstance(text, int):
+    if isinstance(text, int) and text >= 0:
         return text
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
     if not match or match[2].lower() not in _UNITS:
         raise OutsizeError(f"memory size {text!r} is not understood; write it as 512MiB or 2GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -51,6 +51,12 @@ def check_weight(weight: float) -> None:
         )
 
 
+def check_rate(lr: object) -> None:
+    """Of a step; None where the optimizer has its own."""
+    if lr is not None and not (isinstance(lr, (int, float)) and 0 <= lr < float("inf")):
+        raise OutsizeError(f"step: lr is {lr!r}; expected a finite number, 0 or more")
+
+
 def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
     if plan.mesh != world.mesh:
         raise OutsizeError(

@@ -22,6 +22,7 @@ from outsize.runtime.checks import (
     by_shape,
     check,
     check_pipeline,
+    check_rate,
     check_same,
     check_weight,
     check_world,
@@ -176,6 +177,7 @@ class Job(Stateful):
         lr: this step's learning rate; the optimizer's own where none is given. `report` tells more.
         """
         begin = time.perf_counter()
+        check_rate(lr)
         self.training.update.check()
         weight, count = self._totals.count(self.flow.count(batch))
         check_weight(weight)

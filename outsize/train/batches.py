@@ -14,15 +14,38 @@ from outsize.errors import OutsizeError
 from outsize.torch_private import tree_leaves, tree_map
 
 
-def tokens_of(batch: Any) -> Batch:
-    """Token ids as a Batch: every row a document; labels, and weights of them, shifted by one."""
-    if isinstance(batch, Batch):
-        return batch
+def tokens_of(batch: Any, vocab: int) -> Batch:
+    """Token ids as a Batch: every row a document; labels, and weights of them, shifted by one.
+    OutsizeError for ids and targets that a vocabulary of `vocab` does not have."""
+    made = batch if isinstance(batch, Batch) else _batch_of(batch)
+    _refuse_unknown("token id", made.ids_BS, vocab)
+    _refuse_unknown("target", made.targets_BS[made.targets_BS != IGNORE], vocab)
+    return made
+
+
+def _refuse_unknown(what: str, ids: Tensor, vocab: int) -> None:
+    """Only where looking costs no wait for a device."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    for found in map(int, torch.aminmax(ids)):
+        if not 0 <= found < vocab:
+            raise OutsizeError(
+                f"batch: {what} {found} is not in the model's vocabulary; expected 0 to"
+                f" {vocab - 1}: use the model's own tokenizer"
+            )
+
+
+def _batch_of(batch: Any) -> Batch:
     ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
     labels = batch.get("labels", ids) if isinstance(batch, Mapping) else ids
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
         raise OutsizeError(
             f"batch is {_say(ids)}; expected token ids, an int64 tensor (rows, tokens)"
+        )
+    if not isinstance(labels, Tensor) or labels.shape != ids.shape:
+        raise OutsizeError(
+            f"batch: labels is {_say(labels)}; expected a target for each of its ids,"
+            f" {tuple(ids.shape)}"
         )
     targets = torch.full_like(ids, IGNORE)
     targets[:, :-1] = labels[:, 1:]

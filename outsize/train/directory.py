@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from outsize.checkpoint.adapters import ADAPTER_CONFIG
@@ -16,6 +17,8 @@ def model_directory(path: str | Path) -> Path:
 
     A checkpoint is verified, every byte of it. OutsizeError for what is neither, or damaged.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutsizeError(f"directory is {path!r}; expected the path of a run or a model")
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise OutsizeError(

@@ -70,7 +70,7 @@ def simulate(
 def _values(model: str | Path, settings: Mapping[str, object]) -> Resolved:
     said = {name: value for name, value in settings.items() if value is not None}
     sets = [f"{name}={json.dumps(value)}" for name, value in said.items()]
-    path = Path(model)
+    path = Path(str(model))
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return _with_workers(resolve(path, sets))
     return _with_workers(resolve(None, [f"model.name={model}", *sets]))

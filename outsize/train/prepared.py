@@ -135,7 +135,7 @@ class Prepared:
         takes: a mapping by keyword, a tuple by place.
         """
         if isinstance(self.model, Decoder):
-            batch = tokens_of(batch)
+            batch = tokens_of(batch, self.model.config.vocab)
         refuse_empty(batch)
         if self._job is None and self.settings.whole:
             return self._first(batch, lr)
@@ -186,7 +186,7 @@ class Prepared:
         """Sum of losses over a batch and what to divide it by, wherever the weights rest; after a
         first step."""
         if isinstance(self.model, Decoder):
-            batch = tokens_of(batch)
+            batch = tokens_of(batch, self.model.config.vocab)
         refuse_empty(batch)
         job = self._made
         self._meet(batch)

@@ -84,6 +84,12 @@ def test_messages_name_the_option_that_was_typed(directory, words, said) -> None
     assert "max_tokens" not in result.output and "top_k" not in result.output
 
 
+def _step(model: object, lr: object) -> None:
+    import torch
+
+    outsize.prepare(model, "adamw").step(torch.ones(1, 4, dtype=torch.int64), lr)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -91,6 +97,11 @@ def test_messages_name_the_option_that_was_typed(directory, words, said) -> None
         (lambda model: outsize.generate(model, [1.5]), "prompt is \\[1.5\\]; expected a text"),
         (lambda model: outsize.generate(model, 3), "prompt is 3; expected a text"),
         (lambda model: outsize.generate(model, [999], 1), "token 999; expected 0 to 256"),
+        (lambda model: outsize.load(3), "directory is 3; expected the path of a run or a model"),
+        (lambda model: outsize.plan(3), "model.*3"),
+        (lambda model: outsize.prepare(model, "adamw", memory=-5), "memory size '?-5"),
+        (lambda model: _step(model, -0.1), "step: lr is -0.1; expected a finite number, 0 or more"),
+        (lambda model: _step(model, "fast"), "step: lr is 'fast'; expected a finite number"),
         (lambda model: outsize.save(3, "x"), "save: model is a int; expected a decoder"),
         (lambda model: outsize.prepare(3, "adamw"), "model is a int; expected a torch.nn.Module"),
     ],

@@ -108,6 +108,34 @@ def test_a_batch_of_nothing_is_refused(make, batch):
         job.step(batch)
 
 
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (torch.full((2, 8), VOCAB), f"batch: token id {VOCAB} is not in the model's vocabulary"),
+        (torch.full((2, 8), -1), f"token id -1 .*; expected 0 to {VOCAB - 1}: use the model's own"),
+        (
+            {"input_ids": torch.ones(2, 8).long(), "labels": torch.full((2, 8), VOCAB)},
+            f"batch: target {VOCAB} is not",
+        ),
+        (
+            {"input_ids": torch.ones(2, 8).long(), "labels": torch.ones(2, 4).long()},
+            r"labels is a torch.int64 tensor of shape \(2, 4\); expected a target for each",
+        ),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_ids_that_the_vocabulary_has_not(first, batch, said):
+    """The refused step leaves the weights alone."""
+    made = model()
+    job = outsize.prepare(made, "adamw")
+    if not first:
+        job.step(torch.ones(2, 8).long())
+    before = [p.detach().clone() for p in made.parameters()]
+    with pytest.raises(OutsizeError, match=said):
+        job.step(batch)
+    assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
+
+
 def test_a_prompt_that_is_no_text():
     """Bytes of a command line that are not UTF-8."""
     from outsize.data import ByteTokenizer
