@@ -8,6 +8,12 @@ class OutsizeError(ValueError):
     expected and what to do. The command line prints it without a traceback and exits with 2."""
 
 
+def counted(count: int, thing: str, form: str = "") -> str:
+    """A number of things: "1 byte", "2 bytes". form: of the number, as format() has it."""
+    ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{count:{form}} {thing}{ending}"
+
+
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     """The ending "; did you mean 'x'?" for an unknown name, or a list of what there is."""
     import difflib

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outsize.errors import counted
+
 if TYPE_CHECKING:
     from outsize.schedule.pipelines import Shape
     from outsize.search.pipelines import Ranked
@@ -79,8 +81,9 @@ def _round(seconds: float) -> float:
 def _lines(figures: dict[str, Any]) -> list[str]:
     share = figures["max_idle_in_makespan"] / figures["makespan"] if figures["makespan"] else 0.0
     lines = [
-        f"{figures['schedule']}: {figures['devices']} devices, {figures['stages']} stages,"
-        f" {figures['microbatches']} microbatches",
+        f"{figures['schedule']}: {counted(figures['devices'], 'device')},"
+        f" {counted(figures['stages'], 'stage')},"
+        f" {counted(figures['microbatches'], 'microbatch')}",
         f"makespan {figures['makespan']:g}, at most {figures['max_idle_in_makespan']:g} of it idle"
         f" ({share:.1%}); {figures['max_idle_in_rank_span']:g} within a worker's own span",
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 
 if TYPE_CHECKING:
     from outsize.trace import Difference, Event, Sum, Trace
@@ -132,7 +132,7 @@ def _compared(predicted: Trace, measured: Trace, scaled: bool) -> _Compared:
 
 def _few(of: Trace) -> str:
     names = ", ".join(event.name for event in of.events[:2])
-    return f"{of.source}: {len(of.events)} actions{f', {names}' if names else ''}"
+    return f"{of.source}: {counted(len(of.events), 'action')}{f', {names}' if names else ''}"
 
 
 # -- for programs ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from outsize.collectives.shared import MOST, Shared, over_memory, usable
 from outsize.collectives.small import Chosen, Table
 from outsize.collectives.watch import Process, this_process
 from outsize.collectives.world import Key, Use
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.torch_private import PrefixStore, Store, TCPStore
 
 Backend = Literal["gloo", "nccl"]
@@ -206,7 +206,8 @@ def from_environment(
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if size != mesh.size:
         raise OutsizeError(
-            f"mesh {mesh} has {mesh.size} workers, WORLD_SIZE is {size}; start {mesh.size} workers"
+            f"mesh {mesh} has {counted(mesh.size, 'worker')}, WORLD_SIZE is {size}; start"
+            f" {counted(mesh.size, 'worker')}"
             f" or give a mesh of {size}, such as data={size}"
         )
     store = meeting(environment)

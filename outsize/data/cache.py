@@ -35,7 +35,7 @@ from outsize.data.build import Progress, Recipe, Written, build, token_dtype
 from outsize.data.dataset import Dataset
 from outsize.data.files import SourceFile
 from outsize.data.sources import ReadLog, Skip, SkipReport
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 
 VERSION = 1  # of the files and of what is in them; an entry of another version is never read
 HASHED_BYTES = 64 * 2**20  # up to here files are known by content: reading takes a moment
@@ -199,8 +199,9 @@ def _refuse_empty(recipe: Recipe, written: dict[str, Written], report: SkipRepor
     paths = f"{first}" if len(recipe.files) == 1 else f"{first} and {len(recipe.files) - 1} more"
     if written["validation"].documents:
         raise OutsizeError(
-            f"data in {paths}: all {written['validation'].documents} documents fall into "
-            "validation; give more documents, or set data.validation to 0"
+            f"data in {paths}: validation takes all of it,"
+            f" {counted(written['validation'].documents, 'document')}; give more documents, or set"
+            " data.validation to 0"
         )
     raise OutsizeError(
         f"data in {paths} is empty: expected at least one document of text; {report.summary()}"

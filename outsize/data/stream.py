@@ -22,7 +22,7 @@ from outsize.data.batch import IGNORE, Batch, Span
 from outsize.data.dataset import Dataset
 from outsize.data.packing import Layout, Row, layout, read_row
 from outsize.data.whole import Whole, pack, read_whole
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.plan.spread import share
 
 _LAYOUTS_KEPT = 2  # a step may lie across two epochs
@@ -70,7 +70,8 @@ class TrainStream:
         )
         if not self.rows_per_epoch:
             raise OutsizeError(
-                f"training data has {data.tokens} tokens, less than one row of {sequence}: "
+                f"training data has {counted(data.tokens, 'token')}, less than one row of"
+                f" {sequence}: "
                 f"give more data or set the sequence length to at most {data.tokens}"
             )
         self._layouts: dict[int, Layout | Whole] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.decode.cache import StateCache
 from outsize.decode.samplers import Sampler, Sampling
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Past
 
@@ -140,9 +140,10 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
     fed = len(ids) + max(max_new_tokens - 1, 0)  # the last token drawn is not fed again
     if config.learned_positions and fed > room:
         raise OutsizeError(
-            f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones need {fed} positions; "
+            f"a prompt of {counted(len(ids), 'token')} and {max_new_tokens} new need"
+            f" {counted(fed, 'position')}; "
             f"this {config.family} model has learned {room}: ask for at most "
-            f"{max(room - len(ids) + 1, 0)} new tokens or shorten the prompt"
+            f"{counted(max(room - len(ids) + 1, 0), 'new token')} or shorten the prompt"
         )
 
 

@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory.board import Board
 from outsize.memory.refine import Refiner
 from outsize.memory.residency import (
@@ -84,8 +84,9 @@ def arrange(
     limit = capacity // align * align
     if base.extent > limit:
         raise OutsizeError(
-            f"pool of {format_bytes(capacity)} is {base.extent - capacity:,} bytes short of"
-            f" {base.extent:,} bytes, the least that holds {ahead + 1} visits at once;"
+            f"pool of {format_bytes(capacity)} is {counted(base.extent - capacity, 'byte', ',')}"
+            " short of"
+            f" {base.extent:,} bytes, the least that holds {counted(ahead + 1, 'visit')} at once;"
             " give more memory or fetch fewer visits ahead"
         )
     if policy != "static" and sum(rounded.values()) <= limit:

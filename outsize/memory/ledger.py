@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
 from outsize.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
@@ -37,7 +37,7 @@ class OverBudget(OutsizeError):
         super().__init__(
             f"out of memory on the device tier: {format_bytes(asked)} of {kind} asked for,"
             f" {format_bytes(live)} of the budget of {format_bytes(budget)} in use;"
-            f" {self.missing} bytes missing"
+            f" {counted(self.missing, 'byte')} missing"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Union
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Vocabulary
 from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
@@ -215,7 +215,8 @@ class Decoder(nn.Module):
         rows = config.learned_positions - config.position_offset
         if config.learned_positions and max(lengths, default=0) > rows:
             raise OutsizeError(
-                f"a document of {max(lengths)} tokens is longer than the {rows} positions that "
+                f"a document of {counted(max(lengths), 'token')} is longer than the"
+                f" {counted(rows, 'position')} that "
                 f"this {config.family} model has learned; use a sequence length of at most {rows}"
             )
         dtype = self.prologue.tokens.weight.dtype

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError, counted, nearest
 
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 SHAPES: tuple[Shape, ...] = ("constant", "linear", "cosine", "wsd")
@@ -31,7 +31,8 @@ class LearningRate:
             raise OutsizeError(f"schedule {self.shape!r} is not known{nearest(self.shape, SHAPES)}")
         if not 0 <= self.warmup <= self.steps:
             raise OutsizeError(
-                f"schedule: warmup is {self.warmup} steps; expected 0 to steps, {self.steps}"
+                f"schedule: warmup is {counted(self.warmup, 'step')}; expected 0 to steps,"
+                f" {self.steps}"
             )
 
     def factor(self, step: int) -> float:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from outsize.collectives.mesh import Mesh
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError, counted, nearest
 from outsize.plan.approximate import ALONE, APPROXIMATE, CLASHES, Local, known_names
 from outsize.plan.spread import Pipelined, Sharding, share
 
@@ -281,8 +281,9 @@ class Plan:
             )
         if self.mesh.pipeline > len(self.stages):
             raise OutsizeError(
-                f"plan: {axis}, but the plan has {len(self.stages)} stages, and one without blocks"
-                f" cannot run; expected at most {len(self.stages)} workers"
+                f"plan: {axis}, but the plan has {counted(len(self.stages), 'stage')}, and one"
+                " without blocks"
+                f" cannot run; expected at most {counted(len(self.stages), 'worker')}"
             )
 
     def _check_chunk(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from outsize.errors import counted
 from outsize.plan.plan import BYTES, DEVICE, Plan
 from outsize.registry import TECHNIQUES
 from outsize.typed import Written, load_yaml, read
@@ -46,7 +47,8 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "microbatches",
             str(plan.microbatches),
-            f"{plan.rows} rows a step, {plan.microbatch_rows} at a time; gradients add up",
+            f"{counted(plan.rows, 'row')} a step, {plan.microbatch_rows} at a time; gradients add"
+            " up",
         ),
         (
             "precision",
@@ -92,7 +94,7 @@ def _spread(plan: Plan) -> Iterator[tuple[str, str, str]]:
     mesh, shards = plan.mesh, plan.shards
     if mesh.size > 1:
         first, last = plan.rows_at(0)
-        each = f"{last - first} rows" if mesh.data > 1 else "all rows"
+        each = counted(last - first, "row") if mesh.data > 1 else "all rows"
         yield "workers", str(mesh.size), f"{mesh}; each takes {each} of a step"
     if mesh.data > 1:
         cut = f"{shards.parameters}, {shards.gradients}, {shards.optimizer}"
@@ -116,10 +118,14 @@ def _below(plan: Plan) -> Iterator[tuple[str, str, str]]:
         for tier in dict.fromkeys(tier for tier in tiers if tier != DEVICE):
             streams = True
             count = tiers.count(tier)
-            yield kind, f"{tier}, {count} of {len(tiers)} stages", "there between uses"
+            yield kind, f"{tier}, {count} of {counted(len(tiers), 'stage')}", "there between uses"
     if streams:
         stream = plan.stream
-        yield "stream", f"{stream.resident} stages", f"at once, {stream.returned} given back a time"
+        yield (
+            "stream",
+            counted(stream.resident, "stage"),
+            f"at once, {stream.returned} given back a time",
+        )
         yield (
             "order",
             plan.order,
@@ -134,4 +140,7 @@ def _recompute(plan: Plan) -> str:
         name = "+".join(stage.recompute)
         if name:
             counts[name] = counts.get(name, 0) + stage.last - stage.first
-    return ", ".join(f"{name} of {count} blocks" for name, count in counts.items()) or "nothing"
+    return (
+        ", ".join(f"{name} of {counted(count, 'block')}" for name, count in counts.items())
+        or "nothing"
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.report.tables import beyond_card, kinds_card, meta_card, workers_card
 from outsize.report.totals import busy
 from outsize.report.units import binary_bytes, seconds, signed_percent
@@ -158,8 +158,8 @@ def _subtitle(traces: Sequence[Trace]) -> str:
     workers = len({event.worker for trace in traces for event in trace.events})
     actions = max(len(trace.events) for trace in traces)
     what = " over ".join(trace.source for trace in traces)
-    plural = "" if workers == 1 else "s"
-    return f"{what.capitalize()} · {workers:,} worker{plural} · {actions:,} actions"
+    numbers = f"{counted(workers, 'worker', ',')} · {counted(actions, 'action', ',')}"
+    return f"{what.capitalize()} · {numbers}"
 
 
 def _tiles(traces: Sequence[Trace], budget: int | None) -> str:

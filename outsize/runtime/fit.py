@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.decode.cache import StateCache, state_bytes
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory.ledger import Ledger
 from outsize.memory.sizes import format_bytes
 from outsize.models.build import materialise, segments
@@ -70,8 +70,10 @@ def fit(
             break
         length = max(LEAST_SLICE, min(length, request.prompt) // 2)
     raise OutsizeError(
-        f"--memory {format_bytes(memory)}: {least - left:,} bytes missing; the layers at work need"
-        f" {least:,} bytes, the cache of {request.capacity:,} tokens {cache:,}, a step"
+        f"--memory {format_bytes(memory)}: {counted(least - left, 'byte', ',')} missing; the"
+        " layers at work need"
+        f" {least:,} bytes, the cache of {counted(request.capacity, 'token', ',')} {cache:,}, a"
+        " step"
         f" {work + source.bytes_held:,}: give {memory + least - left:,} bytes, or fewer tokens"
     )
 

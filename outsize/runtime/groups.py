@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import LossOptions
 from outsize.memory import Meter
 from outsize.models.decoder import Block, Decoder, Epilogue
@@ -75,7 +75,8 @@ def groups_of(plan: Plan, blocks: int) -> tuple[Group, ...]:
     count = plan.local.groups
     if blocks < count:
         raise OutsizeError(
-            f"plan: local.groups is {count}, but the model has {blocks} blocks; expected at most"
+            f"plan: local.groups is {count}, but the model has {counted(blocks, 'block')};"
+            " expected at most"
             f" {blocks}"
         )
     each, more = divmod(blocks, count)

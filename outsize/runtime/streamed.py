@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import WEIGHT_DTYPES, describe
 from outsize.decode.generate import PREFILL_TOKENS
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
 from outsize.models.config import DecoderConfig
 from outsize.runtime.cycle import Layout, layout_of, smallest
@@ -115,7 +115,8 @@ class Streamed:
             mean = sum(tokens) / len(tokens)
             said.append(f"{mean:.3g} s a token, predicted {outlook.seconds:.3g}")
         said.append(
-            f"{format_bytes(outlook.layout.read)} read in each of {len(prompt + tokens)} steps"
+            f"{format_bytes(outlook.layout.read)} read in each of"
+            f" {counted(len(prompt + tokens), 'step')}"
         )
         return "; ".join(said)
 
@@ -149,7 +150,8 @@ class Streamed:
         left = self.memory - work - self.source.bytes_held
         if left < self.least:
             raise OutsizeError(
-                f"memory of {format_bytes(self.memory)}: {self.least - left:,} bytes missing for"
+                f"memory of {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
+                " missing for"
                 f" logits of {rows} x {length} tokens; give {self.memory + self.least - left:,}"
                 " bytes, or fewer tokens"
             )

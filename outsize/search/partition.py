@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.schedule.action import Kind
 from outsize.schedule.pipelines import Pipeline
 from outsize.schedule.place import Placement
@@ -83,8 +83,10 @@ def best(
     """
     if len(costs) < placement.stages:
         raise OutsizeError(
-            f"partition: {placement.stages} stages for {len(costs)} fine stages: a stage without"
-            f" blocks cannot run; expected at most {len(costs)} stages, which is the nearest"
+            f"partition: {placement.stages} stages for {counted(len(costs), 'fine stage')}: a"
+            " stage without"
+            f" blocks cannot run; expected at most {counted(len(costs), 'stage')}, which is the"
+            " nearest"
         )
     task = Task(tuple(costs), placement, held or everything(placement))
     ends, least = Search(task, limit).quickest(_even(len(costs), placement.stages))
@@ -168,6 +170,7 @@ def _even(count: int, stages: int) -> tuple[int, ...]:
 def _too_small(least: int, memory: int, cuts: Cuts) -> OutsizeError:
     """With the least bytes that a partition needs."""
     return OutsizeError(
-        f"partition: memory of {memory} bytes a worker is too small: {least - memory} bytes missing"
+        f"partition: memory of {memory} bytes a worker is too small:"
+        f" {counted(least - memory, 'byte')} missing"
         f" at best, with cuts {list(cuts)}; the nearest that holds is {least}"
     )

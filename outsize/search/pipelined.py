@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
 from outsize.plan.approximate import ALONE, PARTIAL
 from outsize.plan.spread import pipelined
@@ -46,7 +46,8 @@ def row_choices(request: PlanRequest) -> list[int]:
         if _count(request, rows) < workers <= least:
             raise OutsizeError(
                 f"plan.microbatch_rows is {request.microbatch_rows}, which makes"
-                f" {_microbatches(_count(request, rows))}; a pipeline of {workers} workers needs as"
+                f" {counted(_count(request, rows), 'microbatch')}; a pipeline of {workers} workers"
+                " needs as"
                 f" many at least: set it to {own // workers}, or leave it out"
             )
     if least < workers:
@@ -158,13 +159,10 @@ def _check_stages(request: PlanRequest, segments: int) -> None:
         most -= 1
     raise OutsizeError(
         f"mesh.pipeline is {workers}: {_name(request)} cuts the model into {stages} stages, and it"
-        f" has {segments} segments (prologue, {segments - 2} blocks, epilogue); a stage without"
+        f" has {segments} segments (prologue, {counted(segments - 2, 'block')}, epilogue); a stage"
+        " without"
         f" blocks cannot run: expected mesh.pipeline {max(1, most)} at most"
     )
-
-
-def _microbatches(count: int) -> str:
-    return "1 microbatch" if count == 1 else f"{count} microbatches"
 
 
 def _few_rows(request: PlanRequest, least: int) -> OutsizeError:
@@ -173,8 +171,9 @@ def _few_rows(request: PlanRequest, least: int) -> OutsizeError:
     each = f" to each of {mesh.data} places of the data axis" if mesh.data > 1 else ""
     enough = mesh.pipeline * mesh.data * max(1, request.sequence)
     return OutsizeError(
-        f"mesh.pipeline is {mesh.pipeline}: a step has {request.rows} rows, which makes"
-        f" {_microbatches(least)} at most{each}, and a pipeline needs as many as it has workers;"
+        f"mesh.pipeline is {mesh.pipeline}: a step has {counted(request.rows, 'row')}, which makes"
+        f" {counted(least, 'microbatch')} at most{each}, and a pipeline needs as many as it has"
+        " workers;"
         f" set train.batch_tokens to {enough}, or mesh.pipeline to {max(1, least)}"
     )
 
@@ -202,7 +201,7 @@ def _named(request: PlanRequest, count: int) -> Pipeline:
     except OutsizeError as error:
         raise OutsizeError(
             f"plan.pipeline is {_name(request)!r}, for {workers} workers and"
-            f" {_microbatches(count)}: {error}"
+            f" {counted(count, 'microbatch')}: {error}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
 from outsize.memory import format_bytes
 from outsize.models.config import DecoderConfig
@@ -132,7 +132,7 @@ def _first(
 def _too_small(smallest: Forecast, budget: int) -> TooSmall:
     return TooSmall(
         f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
-        f" {smallest.peak - budget} bytes missing; the smallest plan needs"
+        f" {counted(smallest.peak - budget, 'byte')} missing; the smallest plan needs"
         f" {format_bytes(smallest.peak)} ({smallest.peak} bytes,"
         f" {format_bytes(sum(smallest.static.values()))} of them parameters, gradients and"
         f" optimizer): set memory to {-(-smallest.peak // 2**20)}MiB, or use a smaller model"

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest, Stream
@@ -337,7 +337,8 @@ class Search:
         below = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in smallest.below.items())
         return OutsizeError(
             f"memory budget of {format_bytes(self.budget)} ({self.budget} bytes) is too small:"
-            f" {smallest.peak - self.budget} bytes missing{_where(smallest)}; the smallest plan"
+            f" {counted(smallest.peak - self.budget, 'byte')} missing{_where(smallest)}; the"
+            " smallest plan"
             f" needs {format_bytes(smallest.peak)} ({smallest.peak} bytes) with {below}: set memory"
             f" to {-(-smallest.peak // 2**20)}MiB, or use fewer tokens at once or a smaller model"
         )
@@ -347,7 +348,8 @@ class Search:
         sizes = ", ".join(f"{tier.name} {format_bytes(tier.bytes)}" for tier in self.tiers)
         last = self.tiers[-1]
         return OutsizeError(
-            f"tiers below the device are too small ({sizes}): {self.short} bytes missing for a"
+            f"tiers below the device are too small ({sizes}): {counted(self.short, 'byte')}"
+            " missing for a"
             f" memory budget of {format_bytes(self.budget)}; give {last.name}"
             f" {-(-(last.bytes + self.short) // 2**20)}MiB, or the device more memory"
         )

@@ -21,7 +21,7 @@ from outsize.checkpoint.hub import WEIGHT_DTYPES, Described, check_tied_head, de
 from outsize.collectives import Lone, Mesh, World, along, from_environment
 from outsize.collectives.joined import Backend
 from outsize.decode.relay import Relay
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
 from outsize.models.build import build, materialise, rest, segments
 from outsize.models.config import DecoderConfig
@@ -136,7 +136,8 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
     if mesh.pipeline > most:
         raise OutsizeError(
             f"mesh: pipeline is {mesh.pipeline}, but the model has {most} segments (prologue,"
-            f" {most - 2} blocks, epilogue) and a worker needs one at least; the nearest that works"
+            f" {counted(most - 2, 'block')}, epilogue) and a worker needs one at least; the"
+            " nearest that works"
             f" is pipeline={most}"
         )
     check(config, mesh.tensor)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outsize.collectives import Mesh
 from outsize.data import Batch
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Loss as ByTarget
 from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
@@ -123,5 +123,6 @@ def refuse_small_budget(model: nn.Module, optimizer: Optimizer, settings: Settin
         raise OutsizeError(
             f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
             f" parameters, gradients and optimizer alone are {static} bytes,"
-            f" {static - budget} bytes missing; set memory above {-(-static // 2**20)}MiB"
+            f" {counted(static - budget, 'byte')} missing; set memory above"
+            f" {-(-static // 2**20)}MiB"
         )

@@ -15,7 +15,7 @@ from rich.console import Console
 from outsize.checkpoint.store import Store
 from outsize.collectives import everyone, inside
 from outsize.data import Batch, Data, TrainStream, ValidationStream
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import memory
 from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
@@ -200,7 +200,7 @@ class Loop:
         )
         show.say(
             f"step {step}: validation {self.bits_per_byte:.3f} bits per byte"
-            f" (loss {nats / weight:.3f} over {round(held.bytes):,} bytes)"
+            f" (loss {nats / weight:.3f} over {counted(round(held.bytes), 'byte', ',')})"
         )
 
     def _over_limit(self) -> int:
@@ -219,7 +219,8 @@ class Loop:
         self._save()
         raise OutsizeError(
             f"memory: this process may hold {format_bytes(self.peak - over)} now, but its steps"
-            f" take {format_bytes(self.peak)}: {over} bytes missing; raise the limit, or go on with"
+            f" take {format_bytes(self.peak)}: {counted(over, 'byte')} missing; raise the limit,"
+            " or go on with"
             " a smaller --memory"
         )
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from outsize.data import Data, TrainStream, open_data
+from outsize.data import Data, Dataset, TrainStream, open_data
+from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.train.reading import data_config
 from outsize.train.setup import Setup, settled
@@ -22,7 +23,9 @@ def show_plan(setup: Setup, console: Console) -> None:
     if setup.forecast.turns:
         console.print(turns_table(setup.forecast), markup=False)
         console.print()
-    line = f"{predicted(setup.forecast)}; {setup.config.train.steps} steps"
+    steps = setup.config.train.steps
+    assert steps is not None
+    line = f"{predicted(setup.forecast)}; {counted(steps, 'step')}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     if setup.paces:
         console.print(pace(setup.paces), markup=False, highlight=False, soft_wrap=True)
@@ -52,15 +55,17 @@ def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready
         setup = settled(calibrated(setup, stream, worker_group))
     show_plan(setup, console)
     console.print(
-        f"data: {data.train.documents:,} documents, {data.train.tokens:,} tokens{_marked(data)};"
-        " validation"
-        f" {data.validation.documents:,} documents, {data.validation.tokens:,} tokens;"
+        f"data: {_size(data.train)}{_marked(data)}; validation {_size(data.validation)};"
         f" {data.skipped.summary()}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
     return Ready(setup, data, stream)
+
+
+def _size(data: Dataset) -> str:
+    return f"{counted(data.documents, 'document', ',')}, {counted(data.tokens, 'token', ',')}"
 
 
 def streamed(setup: Setup, data: Data) -> Ready:

@@ -28,7 +28,7 @@ from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
 from outsize.data import DataConfig, check_paths
 from outsize.decode.text import check_prompt
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
 from outsize.hardware.form import from_plain, to_plain
 from outsize.kernels.entropy import LossOptions
@@ -216,7 +216,9 @@ def _changed(
     if steps != recorded.get("train.steps") and "learning_rate.warmup" not in said:
         now = warmup_now(recorded.values, steps)
     if now not in (None, recorded.get("learning_rate.warmup")):
-        resolved = resolved.with_value("learning_rate.warmup", now, f"{DERIVED}of {steps} steps")
+        resolved = resolved.with_value(
+            "learning_rate.warmup", now, f"{DERIVED}of {counted(steps, 'step')}"
+        )
     return resolved
 
 
@@ -226,7 +228,8 @@ def _refuse_lost(store: Checkpoints, resolved: Resolved) -> None:
     every = resolved.get("train.save_every") or 0
     if store.pointed is not None or 0 < every < made:
         raise OutsizeError(
-            f"the run in {store.directory} made {max(made, store.pointed or 0)} steps, and none of"
+            f"the run in {store.directory} made {counted(max(made, store.pointed or 0), 'step')},"
+            " and none of"
             " its checkpoints is there any more: put one of its step-* directories back, or start a"
             " new run in another directory"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outsize.collectives import Mesh, parse_mesh
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
 from outsize.hardware.shared import shared
@@ -292,8 +292,9 @@ def _given(
     budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
     if made.peak > budget and (fit or request.budget is not None):
         raise OutsizeError(
-            f"memory of {format_bytes(budget)} is too small for the plan: {made.peak - budget}"
-            f" bytes missing; set memory to {-(-made.peak // 2**20)}MiB, or plan anew"
+            f"memory of {format_bytes(budget)} is too small for the plan: "
+            f" {counted(made.peak - budget, 'byte')} missing; set memory to"
+            f" {-(-made.peak // 2**20)}MiB, or plan anew"
         )
     return made
 
@@ -329,7 +330,8 @@ def _continued(
     if made.peak > budget:
         raise OutsizeError(
             f"memory of {format_bytes(budget)} is too small to go on with the same numbers:"
-            f" {made.peak - budget} bytes missing; set memory above {-(-made.peak // 2**20)}MiB"
+            f" {counted(made.peak - budget, 'byte')} missing; set memory above"
+            f" {-(-made.peak // 2**20)}MiB"
         )
     return made
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware, Tier
 from outsize.memory import format_bytes
 from outsize.memory.disk import staging_bytes
@@ -99,7 +99,8 @@ def check_memory(hardware: Hardware, budget: int | None, specs: tuple[TierSpec, 
     if budget + beside > free:
         raise OutsizeError(
             f"memory of {format_bytes(budget)} and host memory of {format_bytes(beside)} are one"
-            f" RAM here, of which {format_bytes(free)} are free: {budget + beside - free} bytes"
+            f" RAM here, of which {format_bytes(free)} are free:"
+            f" {counted(budget + beside - free, 'byte')}"
             " missing; ask for less of one, or pass --disk DIR"
         )
 

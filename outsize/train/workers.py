@@ -19,7 +19,7 @@ from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
 from outsize.collectives.axes import ordered
 from outsize.collectives.mesh import Mesh, grids, parse_mesh
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import cores
 from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.hosts import started
@@ -117,8 +117,9 @@ def sized(mesh: Mesh, count: int | None) -> Mesh:
     """The mesh, refused where there is another number of workers; None: that is open."""
     if count is not None and mesh.size != count:
         raise OutsizeError(
-            f"mesh {mesh} has {mesh.size} workers, and there are {count}; expected for instance"
-            f" {nearest_mesh(mesh, count)}, or {mesh.size} workers"
+            f"mesh {mesh} has {counted(mesh.size, 'worker')}, and there are {count}; expected for"
+            " instance"
+            f" {nearest_mesh(mesh, count)}, or {counted(mesh.size, 'worker')}"
         )
     return mesh
 
@@ -144,7 +145,7 @@ def with_workers(said: Resolved, mesh: Mesh, near: int) -> Resolved:
     if not many or "OMP_NUM_THREADS" in os.environ:
         return said
     each = max(1, cores() // near)
-    return said.derive("threads", each, f"{cores()} cores for {near} workers")
+    return said.derive("threads", each, f"{counted(cores(), 'core')} for {counted(near, 'worker')}")
 
 
 def _changes(said: Resolved) -> list[tuple[str, object, str]]:

@@ -255,7 +255,7 @@ def test_all_documents_in_validation_is_refused(tmp_path: Path) -> None:
     write_lines(tmp_path, texts)
     held_out = texts_of(open_data(config(tmp_path)).validation)
     write_lines(tmp_path, held_out[:1])
-    with pytest.raises(OutsizeError, match="all 1 documents fall into validation"):
+    with pytest.raises(OutsizeError, match="validation takes all of it, 1 document;"):
         open_data(config(tmp_path))
 
 

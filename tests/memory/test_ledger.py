@@ -181,7 +181,7 @@ def test_over_the_budget_it_raises_with_the_missing_bytes_and_stays_consistent()
         assert live(ledger) == ledger.peak == 800
         exactly = torch.empty(50)
         assert live(ledger) == 1000
-        with pytest.raises(OverBudget, match="1 bytes missing"):
+        with pytest.raises(OverBudget, match="1 byte missing"):
             torch.empty(1, dtype=torch.int8)
         del held, exactly
         assert live(ledger) == 0
@@ -208,7 +208,7 @@ def test_over_the_budget_inside_a_backward_pass():
     x.grad = y = None
     with Ledger(budget=peak - 1) as ledger:
         y = x.exp().exp().sum()
-        with pytest.raises(OverBudget, match="1 bytes missing"):
+        with pytest.raises(OverBudget, match="1 byte missing"):
             y.backward()
         y = None
         gc.collect()

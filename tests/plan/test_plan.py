@@ -127,7 +127,7 @@ def test_explanations_state_what_the_plan_does():
     # bfloat16 parameter 2, fp32 gradient, master and two moments 16.
     assert "18 bytes a parameter" in full["precision"][1]
     assert full["precision"][0] == "bfloat16" and "master float32" in full["precision"][1]
-    assert full["recompute"][0] == "block of 2 blocks, attention+mlp of 1 blocks"
+    assert full["recompute"][0] == "block of 2 blocks, attention+mlp of 1 block"
     assert full["loss chunk"][0] == "1,024" and full["MLP tile"][0] == "64"
     assert full["budget"][0] == "1,073,741,824 bytes" and full["split backward"][0] == "yes"
 

@@ -97,7 +97,7 @@ def test_no_partition_that_fits_is_quicker(seed):
     fitting = min(seconds for seconds, size, _ in all_ if size <= memory)
     assert found.seconds == pytest.approx(fitting, rel=1e-9)
     if least:
-        with pytest.raises(OutsizeError, match=rf"too small: 1 bytes missing.* is {least}$"):
+        with pytest.raises(OutsizeError, match=rf"too small: 1 byte missing.* is {least}$"):
             best(costs, made.placement, least - 1, in_flight(made))
 
 

@@ -66,7 +66,7 @@ def chosen(budget, request=WISH, hardware=MACHINE, config=CONFIG):
 
 
 def missing(error):
-    return int(re.search(r"(\d+) bytes missing", str(error))[1])
+    return int(re.search(r"(\d+) bytes? missing", str(error))[1])
 
 
 @pytest.fixture(scope="module")

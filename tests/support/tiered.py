@@ -40,7 +40,7 @@ def chosen(config: DecoderConfig, request: PlanRequest, budget: int) -> Forecast
 
 
 def missing(error: object) -> int:
-    found = re.search(r"(\d+) bytes missing", str(error))
+    found = re.search(r"(\d+) bytes? missing", str(error))
     assert found is not None
     return int(found[1])
 
