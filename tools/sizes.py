@@ -33,7 +33,6 @@ KNOWN = frozenset(
         "search/streamed.py:Search",
         "train/prepare.py:prepare",
         "train/prepared.py:Prepared",
-        "train/special.py:job",
     }
 )
 

@@ -26,11 +26,10 @@ from outsize.kernels.entropy import LossOptions
 from outsize.memory import Meter
 from outsize.models.decoder import Block, Decoder, Epilogue
 from outsize.models.seams import Context
-from outsize.optim import Optimizer
 from outsize.plan import Plan, Stage
 from outsize.runtime.engine import Ran
 from outsize.runtime.job import Fill, Job
-from outsize.runtime.native import NativeFlow
+from outsize.runtime.making import Here, NativeModel, Recipe, make_job
 from outsize.trace.trace import Event, Trace
 
 LEARNED, AVERAGE = "learned", "average"
@@ -187,20 +186,18 @@ def job_of(
     group: Group,
     decoder: GroupDecoder,
     plan: Plan,
-    optimizer: Optimizer,
-    clip: float | None,
+    recipe: Recipe,
     ledger: Meter | None,
     values: Fill,
     options: LossOptions,
 ) -> Job:
     """The job of a group. values: writes a parameter of the whole model into a tensor."""
-    mine = plan_of(plan, group)
-    flow = NativeFlow(cast(Decoder, decoder), mine, options)
 
     def fill(name: str, out: Tensor) -> None:
         values(group.origin(name), out)
 
-    return Job(flow, mine, optimizer, clip=clip, ledger=ledger, fill=fill)
+    model = NativeModel(cast(Decoder, decoder), options, fill=fill)
+    return make_job(model, plan_of(plan, group), recipe, Here(ledger=ledger))
 
 
 def later(trace: Trace, seconds: float, stages: int) -> Iterator[Event]:

@@ -38,6 +38,7 @@ from outsize.runtime.engine import Engine, Ran
 from outsize.runtime.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
 from outsize.runtime.handlers.passes import Forward
 from outsize.runtime.job import Fill, Job, Report
+from outsize.runtime.making import Recipe
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.native import NativeFlow
 from outsize.runtime.points import Points
@@ -92,9 +93,10 @@ class LocalJob:
         self.jobs: list[Job] = []
         self._ends: list[Auxiliary] = []
         values = fill or partial(_copied, named)
+        recipe = Recipe(optimizer, clip)
         for group, decoder in decoders(model, plan):
             self.groups.append(group)
-            self.jobs.append(job_of(group, decoder, plan, optimizer, clip, ledger, values, options))
+            self.jobs.append(job_of(group, decoder, plan, recipe, ledger, values, options))
             if isinstance(decoder.epilogue, Auxiliary):
                 self._ends.append(decoder.epilogue)
         self.owners = {

@@ -18,14 +18,12 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.dropout import Noise
 from outsize.optim import Optimizer
-from outsize.parallel.divide import divide
-from outsize.parallel.execution import execution_of
-from outsize.parallel.overlap import overlap_of
 from outsize.plan import Pipelined, Plan, Precision, Sharding
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
-from outsize.runtime import Job, NativeFlow
+from outsize.runtime import Job
+from outsize.runtime.making import Here, NativeModel, Recipe, make_job
 from outsize.schedule.starting import Filling
 from outsize.search.settled import composed
 from outsize.simulate import Forecast
@@ -117,17 +115,12 @@ def native_makers(
     bounds = documents or layouts(request)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
-        model = Decoder(config)
         world = PretendWorld(plan.mesh, plan.mesh.tensor - 1)  # the last has the largest parts
-        overlap = overlap_of(world, plan.overlap)
         # Rows of a vocabulary are largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
-        cuts = divide(model, world, plan, overlap, line)
-        flow = NativeFlow(model, plan, execution=execution_of(plan.mesh, world))
-        return Job(
-            flow, plan, request.optimizer, clip=request.clip, ledger=ledger,
-            stores=nowhere(plan), world=world, cuts=cuts,
-        )  # fmt: skip
+        here = Here(world, ledger, nowhere(plan), line=line)
+        recipe = Recipe(request.optimizer, request.clip)
+        return make_job(NativeModel(Decoder(config)), plan, recipe, here)
 
     return job_of, lambda rows: request.batch(rows, bounds)
 

@@ -15,7 +15,8 @@ from outsize.data import Batch
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import Optimizer
-from outsize.runtime import Job, NativeFlow
+from outsize.runtime import Job
+from outsize.runtime.making import NativeModel, Recipe, make_job
 from outsize.schedule import Action, Kind
 from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import play
@@ -39,7 +40,7 @@ def calibrate(
     """
     chosen = sample(config, replace(made.plan, rows=made.plan.microbatch_rows))
     model = build(chosen.config, seed=0, device=device)
-    job = Job(NativeFlow(model, chosen.plan), chosen.plan, optimizer, clip=clip)
+    job = make_job(NativeModel(model), chosen.plan, Recipe(optimizer, clip))
     times = _measure(job, batch_of(chosen.plan.rows))
     norm = times.pop((Kind.NORM, -1)) * made.parameters / sum(c.table.numel for c in job.chunks)
 

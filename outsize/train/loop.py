@@ -19,12 +19,12 @@ from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import memory
 from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
-from outsize.models.dropout import Noise
 from outsize.runtime import Job, Report
 from outsize.runtime.trains import Trains
 from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Written
 from outsize.train.progress import Progress, Speed, Status, progress, resident
+from outsize.train.recipe import noise_of
 from outsize.train.setup import Setup, rates_of
 from outsize.train.special import Notes, Step
 from outsize.train.state import Place, join_saving, save
@@ -124,14 +124,12 @@ class Loop:
         return int(most)
 
     def _step(self, batch: Batch, show: Progress) -> None:
-        step, keys = self.place.step, self.setup.config.train
-        lr = self.job.optimizer.lr * rates_of(self.setup.config).factor(step)
+        step, config = self.place.step, self.setup.config
+        lr = self.job.optimizer.lr * rates_of(config).factor(step)
         counted = self.measure.watch(self.job, step)
         before = moved_by(self.job)
-        if keys.dropout:
-            first = self.rows[0] * batch.ids_BS.shape[1]
-            batch = replace(batch, noise=Noise(keys.dropout, keys.seed, step, first))
-        self.play(batch, lr)
+        noise = noise_of(config, step, self.rows[0] * batch.ids_BS.shape[1])
+        self.play(replace(batch, noise=noise), lr)
         report = self.job.report
         moved = {name: now - before[name] for name, now in moved_by(self.job).items()}
         self.measure.add(report, counted)

@@ -22,17 +22,20 @@ from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
-from outsize.models.cuts import NO_CUTS, Cut
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.automatic import Derived
-from outsize.parallel.automatic_apply import spread
-from outsize.parallel.divide import divide
-from outsize.parallel.execution import execution_of
 from outsize.plan import DEVICE, Plan
-from outsize.runtime import AdoptedFlow, Job, NativeFlow, Report
+from outsize.runtime import Job, Report
 from outsize.runtime.adopted import reach_of
-from outsize.runtime.flow import Flow
+from outsize.runtime.making import (
+    AdoptedModel,
+    Here,
+    NativeModel,
+    Recipe,
+    Trainable,
+    make_job,
+)
 from outsize.runtime.reach import Reach, Uncut
 from outsize.schedule.layout import PARAMETERS
 from outsize.search import pick
@@ -354,32 +357,21 @@ class Prepared:
         stores: Mapping[str, Store],
         world: World,
     ) -> Job:
-        groups = None if self._torch is None else groups_now(self._torch)
-        cuts: Mapping[str, Cut] = NO_CUTS
-        if isinstance(model, Decoder):
-            mesh = self.settings.mesh
-            line = None if plan.mesh == mesh else Pretend(mesh.pipeline, mesh.pipeline - 1)
-            cuts = divide(model, world, plan, line=line)
-        elif self._derived:
-            cuts = spread(model, self._derived, along(world, "tensor"))
-        return Job(
-            self._flow(model, blocks, plan, world), plan, self._optimizer, groups, self._group_of,
-            self.settings.clip, ledger, stores=stores, world=world, cuts=cuts,
-        )  # fmt: skip
+        groups, mesh = None if self._torch is None else groups_now(self._torch), self.settings.mesh
+        line = None if plan.mesh == mesh else Pretend(mesh.pipeline, mesh.pipeline - 1)
+        recipe = Recipe(self._optimizer, self.settings.clip, groups, self._group_of)
+        here = Here(world, ledger, stores, line=line)
+        return make_job(self._trainable(model, blocks), plan, recipe, here)
 
-    def _flow(
-        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan, world: World
-    ) -> Flow:
+    def _trainable(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Trainable:
+        own = self.settings
         if isinstance(model, Decoder):
-            execution = execution_of(plan.mesh, world)
-            return NativeFlow(
-                model, plan, execution=replace(execution, loss=self.settings.by_target)
-            )
-        count = self.settings.count
+            return NativeModel(model, loss=own.by_target)
+        count = own.count
         counter = None if count is None else lambda batch: torch.tensor(float(count(batch)))
-        return AdoptedFlow(
-            model, blocks, plan, self.settings.loss or own_loss,
-            cut if self.settings.microbatches > 1 else None, counter, self._reach,
+        return AdoptedModel(
+            model, blocks, own.loss or own_loss, cut if own.microbatches > 1 else None, counter,
+            self._reach, self._derived,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from outsize.data import Data, Dataset, TrainStream, open_data
 from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.train.reading import data_config
+from outsize.train.recipe import stream_of
 from outsize.train.setup import Setup, settled
 from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
 from outsize.train.timing import calibrated
@@ -69,9 +70,7 @@ def _size(data: Dataset) -> str:
 
 
 def streamed(setup: Setup, data: Data) -> Ready:
-    keys = setup.config.train
-    assert keys.sequence is not None
-    return Ready(setup, data, TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence))
+    return Ready(setup, data, stream_of(setup.config, data, setup.plan))
 
 
 def data_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Data:

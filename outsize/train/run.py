@@ -31,12 +31,12 @@ from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
 from outsize.hardware.form import from_plain, to_plain
-from outsize.kernels.entropy import LossOptions
 from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.build import shells
 from outsize.plan import from_yaml, to_yaml
+from outsize.runtime.making import Here, NativeModel
 from outsize.runtime.trains import Trains
 from outsize.train.config import MAY_CHANGE
 from outsize.train.derive import warmup_now
@@ -46,8 +46,9 @@ from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
 from outsize.train.ready import Ready, data_of, ready_of, show_plan, streamed
+from outsize.train.recipe import options_of, recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
-from outsize.train.setup import Setup, optimizer_of, set_up, settled
+from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
 from outsize.train.state import Place, distances_of, place_of, restore, same_run
 from outsize.train.stop import Stop
@@ -320,10 +321,7 @@ def _job(
     dtype = getattr(torch, plan.precision.master or plan.precision.compute)
     model = shells(config, dtype, setup.device)
     fill = first_values(model, keys, found)
-    optimizer, own = optimizer_of(keys), keys.train
-    options = LossOptions(own.label_smoothing, own.z_loss)
-    make = setup.special.job
     at = worker_group.pulse.at if plan.mesh.size > 1 else None
-    return make(
-        model, plan, optimizer, own.clip, ledger, stores, fill, options, worker_group.world, at
-    )
+    here = Here(worker_group.world, ledger, stores, at)
+    made = NativeModel(model, options_of(keys), fill=fill)
+    return setup.special.job(made, plan, recipe_of(keys), here)

@@ -19,7 +19,7 @@ from outsize.memory import format_bytes, parse_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
-from outsize.optim import LearningRate, Optimizer
+from outsize.optim import LearningRate
 from outsize.parallel.check import refuse
 from outsize.parallel.check_decoder import Spread, check_decoder
 from outsize.parallel.declared import boundaries
@@ -36,8 +36,8 @@ from outsize.train.filling import filling_of
 from outsize.train.model import Subject, subject
 from outsize.train.planned import plan_of
 from outsize.train.reading import weighed
+from outsize.train.recipe import recipe_of
 from outsize.train.resolve import Resolved
-from outsize.train.resolve import optimizer_of as resolved_optimizer
 from outsize.train.special import Special, special_of
 from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
 
@@ -137,12 +137,13 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
     precision = Precision.named(config.precision)
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
+    recipe = recipe_of(config)
     return PlanRequest(
         rows=config.train.batch_tokens // config.train.sequence,
         sequence=config.train.sequence,
         precision=precision,
-        optimizer=optimizer_of(config),
-        clip=config.train.clip,
+        optimizer=recipe.optimizer,
+        clip=recipe.clip,
         budget=None if config.memory is None else parse_bytes(config.memory),
         microbatch_rows=config.plan.microbatch_rows,
         recompute=config.plan.recompute,
@@ -219,12 +220,6 @@ def _shards(config: RunConfig) -> Sharding | None:
             " workers weights, gradients, optimizer states are cut, as [1, 1, 2]"
         )
     return Sharding(*said)
-
-
-def optimizer_of(config: RunConfig) -> Optimizer:
-    """The optimizer of a run whose learning rate is known."""
-    assert config.optimizer.lr is not None
-    return resolved_optimizer(config)
 
 
 def rates_of(config: RunConfig) -> LearningRate:

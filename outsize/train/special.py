@@ -13,25 +13,19 @@ from typing import Literal
 
 from torch import Tensor
 
-from outsize.collectives import Lone, World
 from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
-from outsize.kernels.entropy import PLAIN, LossOptions
-from outsize.memory import Ledger, Meter
-from outsize.memory.store import Store
+from outsize.kernels.entropy import PLAIN
+from outsize.memory import Ledger
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
-from outsize.optim import Optimizer
-from outsize.parallel.divide import divide
-from outsize.parallel.execution import execution_of
-from outsize.parallel.overlap import overlap_of
 from outsize.plan import DEVICE, Local, Plan, Rest, Stream
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.forwards import Zeroth
 from outsize.runtime.freezing import Freezing
-from outsize.runtime.job import Fill
 from outsize.runtime.local import LocalJob
+from outsize.runtime.making import Here, NativeModel, Recipe, make_job
 from outsize.runtime.trains import Trains
 from outsize.runtime.zeroth import ZerothJob
 from outsize.search import PlanRequest, pick
@@ -75,37 +69,22 @@ class Special:
 
     # -- the job ----------------------------------------------------------------------------------
 
-    def job(
-        self,
-        model: Decoder,
-        plan: Plan,
-        optimizer: Optimizer,
-        clip: float | None,
-        ledger: Meter | None,
-        stores: Mapping[str, Store],
-        fill: Fill | None = None,
-        options: LossOptions = PLAIN,
-        world: World | None = None,
-        at: Callable[[str], None] | None = None,
-    ) -> Trains:
-        """The job that carries a plan out, in this worker of `world`. at: as a Job has it."""
+    def job(self, model: NativeModel, plan: Plan, recipe: Recipe, here: Here) -> Trains:
+        """The job that carries a plan out."""
+        decoder, ledger, fill = model.model, here.ledger, model.fill
         if ZEROTH in self.names:
-            if options != PLAIN:
+            if model.options != PLAIN:
                 raise OutsizeError(
                     "zeroth-order: train.label_smoothing and train.z_loss change gradients, and"
                     " there are none; set both to 0"
                 )
-            return ZerothJob(NativeFlow(model, plan), plan, self.zeroth, ledger, stores, fill)
+            flow = NativeFlow(decoder, plan)
+            return ZerothJob(flow, plan, self.zeroth, ledger, here.stores, fill)
         if LOCAL in self.names:
-            return LocalJob(model, plan, optimizer, clip, ledger, fill, options)
-        here = world or Lone()
-        overlap = overlap_of(here, plan.overlap)
-        cuts = divide(model, here, plan, overlap)
-        flow = NativeFlow(model, plan, options, execution=execution_of(plan.mesh, here))
-        return Job(
-            flow, plan, optimizer, clip=clip, ledger=ledger, stores=stores, fill=fill,
-            world=world, cuts=cuts, at=at,
-        )  # fmt: skip
+            return LocalJob(
+                decoder, plan, recipe.optimizer, recipe.clip, ledger, fill, model.options
+            )
+        return make_job(model, plan, recipe, here)
 
     def stepping(
         self, job: Trains, distances: Mapping[str, float]

@@ -30,8 +30,9 @@ from outsize.simulate.alone import WARM as UNTIMED
 from outsize.simulate.calibrate import COUNTED, WARM
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
 from outsize.train.model import subject
+from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
-from outsize.train.setup import Setup, optimizer_of
+from outsize.train.setup import Setup
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
@@ -72,11 +73,12 @@ def _alone(setup: Setup, batch: Batch) -> Setup:
 
 
 def _timed(setup: Setup, batch: Batch) -> Forecast:
+    recipe = recipe_of(setup.config)
     return calibrate(
         setup.forecast,
         setup.subject.config,
-        optimizer_of(setup.config),
-        setup.config.train.clip,
+        recipe.optimizer,
+        recipe.clip,
         lambda rows: batch.rows(0, rows),
         setup.device.type,
     )
@@ -96,11 +98,12 @@ def _takes_long(setup: Setup) -> bool:
 
 def _of_pipeline(setup: Setup, batch: Batch, worker_group: WorkerGroup) -> Setup:
     """Of a pipeline on the cores of this machine, and nothing else in the mesh."""
+    recipe = recipe_of(setup.config)
     known = durations(
         setup.plan,
         setup.subject.config,
-        optimizer_of(setup.config),
-        setup.config.train.clip,
+        recipe.optimizer,
+        recipe.clip,
         lambda rows: repeated(batch, rows),
     )
     found = _paces(setup, known, worker_group)
@@ -146,7 +149,7 @@ class Pacing:
         else:
             config = read_config(Path(self.directory))
         plan = from_yaml(self.plan)
-        doing = work(plan, config, optimizer_of(resolved.config), _rows_of(plan, config))
+        doing = work(plan, config, recipe_of(resolved.config).optimizer, _rows_of(plan, config))
         return paces(worker_group.world, doing, self.window, self.rounds)
 
 

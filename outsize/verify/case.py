@@ -10,38 +10,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.collectives import World
 from outsize.data import Batch
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.models.adopt import find_blocks
 from outsize.models.build import rest, shells
 from outsize.models.config import DecoderConfig
-from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
-from outsize.parallel.divide import divide
-from outsize.parallel.execution import execution_of
-from outsize.parallel.overlap import overlap_of
 from outsize.plan import Plan, Precision
 from outsize.plan.approximate import PARTIAL
-from outsize.runtime import AdoptedFlow, NativeFlow
-from outsize.runtime.flow import Flow
 from outsize.runtime.job import Fill
+from outsize.runtime.making import AdoptedModel, NativeModel, Trainable
 from outsize.torch_private import tree_map
 from outsize.train.batches import cut
 from outsize.verify.naive import NativeLoss
 from outsize.verify.plain import Plain, Recipe, masters_of
 from outsize.verify.walks import Walk, walks_of
-
-
-@dataclass(frozen=True)
-class Part:
-    """A model as one worker has it."""
-
-    flow: Flow
-    fill: Fill | None
-    cuts: Mapping[str, Cut]
 
 
 class Subject(Protocol):
@@ -51,8 +36,8 @@ class Subject(Protocol):
         """The model in plain PyTorch, whole. walks: the segments that rows go through, where some
         leave some out."""
 
-    def part(self, plan: Plan, world: World) -> Part:
-        """The model of one worker; both have the same first values."""
+    def trainable(self, plan: Plan) -> Trainable:
+        """The model for a job under the plan; both have the same first values."""
 
     def rows(self, batch: Any, start: int, stop: int) -> Any:
         """Some rows of a step's batch."""
@@ -128,11 +113,9 @@ class Native:
         masters = masters_of(model, precision, value)
         return Plain(model, NativeLoss(model, self.options, tuple(walks)), masters)
 
-    def part(self, plan: Plan, world: World) -> Part:
+    def trainable(self, plan: Plan) -> Trainable:
         model = self._shell(_master(plan.precision))
-        cuts = divide(model, world, plan, overlap_of(world, plan.overlap))
-        flow = NativeFlow(model, plan, self.options, execution=execution_of(plan.mesh, world))
-        return Part(flow, self.values(), cuts)
+        return NativeModel(model, self.options, fill=self.values())
 
     def rows(self, batch: Batch, start: int, stop: int) -> Batch:
         return batch.rows(start, stop)
@@ -182,7 +165,7 @@ class Adopted:
 
         return Plain(model, loss, masters_of(model, precision, value))
 
-    def part(self, plan: Plan, world: World) -> Part:
+    def trainable(self, plan: Plan) -> Trainable:
         if plan.mesh.tensor > 1:
             raise OutsizeError(
                 f"mesh: tensor is {plan.mesh.tensor}, but {type(self.model).__name__} is an adopted"
@@ -190,12 +173,11 @@ class Adopted:
             )
         compute = getattr(torch, plan.precision.compute)
         model = self._copy(plan.precision, _master(plan.precision))
-        flow = AdoptedFlow(
-            model, self.named_blocks(model), plan, self.loss,
+        return AdoptedModel(
+            model, self.named_blocks(model), self.loss,
             lambda batch, *rows: _typed(cut(batch, *rows), compute),
             lambda batch: torch.tensor(float(self.count(batch)), dtype=torch.float64),
         )  # fmt: skip
-        return Part(flow, None, {})
 
     def rows(self, batch: Any, start: int, stop: int) -> Any:
         return cut(batch, start, stop)

@@ -26,6 +26,7 @@ from outsize.models.random import fill_normal
 from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.runtime.job import Fill
+from outsize.runtime.making import Here
 from outsize.runtime.native import check_noise
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
@@ -140,7 +141,7 @@ def _refuse(case: Case) -> None:
     if case.batch(0).noise is not None and isinstance(case.subject, Native):
         check_noise(case.subject.config, case.plan)
     with torch.device("meta"):
-        case.subject.part(case.plan, world)
+        case.subject.trainable(case.plan).part(case.plan, Here(world))
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from outsize.errors import OutsizeError
 from outsize.memory.store import Store
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
+from outsize.runtime.making import Here, Recipe, make_job
 from outsize.runtime.weight_pool import NO_STORES
 from outsize.schedule.pipelined import channels
 from outsize.verify.case import Case
@@ -90,11 +91,9 @@ def _run(case: Case, world: World, stores: Mapping[str, Store]) -> Run:
 
 def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
     """The job of one worker."""
-    part = case.subject.part(case.plan, world)
-    job = Job(
-        part.flow, case.plan, Kept(case.optimizer), clip=case.clip, stores=stores, fill=part.fill,
-        world=world, cuts=part.cuts,
-    )  # fmt: skip
+    recipe = Recipe(Kept(case.optimizer), case.clip)
+    trainable = case.subject.trainable(case.plan)
+    job = make_job(trainable, case.plan, recipe, Here(world, stores=stores))
     for _ in job.weights():
         pass  # what workers ask one another once, for whole_tensors, is not of a step
     return job

@@ -17,20 +17,19 @@ import torch
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store as Checkpoints
 from outsize.collectives import Mesh
-from outsize.data import Batch, TrainStream, open_data
+from outsize.data import Batch, open_data
 from outsize.errors import OutsizeError
-from outsize.kernels.entropy import LossOptions
 from outsize.models.build import shells
-from outsize.models.dropout import Noise
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Sharding, from_yaml, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
 from outsize.train.model import subject_of
 from outsize.train.reading import data_config
+from outsize.train.recipe import noise_of, options_of, recipe_of, stream_of
 from outsize.train.resolve import Resolved, resolve
 from outsize.train.run import PLAN, RUN, recorded_values
-from outsize.train.setup import Setup, optimizer_of, set_up
+from outsize.train.setup import Setup, set_up
 from outsize.train.values import first_values
 from outsize.verify.case import Adopted, Case, Native
 
@@ -128,16 +127,14 @@ def run_case(wanted: Wanted) -> Case:
     found = _checkpoint(wanted.target)
     model = None if found is None else subject_of(found.path, resolved)
     setup = set_up(resolved, _recorded_plan(wanted.target), model, fit=False)
-    keys, steps = setup.config.train, wanted.steps
-    values = _values(setup, found)
-    options = LossOptions(keys.label_smoothing, keys.z_loss)
+    recipe = recipe_of(setup.config)
     return Case(
-        Native(setup.subject.config, values, options),
+        Native(setup.subject.config, _values(setup, found), options_of(setup.config)),
         _on_device(setup.plan),
-        optimizer_of(setup.config),
+        recipe.optimizer,
         _batches(setup),
-        steps,
-        keys.clip,
+        wanted.steps,
+        recipe.clip,
         resume_at=_resume_at(wanted),
     )
 
@@ -179,16 +176,12 @@ def _values(setup: Setup, found: Checkpoint | None) -> Callable[[], Fill]:
 
 def _batches(setup: Setup) -> Callable[[int], Batch]:
     """The run's own batches."""
-    keys = setup.config.train
     data = open_data(data_config(setup.config, setup.subject.text), setup.subject.config.vocab)
-    assert keys.sequence is not None
-    stream = TrainStream(data.train, keys.seed, setup.plan.rows, keys.sequence)
+    stream = stream_of(setup.config, data, setup.plan)
 
     @cache
     def batch(step: int) -> Batch:
-        found = stream.batch(step)
-        noise = Noise(keys.dropout, keys.seed, step) if keys.dropout else None
-        return replace(found, noise=noise)
+        return replace(stream.batch(step), noise=noise_of(setup.config, step))
 
     return batch
 

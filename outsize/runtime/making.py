@@ -1,0 +1,115 @@
+"""The one place where a job is made of a model, a plan and a recipe: for training runs, `prepare`,
+`verify`, and the rehearsals that predict them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from outsize.collectives import Collective, Lone, World, along
+from outsize.kernels.entropy import PLAIN, Loss, LossOptions
+from outsize.memory import Meter
+from outsize.memory.store import Store
+from outsize.models.cuts import NO_CUTS, Cut
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.parallel.automatic import Derived
+from outsize.parallel.automatic_apply import spread
+from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
+from outsize.parallel.overlap import overlap_of
+from outsize.plan import Plan
+from outsize.runtime.adopted import AdoptedFlow
+from outsize.runtime.flow import Flow
+from outsize.runtime.job import Group, Job
+from outsize.runtime.native import NativeFlow
+from outsize.runtime.reach import Reach
+from outsize.runtime.states import Fill
+
+Cuts = Mapping[str, Cut]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever its plan. clip: largest gradient norm. groups, group_of: as
+    a Job has them."""
+
+    optimizer: Optimizer
+    clip: float | None = None
+    groups: Sequence[Group] | None = None
+    group_of: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Here:
+    """What one worker has for its job; each as a Job has it. line: as `divide` has it."""
+
+    world: World = field(default_factory=Lone)
+    ledger: Meter | None = None
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    at: Callable[[str], None] | None = None
+    line: Collective | None = None
+
+
+class Trainable(Protocol):
+    """What is trained: a model and its loss. fill: as a Job has it."""
+
+    @property
+    def fill(self) -> Fill | None: ...
+
+    def part(self, plan: Plan, here: Here) -> tuple[Flow, Cuts]:
+        """What one worker computes, and how its parameters were cut for that."""
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """A decoder. options: of its cross-entropy; loss: what is made of each target's."""
+
+    model: Decoder
+    options: LossOptions = PLAIN
+    loss: Loss | None = None
+    fill: Fill | None = None
+
+    def part(self, plan: Plan, here: Here) -> tuple[Flow, Cuts]:
+        """Leaves of the decoder what this worker has of it."""
+        overlap = overlap_of(here.world, plan.overlap)
+        cuts = divide(self.model, here.world, plan, overlap, here.line)
+        execution = replace(execution_of(plan.mesh, here.world), loss=self.loss)
+        return NativeFlow(self.model, plan, self.options, execution), cuts
+
+
+@dataclass(frozen=True)
+class AdoptedModel:
+    """Somebody's own module; blocks, loss, split, counter, reach: as AdoptedFlow has them. derived:
+    what of its blocks the tensor axis cuts, by path."""
+
+    model: nn.Module
+    blocks: Sequence[tuple[str, nn.Module]]
+    loss: Callable[[Any, Any], Tensor]
+    split: Callable[[Any, int, int], Any] | None = None
+    counter: Callable[[Any], Tensor] | None = None
+    reach: Reach | None = None
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    fill: Fill | None = None
+
+    def part(self, plan: Plan, here: Here) -> tuple[Flow, Cuts]:
+        """Leaves of the module what this worker has of it."""
+        cuts: Cuts = NO_CUTS
+        if self.derived:
+            cuts = spread(self.model, self.derived, along(here.world, "tensor"))
+        return AdoptedFlow(
+            self.model, self.blocks, plan, self.loss, self.split, self.counter, self.reach
+        ), cuts
+
+
+def make_job(model: Trainable, plan: Plan, recipe: Recipe, here: Here | None = None) -> Job:
+    """The job that trains a model under a plan, on one of its workers."""
+    mine = here or Here()
+    flow, cuts = model.part(plan, mine)
+    return Job(
+        flow, plan, recipe.optimizer, recipe.groups, recipe.group_of, recipe.clip, mine.ledger,
+        mine.stores, model.fill, mine.world, cuts, mine.at,
+    )  # fmt: skip

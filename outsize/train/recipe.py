@@ -1,0 +1,34 @@
+"""What a run's values say of how its model is trained, for the run, its forecast and `verify`."""
+
+from __future__ import annotations
+
+from outsize.data import Data, TrainStream
+from outsize.kernels.entropy import LossOptions
+from outsize.models.dropout import Noise
+from outsize.plan import Plan
+from outsize.runtime.making import Recipe
+from outsize.train.config import RunConfig
+from outsize.train.resolve import optimizer_of
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """The optimizer of a run whose learning rate is known, and where its gradients are clipped."""
+    return Recipe(optimizer_of(config), config.train.clip)
+
+
+def options_of(config: RunConfig) -> LossOptions:
+    """What changes the cross-entropy in training."""
+    return LossOptions(config.train.label_smoothing, config.train.z_loss)
+
+
+def noise_of(config: RunConfig, step: int, first: int = 0) -> Noise | None:
+    """The dropout of a step's batch. first: as Noise has it."""
+    keys = config.train
+    return Noise(keys.dropout, keys.seed, step, first) if keys.dropout else None
+
+
+def stream_of(config: RunConfig, data: Data, plan: Plan) -> TrainStream:
+    """The batches of a run, in the order that its seed gives."""
+    keys = config.train
+    assert keys.sequence is not None
+    return TrainStream(data.train, keys.seed, plan.rows, keys.sequence)
