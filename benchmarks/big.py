@@ -160,7 +160,7 @@ def inside(settings: Settings) -> None:
         placement, trace = job.placement, job.report.trace
         spent = streaming.overlap(trace)
         result = Result(
-            sum(table.numel for table in placement.tables), forecast.below.get("disk", 0), setup,
+            sum(t.numel for t in placement.chunks.tables), forecast.below.get("disk", 0), setup,
             losses, seconds, read, written, peaks, streaming.formula(placement),
             streaming.moving(job.schedule, placement), forecast.peak, forecast.seconds,
             streaming.overlap(forecast.trace).computing, placement.pool, spent.computing,

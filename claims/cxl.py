@@ -95,7 +95,7 @@ def seconds(plan: Plan, card: float) -> float:
 
     def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
-            piece = placement.pieces[action.stage][action.part]
+            piece = placement.items.pieces[action.stage][action.part]
             rate = LOCAL if plan.stages[action.stage].rest.optimizer == "host" else card
             return UPDATED * (piece.last - piece.first) / (rate * tiered.GIGA)
         return clock.seconds(index, action)

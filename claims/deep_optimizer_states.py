@@ -54,7 +54,7 @@ def seconds(every: int, hardware: Hardware) -> float:
 
     def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
-            piece = placement.pieces[action.stage][action.part]
+            piece = placement.items.pieces[action.stage][action.part]
             return (piece.last - piece.first) / HOST_UPDATES
         return clock.seconds(index, action)
 

@@ -27,6 +27,11 @@ from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import Rest, Stage
+from outsize.schedule.action import State
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.item import Item
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.passes.offload import visits
 
@@ -72,25 +77,25 @@ def placement(shape: Shape) -> Placement:
         for i, numel in enumerate(shape.numels)
     )
     uses = ((),) * (count - 1) + ((0,) if shape.tied else (),)
-    return Placement(plan, tables, uses, MIXED, AdamW().states)
+    return Placement(Items(Chunks(plan, tables, uses, Kept(MIXED, AdamW().states))))
 
 
-Visits = Sequence[frozenset[str]]
+Visits = Sequence[frozenset[Item]]
 
 
-def by_kind(order: Visits, sizes: Mapping[str, int], pool: int) -> int | None:
+def by_kind(order: Visits, sizes: Mapping[Item, int], pool: int) -> int | None:
     """Bytes fetched by ZeRO-Offload's placement, where it fits: parameters and gradients stay, all
     optimizer states pass."""
-    passing = {item for item in sizes if item.startswith("optimizer")}
+    passing = {item for item in sizes if item.state is State.OPTIMIZER}
     stay = sum(size for item, size in sizes.items() if item not in passing)
     most = max(sum(sizes[i] for i in window & passing) for window in windows(order, 1))
     return sum(sizes[item] for item in passing) if stay + most <= pool else None
 
 
-def partition(order: Visits, sizes: Mapping[str, int], pool: int, made: Sequence[str]) -> int:
+def partition(order: Visits, sizes: Mapping[Item, int], pool: int, made: Sequence[Item]) -> int:
     """Bytes fetched where some items stay for good and the others only while they are needed."""
     cycle = windows(order, 1)
-    fetches: dict[str, int] = dict.fromkeys(sizes, 0)
+    fetches: dict[Item, int] = dict.fromkeys(sizes, 0)
     for gap in gaps(cycle, made):
         fetches[gap.item] += 1
     loads = [sum(sizes[i] for i in window) for window in cycle]
@@ -107,8 +112,8 @@ def partition(order: Visits, sizes: Mapping[str, int], pool: int, made: Sequence
 def fetched(shape: Shape, pool: int) -> dict[str, int | None]:
     """Bytes that a step fetches by each policy, None where it does not fit."""
     found = placement(shape)
-    order, sizes = visits(found.base, found.residency), found.pooled
-    made = [item for item in sizes if item.startswith("gradients")]
+    order, sizes = visits(found.base, found.items.residency), found.pooled
+    made = [item for item in sizes if item.state is State.GRADIENTS]
     by: dict[str, int | None] = {"partition": partition(order, sizes, pool, made)}
     by["by kind"] = by_kind(order, sizes, pool)
     for policy in ("belady", "lru", "static"):
@@ -134,7 +139,7 @@ def grown(shape: Shape) -> bool:
     for scale in SCALES:
         larger = deeper(shape, scale)
         found = placement(larger)
-        low = least(visits(found.base, found.residency), found.pooled)
+        low = least(visits(found.base, found.items.residency), found.pooled)
         fits &= low <= pool
         if low <= pool:
             by = fetched(larger, pool)

@@ -18,6 +18,9 @@ from outsize.memory.chunk import ChunkTable, Dtypes, Slot
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, zero
 from outsize.plan.plan import per_segment
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 
 NUMEL, WORKERS, BLOCKS = 7_500_000_000, 64, 60
@@ -28,7 +31,7 @@ MIXED = Dtypes(torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
 REAL, STEPS = 4, 3
 
 
-def placement(stage: int, index: int) -> Placement:
+def placement_of(stage: int, index: int) -> Placement:
     """7.5G parameters in equal blocks, as the worker at `index` has them."""
     plan = Plan(
         BLOCKS, per_segment(BLOCKS), WORKERS, precision=sharded.MIXED, mesh=Mesh(WORKERS),
@@ -38,14 +41,15 @@ def placement(stage: int, index: int) -> Placement:
         ChunkTable(i, True, (Slot(f"weights {i}", (NUMEL // BLOCKS,), 0, 0),))
         for i in range(BLOCKS)
     )
-    return Placement(plan, tables, ((),) * BLOCKS, MIXED, AdamW().states, index=index)
+    kept = Kept(MIXED, AdamW().states)
+    return Placement(Items(Chunks(plan, tables, ((),) * BLOCKS, kept, index)))
 
 
-def held(placed: Placement) -> int:
+def held(chunks: Chunks) -> int:
     """Bytes between uses."""
     total = 0
     for index in range(BLOCKS):
-        total += sum(placed.nbytes(index, what) for what, _ in placed.held(index))
+        total += sum(chunks.nbytes(index, what) for what, _ in chunks.held(index))
     return total
 
 
@@ -60,8 +64,8 @@ def formula(stage: int, numel: float, workers: int) -> float:
 def arithmetic() -> bool:
     good = True
     for stage, (paper, largest) in enumerate(zip(PAPER, LARGEST, strict=True)):
-        found = {held(placement(stage, index)) for index in (0, 7, WORKERS - 1)}
-        pool = placement(stage, 0).pool
+        found = {held(placement_of(stage, index).chunks) for index in (0, 7, WORKERS - 1)}
+        pool = placement_of(stage, 0).pool
         (mine,) = found
         most = MEMORY / formula(stage, 1, WORKERS) / 1e9
         print(

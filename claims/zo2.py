@@ -104,7 +104,7 @@ def predict(config: DecoderConfig, rows: int, sequence: int, precision: Precisio
         torch.set_default_dtype(torch.float32)
         need = beside(model, rows * sequence, sequence, dtype)
         job = ZerothJob(NativeFlow(model, plan), plan, ledger=ledger, stores={"host": Nowhere()})
-    numel = sum(table.numel for table in job.placement.tables)
+    numel = sum(table.numel for table in job.placement.chunks.tables)
     live = ledger.live
     return Predicted(numel * dtype.itemsize, live["window"], live["workspace"], need, numel)
 

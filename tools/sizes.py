@@ -28,8 +28,6 @@ KNOWN = frozenset(
         "runtime/weight_pool.py:WeightPool",
         "runtime/zeroth.py:ZerothJob",
         "schedule/proof/holding.py:Holding",
-        "schedule/layout.py",
-        "schedule/layout.py:Placement",
         "search/streamed.py:Search",
         "train/prepare.py:prepare",
         "train/prepared.py:Prepared",

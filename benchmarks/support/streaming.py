@@ -19,7 +19,8 @@ from outsize.models.decoder import Decoder
 from outsize.plan import Plan, Rest
 from outsize.plan.plan import Precision, Stream, per_segment
 from outsize.schedule import Kind, Schedule, State
-from outsize.schedule.layout import GRADIENTS, PARAMETERS, Placement
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
+from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved as item_of
 from outsize.search import PlanRequest, native_makers
 from outsize.search.single import facts_of_model
@@ -154,9 +155,9 @@ def formula(placement: Placement) -> Bytes:
     gradients leave and come again, and so do parameters that are updated themselves.
     """
     plan, size = placement.plan, {PARAMETERS: 0, GRADIENTS: 0, "": 0}
-    for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
-            if placement.tier(index, what) != "device":
+    for index, table in enumerate(placement.chunks.tables):
+        for what, dtype in placement.chunks.held(index):
+            if placement.chunks.tier(index, what) != "device":
                 size[what if what in size else ""] += table.numel * dtype.itemsize
     weights, gradients, others = size[PARAMETERS], size[GRADIENTS], size[""]
     if plan.update == "behind":
@@ -172,9 +173,9 @@ def moving(schedule: Schedule, placement: Placement) -> Bytes:
         if action.state is State.ACTIVATIONS:
             continue
         if action.kind is Kind.FETCH:
-            read += sum(s.bytes for s in placement.spans[item_of(action)] if s.load)
+            read += sum(s.bytes for s in placement.items.spans[item_of(action)] if s.load)
         elif action.kind is Kind.EVICT:
-            written += sum(s.bytes for s in placement.spans[item_of(action)] if s.store)
+            written += sum(s.bytes for s in placement.items.spans[item_of(action)] if s.store)
     return Bytes(read, written)
 
 

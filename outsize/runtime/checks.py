@@ -21,6 +21,9 @@ from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
 from outsize.schedule import Kind
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
 
@@ -105,7 +108,7 @@ def check(flow: Flow, plan: Plan, optimizer: Optimizer, clip: float | None) -> N
 
 def check_pipeline(placement: Placement) -> None:
     """Refuse schedules of a pipeline that do not go with the rest of a plan."""
-    line, plan = placement.pipelining, placement.plan
+    line, plan = placement.chunks.pipelining, placement.plan
     actions = chain.from_iterable(line.coarse.schedule.workers) if line else ()
     if plan.sequence_chunk and any(a.kind is Kind.BACKWARD_INPUT for a in actions):
         raise OutsizeError(
@@ -124,9 +127,9 @@ def _check_rows(placement: Placement) -> None:
     if not plan.pipeline.vocabulary:
         return
     axis = f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}"
-    if placement.first:
+    if first := placement.chunks.first:
         raise OutsizeError(
-            f"{axis}, and the first {placement.first} stages are frozen; the embedding's gradient"
+            f"{axis}, and the first {first} stages are frozen; the embedding's gradient"
             " comes last: train them, or set it to 0"
         )
     for name, value in (("sequence_chunk", plan.sequence_chunk), ("loss_chunk", plan.loss_chunk)):
@@ -139,7 +142,7 @@ def _check_rows(placement: Placement) -> None:
 
 def _check_summed(placement: Placement) -> None:
     """Refuse sums over workers of gradients that leave the device before."""
-    own = placement.residency
+    own = placement.items.residency
     for stage in sorted(own.merged | own.summed):
         tier = placement.plan.stages[stage].rest.gradients
         if tier != DEVICE:
@@ -159,7 +162,7 @@ def _check_summed(placement: Placement) -> None:
 def check_same(placement: Placement, line: Collective) -> None:
     """Refuse workers of a pipeline that would play different schedules: where their messages have
     the same shapes, nothing else would tell. line: all of them call it."""
-    made = placement.pipelining
+    made = placement.chunks.pipelining
     if made is None:
         return
     text = f"{made.bounds}\n{made.coarse.schedule.to_text()}"
@@ -208,6 +211,6 @@ def placement_of(
     uses = tuple(tuple(others) for others in flow.uses)
     memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
     rest, main = (taker(optimizer, main).states for main in (False, True))
-    dtypes = dtypes_of(plan.precision)
     place, turn = (plan.mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
-    return Placement(plan, layout, uses, dtypes, rest, main, memory, place, turn)
+    kept = Kept(dtypes_of(plan.precision), rest, main)
+    return Placement(Items(Chunks(plan, layout, uses, kept, place, turn), memory))

@@ -16,7 +16,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow
-from outsize.schedule.layout import Placement
+from outsize.schedule.chunks import Chunks
 
 NAME = "zeroth-order"  # what `approximate` must name
 
@@ -45,9 +45,9 @@ def check(plan: Plan, settings: Zeroth) -> None:
             raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
 
 
-def uses_of(flow: Flow, placement: Placement) -> list[tuple[int, ...]]:
+def uses_of(flow: Flow, chunks: Chunks) -> list[tuple[int, ...]]:
     """By stage, the stages whose parameters it computes with, itself first."""
-    stage_of, stages = placement.stage_of, placement.plan.stages
+    stage_of, stages = chunks.stage_of, chunks.plan.stages
     used = ([stage_of[u] for i in range(x.first, x.last) for u in flow.uses[i]] for x in stages)
     return [tuple(dict.fromkeys((s, *others))) for s, others in enumerate(used)]
 

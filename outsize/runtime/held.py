@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outsize.memory.chunk import ChunkTable
 from outsize.runtime.job import Fill
 from outsize.runtime.weight_pool import WeightPool
-from outsize.schedule.layout import PARAMETERS
+from outsize.schedule.kept import PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Held:
 
     @property
     def _tables(self) -> Sequence[ChunkTable]:
-        return self.weight_pool.placement.tables
+        return self.weight_pool.placement.chunks.tables
 
     def adopt(self, owners: Mapping[str, nn.Parameter], fill: Fill | None) -> None:
         """Move parameters' values into chunks, one chunk after the other; the parameters keep

@@ -103,20 +103,20 @@ class Job(Stateful):
         self.place = plan.mesh.index("data", self.world.rank)
         self.placement = placement_of(flow, plan, layout, optimizer, stores, self.world)
         check_pipeline(self.placement)
-        if self.placement.first == len(plan.stages):
+        if self.placement.chunks.first == len(plan.stages):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
         self.program = train(self.placement)
         prove(self.program)
         device = next(iter(self.owners.values())).device
-        self._totals = Totals(self.world, self.placement)
-        self.shard_groups = ShardGroups(self.world, self.placement)
+        self._totals = Totals(self.world, self.placement.chunks)
+        self.shard_groups = ShardGroups(self.world, self.placement.chunks)
         line = along(self.world, "pipeline")
         check_same(self.placement, line)
         self.whole_tensors = WholeTensors(cuts, self.world)
         self.passing: StageLinks | None = None
-        if self.placement.pipelining is not None:
+        if self.placement.chunks.pipelining is not None:
             self.passing = StageLinks(
-                self.world, self.placement, device, self.watch.kind, self.rows
+                self.world, self.placement.chunks, device, self.watch.kind, self.rows
             )
         with self.watch.on():
             self.weight_pool = WeightPool(
@@ -154,8 +154,8 @@ class Job(Stateful):
     def playable(self, schedule: Schedule) -> Loaded:
         """A list that the job's engine can play: one that `prove` has passed, over the same
         rooms."""
-        behind = self.plan.update == "behind"
-        return self.engine.load(schedule, Points(schedule, self.placement.residency.uses, behind))
+        uses, behind = self.placement.items.residency.uses, self.plan.update == "behind"
+        return self.engine.load(schedule, Points(schedule, uses, behind))
 
     def close(self) -> None:
         """Give the model back as an ordinary module; its parameters stay views of the chunks.

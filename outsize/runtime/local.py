@@ -263,7 +263,7 @@ class LocalJob:
     def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of a parameter's optimizer state."""
         if state == VALUE:
-            return self.shape(name), self.placement.dtypes.optimizer
+            return self.shape(name), self.placement.chunks.kept.dtypes.optimizer
         mine = ((job, own) for group, job in self._each() for own in job.owners
                 if group.name(own) == name)  # fmt: skip
         job, own = next(mine)
@@ -281,7 +281,7 @@ class LocalJob:
             for name in job.owners
         }  # fmt: skip
         means = dict(self._named_averages())
-        dtype = self.placement.dtypes.optimizer
+        dtype = self.placement.chunks.kept.dtypes.optimizer
 
         def read(name: str, state: str | None) -> Tensor:
             of, local = where[name]

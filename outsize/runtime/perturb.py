@@ -92,7 +92,7 @@ class Perturbed:
         placement = weight_pool.placement
         sizes = [
             sum(rounded(self._bytes(c)) for c in chunks)
-            for s, chunks in enumerate(placement.chunks_of)
+            for s, chunks in enumerate(placement.chunks.of_stage)
             if s not in self.shared
         ]
         with account("workspace"):
@@ -105,19 +105,19 @@ class Perturbed:
     # -- what is there ----------------------------------------------------------------------------
 
     def _dtype(self, chunk: int) -> torch.dtype:
-        wide = self.weight_pool.placement.tables[chunk].wide
+        wide = self.weight_pool.placement.chunks.tables[chunk].wide
         return torch.promote_types(torch.float32, self._compute) if wide else self._compute
 
     def _bytes(self, chunk: int) -> int:
-        return self.weight_pool.placement.tables[chunk].numel * self._dtype(chunk).itemsize
+        return self.weight_pool.placement.chunks.tables[chunk].numel * self._dtype(chunk).itemsize
 
     def _made(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """(chunk, copies at + and -): views of the common room, or buffers of their own."""
         placement, device = self.weight_pool.placement, self.weight_pool.device
-        for stage, chunks in enumerate(placement.chunks_of):
+        for stage, chunks in enumerate(placement.chunks.of_stage):
             offset = 0
             for chunk in chunks:
-                dtype, numel = self._dtype(chunk), placement.tables[chunk].numel
+                dtype, numel = self._dtype(chunk), placement.chunks.tables[chunk].numel
                 if stage not in self.shared:
                     view = self._room[offset : offset + self._bytes(chunk)].view(dtype)
                     offset += rounded(self._bytes(chunk))
@@ -137,7 +137,7 @@ class Perturbed:
         weights must be present, and those of a shared stage where it is entered first."""
         for used in self.uses[stage]:
             self._bring(used, sign, direction, epsilon)
-            for chunk in self.weight_pool.placement.chunks_of[used]:
+            for chunk in self.weight_pool.placement.chunks.of_stage[used]:
                 self._point(chunk, self._copies[chunk][sign == MINUS])
 
     def _bring(self, stage: int, sign: int, direction: Direction, epsilon: float) -> None:
@@ -145,7 +145,7 @@ class Perturbed:
         if stage in self._at and (shared or self._at[stage] == sign):
             return
         flip = self._at.get(stage) == PLUS
-        for chunk in self.weight_pool.placement.chunks_of[stage]:
+        for chunk in self.weight_pool.placement.chunks.of_stage[stage]:
             plus, minus = self._copies[chunk]
             if not flip:
                 self._fill(chunk, plus, sign, direction, epsilon)
@@ -163,9 +163,9 @@ class Perturbed:
         if sign == NONE or not self.learns[chunk]:
             out.copy_(weights)
             return
-        for slot in self.weight_pool.placement.tables[chunk].slots:
+        for slot in self.weight_pool.placement.chunks.tables[chunk].slots:
             direction.add(slot.of(weights), slot.name, epsilon, slot.of(out))
 
     def _point(self, chunk: int, flat: Tensor) -> None:
-        for slot in self.weight_pool.placement.tables[chunk].slots:
+        for slot in self.weight_pool.placement.chunks.tables[chunk].slots:
             self.owners[slot.name].data = slot.of(flat)

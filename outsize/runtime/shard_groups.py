@@ -15,28 +15,29 @@ from torch import Tensor
 from outsize.collectives import Collective, Span, World
 from outsize.memory import Chunk
 from outsize.parallel.shards import Shards
-from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.talk import Groups, Neighbours
 
 
 class ShardGroups:
     """The groups of one worker. received: bytes that it has had from others."""
 
-    def __init__(self, world: World, placement: Placement) -> None:
-        self.placement, self._world = placement, world
-        self.shards: Shards = placement.shards
-        groups = Groups(placement, world.rank)
+    def __init__(self, world: World, chunks: Chunks) -> None:
+        self.chunks, self._world = chunks, world
+        self.shards: Shards = chunks.shards
+        groups = Groups(chunks, world.rank)
         self.gathering = self._group(groups.gathering)
         self.reducing = self._group(groups.reducing)
         self.outer = self._group(groups.outer)
         self.replicas = self._group(groups.replicas)
         self.collecting = self._group(groups.collecting)
         self.whole = self._group(groups.of_data(self.shards.optimizer))
-        shared = sorted({(t.axis, t.shared) for t in placement.tables if t.partial})
+        shared = sorted({(t.axis, t.shared) for t in chunks.tables if t.partial})
         self.sharing = {one: world.group(groups.sharing(*one), "network") for one in shared}
         self.batch = world.group(groups.batch, "network")
-        whole = (t for t in placement.tables if t.trainable and not t.piped)
-        mine = sorted({placement.holders(table) for table in whole})
+        whole = (t for t in chunks.tables if t.trainable and not t.piped)
+        mine = sorted({chunks.holders(table) for table in whole})
         several = [turns for turns in mine if len(turns) > 1]
         self.merging = {turns: world.group(groups.of_stages(turns), "merge") for turns in several}
 
@@ -63,7 +64,7 @@ class ShardGroups:
 
     def _spans(self, index: int, what: str, places: Sequence[int], base: int = 0) -> list[Span]:
         """What of a chunk's state each worker has, counted from the element `base`."""
-        spans = (self.placement.share(index, what, place) for place in places)
+        spans = (self.chunks.share(index, what, place) for place in places)
         return [(first - base, last - base) for first, last in spans]
 
     def gather(self, index: int, mine: Tensor, whole: Tensor) -> None:
@@ -75,7 +76,7 @@ class ShardGroups:
         """Sum a chunk's gradients over those that have parts of the sum. last: no more will come
         in this step: what this worker updates has its whole sum then."""
         assert chunk.gradients is not None
-        here, (first, end) = chunk.gradients, self.placement.extent(index, GRADIENTS)
+        here, (first, end) = chunk.gradients, self.chunks.extent(index, GRADIENTS)
         if GRADIENTS in chunk.shards:
             group, places = self.reducing
             part = here[first:end]
@@ -86,7 +87,7 @@ class ShardGroups:
 
     def _finish(self, index: int, chunk: Chunk, here: Tensor, base: int) -> None:
         """The rest of the sum. here: gradients from the element `base` on."""
-        first, end = self.placement.extent(index, MASTER)
+        first, end = self.chunks.extent(index, MASTER)
         part = here[first - base : end - base]
         group, places = self.outer
         if group.size > 1:
@@ -100,15 +101,15 @@ class ShardGroups:
 
     def merge(self, index: int, gradients: Tensor) -> None:
         """Sum what this worker updates of a chunk over the workers of a pipeline that have it."""
-        table = self.placement.tables[index]
-        turns = self.placement.holders(table)
+        table = self.chunks.tables[index]
+        turns = self.chunks.holders(table)
         if len(turns) > 1 and not table.piped:
             self.merging[turns].all_reduce(gradients)
 
     def collect(self, index: int, chunk: Chunk) -> None:
         """Updated parameters from the workers that updated them."""
-        base, _ = self.placement.extent(index, PARAMETERS)
-        first, end = self.placement.extent(index, MASTER)
+        base, _ = self.chunks.extent(index, PARAMETERS)
+        first, end = self.chunks.extent(index, MASTER)
         held = chunk.shards.get(PARAMETERS, chunk.parameters)
         group, places = self.collecting
         mine = held[first - base : end - base]
@@ -116,7 +117,7 @@ class ShardGroups:
 
     def complete(self, index: int, what: str, mine: Tensor) -> Tensor:
         """A whole state of a chunk, where this worker holds a part. Every worker calls it."""
-        numel = self.placement.numel(index, what)
+        numel = self.chunks.numel(index, what)
         group, places = self.gathering if what == PARAMETERS else self.whole
         if group.size == 1:
             return mine

@@ -18,7 +18,7 @@ from outsize.runtime.flow import Walk
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.layout import Placement
+from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, channels, peer
 from outsize.torch_private import tree_leaves
 
@@ -47,13 +47,13 @@ class StageLinks:
     def __init__(
         self,
         world: World,
-        placement: Placement,
+        chunks: Chunks,
         device: torch.device,
         account: Callable[[str], AbstractContextManager[None]],
         rows: Rows | None = None,
     ) -> None:
         self._device, self._account, self._rows = device, account, rows
-        self.turn, line = placement.turn, placement.pipelining
+        self.turn, line = chunks.turn, chunks.pipelining
         assert line is not None
         self.line: Pipelining = line
         ranks = world.mesh.ranks("pipeline", world.rank)

@@ -18,7 +18,7 @@ from outsize.memory import ChunkTable
 from outsize.memory.chunk import Slot
 from outsize.parallel.whole import WholeTensors
 from outsize.runtime.weight_pool import WeightPool
-from outsize.schedule.layout import MASTER, PARAMETERS
+from outsize.schedule.kept import MASTER, PARAMETERS
 
 Fill = Callable[[str, Tensor], None]
 
@@ -34,7 +34,7 @@ class States:
 
     @property
     def _every(self) -> tuple[ChunkTable, ...]:
-        return self.weight_pool.placement.every
+        return self.weight_pool.placement.chunks.every
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, in the precision that training continues from.
@@ -48,7 +48,7 @@ class States:
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states by "parameter.state", as `weights` gives weights."""
         for table in self._every:
-            for what in self.weight_pool.placement.names_of(table):
+            for what in self.weight_pool.placement.chunks.kept.names(table):
                 yield from self._named(table, what, f".{what}")
 
     def _named(self, table: ChunkTable, what: str, suffix: str) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +59,7 @@ class States:
     def _whole(self, table: ChunkTable, slot: Slot, what: str, flat: Tensor) -> Tensor:
         """The whole of a parameter's state, of a whole state of its chunk: in the parameter's shape
         where it has one element for each, else 1-D."""
-        per = self.weight_pool.placement.spec(table, what).per
+        per = self.weight_pool.placement.chunks.kept.spec(table, what).per
         mine = table.part(slot, flat, per)
         return self.whole_tensors.whole(slot.name, mine) if per == 1 else mine
 
@@ -67,26 +67,26 @@ class States:
         """A whole state of a chunk, of this worker or of the first that has it."""
         placement = self.weight_pool.placement
         if self.line.size == 1 or table.piped:  # rows of others come with `whole`
-            return self.weight_pool.read(placement.tables.index(table), what)
-        first = placement.holders(table)[0]
-        if placement.turn == first:
-            flat = self.weight_pool.read(placement.tables.index(table), what)
+            return self.weight_pool.read(placement.chunks.tables.index(table), what)
+        first = placement.chunks.holders(table)[0]
+        if placement.chunks.turn == first:
+            flat = self.weight_pool.read(placement.chunks.tables.index(table), what)
         else:  # not into a copy that this worker has: reading mends nothing
-            dtype = dict(placement.states_in(table))[what]
-            numel = table.before(table.numel, placement.spec(table, what).per)
+            dtype = dict(placement.chunks.kept.states(table))[what]
+            numel = table.before(table.numel, placement.chunks.kept.spec(table, what).per)
             flat = torch.empty(numel, dtype=dtype, device=self.weight_pool.device)
         return self.line.broadcast(flat, first)
 
     def names(self) -> Iterator[str]:
         """The names that `optimizer` gives."""
         for table in self._every:
-            for what in self.weight_pool.placement.names_of(table):
+            for what in self.weight_pool.placement.chunks.kept.names(table):
                 yield from (f"{slot.name}.{what}" for slot in table.slots)
 
     @property
     def dtype(self) -> torch.dtype:
         """What training continues from is held in."""
-        dtypes = self.weight_pool.placement.dtypes
+        dtypes = self.weight_pool.placement.chunks.kept.dtypes
         return dtypes.parameters if dtypes.master is None else dtypes.master
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ class States:
         """The shape and dtype of a parameter's optimizer state."""
         placement = self.weight_pool.placement
         table = next(t for t in self._every if any(slot.name == name for slot in t.slots))
-        spec, shape = placement.spec(table, state), self.shape(name)
-        dtype = spec.dtype or placement.dtypes.optimizer
+        spec, shape = placement.chunks.kept.spec(table, state), self.shape(name)
+        dtype = spec.dtype or placement.chunks.kept.dtypes.optimizer
         return (shape if spec.per == 1 else (spec.elements(prod(shape)),)), dtype
 
     def load(self, value: Fill | None, state: Fill) -> None:
@@ -133,9 +133,10 @@ class States:
             if value is not None:
                 value_here = self.whole_tensors.cutting(value)
                 self.replace(index, tuple(self.weights_of(index)), "", value_here)
-            for what in self.weight_pool.placement.states_of(index):
-                placement = self.weight_pool.placement
-                shaped = placement.spec(placement.tables[index], what).per == 1
+            chunks = self.weight_pool.placement.chunks
+            table = chunks.tables[index]
+            for what in chunks.kept.names(table):
+                shaped = chunks.kept.spec(table, what).per == 1
                 state_here = self.whole_tensors.cutting(state, f".{what}") if shaped else state
                 self.replace(index, (what,), f".{what}", state_here)
 
@@ -148,7 +149,7 @@ class States:
         flats = self.weight_pool.staged(index, whats)
         first, *others = flats.values()
         table = self.weight_pool.chunks[index].table
-        per = self.weight_pool.placement.spec(table, whats[0]).per
+        per = self.weight_pool.placement.chunks.kept.spec(table, whats[0]).per
         with torch.no_grad():
             for slot in table.slots:
                 fill(f"{slot.name}{suffix}", table.part(slot, first, per))
@@ -170,7 +171,7 @@ class States:
                 self.whole_tensors.cutting(fill)(name, out)
             parameter.data = views[name]  # what it held before goes now
 
-        for index in range(len(weight_pool.placement.tables)):
+        for index in range(len(weight_pool.placement.chunks.tables)):
             chunk = weight_pool.make(index)
             views |= {slot.name: slot.of(chunk.parameters) for slot in chunk.table.slots}
             self.replace(index, tuple(self.weights_of(index)), "", take)
@@ -182,7 +183,7 @@ class States:
                 parameter.data = nothing[parameter.dtype].expand(parameter.shape)
 
     def _master(self, table: ChunkTable) -> str:
-        held = dict(self.weight_pool.placement.states_in(table))
+        held = dict(self.weight_pool.placement.chunks.kept.states(table))
         return MASTER if MASTER in held else PARAMETERS
 
     def counts(self) -> dict[str, int]:

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from outsize.collectives import Axis, World, along, everyone, together
 from outsize.memory import ChunkTable
-from outsize.schedule.layout import Placement
+from outsize.schedule.chunks import Chunks
 
 
 class Totals:
     """The sums of one worker's job."""
 
-    def __init__(self, world: World, placement: Placement) -> None:
+    def __init__(self, world: World, chunks: Chunks) -> None:
         self._alone = world.mesh.size == 1
-        self._tables, self._every = placement.tables, placement.every
-        self._chunks_of = placement.chunks_of
-        self._counts = [_counts(world, placement, table) for table in self._tables]
+        self._tables, self._every = chunks.tables, chunks.every
+        self._chunks_of = chunks.of_stage
+        self._counts = [_counts(world, chunks, table) for table in self._tables]
         self._first = _first(world, lambda axis: not axis.batch and axis.cuts != "stages")
         self._batch = together(world, lambda axis: axis.batch, "agreement")
         self._all = everyone(world, "agreement")
-        exact = placement.dtypes.parameters is torch.float64
+        exact = chunks.kept.dtypes.parameters is torch.float64
         self._like = torch.empty(0, dtype=torch.float64 if exact else torch.float32)  # of a loss
         self._line = along(world, "pipeline", "agreement")
 
@@ -91,11 +91,11 @@ def _first(world: World, wanted: Callable[[Axis], bool]) -> bool:
     return not any(world.mesh.index(axis.name, world.rank) for axis in axes)
 
 
-def _counts(world: World, placement: Placement, table: ChunkTable) -> bool:
+def _counts(world: World, chunks: Chunks, table: ChunkTable) -> bool:
     """Whether this worker counts what it updates of a chunk: the first of those that hold it."""
-    if placement.shards.levels[3].digit:  # others on the sharded axis hold the same
+    if chunks.shards.levels[3].digit:  # others on the sharded axis hold the same
         return False
-    if not table.piped and placement.holders(table)[0] != placement.turn:
+    if not table.piped and chunks.holders(table)[0] != chunks.turn:
         return False
     if world.mesh.index(table.axis, world.rank) % table.shared:
         return False

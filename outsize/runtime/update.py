@@ -23,7 +23,8 @@ from outsize.runtime.weight_pool import WeightPool
 from outsize.schedule import Action, State
 from outsize.schedule.action import WHOLE
 from outsize.schedule.item import Item
-from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Piece
+from outsize.schedule.items import Piece
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 
 
 class Settings(Protocol):
@@ -72,21 +73,21 @@ class Updates:
         """An UPDATE on the device. outdated: the parameters' room has to be written too."""
         placement, chunks = self.weight_pool.placement, self.weight_pool.chunks
         if action.part == WHOLE:
-            for index in placement.chunks_of[action.stage]:
+            for index in placement.chunks.of_stage[action.stage]:
                 if chunks[index].gradients is not None:
                     if index not in self._wholes:
-                        whole = Piece(index, *placement.extent(index, MASTER))
+                        whole = Piece(index, *placement.chunks.extent(index, MASTER))
                         self._wholes[index] = whole, self._held(whole)
                     self._piece(*self._wholes[index], lr, touched)
             return
-        piece = placement.pieces[action.stage][action.part]
+        piece = placement.items.pieces[action.stage][action.part]
         name = Item(State.OPTIMIZER, action.stage, action.part)
         here = self._held(piece) | self.weight_pool.views(name)
         self._piece(piece, here, lr, touched, outdated)
 
     def at_rest(self, action: Action, lr: float, touched: set[str]) -> None:
         """An UPDATE on the host: of what rests there, in place."""
-        piece = self.weight_pool.placement.pieces[action.stage][action.part]
+        piece = self.weight_pool.placement.items.pieces[action.stage][action.part]
         here = self._held(piece) | dict(self.weight_pool.resting(piece))
         self._piece(piece, here, lr, touched)
 
@@ -100,8 +101,8 @@ class Updates:
                 if name in (PARAMETERS, GRADIENTS) and len(flat) == chunk.table.numel:
                     first, begin, end = 0, piece.first, piece.last
                 else:
-                    first, _ = placement.share(piece.chunk, name)
-                    begin, end = placement.within(piece.chunk, name, piece.first, piece.last)
+                    first, _ = placement.chunks.share(piece.chunk, name)
+                    begin, end = placement.chunks.within(piece.chunk, name, piece.first, piece.last)
                 found[name] = flat[begin - first : end - first]
         return found
 
@@ -113,7 +114,7 @@ class Updates:
         touched: set[str],
         outdated: bool = False,
     ) -> None:
-        start, end = self.weight_pool.placement.extent(piece.chunk, MASTER)
+        start, end = self.weight_pool.placement.chunks.extent(piece.chunk, MASTER)
         if piece.first == piece.last and start < end:  # others have a part more
             return
         weights = held.get(MASTER, held[PARAMETERS])
@@ -175,13 +176,13 @@ class Updates:
         """Gradients that rest on the device begin the next step with zeros: those of a piece, and
         with its first piece those that other workers update."""
         placement, chunk = self.weight_pool.placement, self.weight_pool.chunks[piece.chunk]
-        if placement.tier(piece.chunk, GRADIENTS) != DEVICE:
+        if placement.chunks.tier(piece.chunk, GRADIENTS) != DEVICE:
             return
         gradients.zero_()
-        mine = placement.extent(piece.chunk, MASTER)
+        mine = placement.chunks.extent(piece.chunk, MASTER)
         held = chunk.shards.get(GRADIENTS, chunk.gradients)
         if held is not None and piece.first == mine[0] and len(held) > mine[1] - mine[0]:
-            first, _ = placement.extent(piece.chunk, GRADIENTS)
+            first, _ = placement.chunks.extent(piece.chunk, GRADIENTS)
             held[: mine[0] - first].zero_()
             held[mine[1] - first :].zero_()
 
@@ -203,7 +204,7 @@ class Updates:
         chunk = self.weight_pool.chunks[piece.chunk]
         with self._lock:
             if piece.chunk not in self._work:  # whichever part comes first
-                first, last = self.weight_pool.placement.extent(piece.chunk, MASTER)
+                first, last = self.weight_pool.placement.chunks.extent(piece.chunk, MASTER)
                 self._work[piece.chunk] = _Work(_ranges(chunk, touched), last - first)
             ranges = self._work[piece.chunk].ranges
         for first, last, group, step, shape, name in ranges:

@@ -22,7 +22,9 @@ from outsize.plan import DEVICE
 from outsize.runtime.shard_groups import ShardGroups
 from outsize.schedule import State
 from outsize.schedule.item import Item
-from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Piece, Placement, Span
+from outsize.schedule.items import Piece, Span
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
+from outsize.schedule.layout import Placement
 from outsize.schedule.residency import overlap
 
 NO_STORES: Mapping[str, Store] = {}
@@ -64,15 +66,15 @@ class WeightPool:
         peers: ShardGroups | None = None,
     ) -> None:
         self.placement, self.device = placement, device
-        self.shard_groups = peers or ShardGroups(Lone(), placement)
+        self.shard_groups = peers or ShardGroups(Lone(), placement.chunks)
         self.homes = dict(self._homes(stores))
         # Optimizer states begin with one value, which need not be written to be read.
         self._fresh = {
             (piece.chunk, spec.name, self._own(piece, spec.name)[0]): spec.initial
-            for pieces in placement.pieces.values()
+            for pieces in placement.items.pieces.values()
             for piece in pieces
             if piece.first < piece.last
-            for spec in placement.specs_of(placement.tables[piece.chunk])
+            for spec in placement.chunks.kept.specs(placement.chunks.tables[piece.chunk])
         }
         with account("window"):
             self.pool = _pool(placement.pool, device)
@@ -85,9 +87,9 @@ class WeightPool:
 
     def _homes(self, stores: Mapping[str, Store]) -> Iterator[tuple[tuple[int, str], Home]]:
         placement = self.placement
-        for index, table in enumerate(placement.tables):
-            for what, dtype in placement.held(index):
-                tier = placement.tier(index, what)
+        for index, table in enumerate(placement.chunks.tables):
+            for what, dtype in placement.chunks.held(index):
+                tier = placement.chunks.tier(index, what)
                 if tier == DEVICE or (what == GRADIENTS and not placement.leaves(table.segment)):
                     continue
                 if tier not in stores:
@@ -103,17 +105,17 @@ class WeightPool:
     def _runs(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
         """What of a state has a place of its own below: all of it where parts of the update begin
         a checksum in it, as in states of the weights' size, else each part."""
-        placement, table = self.placement, self.placement.tables[chunk]
-        if placement.spec(table, what).per == 1:
-            yield placement.share(chunk, what)
+        placement, table = self.placement, self.placement.chunks.tables[chunk]
+        if placement.chunks.kept.spec(table, what).per == 1:
+            yield placement.chunks.share(chunk, what)
             return
-        for piece in placement.pieces[placement.stage_of[table.segment]]:
+        for piece in placement.items.pieces[placement.chunks.stage_of[table.segment]]:
             if piece.chunk == chunk and piece.first < piece.last:
                 yield self._own(piece, what)
 
     def _own(self, piece: Piece, what: str) -> tuple[int, int]:
         """Of a state's own elements those of a piece."""
-        return self.placement.within(piece.chunk, what, piece.first, piece.last)
+        return self.placement.chunks.within(piece.chunk, what, piece.first, piece.last)
 
     def make(self, index: int) -> Chunk:
         """Make the next chunk: its buffers, or its views of the pool."""
@@ -122,29 +124,29 @@ class WeightPool:
         return chunk
 
     def _chunk(self, index: int) -> Chunk:
-        placement, table = self.placement, self.placement.tables[index]
+        placement, table = self.placement, self.placement.chunks.tables[index]
         flats: dict[str, Tensor] = {}
         shards: dict[str, Tensor] = {}
-        for what, dtype in placement.held(index):
-            if placement.tier(index, what) == DEVICE:
+        for what, dtype in placement.chunks.held(index):
+            if placement.chunks.tier(index, what) == DEVICE:
                 kind = what if what in (PARAMETERS, GRADIENTS, MASTER) else "optimizer"
-                first, last = placement.share(index, what)
-                cut = what in (PARAMETERS, GRADIENTS) and placement.passes(index, what)
+                first, last = placement.chunks.share(index, what)
+                cut = what in (PARAMETERS, GRADIENTS) and placement.chunks.passes(index, what)
                 with self._account(kind):
-                    initial = placement.spec(table, what).initial
+                    initial = placement.chunks.kept.spec(table, what).initial
                     made = _made(what, last - first, dtype, self.device, initial)
                     (shards if cut else flats)[what] = made
-        stage = placement.stage_of[table.segment]
+        stage = placement.chunks.stage_of[table.segment]
         for state in (State.PARAMETERS, State.GRADIENTS):
             name = Item(state, stage)
             if name in placement.rooms:
                 flats |= {s.what: self.view(name, s) for s in self._spans(name, index)}
-        states = {n: flats[n] for n in placement.states_of(index) if n in flats}
+        states = {n: flats[n] for n in placement.chunks.kept.names(table) if n in flats}
         gradients, master = flats.get(GRADIENTS), flats.get(MASTER)
         return Chunk(table, flats[PARAMETERS], gradients, master, states, shards=shards)
 
     def _spans(self, name: Item, chunk: int) -> Iterator[Span]:
-        return (span for span in self.placement.spans[name] if span.chunk == chunk)
+        return (span for span in self.placement.items.spans[name] if span.chunk == chunk)
 
     # -- the pool -------------------------------------------------------------------------------
 
@@ -155,36 +157,36 @@ class WeightPool:
 
     def views(self, name: Item) -> dict[str, Tensor]:
         """An item's spans by what they are; of an item whose spans differ in that."""
-        return {span.what: self.view(name, span) for span in self.placement.spans[name]}
+        return {span.what: self.view(name, span) for span in self.placement.items.spans[name]}
 
     def gather(self, name: Item) -> None:
         """Bring an item into its room from the workers that have parts of it. Blocks."""
-        for span in self.placement.spans[name]:
+        for span in self.placement.items.spans[name]:
             mine = self.chunks[span.chunk].shards[span.what]
             self.shard_groups.gather(span.chunk, mine, self.view(name, span))
 
     def reduce(self, stage: int, last: bool) -> None:
         """Sum a stage's gradients over the workers. last: nothing will be added in this step."""
-        for index in self.placement.chunks_of[stage]:
+        for index in self.placement.chunks.of_stage[stage]:
             if self.chunks[index].gradients is not None:
                 self.shard_groups.reduce(index, self.chunks[index], last)
 
     def merge(self, stage: int) -> None:
         """Sum a stage's gradients over the workers of a pipeline that have it."""
-        for index in self.placement.chunks_of[stage]:
+        for index in self.placement.chunks.of_stage[stage]:
             gradients = self.updated_gradients(index)
             if gradients is not None:
                 self.shard_groups.merge(index, gradients)
 
     def collect(self, stage: int) -> None:
         """Have a stage's updated parameters from the workers that updated them."""
-        for index in self.placement.chunks_of[stage]:
+        for index in self.placement.chunks.of_stage[stage]:
             if self.chunks[index].gradients is not None:
                 self.shard_groups.collect(index, self.chunks[index])
 
     def fetch(self, name: Item) -> None:
         """Bring an item into its room. Blocks; any thread."""
-        for span in self.placement.spans[name]:
+        for span in self.placement.items.spans[name]:
             if not span.load or not span.bytes:
                 continue
             initial = self._fresh.get((span.chunk, span.what, span.first))
@@ -197,7 +199,7 @@ class WeightPool:
 
     def evict(self, name: Item) -> None:
         """Write an item back from its room. Blocks; any thread."""
-        for span in self.placement.spans[name]:
+        for span in self.placement.items.spans[name]:
             if span.store and span.bytes:
                 self._write(span, self.view(name, span))
 
@@ -218,7 +220,7 @@ class WeightPool:
         self.present = start
 
     def _bring(self, name: Item) -> None:
-        gathered = name.stage in self.placement.residency.gathered
+        gathered = name.stage in self.placement.items.residency.gathered
         (self.gather if gathered else self.fetch)(name)
 
     def forget(self) -> None:
@@ -236,15 +238,15 @@ class WeightPool:
         held = chunk.shards.get(GRADIENTS, chunk.gradients)
         if held is None:
             return None
-        base = self.placement.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
-        first, last = self.placement.extent(index, MASTER)
+        base = self.placement.chunks.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
+        first, last = self.placement.chunks.extent(index, MASTER)
         return held[first - base : last - base]
 
     # -- whole states, for checkpoints ----------------------------------------------------------
 
     def has(self, chunk: int, what: str) -> bool:
         """Whether a chunk has such a state."""
-        return any(name == what for name, _ in self.placement.held(chunk))
+        return any(name == what for name, _ in self.placement.chunks.held(chunk))
 
     def read(self, chunk: int, what: str) -> Tensor:
         """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below or lies
@@ -252,7 +254,7 @@ class WeightPool:
         home = self.homes.get((chunk, what))
         if home is None:
             return self.shard_groups.complete(chunk, what, self._buffer(chunk, what))
-        base, end = self.placement.share(chunk, what)
+        base, end = self.placement.chunks.share(chunk, what)
         flat = torch.empty(end - base, dtype=home.dtype)
         for first, last in self._cuts(chunk, what):
             part = flat[first - base : last - base]
@@ -269,15 +271,15 @@ class WeightPool:
         if not any(key[:2] == (chunk, what) for key in self._fresh):
             yield from (run[:2] for run in self.homes[chunk, what].runs)
             return
-        stage = self.placement.stage_of[self.placement.tables[chunk].segment]
-        pieces = self.placement.pieces[stage]
+        stage = self.placement.chunks.stage_of[self.placement.chunks.tables[chunk].segment]
+        pieces = self.placement.items.pieces[stage]
         mine = (p for p in pieces if p.chunk == chunk and p.first < p.last)
         yield from (self._own(piece, what) for piece in mine)
 
     def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
         """Where whole new states of a chunk are made, to be given to `write`: the buffers
         themselves, and for what rests below tensors, in the pool where they fit in it together."""
-        numel = self.placement.numel(chunk, whats[0]) if whats else 0
+        numel = self.placement.chunks.numel(chunk, whats[0]) if whats else 0
         below = {w: self.homes[chunk, w].dtype for w in whats if (chunk, w) in self.homes}
         sizes = {what: rounded(numel * dtype.itemsize) for what, dtype in below.items()}
         if sum(sizes.values()) > self.pool.nbytes:
@@ -295,7 +297,7 @@ class WeightPool:
 
     def resting(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The states of a piece that rest on tiers of memory, where they rest."""
-        for what, dtype in self.placement.held(piece.chunk):
+        for what, dtype in self.placement.chunks.held(piece.chunk):
             home = self.homes.get((piece.chunk, what))
             if home is not None:
                 assert isinstance(home.store, MemoryStore)
@@ -314,7 +316,7 @@ class WeightPool:
     def write(self, chunk: int, what: str, flat: Tensor) -> None:
         """Replace a whole state of a chunk; a buffer that `read` gave out needs no writing."""
         home = self.homes.get((chunk, what))
-        base, end = self.placement.share(chunk, what)
+        base, end = self.placement.chunks.share(chunk, what)
         if flat is not (None if home else self._buffer(chunk, what)):
             flat = flat[base:end]
         if home is not None:

@@ -106,13 +106,13 @@ class ZerothJob:
         return self.loaded.schedule
 
     def _playable(self, schedule: Schedule) -> Loaded:
-        return self.engine.load(schedule, Points(schedule, self.placement.residency.uses))
+        return self.engine.load(schedule, Points(schedule, self.placement.items.residency.uses))
 
     def _adopt(self, fill: Fill | None) -> None:
         """Move the parameters' values into chunks; the parameters become views of copies."""
         self._held = Held(self.weight_pool, self.learns)
         self._held.adopt(self.owners, fill)
-        uses = uses_of(self.flow, self.placement)
+        uses = uses_of(self.flow, self.placement.chunks)
         compute = dtypes_of(self.plan.precision).parameters
         self._perturbed = Perturbed(
             self.weight_pool, self.owners, self.learns, uses, compute, self.watch.kind
@@ -206,9 +206,9 @@ class ZerothJob:
         """UPDATE by what the step before has found, now that the stage's weights are here."""
         if self._due is None:
             return
-        for index in self.placement.chunks_of[stage]:
+        for index in self.placement.chunks.of_stage[stage]:
             if self.learns[index]:
-                self._due.apply(self.placement.tables[index], self.chunks[index].parameters)
+                self._due.apply(self.placement.chunks.tables[index], self.chunks[index].parameters)
 
     def forget(self) -> None:
         """A step or an evaluation has failed."""
@@ -246,7 +246,7 @@ class ZerothJob:
     @property
     def weights_dtype(self) -> torch.dtype:
         """What training continues from is held in."""
-        return self.placement.dtypes.parameters
+        return self.placement.chunks.kept.dtypes.parameters
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
@@ -17,25 +16,25 @@ def program_of(
     """The lists of all workers of a plan's mesh, from what one of them knows.
 
     Workers of the data axis have one list where everything that a list is made from is equal
-    (`Placement.outline`); those of axes inside a layer always: their chunks differ in numbers
+    (`Items.outline`); those of axes inside a layer always: their chunks differ in numbers
     alone, and each proves the program with its own. So copies are workers at one place of the
     pipeline, and only where the whole data axis is alike.
     """
     mesh, which, voices = placement.plan.mesh, list[int](), list[Spoken]()
-    made = {(placement.turn, placement.outline): 0}
+    made = {(placement.chunks.turn, placement.items.outline): 0}
     lists = [list_of(placement)]  # made first: this worker has the rest of it at hand
-    known = {(placement.index, placement.turn): placement}
+    known = {(placement.chunks.index, placement.chunks.turn): placement}
     for rank in range(mesh.size):
         index, turn = (mesh.index(axis, rank) for axis in ("data", "pipeline"))
         if (index, turn) not in known:
-            known[index, turn] = replace(placement, index=index, turn=turn)
+            known[index, turn] = placement.elsewhere(index, turn)
         here = known[index, turn]
-        outline = (turn, here.outline)
+        outline = (turn, here.items.outline)
         if outline not in made:
             made[outline] = len(lists)
             lists.append(list_of(here))
         which.append(made[outline])
-        voices.append(Spoken(here, rank, evaluating))
+        voices.append(Spoken(here.chunks, rank, evaluating))
     turns = [mesh.index("pipeline", rank) for rank in range(mesh.size)]
     alike = tuple(range(mesh.size))
     if len(lists) == mesh.pipeline:

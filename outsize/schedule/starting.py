@@ -15,7 +15,8 @@ from outsize.kernels.pieces import PIECE_ELEMENTS
 from outsize.memory import ChunkTable
 from outsize.memory.store import rounded
 from outsize.plan import DEVICE
-from outsize.schedule.layout import MASTER, PARAMETERS, Placement
+from outsize.schedule.kept import MASTER, PARAMETERS
+from outsize.schedule.layout import Placement
 
 _WIDEST = 8  # bytes of an element of a buffer: values are drawn in float64
 
@@ -41,21 +42,21 @@ OWN = Filling(buffered=False)  # a module that has its values already
 
 def starting(placement: Placement, filling: Filling) -> int:
     """The most bytes beside all states and the pool."""
-    every = range(len(placement.tables))
+    every = range(len(placement.chunks.tables))
     return max((of_chunk(placement, index, filling) for index in every), default=0)
 
 
 def of_chunk(placement: Placement, index: int, filling: Filling) -> int:
     """The same while the values of one chunk are written."""
-    table = placement.tables[index]
-    held = [(what, dtype.itemsize) for what, dtype in placement.held(index)]
+    table = placement.chunks.tables[index]
+    held = [(what, dtype.itemsize) for what, dtype in placement.chunks.held(index)]
     wide = dict(held)
     staged, pooled = 0, 0
     for what, size in held:
         if what not in (MASTER, PARAMETERS):
             continue
-        first, last = placement.extent(index, what)
-        if placement.tier(index, what) != DEVICE:
+        first, last = placement.chunks.extent(index, what)
+        if placement.chunks.tier(index, what) != DEVICE:
             pooled += rounded(table.numel * size)
         elif last - first < table.numel:
             staged += table.numel * size

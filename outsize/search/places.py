@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
-from outsize.schedule.layout import GRADIENTS, PARAMETERS
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.tiers import (
     OPTIMIZER,
     Below,
@@ -61,8 +61,8 @@ def places_of(facts: Facts, plan: Plan) -> tuple[Place, ...]:
     found = []
     for turn in range(plan.mesh.pipeline):
         placement = facts.placement(plan, turn)
-        own = placement.residency
-        mine = {table.segment for table in placement.tables}
+        own = placement.items.residency
+        mine = {table.segment for table in placement.chunks.tables}
         order = in_order(mine, plan.segments)
         found.append(Place(states_of(placement), order, own.merged | own.summed))
     return tuple(found)

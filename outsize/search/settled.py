@@ -79,17 +79,17 @@ def settled(
 def _rows(plan: Plan, costs: Costs) -> list[int]:
     """By stage, bytes of the states of a cut vocabulary's rows, which every worker has."""
     placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
-    for index, table in enumerate(placement.tables):
-        for what, _ in placement.held(index) if table.piped else ():
-            found[placement.stage_of[table.segment]] += placement.nbytes(index, what)
+    for index, table in enumerate(placement.chunks.tables):
+        for what, _ in placement.chunks.held(index) if table.piped else ():
+            found[placement.chunks.stage_of[table.segment]] += placement.chunks.nbytes(index, what)
     return found
 
 
 def _starting(plan: Plan, costs: Costs) -> list[int]:
     """By stage, the most bytes beside all states while its first values are written."""
     placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
-    for index, table in enumerate(placement.tables):
-        stage = placement.stage_of[table.segment]
+    for index, table in enumerate(placement.chunks.tables):
+        stage = placement.chunks.stage_of[table.segment]
         found[stage] = max(found[stage], of_chunk(placement, index, costs.facts.filling))
     return found
 

@@ -18,7 +18,7 @@ from outsize.memory import format_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest, Stream
 from outsize.plan.plan import PART
-from outsize.schedule.layout import GRADIENTS, PARAMETERS
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.places import rests_of, short_of, with_rests
 from outsize.search.settled import composed
 from outsize.search.tiers import OPTIMIZER, Below, Passing, States, every, moved, states

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
 from outsize.schedule import Kind
-from outsize.schedule.layout import GRADIENTS, PARAMETERS
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.tiers import OPTIMIZER, States
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import host_share, rate

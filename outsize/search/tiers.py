@@ -18,7 +18,8 @@ from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.plan.plan import PART
-from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
+from outsize.schedule.layout import Placement
 from outsize.simulate.costs import Facts
 from outsize.simulate.rehearse import unpiped
 
@@ -71,25 +72,25 @@ def states(facts: Facts, plan: Plan) -> States:
 
 def states_of(placement: Placement) -> States:
     """Those of the chunks that are placed; other segments have none."""
-    count, whole = placement.plan.segments, placement.shards
+    count, whole = placement.plan.segments, placement.chunks.shards
     held = {kind: [0] * count for kind in APART}
     degrees = {PARAMETERS: whole.parameters, GRADIENTS: whole.gradients}
     shared = {kind: [0] * count for kind, degree in degrees.items() if degree > 1}
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     places: dict[int, int] = {}
-    for index, table in enumerate(placement.tables):
+    for index, table in enumerate(placement.chunks.tables):
         mine = 0
-        runs = -(-table.numel // PART) * sum(s.per > 1 for s in placement.specs_of(table))
+        runs = -(-table.numel // PART) * sum(s.per > 1 for s in placement.chunks.kept.specs(table))
         places[table.segment] = places.get(table.segment, 0) + runs
-        for what, dtype in placement.held(index):
+        for what, dtype in placement.chunks.held(index):
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
-            size = placement.nbytes(index, what)
+            size = placement.chunks.nbytes(index, what)
             held[kind][table.segment] += size
             mine += size if kind == OPTIMIZER else 0
             if kind in shared:
                 shared[kind][table.segment] += table.numel * dtype.itemsize
         if mine:
-            span = placement.extent(index, MASTER)
+            span = placement.chunks.extent(index, MASTER)
             least = (
                 max(b - a for a, b in pairwise(table.cuts(PART, PART, span)))
                 if table.grain != 1
@@ -98,7 +99,7 @@ def states_of(placement: Placement) -> States:
             chunks[table.segment].append((span[1] - span[0], mine, least))
     own = placement.plan.precision.master is None
     sizes, pooled = ({k: tuple(v) for k, v in by.items()} for by in (held, shared))
-    return States(sizes, tuple(map(tuple, chunks)), placement.uses, own, pooled, places)
+    return States(sizes, tuple(map(tuple, chunks)), placement.chunks.uses, own, pooled, places)
 
 
 def levels(count: int) -> int:

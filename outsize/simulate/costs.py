@@ -15,6 +15,9 @@ from outsize.runtime import Job
 from outsize.runtime.checks import dtypes_of
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.starting import OWN, Filling
 from outsize.simulate.counter import Work
@@ -71,22 +74,21 @@ class Facts:
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
         """How a plan places the model's states on the worker of the data axis that has most of
         them. turn: the place on the pipeline axis."""
-        dtypes, every = dtypes_of(plan.precision), self.tables
+        every = self.tables
         if plan.mesh.pipeline > 1:
             every = tuple(_cut(t, plan.mesh.pipeline, turn) if t.piped else t for t in every)
         last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
-        made = Placement(
-            plan, every, self.uses, dtypes, self.states, self.main, self.host, last, turn
-        )
+        kept = Kept(dtypes_of(plan.precision), self.states, self.main)
+        made = Chunks(plan, every, self.uses, kept, last, turn)
         if last and any(table.grain != 1 for table in made.tables):
-            return replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
-        return made
+            made = replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
+        return Placement(Items(made, self.host))
 
 
-def _share(placement: Placement, place: int) -> int:
+def _share(chunks: Chunks, place: int) -> int:
     """Bytes of states of a worker of the data axis."""
-    indices = range(len(placement.tables))
-    return sum(placement.nbytes(i, what, place) for i in indices for what, _ in placement.held(i))
+    indices = range(len(chunks.tables))
+    return sum(chunks.nbytes(i, what, place) for i in indices for what, _ in chunks.held(i))
 
 
 def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
@@ -103,8 +105,8 @@ def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
 
 def facts_of(job: Job) -> Facts:
     """Those of the model that a job trains."""
-    own = job.placement
-    return Facts(own.every, own.uses, own.states, own.main, own.host)
+    chunks, host = job.placement.chunks, job.placement.items.host
+    return Facts(chunks.every, chunks.uses, chunks.kept.optimizer, chunks.kept.main, host)
 
 
 @dataclass(frozen=True)

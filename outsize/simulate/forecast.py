@@ -144,10 +144,14 @@ class _Place:
     def of(plan: Plan, costs: Costs, turn: int) -> _Place:
         """Raises OutsizeError for a schedule that cannot run."""
         placement = costs.facts.placement(plan, turn)
-        line = placement.pipelining
+        line = placement.chunks.pipelining
         schedule = with_handing(annotate(placement.schedule, costs), costs, line)
         held = held_of(placement)
-        static = {"data": costs.data, "window": placement.pool, "activations": absent(placement)}
+        static = {
+            "data": costs.data,
+            "window": placement.pool,
+            "activations": absent(placement.chunks),
+        }
         for kinds in held:
             for kind, count in kinds.items():
                 static[kind] = static.get(kind, 0) + count
@@ -162,7 +166,7 @@ class _Place:
             return 0, {}
         mine, static = costs.evaluation, {**self.static, "data": costs.evaluated}
         schedule = annotate(self.placement.evaluation(1), mine)
-        schedule = evaluating(schedule, mine, self.placement.pipelining)
+        schedule = evaluating(schedule, mine, self.placement.chunks.pipelining)
         trace = play(schedule, static, lambda index, action: 0.0)
         return trace.peak(), kinds_at_peak(trace, static) if trace.peak() else {}
 
@@ -176,7 +180,7 @@ class _Place:
         """Its part of the forecast."""
         role, count = self.schedule.role, len(self.placement.plan.stages)
         stages = range(count) if role is None else sorted(role.holds)
-        received = network.received(self.placement, self.schedule, costs.said, hardware)
+        received = network.received(self.placement.chunks, self.schedule, costs.said, hardware)
         peak = max(event.peak for event in trace.events if event.worker == turn)
         kinds = kinds_at_peak(trace, self.static, turn)
         if (first := self.begun(costs)) and sum(first.values()) > peak:
@@ -186,7 +190,7 @@ class _Place:
             peak, kinds = evaluation, held
         return Turn(
             tuple(stages), self.static, peak, kinds, received,
-            sum(table.numel for table in self.placement.tables), self.schedule,
+            sum(table.numel for table in self.placement.chunks.tables), self.schedule,
             below(self.placement, spilled(self.schedule, costs)), evaluation,
         )  # fmt: skip
 
@@ -208,7 +212,7 @@ class Clock:
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self._moving(action)
         if action.kind in network.SAID:
-            said = network.messages(self.placement, action, index in self._last_sums)
+            said = network.messages(self.placement.chunks, action, index in self._last_sums)
             return sum(message.seconds(self.hardware) for message in said)
         if action.kind in (Kind.SEND, Kind.RECV):
             return self._passing(action)
@@ -219,7 +223,7 @@ class Clock:
         whole = max(whole + self._saying(cost, False), self._saying(cost, True))
         whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
         if action.kind is Kind.UPDATE:
-            whole *= network.updated(self.placement, action.stage)
+            whole *= network.updated(self.placement.chunks, action.stage)
         return whole if action.part == WHOLE else whole * self._share(action)
 
     def _saying(self, cost: ActionCost, beside: bool) -> float:
@@ -230,7 +234,7 @@ class Clock:
 
     def _share(self, action: Action) -> float:
         """The part of its stage that an update of a part is."""
-        pieces = self.placement.pieces[action.stage]
+        pieces = self.placement.items.pieces[action.stage]
         here = pieces[action.part]
         every = sum(piece.last - piece.first for piece in pieces)
         return (here.last - here.first) / max(1, every)
@@ -248,9 +252,9 @@ class Clock:
             tier = self.placement.plan.stages[action.stage].rest.activations
             return size / rate(self.hardware, tier, fetch)
         total = 0.0
-        for span in self.placement.spans[item_of(action)]:
+        for span in self.placement.items.spans[item_of(action)]:
             if span.load if fetch else span.store:
-                tier = self.placement.tier(span.chunk, span.what)
+                tier = self.placement.chunks.tier(span.chunk, span.what)
                 total += span.bytes / rate(self.hardware, tier, fetch)
         return total
 

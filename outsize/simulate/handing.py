@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule, State
-from outsize.schedule.layout import Placement
+from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, peer
 from outsize.schedule.vocabulary import PASSES
 from outsize.simulate.costs import Costs
@@ -21,12 +21,12 @@ _ACTIVATIONS = "device/activations"
 Extra = dict[int, list[tuple[str, int]]]  # by place in the list
 
 
-def absent(placement: Placement) -> int:
+def absent(chunks: Chunks) -> int:
     """Bytes of the parameters that other workers have: one number each, which has their shape."""
     return sum(
-        len(table.slots) * next(dtype for _, dtype in placement.states_in(table)).itemsize
-        for table in placement.every
-        if placement.turn not in placement.holders(table)
+        len(table.slots) * next(dtype for _, dtype in chunks.kept.states(table)).itemsize
+        for table in chunks.every
+        if chunks.turn not in chunks.holders(table)
     )
 
 

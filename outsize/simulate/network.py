@@ -15,7 +15,8 @@ from math import prod
 from outsize.collectives import Mesh
 from outsize.hardware import Hardware
 from outsize.schedule import Action, Kind, Schedule
-from outsize.schedule.layout import GRADIENTS, MASTER, PARAMETERS, Placement
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.residency import SHARED
 from outsize.simulate.costs import Said
 
@@ -63,16 +64,16 @@ class Message:
         return total + self.far(machine) / bandwidth + wait * (self.count / inside - 1)
 
 
-def messages(placement: Placement, action: Action, last: bool = True) -> Iterator[Message]:
+def messages(chunks: Chunks, action: Action, last: bool = True) -> Iterator[Message]:
     """What is said in an action of SAID. last: of a REDUCE, the last of its stage in the step."""
-    for index in placement.chunks_of[action.stage]:
-        yield from _of_chunk(placement, index, action.kind, last)
+    for index in chunks.of_stage[action.stage]:
+        yield from _of_chunk(chunks, index, action.kind, last)
 
 
-def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Iterator[Message]:
-    table, own = placement.tables[index], placement.shards
-    dtypes = dict(placement.held(index))
-    mesh = placement.plan.mesh
+def _of_chunk(chunks: Chunks, index: int, kind: Kind, last: bool) -> Iterator[Message]:
+    table, own = chunks.tables[index], chunks.shards
+    dtypes = dict(chunks.held(index))
+    mesh = chunks.plan.mesh
     apart = mesh.stride("data")
     if kind is Kind.GATHER:
         yield Message(table.numel * dtypes[PARAMETERS].itemsize, own.parameters, apart)
@@ -83,8 +84,8 @@ def _of_chunk(placement: Placement, index: int, kind: Kind, last: bool) -> Itera
         yield Message(mine, own.optimizer // own.parameters, own.parameters * apart)
         return
     if kind is Kind.MERGE:
-        first, end = placement.extent(index, MASTER)
-        turns = placement.holders(table)
+        first, end = chunks.extent(index, MASTER)
+        turns = chunks.holders(table)
         if len(turns) > 1 and not table.piped:
             mine = 2 * (end - first) * dtypes[GRADIENTS].itemsize
             yield Message(mine, len(turns), (turns[1] - turns[0]) * mesh.stride("pipeline"))
@@ -137,7 +138,7 @@ def last_sums(schedule: Schedule) -> frozenset[int]:
 
 
 def received(
-    placement: Placement,
+    chunks: Chunks,
     schedule: Schedule,
     inside: Callable[[Action], Iterable[Said]],
     hardware: Hardware,
@@ -152,11 +153,11 @@ def received(
 
     for index, action in enumerate(schedule.workers[0]):
         if action.kind in SAID:
-            for message in messages(placement, action, index in last):
+            for message in messages(chunks, action, index in last):
                 count(action.kind.value.lower(), message)
         for said in inside(action):
             name = {"receive": STAGES, "exchange": EXCHANGED}.get(said.operation, said.axis)
-            count(name, within(said, placement.plan.mesh))
+            count(name, within(said, chunks.plan.mesh))
     return {name: count for name, count in found.items() if count.total}
 
 
@@ -186,11 +187,11 @@ def _outer(hardware: Hardware) -> tuple[float, float]:
     return link.bandwidth.value, link.latency.value if link.latency else 0.0
 
 
-def updated(placement: Placement, stage: int) -> float:
+def updated(chunks: Chunks, stage: int) -> float:
     """The share of a stage's trained elements that this worker updates."""
     mine = every = 0
-    for index in placement.chunks_of[stage]:
-        if placement.tables[index].trainable:
-            first, last = placement.extent(index, MASTER)
-            mine, every = mine + last - first, every + placement.tables[index].numel
+    for index in chunks.of_stage[stage]:
+        if chunks.tables[index].trainable:
+            first, last = chunks.extent(index, MASTER)
+            mine, every = mine + last - first, every + chunks.tables[index].numel
     return mine / every if every else 1.0

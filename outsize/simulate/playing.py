@@ -153,12 +153,12 @@ def _zeroth_seconds(job: ZerothJob, hardware: Hardware, action: Action, work: Wo
     if action.lane is not Lane.COMPUTE:
         fetch = action.kind is Kind.FETCH
         return sum(
-            span.bytes / rate(hardware, placement.tier(span.chunk, span.what), fetch)
-            for span in placement.spans[item_of(action)]
+            span.bytes / rate(hardware, placement.chunks.tier(span.chunk, span.what), fetch)
+            for span in placement.items.spans[item_of(action)]
         )
     draws = action.kind is Kind.UPDATE or not action.microbatch
-    chunks = (c for c in placement.chunks_of[stage] if job.learns[c])
-    numel = sum(placement.tables[c].numel for c in chunks) if draws else 0
+    chunks = (c for c in placement.chunks.of_stage[stage] if job.learns[c])
+    numel = sum(placement.chunks.tables[c].numel for c in chunks) if draws else 0
     return duration(work, hardware.devices[0]) + numel / DRAWN
 
 
@@ -180,12 +180,12 @@ def _segments(placement: Placement, names: Sequence[str], schedule: Schedule) ->
 
 def _resting(placement: Placement, below: bool) -> Iterator[tuple[str, int, int]]:
     """(kind, or below the device the tier; segment; bytes) of the states of chunks."""
-    for index, table in enumerate(placement.tables):
-        for what, dtype in placement.held(index):
-            tier = placement.tier(index, what)
+    for index, table in enumerate(placement.chunks.tables):
+        for what, dtype in placement.chunks.held(index):
+            tier = placement.chunks.tier(index, what)
             if below == (tier != DEVICE):
                 kind = what if what in KINDS else "optimizer"
-                size = placement.numel(index, what) * dtype.itemsize
+                size = placement.chunks.numel(index, what) * dtype.itemsize
                 yield tier if below else kind, table.segment, size
 
 
@@ -203,7 +203,7 @@ def _forecast(
     for placement in placements:
         for tier, _, size in _resting(placement, below=True):
             below[tier] = below.get(tier, 0) + size
-    count = sum(table.numel for placement in placements for table in placement.tables)
+    count = sum(table.numel for placement in placements for table in placement.chunks.tables)
     trace = made.trace
     peak, kinds = trace.peak(), kinds_at_peak(trace, static)
     if sum(begun.values()) > peak:

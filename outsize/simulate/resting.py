@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from outsize.memory import KINDS
 from outsize.plan import DEVICE, Plan
 from outsize.schedule import Kind, Schedule, State
-from outsize.schedule.layout import GRADIENTS, Placement
+from outsize.schedule.kept import GRADIENTS
+from outsize.schedule.layout import Placement
 from outsize.simulate.costs import Costs
 
 
 def held_of(placement: Placement) -> list[dict[str, int]]:
     """By segment, bytes by kind of the states that the device holds throughout."""
-    made: list[dict[str, int]] = [{} for _ in placement.uses]
-    for index, table in enumerate(placement.tables):
-        for what, _ in placement.held(index):
-            if placement.tier(index, what) == DEVICE:
+    made: list[dict[str, int]] = [{} for _ in placement.chunks.uses]
+    for index, table in enumerate(placement.chunks.tables):
+        for what, _ in placement.chunks.held(index):
+            if placement.chunks.tier(index, what) == DEVICE:
                 kind = what if what in KINDS else "optimizer"
                 mine = made[table.segment]
-                mine[kind] = mine.get(kind, 0) + placement.nbytes(index, what)
+                mine[kind] = mine.get(kind, 0) + placement.chunks.nbytes(index, what)
     return made
 
 
@@ -44,11 +45,11 @@ def below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
     for stage, size in spilled.items():
         tier = placement.plan.stages[stage].rest.activations
         found[tier] = found.get(tier, 0) + size
-    for index, table in enumerate(placement.tables):
-        for what, _ in placement.held(index):
-            tier = placement.tier(index, what)
+    for index, table in enumerate(placement.chunks.tables):
+        for what, _ in placement.chunks.held(index):
+            tier = placement.chunks.tier(index, what)
             if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
-                found[tier] = found.get(tier, 0) + placement.nbytes(index, what)
+                found[tier] = found.get(tier, 0) + placement.chunks.nbytes(index, what)
     return found
 
 

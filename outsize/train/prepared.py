@@ -37,7 +37,7 @@ from outsize.runtime.making import (
     make_job,
 )
 from outsize.runtime.reach import Reach, Uncut
-from outsize.schedule.layout import PARAMETERS
+from outsize.schedule.kept import PARAMETERS
 from outsize.search import pick
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs
@@ -381,8 +381,8 @@ def _backend(device: torch.device) -> Literal["gloo", "nccl"]:
 
 def _forget(job: Job) -> None:
     """Parameters that rested below are views of a pool that holds something else."""
-    for index, table in enumerate(job.placement.tables):
-        for slot in table.slots if job.placement.tier(index, PARAMETERS) != DEVICE else ():
+    for index, table in enumerate(job.placement.chunks.tables):
+        for slot in table.slots if job.placement.chunks.tier(index, PARAMETERS) != DEVICE else ():
             parameter = job.owners[slot.name]
             lost = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = lost.expand(parameter.shape)

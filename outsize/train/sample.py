@@ -43,7 +43,7 @@ def sample(job: Trains, tokenizer: Tokenizer, prompt: str, tokens: int, sampling
 
 def relay_of(job: Job, model: Decoder) -> Relay | None:
     """What takes a token through the stages on all workers; None without a pipeline."""
-    pipelining, stage_of = job.placement.pipelining, job.placement.stage_of
+    pipelining, stage_of = job.placement.chunks.pipelining, job.placement.chunks.stage_of
     if pipelining is None:
         return None
     route = pipelining.coarse.placement.routes[0]
@@ -89,7 +89,7 @@ def bring(job: Job | ZerothJob, segment: int) -> None:
     """Have in the pool what a segment computes with; what lies elsewhere in it stays."""
     placement, weight_pool = job.placement, job.weight_pool
     rooms = placement.rooms
-    stages = placement.stage_uses(placement.stage_of[segment])
+    stages = placement.chunks.stage_uses(placement.chunks.stage_of[segment])
     needed = {Item(State.PARAMETERS, stage) for stage in stages} & rooms.keys()
     stays = {
         name
@@ -98,4 +98,4 @@ def bring(job: Job | ZerothJob, segment: int) -> None:
     }
     weight_pool.ensure(frozenset(stays | needed))
     if isinstance(job, ZerothJob):
-        job.show(placement.stage_of[segment])
+        job.show(placement.chunks.stage_of[segment])

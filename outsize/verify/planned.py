@@ -205,7 +205,7 @@ def _bytes(groups: Iterable[Collective]) -> int:
 def _pairs(job: Job, world: World) -> list[Collective]:
     """Of this worker and those that have the stages next to its own, or other rows of the
     vocabulary; and of all that have such rows."""
-    line, turn = job.placement.pipelining, job.placement.turn
+    line, turn = job.placement.chunks.pipelining, job.placement.chunks.turn
     if line is None:
         return []
     ranks = world.mesh.ranks("pipeline", world.rank)

@@ -29,7 +29,7 @@ from outsize.plan import Plan
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.layout import GRADIENTS, PARAMETERS
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.schedule.pipelined import peer
 from outsize.verify.kept import Kept
 
@@ -64,7 +64,7 @@ def volume(job: Job, fresh: bool = False) -> Volume:
     tensor, exact = 0.0, True
     model, size, gathers = job.flow.model, job.plan.mesh.tensor, _gathers(job.plan.mesh)
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and size > 1:
-        frozen = any(not t.trainable and not t.wide for t in job.placement.tables)
+        frozen = any(not t.trainable and not t.wide for t in job.placement.chunks.tables)
         exact = not (frozen or job.plan.sequence_chunk)
         exact = exact and model.config.ladder_from is None and model.config.ways == 1
         numbers = _numbers(job.flow.options)
@@ -74,7 +74,7 @@ def volume(job: Job, fresh: bool = False) -> Volume:
         )
         tensor += _matrices(job)
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and gathers > 1:
-        exact = exact and all(t.trainable for t in job.placement.tables)
+        exact = exact and all(t.trainable for t in job.placement.chunks.tables)
         tensor += sum(
             _keys_values(model.config, job.plan, segment, _rows_tokens(job, m), gathers)
             for segment, m in _computed(job)
@@ -127,14 +127,14 @@ def _states(job: Job) -> float:
         _of_chunk(job, chunk, action.kind, index in sums)
         for index, action in enumerate(actions)
         if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
-        for chunk in job.placement.chunks_of[action.stage]
+        for chunk in job.placement.chunks.of_stage[action.stage]
     )
 
 
 def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
     """A chunk's part of an action: on average over the workers, who may have uneven shares."""
-    table, own = job.placement.tables[index], job.placement.shards
-    dtypes = dict(job.placement.held(index))
+    table, own = job.placement.chunks.tables[index], job.placement.chunks.shards
+    dtypes = dict(job.placement.chunks.held(index))
     whole = float(table.numel * dtypes[PARAMETERS].itemsize)
     if kind is Kind.GATHER:
         return _apart(whole, own.parameters)
@@ -146,7 +146,7 @@ def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
     if kind is Kind.MERGE and table.piped:
         return 0.0
     if kind is Kind.MERGE:
-        return _around(whole / own.optimizer, len(job.placement.holders(table)))
+        return _around(whole / own.optimizer, len(job.placement.chunks.holders(table)))
     total = _apart(whole, own.gradients)
     if last:
         total += _apart(whole / own.gradients, own.optimizer // own.gradients)
@@ -167,7 +167,7 @@ def _apart(nbytes: float, count: int) -> float:
 def _stages(job: Job, fresh: bool) -> float | None:
     """Hidden states and their gradients, and what is exchanged of a cut vocabulary; with what says
     what messages are like, in a first step."""
-    model, line = job.flow.model, job.placement.pipelining
+    model, line = job.flow.model, job.placement.chunks.pipelining
     if line is None:
         return 0.0
     if not isinstance(model, Decoder) or not isinstance(job.flow, NativeFlow):
@@ -255,8 +255,8 @@ def _matrices(job: Job) -> float:
     kept = isinstance(job.optimizer, Kept)
     each = len(job.optimizer.states) - kept + 2 + kept
     total = 0.0
-    for index, table in enumerate(job.placement.tables):
-        first, last = job.placement.extent(index, "master")
+    for index, table in enumerate(job.placement.chunks.tables):
+        first, last = job.placement.chunks.extent(index, "master")
         for slot in table.slots if table.main and table.trainable else ():
             if not first <= slot.offset < last:
                 continue
@@ -274,10 +274,10 @@ def _agreement(job: Job) -> float:
     numbers = 0
     for action in job.schedule.workers[0]:
         if action.kind is Kind.NORM:
-            numbers += 2 + _names(job.placement.every)
+            numbers += 2 + _names(job.placement.chunks.every)
         elif behind and action.kind is Kind.UPDATE and action.part in (WHOLE, 0):
-            chunks = job.placement.chunks_of[action.stage]
-            numbers += 2 + _names(job.placement.tables[index] for index in chunks)
+            chunks = job.placement.chunks.of_stage[action.stage]
+            numbers += 2 + _names(job.placement.chunks.tables[index] for index in chunks)
     return _around(2 * NUMBER, mesh.data * _others(mesh)) + _around(NUMBER * numbers, mesh.size)
 
 

@@ -14,6 +14,9 @@ from outsize.optim.declared import StateSpec
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime.weight_pool import WeightPool
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 
 FP32 = Dtypes(torch.float32, torch.float32, None, torch.float32)
@@ -74,7 +77,8 @@ def test_wide_parameters_have_a_chunk_of_their_own():
 def residence_of(layout, dtypes, states, account=None) -> WeightPool:
     """The chunks of two segments, all of it on the device."""
     plan = Plan(2, per_segment(2))
-    placement = Placement(plan, layout, ((0,), (1, 0)), dtypes, tuple(map(StateSpec, states)))
+    kept = Kept(dtypes, tuple(map(StateSpec, states)))
+    placement = Placement(Items(Chunks(plan, layout, ((0,), (1, 0)), kept)))
     weight_pool = WeightPool(placement, {}, torch.device("cpu"), account or Ledger().kind)
     for index in range(len(layout)):
         weight_pool.make(index)

@@ -182,7 +182,7 @@ def test_streamed_states_give_the_same_bits(monkeypatch, precision):
     )  # fmt: skip
     with streamed.memory() as stores:
         job = streamed.job_of(below, stores, optimizer=Muon())
-        assert max(len(pieces) for pieces in job.placement.pieces.values()) > 3, "in parts"
+        assert max(len(pieces) for pieces in job.placement.items.pieces.values()) > 3, "in parts"
         moved = streamed.trained(job, data, streamed.ROWS)
     assert moved.same(resident), moved.differences(resident)
 

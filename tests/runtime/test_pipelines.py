@@ -203,7 +203,7 @@ def test_what_a_worker_does_not_hold_has_no_memory():
         mine = model("llama, untied")
         plan = piped("1f1b")
         job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
-        mine_too = sum(table.numel for table in job.placement.tables)
+        mine_too = sum(table.numel for table in job.placement.chunks.tables)
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in mine.parameters()}
         bytes_held = sum(storage.nbytes() for storage in storages.values())
         job.close()
@@ -233,8 +233,8 @@ def test_partial_paths_train_what_they_visit(devices, number, vocabulary):
         loss = float(job.step(batch, 1e-2))
         weights = {name: w.clone() for name, w in job.weights()}
         job.close()
-        assert job.placement.pipelining is not None
-        return loss, job.placement.pipelining.paths, weights, evaluated
+        assert job.placement.chunks.pipelining is not None
+        return loss, job.placement.chunks.pipelining.paths, weights, evaluated
 
     results = play(plan.mesh, run)
     paths = results[0][1]

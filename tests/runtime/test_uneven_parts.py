@@ -47,7 +47,7 @@ def test_workers_meet_in_the_same_order(stage, parts, resident, order, together,
         stream=Stream(resident, part=plans.PART, parts=together),
     )  # fmt: skip
     plan = resting(plan, optimizer="disk")
-    every = [replace(facts.placement(plan), index=i) for i in range(data)]
+    every = [facts.placement(plan).elsewhere(i, 0) for i in range(data)]
     said = [[a for a in e.schedule.workers[0] if a.lane is Lane.NETWORK] for e in every]
     assert said[0] and all(one == said[0] for one in said)
     assert len({e.pool for e in every}) == 1
@@ -62,7 +62,7 @@ def worker(plan: Plan, optimizer, data):
                 NativeFlow(model, plan), plan, optimizer, clip=0.5, stores=stores, **own
             )  # fmt: skip
             found = numbers(job, plan, data)
-            parts = [p for some in job.placement.pieces.values() for p in some]
+            parts = [p for some in job.placement.items.pieces.values() for p in some]
             job.close()
         return found, sum(p.first == p.last for p in parts)
 

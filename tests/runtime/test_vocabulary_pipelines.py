@@ -247,7 +247,10 @@ def test_each_worker_holds_its_rows_alone():
 
     def run(world: World):
         job = job_of(world, plan, "llama, untied")
-        found = [t.numel for t in job.placement.tables], dict(job.flow.model.named_parameters())
+        found = (
+            [t.numel for t in job.placement.chunks.tables],
+            dict(job.flow.model.named_parameters()),
+        )
         job.close()
         return found
 

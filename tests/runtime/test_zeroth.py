@@ -107,7 +107,7 @@ def test_streamed_is_bitwise_resident_and_weights_pass_once(family, stream, chan
     before = store.bytes_read, store.bytes_written
     losses = [float(streamed.step(batch)) for batch in data]
     moved = store.bytes_read - before[0], store.bytes_written - before[1]
-    total = 8 * sum(table.numel for table in streamed.placement.tables)
+    total = 8 * sum(table.numel for table in streamed.placement.chunks.tables)
     # Before the first step what the pool begins with is fetched; later steps find it there.
     assert STEPS * total / 2 < moved[0] <= STEPS * total + streamed.placement.pool
     assert moved[1] == STEPS * total
@@ -237,8 +237,8 @@ def test_memory_is_the_pool_one_stage_and_no_activations(data):
     job = ZerothJob(NativeFlow(model, below(plan)), below(plan), SETTINGS, ledger, {"host": store})
     del model
     job.step(data[0])
-    total = 8 * sum(table.numel for table in job.placement.tables)
-    largest = 8 * max(table.numel for table in job.placement.tables)
+    total = 8 * sum(table.numel for table in job.placement.chunks.tables)
+    largest = 8 * max(table.numel for table in job.placement.chunks.tables)
     live, peak = ledger.live, job.report.trace.peak()
     assert live["parameters"] == live["gradients"] == live["optimizer"] == 0
     assert live["window"] == job.placement.pool <= 2 * (largest + 4096)

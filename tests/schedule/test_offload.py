@@ -49,7 +49,7 @@ def test_the_computation_is_the_plans(update):
 @pytest.mark.parametrize("update", ["apart", "behind"])
 def test_every_part_of_the_optimizer_states_comes_and_goes_once(update, stream):
     placement = placed(BELOW, stream, update=update)
-    parts = sorted((s, p) for s, n in placement.residency.parts.items() for p in range(n))
+    parts = sorted((s, p) for s, n in placement.items.residency.parts.items() for p in range(n))
     assert len(parts) > 5
     for kind in (Kind.FETCH, Kind.EVICT):
         found = sorted((a.stage, a.part) for a in moves(placement, kind, State.OPTIMIZER))
@@ -109,7 +109,7 @@ def test_rooms_of_what_is_needed_together_are_apart():
     placement = placed(ALL, {"resident": 3, "returned": 2}, update="behind")
     last, first = placement.schedule.stages - 1, placement.schedule.first
     for action in placement.base.workers[0]:
-        needed = list(placement.residency.needs(action, last, first))
+        needed = list(placement.items.residency.needs(action, last, first))
         for n, one in enumerate(needed):
             for other in needed[n + 1 :]:
                 assert not overlap(placement.rooms[one], placement.rooms[other])

@@ -17,6 +17,7 @@ from outsize.plan import Pipelined, Plan, Precision, Stream, zero
 from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Lane, Program, Schedule, State, prove
+from outsize.schedule.items import Items
 from outsize.schedule.layout import Placement
 from outsize.schedule.programs import train
 from outsize.schedule.proof import form
@@ -104,10 +105,10 @@ def test_workers_with_unequal_numbers_of_parts_are_refused(monkeypatch):
         program = train(place)
         assert len(program.lists) == 1 and not refusal(program)
 
-        def own(self: Placement, chunk: int):
-            return tuple((part,) for part in self._parts(chunk, self.index))
+        def own(self: Items, chunk: int):
+            return tuple((part,) for part in self._parts(chunk, self.chunks.index))
 
-        patch.setattr(Placement, "_others", own)
+        patch.setattr(Items, "_others", own)
         program = train(uneven(Mesh(4)))
         assert len(program.lists) > 1 and program.alike == (0, 1, 2, 3)
         assert "expected one order on all workers" in refusal(program)

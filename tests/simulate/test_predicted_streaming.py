@@ -126,7 +126,7 @@ def counted(placement: Placement, actions: tuple[Action, ...], kind: Kind) -> in
     total = 0
     for action in actions:
         if action.kind is kind and action.state is not State.ACTIVATIONS:
-            for span in placement.spans[moved(action)]:
+            for span in placement.items.spans[moved(action)]:
                 if span.load if kind is Kind.FETCH else span.store:
                     total += (span.last - span.first) * span.dtype.itemsize
     return total

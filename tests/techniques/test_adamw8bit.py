@@ -272,7 +272,7 @@ def run_of(plan, data, optimizer=OPTIMIZER, resumed=None, keep=None, family="lla
             for batch in data:
                 job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)
             found = (*streamed.snapshot(job), job.update_counts())
-            parts = max((len(p) for p in job.placement.pieces.values()), default=0)
+            parts = max((len(p) for p in job.placement.items.pieces.values()), default=0)
             job.close()
         return found, parts
 

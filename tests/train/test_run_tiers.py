@@ -180,7 +180,7 @@ def test_starting_and_saving_take_no_more_than_a_chunk(runs, spill, monkeypatch)
     def making(setup, found, ledger, stores, crew):
         job = make(setup, found, ledger, stores, crew)
         seen["start"], seen["pool"] = ledger.peak, job.placement.pool
-        seen["chunk"] = max(table.numel for table in job.placement.tables) * 4
+        seen["chunk"] = max(table.numel for table in job.placement.chunks.tables) * 4
         return job
 
     def saving(store, job, config, resolved, place, notes):

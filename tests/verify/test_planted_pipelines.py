@@ -53,7 +53,7 @@ def test_a_tied_embedding_is_summed_on_one_side_only(monkeypatch, side):
     plain = ShardGroups.merge
 
     def merge(self, index, gradients):
-        plain(self, index, gradients if self.placement.turn == side else gradients.clone())
+        plain(self, index, gradients if self.chunks.turn == side else gradients.clone())
 
     found = seen(piped(family="llama"), monkeypatch, ShardGroups, "merge", merge)
     (mine, theirs), *_ = found.losses

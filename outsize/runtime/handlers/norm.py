@@ -68,7 +68,7 @@ class Norm:
         """Take the norms of gradients that are complete: those that this worker updates."""
         weight_pool, ledger = self._weight_pool, self._watch.ledger
         for stage in stages:
-            for index in weight_pool.placement.chunks_of[stage]:
+            for index in weight_pool.placement.chunks.of_stage[stage]:
                 gradients = weight_pool.updated_gradients(index)
                 if gradients is not None:
                     norm = self._norms[index] = torch.linalg.vector_norm(gradients)

@@ -52,7 +52,7 @@ class Movement:
 
     def _empty(self, stages: tuple[int, ...]) -> None:
         for stage in stages:
-            for index in self.weight_pool.placement.chunks_of[stage]:
+            for index in self.weight_pool.placement.chunks.of_stage[stage]:
                 self._zero(index)
 
     def _zero(self, index: int) -> None:

@@ -41,7 +41,7 @@ class Training:
         handlers: list[Handler] = [self.passes, movement, self.spilling, self.norm, self.update]
         before: list[Hook] = [movement.anew]
         if rows is not None:
-            counts = not job.placement.turn
+            counts = not job.placement.chunks.turn
             handlers.append(Vocabulary(rows, self.microbatches, counts))
         if passing is not None:
             links = Links(passing, self.microbatches)

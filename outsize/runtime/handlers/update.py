@@ -61,7 +61,7 @@ class Update:
         """Of a stage whose norm is known before that of all. late: it is summed just before."""
         if late:
             self._norm.square((action.stage,))
-        chunks = self.updates.weight_pool.placement.chunks_of[action.stage]
+        chunks = self.updates.weight_pool.placement.chunks.of_stage[action.stage]
         here, touched = self._norm.squares(chunks), self._gradients.touched
         part = self._totals.stage(action.stage, here, touched)
         finite(part**0.5, "some weights may have been updated")

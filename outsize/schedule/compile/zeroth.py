@@ -10,6 +10,9 @@ import torch
 from outsize.memory.chunk import ChunkTable, Dtypes
 from outsize.plan import Plan
 from outsize.schedule.action import Action, Kind
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.passes.offload import streamed
 from outsize.schedule.schedule import Schedule
@@ -22,15 +25,16 @@ def placement_of(plan: Plan, layout: Sequence[ChunkTable]) -> Placement:
     held = getattr(torch, precision.master or precision.compute)
     bare = tuple(replace(table, trainable=False) for table in layout)
     uses = tuple((i,) for i in range(plan.segments))
-    return Placement(replace(plan, order="layer"), bare, uses, Dtypes(held, held, None, held), ())
+    kept = Kept(Dtypes(held, held, None, held), ())
+    return Placement(Items(Chunks(replace(plan, order="layer"), bare, uses, kept)))
 
 
 def step_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
     """A step: every stage updated, then forward for all microbatches with either sign. learns: by
     chunk, whether it is trained; stages without such a chunk are read and never written."""
     plan, stages = placement.plan, len(placement.plan.stages)
-    pairs = zip(placement.tables, learns, strict=True)
-    moving = {placement.stage_of[table.segment] for table, trained in pairs if trained}
+    pairs = zip(placement.chunks.tables, learns, strict=True)
+    moving = {placement.chunks.stage_of[table.segment] for table, trained in pairs if trained}
     actions: list[Action] = []
     for s in range(stages):
         actions += [Action(Kind.UPDATE, s)] if s in moving else []
@@ -38,5 +42,5 @@ def step_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
     made = Schedule(
         stages, 2 * plan.microbatches, (tuple(actions),), first=stages, ahead=frozenset(moving)
     )
-    passing = replace(placement.residency, fixed=frozenset(range(stages)) - moving)
+    passing = replace(placement.items.residency, fixed=frozenset(range(stages)) - moving)
     return streamed(made, passing, placement.rooms, plan.stream)
