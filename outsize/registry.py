@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -72,8 +73,8 @@ class Technique:
     key: its place in a run's file, as "zeroth-order" or "adapt.lora". settings: a frozen dataclass
     of its settings, fields made by `setting`. meaning: what it does, in a line. exact: the numbers
     are those of the plain run; else `approximate` must name it. touches: what it changes the
-    meaning of ("optimizer states", "the backward pass", ...); which go together, the table of
-    outsize/plan/approximate.py says.
+    meaning of ("optimizer states", "the backward pass", ...): two that touch the same thing do not
+    go together. What else does not, the table of outsize/plan/approximate.py says.
     """
 
     key: str
@@ -95,6 +96,17 @@ def technique(
 ) -> Technique:
     """Register a technique under its key."""
     return TECHNIQUES.add(key, Technique(key, settings, meaning, exact, touches))
+
+
+def refuse_shared(keys: Iterable[str]) -> None:
+    """OutsizeError where two of a run's techniques change the meaning of the same thing. keys: of
+    techniques; other names stand for nothing."""
+    found = [one for key in dict.fromkeys(keys) if (one := TECHNIQUES.find(key)) is not None]
+    for one, other in itertools.combinations(found, 2):
+        for thing in sorted(one.touches & other.touches):
+            raise OutsizeError(
+                f"{one.key} and {other.key} both change {thing}; leave one of them out"
+            )
 
 
 def setting(

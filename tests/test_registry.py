@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from outsize.errors import OutsizeError
+from outsize.plan import Plan
+from outsize.plan.plan import per_segment
 from outsize.registry import TECHNIQUES, Registry, Technique, setting
 from outsize.train import config
 from outsize.train.resolve import resolve
@@ -76,3 +78,31 @@ def test_a_name_has_one_owner():
         registry.add("one", 2)
     with pytest.raises(OutsizeError, match="did you mean 'one'"):
         registry.get("onee")
+
+
+BACKWARD = "both change the backward pass; leave one of them out"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("local-learning", "zeroth-order"), f"local-learning and zeroth-order {BACKWARD}"),
+        (("zeroth-order", "frozen-by-dynamics"), f"zeroth-order and frozen-by-dynamics {BACKWARD}"),
+        (("local-learning", "frozen-by-dynamics"), BACKWARD),
+        (("zeroth-order", "adamw8bit"), "zeroth-order and adamw8bit both change optimizer states"),
+    ],
+)
+def test_two_that_change_the_same_thing_are_refused_in_a_plan(names, said):
+    with pytest.raises(OutsizeError, match=said):
+        Plan(4, per_segment(4), approximate=names)
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd", "adamw8bit"])
+def test_an_optimizer_beside_a_technique_that_has_none_of_its_states(name):
+    """It was dropped without a word."""
+    own = ", adamw8bit" if name == "adamw8bit" else ""
+    sets = [f"optimizer.name={name}", f"plan.approximate=[zeroth-order{own}]"]
+    with pytest.raises(OutsizeError, match=f"^{name} and zeroth-order both change optimizer stat"):
+        resolve(None, sets)
+    sets[1] = f"plan.approximate=[local-learning{own}]"
+    assert resolve(None, sets).config.optimizer.name == name

@@ -70,7 +70,6 @@ CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
     ("zeroth-order", "recompute", lambda p: any(stage.recompute for stage in p.stages)),
     ("zeroth-order", "split_backward", lambda p: p.split_backward),
     ("zeroth-order", "update: behind", lambda p: p.update == "behind"),
-    ("zeroth-order", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
     (
         "frozen-by-dynamics",
         "parameters or optimizer states below the device: what is frozen would move all the same",
@@ -87,6 +86,4 @@ CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
         lambda p: p.mesh.pipeline == 1 or not p.pipeline.schedule.startswith("skip"),
     ),
     ("local-learning", "sequence_chunk", lambda p: p.sequence_chunk > 0),
-    ("local-learning", "zeroth-order", lambda p: "zeroth-order" in p.approximate),
-    ("local-learning", "frozen-by-dynamics", lambda p: "frozen-by-dynamics" in p.approximate),
 )

@@ -15,6 +15,7 @@ from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, counted, nearest
 from outsize.plan.approximate import ALONE, APPROXIMATE, CLASHES, Local, known_names
 from outsize.plan.spread import Pipelined, Sharding, share
+from outsize.registry import refuse_shared
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
@@ -306,6 +307,7 @@ class Plan:
                 raise OutsizeError(
                     f"plan: approximate holds {name!r}{nearest(name, known_names())}"
                 )
+        refuse_shared(self.approximate)
         for name, other, found in CLASHES:
             if name in self.approximate and found(self):
                 raise OutsizeError(

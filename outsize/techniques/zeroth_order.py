@@ -25,5 +25,5 @@ class ZerothOrder:
 
 technique(
     KEY, ZerothOrder, "settings of plan.approximate: [zeroth-order]", exact=False,
-    touches=frozenset({"the backward pass"}),
+    touches=frozenset({"the backward pass", "optimizer states"}),
 )  # fmt: skip

@@ -12,6 +12,7 @@ import yaml
 from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
 from outsize.optim import parse as parse_optimizer
+from outsize.registry import refuse_shared
 from outsize.train.config import (
     MOVED,
     RENAMED,
@@ -265,9 +266,11 @@ def _one_length(resolved: Resolved) -> None:
 
 
 def _one_optimizer(resolved: Resolved) -> Resolved:
-    """Refuse settings of an optimizer that make no sense, or are another one's."""
+    """Refuse settings of an optimizer that make no sense, or are another one's, and techniques that
+    change the same thing as others of the run."""
     config = resolved.config
     own = config.optimizer
+    refuse_shared((own.name, *config.plan.approximate, *config.techniques))
     others = [name for name, _ in OPTIMIZERS.items() if name != own.name]
     for name in filter(config.techniques.__contains__, others):
         raise OutsizeError(

@@ -252,7 +252,6 @@ def test_what_is_refused():
     below = tuple(replace(s, rest=Rest(optimizer="disk")) for s in per_segment(5))
     for changes, what in (
         ({"stages": below}, "states below the device"),
-        ({"approximate": ("local-learning", "zeroth-order")}, "zeroth-order"),
         ({"stages": per_segment(5, ("block",)), "sequence_chunk": 4}, "sequence_chunk"),
     ):
         with pytest.raises(OutsizeError, match=f"the plan has {what}.* do not go together"):

@@ -307,7 +307,6 @@ def test_what_is_refused(data):
         ({"split_backward": True}, "split_backward"),
         ({"update": "behind"}, "update: behind"),
         ({"stages": tuple(replace(s, rest=Rest(optimizer="x")) for s in exact.stages)}, "states"),
-        ({"approximate": ("zeroth-order", "frozen-by-dynamics")}, "frozen-by-dynamics"),
     ):
         with pytest.raises(OutsizeError, match=f"the plan has {what}.* do not go together"):
             plan_of(**changes)

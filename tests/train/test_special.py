@@ -120,7 +120,6 @@ def test_what_cannot_be_is_refused() -> None:
         ("frozen-by-dynamics", "frozen-by-dynamics.share=1", "share is 1; expected"),
         ("local-learning", "local-learning.groups=3", "groups is 3, but the model has 2 blocks"),
         ("zeroth-order", "plan.recompute=[block]", "the plan has recompute"),
-        ("[local-learning, zeroth-order]", "zeroth-order.epsilon=1", "the plan has zeroth-order"),
     ):
         approximate = name if name.startswith("[") else f"[{name}]"
         sets = (f"plan.approximate={approximate}", "model=tiny", "precision=float32", more)
