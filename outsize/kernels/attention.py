@@ -9,7 +9,6 @@ T tokens laid flat, H query heads, G key-value heads, K head size, W value size.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,11 @@ _EVERY = 1 << 40  # a window that hides nothing
 
 def fits(q_THK: Tensor, k_TGK: Tensor, v_TGW: Tensor) -> bool:
     """Whether `attend` takes these: tokens and heads may lie apart, numbers of a head may not."""
-    inputs = (q_THK, k_TGK, v_TGW)
-    return all(
-        x.dtype == q_THK.dtype and x.stride(2) == 1 and 0 < x.shape[2] <= WIDTH for x in inputs
-    ) and native.reads(*inputs)
+    inputs, dtype = (q_THK, k_TGK, v_TGW), q_THK.dtype
+    for x in inputs:
+        if x.dtype is not dtype or x.stride(2) != 1 or not 0 < x.size(2) <= WIDTH:
+            return False
+    return native.reads(*inputs)
 
 
 def attend(
@@ -129,7 +129,7 @@ def _run_backward_into(
     assert all(g.is_contiguous() and g.dtype == torch.float32 for g in (gk, gv))
     gq, inputs = q.new_zeros(q.shape, dtype=torch.float32), (go, q, k, v, o)
     native.loaded().outsize_attention_backward(
-        *(native.CODES[q.dtype], (ctypes.c_void_p * 5)(*(x.data_ptr() for x in inputs))),
+        *(native.CODES[q.dtype], native.numbers(x.data_ptr() for x in inputs)),
         *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), gk.data_ptr(), gv.data_ptr()),
         *(_facts(q, k, v, window), *_documents(bounds, k), scale, native.threads()),
     )
@@ -167,26 +167,23 @@ def _run_backward(
     return _run_backward_into(go, q, k, v, o, lse, gk, gv, bounds, scale, window), gk, gv
 
 
-def _strides(*heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
+def _strides(*heads: Tensor) -> bytes:
     """Of a token and of a head, in elements."""
-    return _numbers([stride for x in heads for stride in x.stride()[:2]])
+    return native.numbers(stride for x in heads for stride in x.stride()[:2])
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> ctypes.Array[ctypes.c_int64]:
-    past = k.shape[0] - q.shape[0]
+def _facts(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bytes:
+    (queries, heads, size), (keys, groups, _) = q.shape, k.shape
+    past = keys - queries
     assert past >= 0 and past % BLOCK == 0, "the first query begins a tile"
-    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    return _numbers([*sizes, _EVERY if window is None else window, past])
+    window = _EVERY if window is None else window
+    return native.numbers((queries, heads, groups, size, v.size(2), window, past))
 
 
-def _documents(bounds: Sequence[int], k: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+def _documents(bounds: Sequence[int], k: Tensor) -> tuple[bytes, int]:
     """The bounds, and how many documents they part."""
-    assert bounds[0] >= 0 and bounds[-1] <= k.shape[0], "documents lie in the tokens"
-    return _numbers(bounds), len(bounds) - 1
-
-
-def _numbers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+    assert bounds[0] >= 0 and bounds[-1] <= k.size(0), "documents lie in the tokens"
+    return native.numbers(bounds), len(bounds) - 1
 
 
 # Where there are more keys than queries, the queries are the last of the tokens.

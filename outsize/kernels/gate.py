@@ -38,7 +38,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        if activation is SILU and _fused(gate, up):
+        if activation is SILU and native.alike(gate, up):
             y: Tensor = torch.ops.outsize.gate.default(gate, up)
             return y
         return plain(gate, up, activation)
@@ -46,14 +46,10 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        if ctx.activation is SILU and _fused(g, gate, up):
+        if ctx.activation is SILU and native.alike(g, gate, up):
             ggate, gup = torch.ops.outsize.gate_backward.default(g, gate, up)
             return ggate, gup, None
         return *plain_backward(g, gate, up, ctx.activation), None
-
-
-def _fused(*tensors: Tensor) -> bool:
-    return all(x.shape == tensors[0].shape for x in tensors) and native.fits(*tensors)
 
 
 def plain(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable
 from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
@@ -87,8 +88,8 @@ def reads(*tensors: Tensor) -> bool:
     """Whether the passes read such tensors: on the CPU, float32 or bfloat16, and no subclass that
     means something else by its numbers. Fake tensors are judged as the real ones they stand for.
     """
-    for x in tensors:  # a generator costs more than what it asks
-        if x.dtype not in CODES or x.device.type != "cpu" or type(x) not in _READ:
+    for x in tensors:  # a generator costs more than what it asks, and so does a device's name
+        if x.dtype not in CODES or not x.is_cpu or type(x) not in _READ:
             return False
     return library() is not None
 
@@ -103,9 +104,25 @@ def served(*tensors: Tensor) -> bool:
 
 def fits(*tensors: Tensor) -> bool:
     """Whether a pass takes these together: served, of one dtype and contiguous."""
-    return served(*tensors) and all(
-        x.dtype == tensors[0].dtype and x.is_contiguous() for x in tensors
-    )
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype is not dtype or not x.is_contiguous():
+            return False
+    return served(*tensors)
+
+
+def alike(*tensors: Tensor) -> bool:
+    """Whether a pass takes these together, and they are of one shape."""
+    shape = tensors[0].shape
+    for x in tensors:
+        if x.shape != shape:
+            return False
+    return fits(*tensors)
+
+
+def numbers(values: Iterable[int]) -> bytes:
+    """Numbers as a pass reads them: int64, one after another."""
+    return array("q", values).tobytes()
 
 
 def define(

@@ -50,8 +50,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def _fused(weight: Tensor, *rows: Tensor) -> bool:
     """A weight may be wider than what it scales."""
-    shaped = all(x.shape == rows[0].shape and x.shape[-1:] == weight.shape for x in rows)
-    return shaped and native.fits(weight) and native.fits(*rows)
+    shaped = rows[0].shape[-1:] == weight.shape
+    return shaped and native.fits(weight) and native.alike(*rows)
 
 
 def plain(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def plain_backward(
 
 
 def _allocate(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    inverse = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     return torch.empty_like(x), inverse
 
 

@@ -7,7 +7,6 @@ T tokens, H heads, K head size, P pairs of rotated features.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -53,12 +52,11 @@ def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return (
         x.dim() == 3
         and x.stride(2) == 1
-        and x.shape[0] == cos.shape[0]
-        and x.shape[2] >= 2 * cos.shape[1]
-        and cos.shape == sin.shape
+        and x.size(0) == cos.size(0)
+        and x.size(2) >= 2 * cos.size(1)
         and native.served(x)
         and cos.dtype == torch.float32
-        and native.fits(cos, sin)
+        and native.alike(cos, sin)
     )
 
 
@@ -84,8 +82,7 @@ def _allocate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: floa
 
 def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
     y = _allocate(x, cos, sin, interleaved, sign)
-    shape, strides = ((ctypes.c_int64 * 3)(*sizes) for sizes in (x.shape, x.stride()))
-    pairs = cos.shape[-1]
+    shape, strides, pairs = native.numbers(x.shape), native.numbers(x.stride()), cos.size(-1)
     native.loaded().outsize_rope(
         *(native.CODES[x.dtype], x.data_ptr(), strides, cos.data_ptr(), sin.data_ptr(), pairs),
         *(y.data_ptr(), shape, pairs, interleaved, sign, native.threads()),
