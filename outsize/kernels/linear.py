@@ -36,27 +36,35 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
         accumulate(grad, a @ b)
 
 
+Held = tuple[Tensor, Tensor | None, GradSink]  # weight, bias and who takes their gradients
+
+
 class _SinkLinear(torch.autograd.Function):
+    # Weight and bias come in a tuple, which autograd does not look into: they would be leaves of
+    # the graph that never get anything from it, and the sink knows them by identity.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink) -> Tensor:
-        # The weight rests on ctx, not among the saved tensors: the sink knows it by identity.
+    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+        weight, bias, _ = ctx.held = held
         # A weight that is frozen needs no x: nothing of it is kept.
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return product.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None]:
+        (x,), (weight, bias, sink) = ctx.saved_tensors, ctx.held
         gx = product.product(gy, weight) if ctx.needs_input_grad[0] else None
-        gy_TO = gy.reshape(-1, gy.shape[-1])
+        gy_TO = _rows(gy)
         if x is not None:
-            x_TI = x.reshape(-1, x.shape[-1])
-            ctx.sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
+            x_TI = _rows(x)
+            sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
         if bias is not None and bias.requires_grad:
-            ctx.sink(bias, lambda grad: grad.add_(gy_TO.sum(0)))
-        return gx, None, None, None
+            sink(bias, lambda grad: grad.add_(gy_TO.sum(0)))
+        return gx, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x (..., D) with all before its last dim as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None) -> Tensor:
@@ -72,21 +80,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return product.linear(x, weight, bias)  # nothing before it learns, nor does it
         x = x.detach().requires_grad_()  # the Function must be entered for its weight's sake
-    y: Tensor = _SinkLinear.apply(x, weight, bias, sink)  # type: ignore[no-untyped-call]
+    y: Tensor = _SinkLinear.apply(x, (weight, bias, sink))  # type: ignore[no-untyped-call]
     return y
 
 
 class _SinkEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, sink: GradSink) -> Tensor:
-        ctx.ids, ctx.weight, ctx.sink = ids, weight, sink
-        return F.embedding(ids, weight)
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, held: tuple[Tensor, GradSink]) -> Tensor:
+        ctx.ids, ctx.held = ids, held
+        return F.embedding(ids, held[0])
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None, None]:
-        ids_T, gy_TD = ctx.ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
-        ctx.sink(ctx.weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))
-        return None, None, None, None
+    def backward(ctx: Any, gy: Tensor) -> tuple[None, None, None]:
+        ids_T, gy_TD, (weight, sink) = ctx.ids.reshape(-1), _rows(gy), ctx.held
+        sink(weight, lambda grad: grad.index_add_(0, ids_T, gy_TD.to(grad.dtype)))
+        return None, None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
@@ -94,5 +102,5 @@ def embedding(ids: Tensor, weight: Tensor, sink: GradSink | None) -> Tensor:
     if sink is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.embedding(ids, weight)
     anchor = torch.empty(0, device=weight.device, requires_grad=True)
-    y: Tensor = _SinkEmbedding.apply(anchor, ids, weight, sink)  # type: ignore[no-untyped-call]
+    y: Tensor = _SinkEmbedding.apply(anchor, ids, (weight, sink))  # type: ignore[no-untyped-call]
     return y

@@ -116,12 +116,12 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         h_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
+        weights: tuple[Tensor, Tensor | None],  # autograd does not look for leaves in it
         targets: Targets,
         head: Head,
         gradient: bool,
     ) -> Tensor:
+        weight_VD, bias_V = weights
         dtype = wide(h_TD.dtype)
         fused = head.bare(gradient) and native.served(h_TD, weight_VD)
         loss = torch.zeros((), dtype=dtype, device=h_TD.device)
@@ -149,10 +149,10 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         # The gradient was made for gy == 1: the one scale of the step is already in it.
         gh_TD, ctx.gh_TD = ctx.gh_TD, None
-        return gh_TD, None, None, None, None, None
+        return gh_TD, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -219,5 +219,5 @@ def chunked_loss(
     gradient = torch.is_grad_enabled() and head.sink is not None
     if gradient and not h_TD.requires_grad:
         h_TD = h_TD.detach().requires_grad_()
-    loss: Tensor = _ChunkedLoss.apply(h_TD, weight_VD, bias_V, targets, head, gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedLoss.apply(h_TD, (weight_VD, bias_V), targets, head, gradient)  # type: ignore[no-untyped-call]
     return loss

@@ -22,8 +22,7 @@ class Gradients:
     """The sink of one job. A parameter is `touched` once it has received a gradient this step."""
 
     def __init__(self, chunks: Iterable[Chunk], owners: dict[str, nn.Parameter]) -> None:
-        self._views: dict[int, Tensor] = {}
-        self._names: dict[int, str] = {}
+        self._places: dict[int, tuple[str, Tensor]] = {}  # by weight: its name, its gradient
         self._weights: list[nn.Parameter] = []
         self._deferred: list[tuple[Tensor, Compute]] | None = None
         self._hooks = []
@@ -33,16 +32,16 @@ class Gradients:
                 continue
             for slot in chunk.table.slots:
                 weight, view = owners[slot.name], slot.of(chunk.gradients)
-                self._views[id(weight)], self._names[id(weight)] = view, slot.name
+                self._places[id(weight)] = slot.name, view
                 self._weights.append(weight)
                 if view.dtype == weight.dtype:
                     weight.grad = view
-                hook = partial(self._arrived, view)
+                hook = partial(self._arrived, slot.name, view)
                 self._hooks.append(weight.register_post_accumulate_grad_hook(hook))
 
-    def _arrived(self, view: Tensor, weight: Tensor) -> None:
+    def _arrived(self, name: str, view: Tensor, weight: Tensor) -> None:
         """Autograd has added to weight.grad."""
-        self.touched.add(self._names[id(weight)])
+        self.touched.add(name)
         if weight.grad is not None and weight.grad is not view:
             view.add_(weight.grad)
             weight.grad = None if view.dtype != weight.dtype else view
@@ -55,12 +54,13 @@ class Gradients:
 
     def now(self, weight: Tensor, compute: Compute) -> None:
         """Add a gradient at once."""
-        self.touched.add(self._names[id(weight)])
+        name, view = self._places[id(weight)]
+        self.touched.add(name)
         if not torch.is_grad_enabled():  # as in any backward pass
-            compute(self._views[id(weight)])
+            compute(view)
             return
         with torch.no_grad():  # deferred work
-            compute(self._views[id(weight)])
+            compute(view)
 
     def defer(self) -> None:
         """From here on, keep weight gradients as computations."""
