@@ -10,7 +10,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only cost
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only cost, and give other sums
 
 import fcntl
 import gc
@@ -37,7 +37,10 @@ from outsize.search.request import Forecaster, PlanRequest
 from outsize.simulate.costs import Costs
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
-hypothesis.settings.register_profile("outsize", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "outsize", deadline=None, derandomize=True, database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
 hypothesis.settings.load_profile("outsize")
 
 # What is imported lives as long as the session; thousands of short tests make little waste.

@@ -2,10 +2,11 @@
 
     worker r: "step 12" | thread 0: changes, since, "FORWARD 3 0", "" | thread 1: ..., "all_reduce"
 
-A writer raises a count before and after each change, and a reader that meets an odd count, or two
-different ones, reads again (a sequence lock): writers never wait. A count is a whole word of the
-memory and goes in and out at once; `struct` clears its place first and goes byte by byte. No file
-has a name, so nothing stays behind whoever is killed.
+There are two copies of everything: a writer fills the one that nobody reads and then raises a
+count, which says which of them holds. A reader that meets another count afterwards reads again. So
+nobody waits, not even for a writer that is put aside or killed within a change. A count is a whole
+word of the memory and goes in and out at once; `struct` clears its place first and goes byte by
+byte. No file has a name, so nothing stays behind whoever is killed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ THREADS = 12  # of a worker that have places of their own; any others share the 
 TEXT = 120  # bytes of an action, or of what is waited for
 _WORD = 8  # bytes of a count; every part starts at a multiple of it
 _HEAD = struct.Struct("=dHH4x")  # since (monotonic seconds), lengths of both texts
-_TEXTS = _WORD + _HEAD.size
-_PLACE = _TEXTS + 2 * TEXT
+_SPOT = _HEAD.size + 2 * TEXT
+_PLACE = _WORD + 2 * _SPOT
 _LENGTH = struct.Struct("=H6x")
-_DURING = _WORD + _LENGTH.size + TEXT
+_NOTE = _LENGTH.size + TEXT
+_DURING = _WORD + 2 * _NOTE
 _WORKER = _DURING + THREADS * _PLACE
-_TRIES = 50  # a writer that died within a change leaves an odd count: then as it is
-_PAUSE = 0.002  # seconds between them: a busy machine may have put the writer aside
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,10 @@ class Board:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def during(self, what: str) -> None:
-        text, start = what.encode()[:TEXT], self.rank * _WORKER
-        with _change(self.memory, start):
-            _LENGTH.pack_into(self.memory, start + _WORD, len(text))
-            at = start + _WORD + _LENGTH.size
-            self.memory[at : at + len(text)] = text
+        text = what.encode()[:TEXT]
+        with _change(self.memory, self.rank * _WORKER, _NOTE) as (_, at):
+            _LENGTH.pack_into(self.memory, at, len(text))
+            self.memory[at + _LENGTH.size : at + _LENGTH.size + len(text)] = text
 
     def at(self, action: str) -> None:
         self._write(action.encode()[:TEXT], b"")
@@ -90,15 +89,14 @@ class Board:
         self._write(None, b"")
 
     def _write(self, action: bytes | None, waits: bytes) -> None:
-        start, memory = self._start(), self.memory
-        text = start + _TEXTS
-        with _change(memory, start):
+        memory = self.memory
+        with _change(memory, self._start(), _SPOT) as (before, at):
             if action is None:
-                length = _HEAD.unpack_from(memory, start + _WORD)[1]
-            else:
-                length = len(action)
-                memory[text : text + length] = action
-            _HEAD.pack_into(memory, start + _WORD, time.monotonic(), length, len(waits))
+                length = _HEAD.unpack_from(memory, before)[1]
+                action = memory[before + _HEAD.size : before + _HEAD.size + length]
+            text = at + _HEAD.size
+            _HEAD.pack_into(memory, at, time.monotonic(), len(action), len(waits))
+            memory[text : text + len(action)] = action
             memory[text + TEXT : text + TEXT + len(waits)] = waits
 
     def _start(self) -> int:
@@ -118,40 +116,39 @@ def read(memory: mmap, rank: int) -> Place:
 
 
 def _during(memory: mmap, start: int) -> str:
-    _, data = _whole(memory, start, _DURING)
-    (length,) = _LENGTH.unpack_from(data, _WORD)
-    at = _WORD + _LENGTH.size
-    return data[at : at + length].decode(errors="replace")
+    _, data = _whole(memory, start, _NOTE)
+    (length,) = _LENGTH.unpack_from(data)
+    return data[_LENGTH.size : _LENGTH.size + length].decode(errors="replace")
 
 
 def _spot(memory: mmap, start: int) -> Spot | None:
     """None: no thread has this place yet."""
-    changes, data = _whole(memory, start, _PLACE)
+    changes, data = _whole(memory, start, _SPOT)
     if not changes:
         return None
-    since, action, waits = _HEAD.unpack_from(data, _WORD)
-    done, awaited = data[_TEXTS : _TEXTS + action], data[_TEXTS + TEXT : _TEXTS + TEXT + waits]
+    since, action, waits = _HEAD.unpack_from(data)
+    texts = data[_HEAD.size :]
+    done, awaited = texts[:action], texts[TEXT : TEXT + waits]
     return Spot(done.decode(errors="replace"), awaited.decode(errors="replace"), since)
 
 
 def _whole(memory: mmap, start: int, size: int) -> tuple[int, bytes]:
-    """Changes so far, and bytes of the memory between two of them: copied at once, so that a writer
-    that never rests leaves time for it."""
+    """Changes so far, and the copy that holds: read at once, so that a writer that never rests
+    leaves time for it."""
     with memoryview(memory) as view, view.cast("Q") as words:
         at = start // _WORD
-        for _ in range(_TRIES):
+        while True:
             changes = words[at]
-            data = memory[start : start + size]
-            if changes % 2 == 0 and words[at] == changes:
-                break
-            time.sleep(_PAUSE)
-    return changes, data
+            first = start + _WORD + changes % 2 * size
+            data = memory[first : first + size]
+            if words[at] == changes:
+                return changes, data
 
 
 @contextmanager
-def _change(memory: mmap, start: int) -> Iterator[None]:
+def _change(memory: mmap, start: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where the copy that holds begins, and the one that shall."""
     with memoryview(memory) as view, view.cast("Q") as words:
-        odd = words[start // _WORD] | 1
-        words[start // _WORD] = odd
-        yield
-        words[start // _WORD] = odd + 1
+        changes, copies = words[start // _WORD], start + _WORD
+        yield copies + changes % 2 * size, copies + (changes + 1) % 2 * size
+        words[start // _WORD] = changes + 1

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -28,7 +28,7 @@ from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_of
 from outsize.launch.mailbox import Mailbox
 from outsize.launch.message import Message, word
-from outsize.launch.watchdog import SILENCE, Sample, Verdict, Watchdog, waiting
+from outsize.launch.watchdog import GAP, SILENCE, Sample, Verdict, Watchdog, waiting
 
 if TYPE_CHECKING:
     from outsize.torch_private import Store
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CONNECT = 60.0  # seconds until all must have come
 BEAT = 0.5  # seconds between words
 LEAVE = 60.0  # seconds for the others to end after this one
-LINGER = 6 * BEAT  # seconds for the others to see that a run is over
+LINGER = 20 * BEAT  # seconds for the others to see that a run is over
 
 Work = Callable[[Mailbox], int]
 
@@ -122,6 +122,7 @@ class _Watch:
     error: TextIO
     watchdog: Watchdog = field(default_factory=Watchdog)
     _heard: dict[int, tuple[Message, float]] = field(default_factory=dict)
+    _looked: float = 0.0
     _leaving: bool = False
     _failing: threading.Event = field(default_factory=threading.Event)
 
@@ -170,6 +171,9 @@ class _Watch:
         if len(self._heard) < len(keys) and not all(self.store.check([key]) for key in keys):
             return None
         now = time.monotonic()
+        if now - self._looked > GAP:  # this worker was held up itself, not all of the others
+            self._heard = {rank: (said, now) for rank, (said, _) in self._heard.items()}
+        self._looked = now
         for rank, text in enumerate(self.store.multi_get(keys)):
             said = Message.from_json(bytes(text).decode())
             if rank not in self._heard or said.beat != self._heard[rank][0].beat:
@@ -234,14 +238,14 @@ class _Watch:
             for rank in set(near) & set(verdict.culprits):
                 with suppress(OSError):
                     os.kill(words[rank].pid, signal.SIGKILL)
-        self._linger()
+        self._linger(but=verdict.culprits)
 
-    def _linger(self, code: int = CRASH) -> NoReturn:
+    def _linger(self, code: int = CRASH, but: Sequence[int] = ()) -> NoReturn:
         """The first worker may serve the store, where the others read why the run ends: it waits
-        until they have, as far as they can."""
-        keys = [f"ends/{rank}" for rank in range(self.post.count)]
+        until they have, as far as they can. but: ranks that cannot."""
+        keys = [f"ends/{rank}" for rank in range(self.post.count) if rank not in but]
         with suppress(RuntimeError):
-            self.store.set(keys[self.post.rank], "seen")
+            self.store.set(f"ends/{self.post.rank}", "seen")
             until = time.monotonic() + LINGER
             while self.post.rank == 0 and not self.store.check(keys) and time.monotonic() < until:
                 time.sleep(BEAT / 10)

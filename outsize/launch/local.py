@@ -39,6 +39,7 @@ Work = Callable[[Mailbox], int]
 HOST = "127.0.0.1"
 LOOK = 0.25  # seconds between looks at what workers do
 SETTLE = 0.3  # seconds in which several ends count as one event: the fault may be the second
+FOLLOWED = 10.0  # seconds for it to show where all that have failed did so because of another
 SHARED = Path("/dev/shm")
 KILL_PATIENCE = 5.0  # seconds until a killed process must be gone
 _PR_SET_PDEATHSIG = 1
@@ -181,7 +182,7 @@ class _Team:
             while selector.get_map():
                 for key, _ in selector.select(LOOK):
                     self._hear(selector, key)
-                if any(worker.failure for worker in self.workers):
+                if self._over():
                     return self._failed()
                 if time.monotonic() >= look:
                     look = time.monotonic() + LOOK
@@ -208,6 +209,13 @@ class _Team:
             waited = None if spot is None else now - spot.since
             found.append(Sample(activity(worker.pid), place, waited))
         return found
+
+    def _over(self) -> bool:
+        """Whether somebody has failed, and not because of another who has not said so yet."""
+        failed = [w.failure for w in self.workers if w.failure is not None]
+        if len(failed) == self.count or not all(failure.followed for failure in failed):
+            return True
+        return bool(failed) and time.monotonic() > failed[0].when + FOLLOWED
 
     def _failed(self) -> int:
         """Somebody has failed: find out who was first, and say it."""

@@ -435,7 +435,7 @@ KILLED = textwrap.dedent(
 def test_kill_at_every_file_operation_of_a_save(tmp_path: Path) -> None:
     here = Path(__file__).resolve()
     command = [sys.executable, "-c", KILLED, str(here.parents[2]), str(here.parent), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     last = int(result.stdout)
     assert last > 20
@@ -637,7 +637,7 @@ store = Store(sys.argv[2])
 store.acquire()
 if os.fork() == 0:  # a helper that outlives its parent does not keep the lock
     print(os.getpid(), flush=True)  # by itself: what a fork runs in a child is done by now
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -130,6 +131,7 @@ def test_bad_input_is_one_line(words, says, files, invoke, monkeypatch) -> None:
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "pipeline=2,data=2"])
 def test_a_run_of_several_workers_leaves_the_traces_of_all(mesh, home, invoke) -> None:
     """The simulator predicted the same actions for every worker."""
+    launched = time.perf_counter()
     result = invoke("train", "run.yaml", "--mesh", mesh)
     assert result.exit_code == 0, result.stderr
     predicted, measured = (
@@ -141,7 +143,8 @@ def test_a_run_of_several_workers_leaves_the_traces_of_all(mesh, home, invoke) -
     norms = [e for e in measured.events if e.kind == "NORM"]
     begun, ended = max(e.start for e in norms), min(e.end for e in norms)
     assert begun <= ended, "one clock: nobody leaves the sum before the last has come"
-    assert min(e.start for e in measured.events) < 1.0, "seconds of the step"
+    latest = max(e.end for e in measured.events)
+    assert latest < time.perf_counter() - launched, "seconds of the step"
     found = figures(invoke, home / "run")
     assert found["only_predicted"] == found["only_measured"] == 0
     assert found["matched"] == len(measured.events)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from meetings import meet_twice, variables
 from torch.distributed import HashStore, TCPStore
-from torchrun import started
+from torchrun import free_port, started
 
 from outsize.collectives import Mesh, from_environment, join, meeting, shared
 from outsize.collectives.c10d import over_gloo
@@ -27,14 +27,8 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def free() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_keys_of_an_attempt_are_its_own() -> None:
-    agent = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
+    agent = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
     served = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     first, again, second = (
         meeting(variables(agent.port, TORCHELASTIC_RESTART_COUNT=attempt, **served))
@@ -46,14 +40,14 @@ def test_keys_of_an_attempt_are_its_own() -> None:
 
 
 def test_a_run_of_one_joins_itself() -> None:
-    world = from_environment(Mesh(), variables(free()))
+    world = from_environment(Mesh(), variables(free_port()))
     assert (world.rank, world.group((0,)).size) == (0, 1)
     world.close()
 
 
 def test_a_process_may_join_again() -> None:
     """As two calls of `prepare` do: the second does not meet what the first has left."""
-    agent = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=5), wait_for_workers=False)
+    agent = TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
     assert started(meet_twice, 2, agent.port)() == [[3.0, 5.0], [3.0, 5.0]]
 
 
@@ -63,7 +57,7 @@ def test_a_port_in_use_is_named(taken: int) -> None:
 
 
 def test_an_unreachable_meeting_point_is_named() -> None:
-    port = free()
+    port = free_port()
     with pytest.raises(OutsizeError, match=f"rank 1 cannot reach .*127.0.0.1:{port} "):
         meeting(variables(port, RANK="1", WORLD_SIZE="2"), 1.0)
 

@@ -192,11 +192,11 @@ def test_processes_that_build_at_once_end_with_one_entry(tmp_path: Path) -> None
         )
         for number in range(3)
     ]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.005)
     (tmp_path / "go").touch()
-    said = [process.communicate(timeout=60)[0] for process in processes]
+    said = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert said[0] and said == [said[0]] * 3
     assert len(entries(tmp_path)) == 1
@@ -340,12 +340,15 @@ def test_background_work_can_be_given_up(tmp_path: Path) -> None:
 
     def progress(done: int, total: int) -> None:
         inside.set()
-        closing.wait(10)
+        assert closing.wait(600)
 
     work = BackgroundData(config(tmp_path), progress=progress)
-    inside.wait(10)
-    threading.Timer(0.05, closing.set).start()
-    work.close()
+    assert inside.wait(600)
+    closer = threading.Thread(target=work.close)
+    closer.start()
+    assert work._closed.wait(600)
+    closing.set()
+    closer.join()
     assert entries(tmp_path) == []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import until
 from torch.distributed import HashStore
 from torchrun import free_port
 
@@ -23,7 +24,7 @@ from outsize.launch import Mailbox, enter, hosts, run_there, watchdog
 from outsize.launch.activity import STOPPED, activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture
-from outsize.launch.message import word
+from outsize.launch.message import Message, word
 
 WORKERS = 3
 
@@ -38,7 +39,7 @@ def environment(rank: int, port: int, count: int = WORKERS) -> dict[str, str]:
 
 
 def run_all(work: Callable[[Mailbox], int], home: Path) -> list[tuple[int, str]]:
-    """(exit code, standard error) of each worker, which all end within 20 seconds."""
+    """(exit code, standard error) of each worker, which all end by themselves."""
     port, pids = free_port(), []
     for rank in range(WORKERS):
         pid = os.fork()
@@ -46,17 +47,19 @@ def run_all(work: Callable[[Mailbox], int], home: Path) -> list[tuple[int, str]]
             _life(rank, port, work, home)
         pids.append(pid)
     codes: dict[int, int] = {}
-    until = time.monotonic() + 20
-    while len(codes) < WORKERS and time.monotonic() < until:
+
+    def ended() -> bool:
         for rank, pid in enumerate(pids):
-            ended, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
-            if ended:
+            gone, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
+            if gone:
                 codes[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
         if len(codes) == WORKERS - 1:  # stopped, alone on its machine: torchrun's agent ends it
             (last,) = {*range(WORKERS)} - {*codes}
             if activity(pids[last]).state == STOPPED:
                 os.kill(pids[last], signal.SIGKILL)
+        return len(codes) == WORKERS
+
+    until(ended)
     for rank in {*range(WORKERS)} - {*codes}:
         os.kill(pids[rank], signal.SIGKILL)
     return [(codes[rank], (home / f"err-{rank}").read_text()) for rank in range(WORKERS)]
@@ -76,15 +79,23 @@ def _life(rank: int, port: int, work: Callable[[Mailbox], int], home: Path) -> N
         os._exit(code)
 
 
+def said(post: Mailbox, rank: int) -> bool:
+    """Whether a worker's word that it is in the third sum is in the store."""
+    key = f"word/{rank}"
+    if not post.store.check([key]):
+        return False
+    word = Message.from_json(post.store.get(key).decode())
+    return bool(word.spots) and word.spots[0][0] == "FORWARD 2 0"
+
+
 def working(fault: Callable[[Mailbox], None], who: int) -> Callable[[Mailbox], int]:
     def work(post: Mailbox) -> int:
         crew = enter(post, Mesh(data=WORKERS), {})
         for i in range(4):
             crew.pulse.at(f"FORWARD {i} 0")
-            if i == 2:
-                time.sleep(0.8)  # a word of each is in the store
-                if post.rank == who:
-                    fault(post)
+            if i == 2 and post.rank == who:
+                assert until(lambda: all(said(post, rank) for rank in range(WORKERS)))
+                fault(post)
             everyone(crew.world).all_reduce(torch.ones(1000))
         return 0
 
@@ -141,7 +152,7 @@ def test_a_worker_ends_however_its_watch_is_just_then() -> None:
     [
         (killed, 1, "has died (last heard of in FORWARD 2 0)"),
         (stopped, 1, "(in FORWARD 2 0) is stopped (SIGSTOP)"),
-        (stopped, 2, "(in FORWARD 2 0) has not been heard of for 3"),
+        (stopped, 2, "(in FORWARD 2 0) has not been heard of for "),
         (hanging, 1, "(in FORWARD 2 0) hangs: nothing"),
     ],
 )
@@ -211,7 +222,7 @@ def test_an_address_where_nobody_listens_is_named(monkeypatch) -> None:
 
 
 def test_workers_that_do_not_come_are_named(monkeypatch) -> None:
-    monkeypatch.setattr(hosts, "CONNECT", 0.5)
+    monkeypatch.setattr(hosts, "CONNECT", 3.0)
     with pytest.raises(OutsizeError, match=r"of 3 workers, rank 1, 2 did not come to 127"):
         run_there(lambda post: 0, environment(0, free_port()))
 

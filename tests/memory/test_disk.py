@@ -509,7 +509,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str) -> None:
     if how == "kill":
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGKILL)
-    child.communicate(timeout=60)
+    child.communicate(timeout=600)
     assert child.returncode == (-signal.SIGKILL if how == "kill" else 0)
     assert [list(folder.iterdir()) for folder in two] == [[], []]
 

@@ -159,7 +159,7 @@ class Held:
 
     def all_reduce(self, tensor, operation="sum"):
         self.begun.release()
-        assert self.go.acquire(timeout=20)
+        assert self.go.acquire(timeout=600)
         return self.axis.all_reduce(tensor, operation)
 
 
@@ -177,7 +177,7 @@ def test_a_chunk_is_multiplied_while_another_is_summed(monkeypatch):
         made = way.made = way.made + 1
         if made == 1:
             return
-        assert way.begun.acquire(timeout=20)
+        assert way.begun.acquire(timeout=600)
         way.go.release()
 
     monkeypatch.setattr(product, "put_product", watched)
@@ -206,7 +206,7 @@ def test_weight_gradients_are_made_beside_the_sum_of_the_inputs():
             self.back, self.made = False, threading.Event()
 
         def all_reduce(self, tensor, operation="sum"):
-            assert not self.back or self.made.wait(20), "the gradients wait for the sum"
+            assert not self.back or self.made.wait(600), "the gradients wait for the sum"
             return self.axis.all_reduce(tensor, operation)
 
     def work(world):
@@ -255,7 +255,7 @@ def test_threads_end_with_the_model():
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "courier":
-            thread.join(5)
+            thread.join(600)
     assert couriers() <= before
 
 

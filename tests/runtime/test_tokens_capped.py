@@ -62,7 +62,7 @@ def test_a_model_larger_than_all_the_memory_there_is(group: Path, tmp_path: Path
     outsize.save(model, tmp_path / "model")
     run = subprocess.run(
         [sys.executable, "-c", CODE, str(tmp_path / "model"), str(group)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     assert [int(word) for word in run.stdout.split()] == expected

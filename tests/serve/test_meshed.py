@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from threads import play
 from torch import Tensor
+from torchrun import free_port
 
 import outsize
 from outsize.checkpoint import hub
@@ -87,9 +87,7 @@ def test_the_tokens_are_those_of_one_worker(
 
 def test_workers_of_torchrun_load_and_generate(config: dict[str, Any], tmp_path: Path) -> None:
     path = saved(config, tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank in range(2):
         pids.append(os.fork())
         if pids[-1] == 0:

@@ -17,6 +17,8 @@ import torch
 
 from outsize.collectives import Joined, Mesh, join
 
+PATIENCE = 1200.0  # seconds: who gives up earlier has seen why
+
 
 def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
     """Worlds by name are joined when first asked for: (hosts by rank, or "" for this machine)."""
@@ -33,7 +35,7 @@ def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
             if hosts not in worlds:
                 keys = PrefixStore("/".join(hosts) or "near", store)
                 host = hosts[rank] if hosts else ""
-                worlds[hosts] = join(Mesh(data=size), rank, keys, host=host, patience=30.0)
+                worlds[hosts] = join(Mesh(data=size), rank, keys, host=host, patience=PATIENCE)
             pipe.send((True, function(worlds[hosts], *arguments)))
         except BaseException as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -68,7 +70,7 @@ class WorkerGroup:
         for pipe in self.pipes:
             pipe.send((hosts, function, arguments))
 
-    def answer(self, rank: int, seconds: float = 60.0) -> tuple[bool, Any]:
+    def answer(self, rank: int, seconds: float = PATIENCE / 2) -> tuple[bool, Any]:
         """(whether it returned, what it returned or the text of what it raised) of one worker."""
         assert self.pipes[rank].poll(seconds), f"worker {rank} says nothing for {seconds} s"
         return self.pipes[rank].recv()

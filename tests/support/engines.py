@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from forked import until
+
 from outsize.runtime import Job
 from outsize.runtime.engine import Loaded, Step
+from outsize.runtime.lanes import _serve
 from outsize.schedule import Action, Kind
 
 Run = Callable[[Action, Callable[[], None]], None]
@@ -34,7 +37,14 @@ def intercept(job: Job, kind: Kind, run: Run) -> Loaded:
 
 
 def no_lane_runs() -> bool:
-    """Whether no lane's thread has anything to do: in Python it waits for work."""
+    """Whether no lane's thread has anything to do soon: who has just said that it is through may
+    still be on its way."""
+    return until(_idle)
+
+
+def _idle() -> bool:
+    """Whether all of them are in Python where a lane waits for work."""
     frames = sys._current_frames()
     lanes = (thread for thread in threading.enumerate() if thread.name.startswith("lane "))
-    return all(frames[lane.ident].f_code.co_name == "_serve" for lane in lanes if lane.ident)
+    found = (frames.get(lane.ident) for lane in lanes if lane.ident)
+    return all(frame.f_code is _serve.__code__ for frame in found if frame is not None)

@@ -60,7 +60,7 @@ def drawn(page: Path, link: str = "") -> str:
         [browser, *flags, page.as_uri() + link],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert "Uncaught" not in run.stderr

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from forked import until
 
 from outsize.train.metrics import read_metrics
 
@@ -24,10 +25,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    for _ in range(2400):
-        if (run / "metrics.jsonl").exists() and any(
-            record["step"] >= step for record in read_metrics(run)
-        ):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached in two minutes")
+    def reached() -> bool:
+        told = (run / "metrics.jsonl").exists() and read_metrics(run)
+        return any(record["step"] >= step for record in told or ())
+
+    assert until(reached, 600.0), f"step {step} was not reached"

@@ -5,16 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
-PATIENCE = 120  # seconds for a process to say something
+PATIENCE = 600  # seconds for a process to say something
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that stays free until it is used: the system gives none of these to a connection."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    ports, draw = range(10_000, max(20_000, int(given[0]))), SystemRandom()
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := draw.choice(ports)))
+            return port
 
 
 def started(
@@ -34,7 +40,9 @@ def started(
 
     def said() -> list[Any]:
         told = [pipe.recv() if pipe.poll(PATIENCE) else "nothing" for _, pipe in workers]
-        for process, _ in workers:
+        for (process, _), words in zip(workers, told, strict=True):
+            if words == "nothing":
+                process.kill()
             process.join()
         return told
 

@@ -110,7 +110,7 @@ def test_two_workers_give_the_numbers_of_plain_pytorch(zero):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [worker.communicate(timeout=120) for worker in workers]
+    said = [worker.communicate(timeout=600) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
     losses, weights = json.loads(said[0][0])
     wanted, parameters = plain()
