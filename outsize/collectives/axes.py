@@ -35,28 +35,30 @@ class Clash:
 class Axis:
     """An axis of the mesh. order: workers that differ along the axis of the highest order alone
     are neighbours. meaning: what its workers do, in a line. clashes: what its plans may not have.
-    """
+    sharded: states may be cut over its workers (outsize/parallel/shards.py). parts: beside what
+    `cuts` says, its workers hold different parts of some weights."""
 
     name: str
     order: int
     cuts: Cuts
     meaning: str
     clashes: tuple[Clash, ...] = ()
+    sharded: bool = False
+    parts: bool = False
 
     @property
     def batch(self) -> bool:
         """Its workers have different tokens of a step: counts and gradients are parts of sums."""
         return self.cuts in ("rows", "tokens")
 
-    @property
-    def sharded(self) -> bool:
-        """States may be cut over its workers (outsize/parallel/shards.py)."""
-        return self.cuts == "rows"
+    def sums(self, own: str) -> bool:
+        """Its workers sum gradients whole, of parameters that lie on the axis `own`."""
+        return self.batch and not self.sharded and self.name != own
 
     @property
     def inside(self) -> bool:
         """Its workers talk inside layers."""
-        return self.cuts in ("tokens", "weights")
+        return self.parts or self.cuts in ("tokens", "weights")
 
     def check(self, plan: Any, size: int) -> None:
         """Refuse a plan with several workers on the axis that has what does not go with it."""
@@ -69,8 +71,7 @@ class Axis:
 
 
 AXES: Registry[Axis] = Registry("axis")
-# Rows of a step; states may be cut over its workers (outsize/parallel/shards.py).
-DATA = AXES.add("data", Axis("data", 10, "rows", "workers that take different rows"))
+DATA = AXES.add("data", Axis("data", 10, "rows", "workers that take different rows", sharded=True))
 TENSOR = AXES.add("tensor", Axis("tensor", 30, "weights", "workers that share every product"))
 PIPELINE = AXES.add("pipeline", Axis("pipeline", 0, "stages", "workers with different stages"))
 CORE = MappingProxyType({axis.name: axis for axis in (DATA, TENSOR, PIPELINE)})

@@ -70,6 +70,18 @@ class Mesh(Written):
         """The axes whose several workers have different ones of these."""
         return tuple(axis.name for axis in self.axes if axis.cuts == what)
 
+    @property
+    def rows(self) -> int:
+        """Into how many parts the rows of a step fall."""
+        return prod(self[name] for name in self.cutting("rows"))
+
+    def rows_index(self, rank: int) -> int:
+        """Which of these parts the worker `rank` takes."""
+        found = 0
+        for name in self.cutting("rows"):
+            found = found * self[name] + self.index(name, rank)
+        return found
+
     def having(self, **sizes: int) -> Mesh:
         """The mesh with other sizes of some axes."""
         return Mesh(**{**dict(self.sizes), **sizes})

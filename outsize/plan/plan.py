@@ -220,10 +220,11 @@ class Plan:
 
     def _check_spread(self) -> None:
         self.shards.check(self.mesh.data)
-        if self.rows < self.mesh.data:
+        if self.rows < self.mesh.rows:
+            names = " and ".join(self.mesh.cutting("rows"))
             raise OutsizeError(
-                f"plan: rows is {self.rows}, too few for {self.mesh.data} workers of the data axis;"
-                f" expected {self.mesh.data} or more"
+                f"plan: rows is {self.rows}, too few for {self.mesh.rows} workers of the {names}"
+                f" axis; expected {self.mesh.rows} or more"
             )
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise OutsizeError(
@@ -333,7 +334,7 @@ class Plan:
         """Microbatches of a step on every worker; the last may have fewer rows. They are fewer and
         larger than asked for where some worker has not as many rows."""
         wanted = -(-self.rows_at(0)[1] // self.microbatch_rows)
-        return min(wanted, self.rows // self.mesh.data)
+        return min(wanted, self.rows // self.mesh.rows)
 
     @property
     def microbatch_size(self) -> int:
@@ -341,9 +342,9 @@ class Plan:
         return self.rows_of(0)[1]
 
     def rows_at(self, place: int) -> tuple[int, int]:
-        """Rows [start, stop) of the step that the worker at a place of the data axis takes. As
-        equal as they can be; the first workers have the most."""
-        return share(self.rows, self.mesh.data, place)
+        """Rows [start, stop) of the step that the worker with so many of them before it
+        (`Mesh.rows_index`) takes. As equal as they can be; the first workers have the most."""
+        return share(self.rows, self.mesh.rows, place)
 
     def rows_of(self, microbatch: int, place: int = 0) -> tuple[int, int]:
         """Rows [start, stop) of a microbatch, among those of its worker."""

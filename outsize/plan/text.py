@@ -94,7 +94,7 @@ def _spread(plan: Plan) -> Iterator[tuple[str, str, str]]:
     mesh, shards = plan.mesh, plan.shards
     if mesh.size > 1:
         first, last = plan.rows_at(0)
-        each = counted(last - first, "row") if mesh.data > 1 else "all rows"
+        each = counted(last - first, "row") if mesh.rows > 1 else "all rows"
         yield "workers", str(mesh.size), f"{mesh}; each takes {each} of a step"
     if mesh.data > 1:
         cut = f"{shards.parameters}, {shards.gradients}, {shards.optimizer}"

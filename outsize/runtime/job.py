@@ -100,7 +100,7 @@ class Job(Stateful):
             named, group_of or by_shape(self.owners), flow.wide,
             taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer),
         )  # fmt: skip
-        self.place = plan.mesh.index("data", self.world.rank)
+        self.place = plan.mesh.rows_index(self.world.rank)
         self.placement = placement_of(flow, plan, layout, optimizer, stores, self.world)
         check_pipeline(self.placement)
         if self.placement.chunks.first == len(plan.stages):

@@ -35,7 +35,8 @@ class ShardGroups:
         self.whole = self._group(groups.of_data(self.shards.optimizer))
         shared = sorted({(t.axis, t.shared) for t in chunks.tables if t.partial})
         self.sharing = {one: world.group(groups.sharing(*one), "network") for one in shared}
-        self.batch = world.group(groups.batch, "network")
+        lying = sorted({table.axis for table in chunks.tables})
+        self.batch = {axis: world.group(groups.batch(axis), "network") for axis in lying}
         whole = (t for t in chunks.tables if t.trainable and not t.piped)
         mine = sorted({chunks.holders(table) for table in whole})
         several = [turns for turns in mine if len(turns) > 1]
@@ -56,7 +57,8 @@ class ShardGroups:
                 self.whole,
             )
         }  # fmt: skip
-        others = (self.batch, *self.sharing.values(), *self.merging.values())
+        batch = {id(group): group for group in self.batch.values()}.values()
+        others = (*batch, *self.sharing.values(), *self.merging.values())
         for group in (*groups.values(), *others):
             for name, count in group.received.items():
                 total[name] = total.get(name, 0) + count
@@ -96,8 +98,8 @@ class ShardGroups:
             self.replicas[0].all_reduce(part)
         if chunk.table.partial:
             self.sharing[chunk.table.axis, chunk.table.shared].all_reduce(part)
-        if self.batch.size > 1:
-            self.batch.all_reduce(part)
+        if self.batch[chunk.table.axis].size > 1:
+            self.batch[chunk.table.axis].all_reduce(part)
 
     def merge(self, index: int, gradients: Tensor) -> None:
         """Sum what this worker updates of a chunk over the workers of a pipeline that have it."""

@@ -56,11 +56,10 @@ class Groups:
         ranks = self.chunks.plan.mesh.ranks("pipeline", self.rank)
         return tuple(ranks[turn] for turn in turns)
 
-    @cached_property
-    def batch(self) -> tuple[int, ...]:
-        """Those with other tokens of the same rows, over whom no state is cut."""
-        mesh = self.chunks.plan.mesh
-        return mesh.along(lambda axis: axis.batch and not axis.sharded, self.rank)
+    def batch(self, own: str) -> tuple[int, ...]:
+        """Those with other tokens, over whom no state is cut, of parameters that lie on the axis
+        `own`: along that axis a worker has the whole gradient, or shares it (`sharing`)."""
+        return self.chunks.plan.mesh.along(lambda axis: axis.sums(own), self.rank)
 
     @cached_property
     def inside(self) -> tuple[int, ...]:
@@ -171,7 +170,7 @@ class Spoken:
                 if table.partial:
                     ranks = groups.sharing(table.axis, table.shared)
                     yield Talk(ranks, "network", "all_reduce", own)
-                yield Talk(groups.batch, "network", "all_reduce", own)
+                yield Talk(groups.batch(table.axis), "network", "all_reduce", own)
 
     def _collect(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):

@@ -102,7 +102,7 @@ def _stages(request: PlanRequest, segments: int, recomputed: int) -> tuple[Stage
 
 def _row_choices(request: PlanRequest) -> list[int]:
     """Rows of a microbatch: about TOKENS_AT_ONCE tokens, then ever fewer, unless fixed."""
-    own = -(-request.rows // request.mesh.data)
+    own = -(-request.rows // request.mesh.rows)
     most = max(1, TOKENS_AT_ONCE // max(1, request.sequence))
     if request.mesh.pipeline > 1:
         choices = row_choices(request)

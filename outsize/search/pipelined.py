@@ -39,8 +39,8 @@ def row_choices(request: PlanRequest) -> list[int]:
 
     OutsizeError where there are too few for the pipeline or its schedule.
     """
-    workers, own = request.mesh.pipeline, -(-request.rows // request.mesh.data)
-    least = request.rows // request.mesh.data
+    workers, own = request.mesh.pipeline, -(-request.rows // request.mesh.rows)
+    least = request.rows // request.mesh.rows
     if request.microbatch_rows is not None:
         rows = min(request.microbatch_rows, own)
         if _count(request, rows) < workers <= least:
@@ -91,7 +91,7 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
         )
     if not same:
         stages = tuple(replace(stage, rest=Rest(), spill=()) for stage in stages)
-        rows = min(rows, -(-request.rows // request.mesh.data))
+        rows = min(rows, -(-request.rows // request.mesh.rows))
     if not same and request.mesh.pipeline > 1:
         rows, order, update = rows_like(request, rows), "microbatch", "apart"
     if not same or shards != plan.shards:  # other rooms pass through the pool
@@ -168,8 +168,9 @@ def _check_stages(request: PlanRequest, segments: int) -> None:
 def _few_rows(request: PlanRequest, least: int) -> OutsizeError:
     """Fewer rows than workers of the pipeline."""
     mesh = request.mesh
-    each = f" to each of {mesh.data} places of the data axis" if mesh.data > 1 else ""
-    enough = mesh.pipeline * mesh.data * max(1, request.sequence)
+    axes = " and ".join(mesh.cutting("rows"))
+    each = f" to each of {mesh.rows} places of the {axes} axis" if mesh.rows > 1 else ""
+    enough = mesh.pipeline * mesh.rows * max(1, request.sequence)
     return OutsizeError(
         f"mesh.pipeline is {mesh.pipeline}: a step has {counted(request.rows, 'row')}, which makes"
         f" {counted(least, 'microbatch')} at most{each}, and a pipeline needs as many as it has"
@@ -225,8 +226,8 @@ def _holds(request: PlanRequest, workers: int) -> bool:
 
 def _count(request: PlanRequest, rows: int) -> int:
     """Microbatches of a step, as a plan counts them."""
-    own = -(-request.rows // request.mesh.data)
-    return min(-(-own // rows), request.rows // request.mesh.data)
+    own = -(-request.rows // request.mesh.rows)
+    return min(-(-own // rows), request.rows // request.mesh.rows)
 
 
 def _most_rows(request: PlanRequest, own: int) -> int:

@@ -131,7 +131,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     mesh = request.mesh.having(data=1, pipeline=1)
     exact = tuple(name for name in request.approximate if name != PARTIAL)
     plan = Plan(
-        segments, per_segment(segments), precision=request.precision, approximate=exact,
+        segments, per_segment(segments), mesh.rows, precision=request.precision, approximate=exact,
         mesh=mesh, sequence_parallel=request.sequence_parallel,
         pipeline=Pipelined(vocabulary=request.vocabulary),
     )  # fmt: skip

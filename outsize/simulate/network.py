@@ -99,7 +99,7 @@ def _of_chunk(chunks: Chunks, index: int, kind: Kind, last: bool) -> Iterator[Me
         yield Message(mine, own.size // own.optimizer, own.optimizer * apart)
         if table.partial:
             yield Message(mine, table.shared, mesh.stride(table.axis))
-        others = [axis for axis in mesh.axes if axis.batch and not axis.sharded]
+        others = [axis for axis in mesh.axes if axis.sums(table.axis)]
         if others:  # their order is that of the ranks: the last one's workers lie next to others
             count = prod(mesh[axis.name] for axis in others)
             yield Message(mine, count, mesh.stride(others[-1].name))

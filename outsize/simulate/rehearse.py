@@ -60,7 +60,7 @@ def rehearse(
             names = tuple(name for name, _ in job.flow.segments)
             facts = facts_of(job)
             if left:
-                fewer = replace(alone, rows=left, microbatch_rows=left)
+                fewer = replace(alone, rows=left * one.mesh.rows, microbatch_rows=left)
                 _rehearsed(fewer, own, job_of, batch_of, line, short)[0].close()
     return Costs(
         data, whole.actions, names, facts, short.actions, plan.microbatches - 1, whole.begun,
@@ -145,9 +145,10 @@ def bare(plan: Plan) -> Plan:
     rows = plan.microbatch_size
     stages = tuple(replace(s, rest=Rest(activations=s.rest.activations)) for s in plan.stages)
     one = unpiped(plan)
+    mesh = one.mesh.having(data=1)
     return replace(
-        one, rows=rows, microbatch_rows=rows, budget=None, stages=stages, order="microbatch",
-        update="apart", stream=Stream(), mesh=one.mesh.having(data=1), shards=Sharding(),
+        one, rows=rows * mesh.rows, microbatch_rows=rows, budget=None, stages=stages,
+        order="microbatch", update="apart", stream=Stream(), mesh=mesh, shards=Sharding(),
     )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
     microbatches = job.training.microbatches
     if isinstance(batch, Batch):
         batch = replace(batch, noise=None)
-    microbatches.ready(batch, [(0, job.plan.rows)], 1.0)
+    microbatches.ready(batch, [(0, job.plan.microbatch_size)], 1.0)
     played.evaluated = ledger.live["data"]
     with ledger:
         job.engine.begin(program)

@@ -70,12 +70,12 @@ def plans_of(
     segments = 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
     if settings.plan is not None:
         tokens = batch.ids_BS.shape[1] if native else 0
-        check_batch(settings.plan, segments, rows * settings.mesh.data, tokens)
+        check_batch(settings.plan, segments, rows * settings.mesh.rows, tokens)
         return [replace(settings.plan, budget=settings.budget)]
     base = Plan(
         segments,
         per_segment(segments, settings.recompute or ()),
-        rows * settings.mesh.data,
+        rows * settings.mesh.rows,
         -(-rows // settings.microbatches),
         batch.ids_BS.shape[1] if native else 0,
         settings.precision,

@@ -65,14 +65,14 @@ class Loop:
     peak: int = 0  # bytes that it had held by then
 
     @property
-    def data_place(self) -> int:
-        """This worker's place on the data axis."""
-        return self.setup.plan.mesh.index("data", self.worker_group.world.rank)
+    def rows_index(self) -> int:
+        """Which part of a step's rows this worker takes."""
+        return self.setup.plan.mesh.rows_index(self.worker_group.world.rank)
 
     @property
     def rows(self) -> tuple[int, int]:
         """Of a step's rows, the first and the end of those that this worker takes."""
-        return self.setup.plan.rows_at(self.data_place)
+        return self.setup.plan.rows_at(self.rows_index)
 
     def run(self, console: Console, stop: Stop) -> None:
         """Train until the end or until `stop` was asked, then save.
@@ -179,11 +179,11 @@ class Loop:
         if not self.data.validation.tokens or keys.sequence is None:
             return
         mesh = self.setup.plan.mesh
-        rows = self.setup.plan.microbatch_rows * mesh.data
+        rows = self.setup.plan.microbatch_rows * mesh.rows
         held = ValidationStream(self.data.validation, rows, keys.sequence, keys.evaluate_tokens)
         nats, weight = 0.0, 0.0
         for index in range(len(held)):
-            mine = held.batch(index, self.data_place, mesh.data)
+            mine = held.batch(index, self.rows_index, mesh.rows)
             total, targets = self.job.evaluate(mine, mine.ids_BS.shape[0])
             nats, weight = nats + total, weight + targets
         self.bits_per_byte = float(held.bits_per_byte(nats))

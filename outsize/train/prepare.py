@@ -135,7 +135,7 @@ def prepare(
     if not isinstance(model, Decoder):
         check_adopted(workers, type(model).__name__)
     found = () if isinstance(model, Decoder) else _blocks(model, blocks, workers)
-    parts = max(microbatches, workers.data)
+    parts = max(microbatches, workers.rows)
     if parts > 1 and not isinstance(model, Decoder) and (count is None or loss is None):
         what = f"microbatches is {microbatches}" if microbatches > 1 else f"mesh is {workers}"
         raise OutsizeError(

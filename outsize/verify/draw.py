@@ -168,7 +168,7 @@ def _rows(draw: Random, mesh: Mesh) -> tuple[int, int]:
     rows = draw.randrange(1, 4)
     if mesh.pipeline > 1:
         return pipes.rows_of(draw, mesh, rows), rows
-    return draw.randrange(mesh.data, 3 * mesh.data + 2), rows
+    return draw.randrange(mesh.rows, 3 * mesh.rows + 2), rows
 
 
 def _plan(

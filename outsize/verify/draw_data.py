@@ -17,12 +17,12 @@ def masked(draw: Random, plan: Plan) -> tuple[int, int]:
     """Rows without any target: all of one worker's or of one microbatch, where others have some."""
     if draw.random() < 0.6:
         return (0, 0)
-    place = draw.randrange(plan.mesh.data)
-    if plan.microbatches > 1 and draw.random() < (0.4 if plan.mesh.data > 1 else 1.0):
+    place = draw.randrange(plan.mesh.rows)
+    if plan.microbatches > 1 and draw.random() < (0.4 if plan.mesh.rows > 1 else 1.0):
         first = plan.rows_at(place)[0]
         start, stop = plan.rows_of(draw.randrange(plan.microbatches), place)
         return first + start, first + stop
-    return plan.rows_at(place) if plan.mesh.data > 1 else (0, 0)
+    return plan.rows_at(place) if plan.mesh.rows > 1 else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -61,15 +61,15 @@ def line_of(draw: Random, mesh: Mesh, microbatches: int) -> Line:
 
 def rows_of(draw: Random, mesh: Mesh, microbatch_rows: int) -> int:
     """Rows of a step: microbatches from one to more than any schedule asks for, uneven ones."""
-    workers, data = mesh.pipeline, mesh.data
+    workers, parts = mesh.pipeline, mesh.rows
     count = draw.choice((1, 2, workers, 2 * workers, 2 * workers, 2 * workers + 1))
-    whole = data * count * microbatch_rows
-    return max(data, whole - draw.randrange(data * microbatch_rows))
+    whole = parts * count * microbatch_rows
+    return max(parts, whole - draw.randrange(parts * microbatch_rows))
 
 
 def microbatches_of(mesh: Mesh, rows: int, microbatch_rows: int) -> int:
     """As a plan has them."""
-    return min(ceil(ceil(rows / mesh.data) / microbatch_rows), rows // mesh.data)
+    return min(ceil(ceil(rows / mesh.rows) / microbatch_rows), rows // mesh.rows)
 
 
 def deep(draw: Random, model: Config, stages: int) -> Config:
@@ -98,7 +98,7 @@ def below(draw: Random, mesh: Mesh, shards: Sharding) -> Rest:
     parameters, gradients, optimizer, activations = (draw.choice(TIERS) for _ in range(4))
     return Rest(
         "device" if shards.optimizer > 1 else parameters,
-        "device" if mesh.data > 1 else gradients,
+        "device" if mesh.rows > 1 else gradients,
         optimizer,
         activations,
     )

@@ -156,7 +156,7 @@ def features(drawn: Drawn) -> Iterator[str]:
         ("recompute", any(stage.recompute for stage in plan.stages)),
         ("order layer", plan.order == "layer"),
         ("update behind", plan.update == "behind"),
-        ("uneven rows", plan.rows % plan.mesh.data > 0),
+        ("uneven rows", plan.rows % plan.mesh.rows > 0),
         ("ladder", what["model"].get("ladder_from") is not None),
         ("kraken", what["model"].get("kraken_ways") is not None),
         ("tied", bool(what["model"].get("tie_word_embeddings"))),

@@ -99,7 +99,7 @@ def values_of(target: str | None, sets: tuple[str, ...]) -> Resolved:
 
 def _rows(mesh: Mesh) -> int:
     """Of a step: uneven, of two a microbatch; on a pipeline enough for any schedule."""
-    return 4 * mesh.data * mesh.pipeline - 1 if mesh.pipeline > 1 else 3 * mesh.data + 1
+    return 4 * mesh.rows * mesh.pipeline - 1 if mesh.pipeline > 1 else 3 * mesh.rows + 1
 
 
 def _resume_at(wanted: Wanted) -> int:

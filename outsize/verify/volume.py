@@ -152,7 +152,7 @@ def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
         total += _apart(whole / own.gradients, own.optimizer // own.gradients)
         total += _around(whole / own.optimizer, own.size // own.optimizer)
         total += _around(whole / own.optimizer, table.shared) if table.partial else 0.0
-        total += _around(whole / own.optimizer, _others(job.plan.mesh))
+        total += _around(whole / own.optimizer, _summing(job.plan.mesh, table.axis))
     return total
 
 
@@ -278,12 +278,13 @@ def _agreement(job: Job) -> float:
         elif behind and action.kind is Kind.UPDATE and action.part in (WHOLE, 0):
             chunks = job.placement.chunks.of_stage[action.stage]
             numbers += 2 + _names(job.placement.chunks.tables[index] for index in chunks)
-    return _around(2 * NUMBER, mesh.data * _others(mesh)) + _around(NUMBER * numbers, mesh.size)
+    counting = prod(mesh[axis.name] for axis in mesh.axes if axis.batch)
+    return _around(2 * NUMBER, counting) + _around(NUMBER * numbers, mesh.size)
 
 
-def _others(mesh: Mesh) -> int:
-    """Workers of the axes that cut the batch, but for those over which states are cut."""
-    return prod(mesh[axis.name] for axis in mesh.axes if axis.batch and not axis.sharded)
+def _summing(mesh: Mesh, own: str) -> int:
+    """Workers that sum whole gradients of parameters that lie on the axis `own`."""
+    return prod(mesh[axis.name] for axis in mesh.axes if axis.sums(own))
 
 
 def _names(tables: Iterable[ChunkTable]) -> int:

@@ -29,7 +29,7 @@ def walks_of(plan: Plan) -> tuple[Walk, ...]:
     stages = plan.stages
     paths = pipelining_of(plan, 0, [(stage,) for stage in range(len(stages))]).paths
     found = []
-    for place in range(plan.mesh.data):
+    for place in range(plan.mesh.rows):
         first, _ = plan.rows_at(place)
         for microbatch, path in enumerate(paths):
             start, stop = plan.rows_of(microbatch, place)
