@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outsize.decode.cache import StateCache
-from outsize.decode.samplers import Sampler, Sampling
+from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
 from outsize.errors import OutsizeError, counted
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Past
@@ -34,6 +35,43 @@ class Forward(Protocol):
         self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
     ) -> Tensor:
         """logits_NV of the last token of each of the N sequences that `bounds` cut ids_T into."""
+
+
+class Draw(NamedTuple):
+    """A token that a step is to draw. row: of the step's sequences; number: of the request's new
+    tokens; scored: with its log-probability."""
+
+    row: int
+    sampler: Sampler
+    number: int
+    scored: bool
+
+
+class TokenStep(Protocol):
+    """One step that ends in tokens, the same on all workers that take part in it."""
+
+    def __call__(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past,
+        draws: Sequence[Draw],
+    ) -> list[Drawn]:
+        """A token for each of the draws."""
+
+
+def _drawing(
+    forward: Forward,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    bounds: tuple[int, ...],
+    past: Past,
+    draws: Sequence[Draw],
+) -> list[Drawn]:
+    """A step whose logits are here."""
+    logits_NV = forward(ids_T, positions_T, bounds, past)
+    return [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
 
 
 def direct(model: Decoder) -> Forward:
@@ -115,12 +153,13 @@ def generate_many(
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how it is gone on with."""
+    """A prompt and how it is gone on with. scored: log-probabilities are asked for too."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
     sampler: Sampler
     stop: frozenset[int]
+    scored: bool = False
 
 
 def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> None:
@@ -154,24 +193,40 @@ def run(
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[tuple[int, int]]:
     """(index of the request, token) in the order in which tokens are drawn."""
+    steps = play(requests, partial(_drawing, forward), device, prefill_tokens)
+    return ((index, one.token) for index, one in steps)
+
+
+def play(
+    requests: Sequence[Request],
+    step: TokenStep,
+    device: torch.device,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> Iterator[tuple[int, Drawn]]:
+    """The same by steps that end in tokens."""
     capacity = max((len(r.ids) + max(r.max_new_tokens - 1, 0) for r in requests), default=0)
     cache = StateCache(len(requests), capacity)
     waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
-    drawn = dict.fromkeys(waiting, 0)
+    count = dict.fromkeys(waiting, 0)
     while waiting:
         fed = _slices(waiting, prefill_tokens)
-        logits_NV = _step(cache, waiting, fed, forward, device)
-        for index, logits_V in zip(fed, logits_NV, strict=True):
-            del waiting[index][: len(fed[index])]
-            if waiting[index]:
-                continue
-            request = requests[index]
-            token = request.sampler(logits_V, drawn[index])
-            drawn[index] += 1
-            waiting[index] = [token]
-            if token in request.stop or drawn[index] == request.max_new_tokens:
+        asked = {i: row for row, i in enumerate(fed) if len(fed[i]) == len(waiting[i])}
+        ahead = [len(waiting[index]) - len(ids) for index, ids in fed.items()]
+        past = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
+        ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=device)
+        draws = [
+            Draw(row, requests[i].sampler, count[i], requests[i].scored) for i, row in asked.items()
+        ]
+        with torch.no_grad():
+            found = step(ids_T, past.positions(device), past.bounds, past, draws)
+        for index, ids in fed.items():
+            del waiting[index][: len(ids)]
+        for index, one in zip(asked, found, strict=True):
+            count[index] += 1
+            waiting[index] = [one.token]
+            if one.token in requests[index].stop or count[index] == requests[index].max_new_tokens:
                 del waiting[index]
-            yield index, token
+            yield index, one
 
 
 def _slices(waiting: dict[int, list[int]], most: int) -> dict[int, list[int]]:
@@ -181,17 +236,3 @@ def _slices(waiting: dict[int, list[int]], most: int) -> dict[int, list[int]]:
         fed[index] = ids[: 1 + most]
         most -= len(fed[index]) - 1
     return fed
-
-
-def _step(
-    cache: StateCache,
-    waiting: dict[int, list[int]],
-    fed: dict[int, list[int]],
-    forward: Forward,
-    device: torch.device,
-) -> Tensor:
-    ahead = [len(waiting[index]) - len(ids) for index, ids in fed.items()]
-    past = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
-    ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=device)
-    with torch.no_grad():
-        return forward(ids_T, past.positions(device), past.bounds, past)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class Sampler(Protocol):
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
         """The id of the request's new token number `index` (from 0)."""
+
+
+class Drawn(NamedTuple):
+    """A token, and the log of the probability that the model gave it, whatever the sampler made of
+    that; NaN where nobody asked."""
+
+    token: int
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,14 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
         dropped_V[-1] = False
         p_V[order_V[dropped_V]] = 0
     return p_V / p_V.sum()
+
+
+def drawn(logits_V: Tensor, sampler: Sampler, index: int, scored: bool) -> Drawn:
+    """What a sampler draws as token number `index`. scored: with its log-probability."""
+    token = sampler(logits_V, index)
+    if not scored:
+        return Drawn(token, math.nan)
+    return Drawn(token, float(logits_V.detach().double().log_softmax(-1)[token]))
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -108,12 +108,13 @@ def stream_text(
     ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else prompt
     ends = frozenset((tokenizer.eos,) if stop is None else stop)
     tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward, prefill_tokens)
-    return _pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)
+    return pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)
 
 
-def _pieces(
+def pieces(
     tokens: Iterator[int], text: TextStream, stops: StopStrings, ends: Collection[int]
 ) -> Iterator[str]:
+    """The text of tokens, in pieces that are never empty, up to one of `ends` or a stop string."""
     for token in tokens:
         if token in ends:
             break

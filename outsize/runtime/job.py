@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outsize.collectives import Lone, World, along
+from outsize.decode.generate import GREEDY
+from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.memory import Meter, tables
 from outsize.memory.store import Store
@@ -32,6 +35,8 @@ from outsize.runtime.checks import (
 )
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow
+from outsize.runtime.generating import Generated as Generated
+from outsize.runtime.generating import TokenSteps, native
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.handlers.norm import Diverged as Diverged
 from outsize.runtime.handlers.training import Training
@@ -47,8 +52,8 @@ from outsize.runtime.update import Updates
 from outsize.runtime.watch import Watch
 from outsize.runtime.weight_pool import NO_STORES, WeightPool
 from outsize.runtime.wrapped import wrapped
-from outsize.schedule import Schedule, prove
-from outsize.schedule.programs import evaluate, train
+from outsize.schedule import Kind, Schedule, prove
+from outsize.schedule.programs import evaluate, generate, train
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,37 @@ class Job(Stateful):
         microbatches.ready(None, (), 1.0)
         microbatches.reset()
         return losses
+
+    @cached_property
+    def tokens(self) -> TokenSteps:
+        """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
+
+        def playable(kind: Kind) -> Loaded:
+            program = generate(self.placement, kind)
+            prove(program)
+            return self.playable(program.own)
+
+        training = self.training
+        begin = training.microbatches.carry
+        return TokenSteps(native(self.flow), self.engine, training.sample, playable, begin)
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampler | Sequence[Sampler] = GREEDY,
+        stop: Collection[int] = (),
+        logprobs: bool = False,
+    ) -> list[Generated]:
+        """What follows each of the prompts, ids of tokens, with the weights as they are: at most
+        `max_tokens` of them, the last one a token of `stop` if one was drawn. All workers call it
+        with the same prompts and have the same answer; the next step is what it would have been.
+
+        sampling: for all prompts, or one each. logprobs: with the log of the probability that the
+        model gave each token. OutsizeError as of outsize.decode.generate, and where the model is no
+        native decoder.
+        """
+        return self.tokens.generate(prompts, max_tokens, sampling, stop, logprobs)
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; the weights were loaded before."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -34,9 +34,11 @@ from outsize.memory.store import Store
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.plan import Plan
-from outsize.runtime.engine import Engine, Ran
+from outsize.runtime.engine import Engine, Handler, Loaded, Ran
+from outsize.runtime.generating import TokenSteps
 from outsize.runtime.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
 from outsize.runtime.handlers.passes import Forward
+from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.job import Fill, Job, Report
 from outsize.runtime.making import Recipe
 from outsize.runtime.microbatches import Microbatches
@@ -44,7 +46,8 @@ from outsize.runtime.native import NativeFlow
 from outsize.runtime.points import Points
 from outsize.runtime.watch import Watch
 from outsize.runtime.weight_pool import NO_STORES
-from outsize.schedule import compile_forward, prove
+from outsize.schedule import Kind, Schedule, compile_forward, compile_tokens, prove
+from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.layout import Placement
 
 NAME = "local-learning"  # what `approximate` must name
@@ -108,14 +111,30 @@ class LocalJob:
         self.microbatches = Microbatches(self.flow, self.watch, _nothing_leaves, sent=False)
         stages, after = len(plan.stages), [self.microbatches.ending]
         forward = Forward(self.microbatches, stages)
-        self.engine = Engine([forward], self.flow.device, self.watch, after=after)
-        schedule = replace(compile_forward(stages, 1), first=stages)
-        prove(schedule)
-        uses = tuple((stage,) for stage in range(stages))
-        self.loaded = self.engine.load(schedule, Points(schedule, uses))
+        self._sample = Sample(lambda m: self.microbatches.of(m).loss)
+        handlers: list[Handler] = [forward, self._sample]
+        self.engine = Engine(handlers, self.flow.device, self.watch, after=after)
+        self.loaded = self._playable(compile_forward(stages, 1))
         self._torn = False  # some groups have stepped and some have not
         with nullcontext() if ledger is None else ledger, torch.no_grad():
             self._averages = [self._average_of(index) for index in range(len(self._ends))]
+
+    def _playable(self, made: Schedule) -> Loaded:
+        """What goes forward through the whole model."""
+        schedule = replace(made, first=made.stages)
+        prove(schedule)
+        uses = tuple((stage,) for stage in range(made.stages))
+        return self.engine.load(schedule, Points(schedule, uses))
+
+    @cached_property
+    def tokens(self) -> TokenSteps:
+        """Steps of generation by its engine; see Job.tokens."""
+        stages, begin = len(self.plan.stages), self.microbatches.carry
+
+        def playable(kind: Kind) -> Loaded:
+            return self._playable(sampled(compile_tokens(stages, kind)))
+
+        return TokenSteps(self.flow, self.engine, self._sample, playable, begin)
 
     def _average_of(self, index: int) -> dict[str, Tensor]:
         """The moving average by the names of the block's parameters: the parameters themselves, or

@@ -46,6 +46,11 @@ class Microbatches:
                 for tensor in tensors_of(batch):
                     ledger.see(tensor)
 
+    def carry(self, walk: Walk, shapes: Hashable) -> None:
+        """Set out on a walk of the caller's own, the only one. shapes: see `shapes`."""
+        self.ready(None, (), 1.0)
+        self.under_way[0], self._shapes[0] = walk, shapes
+
     def begin(self, points: Points) -> None:
         """A list of actions on them begins."""
         self._points = points

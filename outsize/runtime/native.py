@@ -180,7 +180,7 @@ class NativeFlow:
             if chunk and here.whole:
                 blocks = self.blocks[here.first - 1 : here.last - 1]
                 return ChunkRecord(blocks, context, chunk, x, spill)
-            return Record(partial(_through, chain[here.first : here.last]), [x], spill)
+            return Record(partial(through, chain[here.first : here.last]), [x], spill)
 
         return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of, ends)
 
@@ -193,7 +193,7 @@ class NativeFlow:
         return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary, loss)
 
 
-def _through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:
+def through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:
     (x,) = given
     for function in functions:
         x = function(x)
@@ -269,7 +269,8 @@ class ChainWalk:
         if ends is not None and stage == ends.way.last:
             return
         if stage == len(self._plan.stages) - 1:
-            self.loss, self._gradient = out, [torch.ones_like(out)]
+            self.loss = out
+            self._gradient = [torch.ones_like(out)] if train else []
         else:
             self._carry = out
 

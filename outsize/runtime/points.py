@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from outsize.runtime.flow import Way
 from outsize.schedule import Kind, Schedule, State
+from outsize.schedule.action import AHEAD
 from outsize.schedule.item import Item
 from outsize.schedule.passes.shard import adds
 from outsize.schedule.residency import Presence, Residency
@@ -13,7 +14,7 @@ from outsize.schedule.role import Role
 from outsize.schedule.vocabulary import PASSES
 
 _NOTHING = frozenset[int]()
-_WALKS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND, *PASSES)
+_WALKS = (*AHEAD, Kind.SAMPLE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND, *PASSES)
 
 
 class Points:
@@ -58,7 +59,8 @@ class Points:
             if adds(action, schedule.stages, schedule.first):
                 last |= dict.fromkeys(residency.uses[action.stage], index)
         walked = {a.microbatch: i for i, a in enumerate(actions) if a.kind in _WALKS}
-        later = self.evaluates and schedule.vocabulary
+        samples = any(a.kind is Kind.SAMPLE for a in actions)  # behind everything else
+        later = self.evaluates and schedule.vocabulary and not samples
         self.ends = {} if later else {index: microbatch for microbatch, index in walked.items()}
         self._held = None if schedule.role is None else _held(schedule.role)
         self.behind = behind

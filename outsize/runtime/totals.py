@@ -66,6 +66,10 @@ class Totals:
         """Of squares by chunk, those that this worker counts."""
         return sum(squares[index] for index in sorted(squares) if self._counts[index])
 
+    def told(self, root: int, numbers: Tensor) -> Tensor:
+        """What one worker has, on every one."""
+        return numbers if self._alone else self._all.broadcast(numbers, root)
+
     def _agree(
         self, squares: float, loss: float, names: list[str], touched: set[str]
     ) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from outsize.memory import Meter
 from outsize.memory.store import Store
 from outsize.plan import Plan
 from outsize.runtime.flow import Flow
+from outsize.runtime.generating import TokenSteps
 from outsize.runtime.report import Report
 from outsize.runtime.states import Fill
 from outsize.schedule.layout import Placement
@@ -80,6 +81,9 @@ class Trains(Stated, Protocol):
 
     @property
     def owners(self) -> Mapping[str, nn.Parameter]: ...
+
+    @property
+    def tokens(self) -> TokenSteps: ...
 
     def step(self, batch: Any, lr: float | None = None) -> Tensor: ...
 

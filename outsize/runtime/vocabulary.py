@@ -42,8 +42,7 @@ class _Microbatch:
     another worker. going: what an exchange sums."""
 
     ids_T: Tensor
-    targets: Targets
-    part: Part
+    learning: tuple[Targets, Part] | None  # None: tokens are asked for, not losses
     first: bool
     last: bool
     edge: GradientEdge | None = None
@@ -75,7 +74,11 @@ class Rows:
         """Take a microbatch up. head: how its losses are made. first, last: whether its first and
         its last stage are here."""
         part = Part(*self.model.epilogue.head.fused(), head)
-        self._under_way[microbatch] = _Microbatch(ids_T, targets, part, first, last)
+        self._under_way[microbatch] = _Microbatch(ids_T, (targets, part), first, last)
+
+    def ask(self, microbatch: int, ids_T: Tensor, first: bool) -> None:
+        """Take up tokens of requests, whose logits every worker is to have."""
+        self._under_way[microbatch] = _Microbatch(ids_T, None, first, True)
 
     def end(self, microbatch: int) -> None:
         """Let a microbatch go."""
@@ -116,8 +119,19 @@ class Rows:
     def score(self, microbatch: int) -> None:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
+        if here.learning is None:
+            here.going[State.SUMS] = self._logits(here.given.pop(State.ACTIVATIONS))
+            return
         early = self.variant == 2 and torch.is_grad_enabled()
-        here.scored = score(here.given[State.ACTIVATIONS], here.targets, here.part, early)
+        here.scored = score(here.given[State.ACTIVATIONS], *here.learning, early)
+
+    def _logits(self, h_ND: Tensor) -> Tensor:
+        """logits_NV with zeros for the tokens whose rows are elsewhere."""
+        epilogue = self.model.epilogue
+        own_NV, vocabulary = epilogue.logits(h_ND), epilogue.vocabulary
+        assert vocabulary is not None, "rows know who has the others"
+        first, last = vocabulary.spans[self._line.rank]
+        return torch.nn.functional.pad(own_NV, (first, vocabulary.size - last))
 
     def settle(self, microbatch: int) -> Tensor:
         """OUTPUT_T: gradients of the rows; gives the microbatch's loss, the same everywhere."""
@@ -125,18 +139,17 @@ class Rows:
         here = self._under_way[microbatch]
         scored, here.scored = here.scored, None
         agreed, here.agreed = here.agreed, None
-        assert scored is not None and agreed is not None
-        gradient_TD = settle(scored, agreed, here.part)
+        assert scored is not None and agreed is not None and here.learning is not None
+        gradient_TD = settle(scored, agreed, here.learning[1])
         if gradient_TD is not None:  # summed in the precision of the logits
             here.going[State.GRADIENTS] = gradient_TD.to(scored.exp_TV.dtype)
         del here.given[State.ACTIVATIONS]
         return agreed.loss
 
-    def loss(self, microbatch: int) -> Tensor:
-        """Of a microbatch that was scored and exchanged, and goes no further."""
+    def loss(self, microbatch: int) -> Tensor | None:
+        """Of a microbatch that was scored and exchanged, and goes no further; tokens have none."""
         agreed = self._under_way[microbatch].agreed
-        assert agreed is not None
-        return agreed.loss
+        return None if agreed is None else agreed.loss
 
     # -- between the workers ---------------------------------------------------------------------
 
@@ -148,10 +161,10 @@ class Rows:
     def exchange(self, state: State, microbatch: int) -> None:
         """EXCHANGE, on the lane of exchanges; all workers call it in one order."""
         here = self._under_way[microbatch]
-        if state is State.SUMS:
+        if state is State.SUMS and here.learning is not None:
             scored = here.scored
             assert scored is not None
-            here.agreed = agree(scored, here.part)
+            here.agreed = agree(scored, here.learning[1])
             if scored.soft_TD is not None:
                 here.going[state] = early_gradient(scored, here.agreed)
         if state in here.going:

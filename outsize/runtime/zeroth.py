@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ from outsize.memory import Meter, tables
 from outsize.memory.store import Store
 from outsize.plan import Plan
 from outsize.runtime.checks import check_weight, dtypes_of
-from outsize.runtime.engine import Deed, Engine, Loaded, Ran
+from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.forwards import Zeroth, check, still, uses_of
+from outsize.runtime.generating import TokenSteps, native
 from outsize.runtime.handlers.norm import Diverged
+from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.states import Movement
 from outsize.runtime.held import Held
 from outsize.runtime.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
@@ -42,8 +44,9 @@ from outsize.runtime.states import Fill
 from outsize.runtime.watch import Watch
 from outsize.runtime.weight_pool import NO_STORES, WeightPool
 from outsize.schedule import Action, Kind, Schedule, prove
+from outsize.schedule.action import AHEAD
 from outsize.schedule.compile.zeroth import placement_of, step_of
-from outsize.schedule.programs import evaluate
+from outsize.schedule.programs import evaluate, generate
 
 
 class ZerothJob:
@@ -81,7 +84,9 @@ class ZerothJob:
             self._adopt(fill)
         self.chunks = self.weight_pool.chunks
         self._losing = Losing(self)
-        self.engine = Engine([self._losing, Movement(self.weight_pool)], self.device, self.watch)
+        self._sample = Sample(lambda m: self._walks[m].loss)
+        handlers: list[Handler] = [self._losing, Movement(self.weight_pool), self._sample]
+        self.engine = Engine(handlers, self.device, self.watch)
         self.loaded = self._playable(schedule)
         self._step = 0
         self._due: Move | None = None
@@ -197,7 +202,7 @@ class ZerothJob:
         return ran
 
     def lose(self, stage: int, microbatch: int) -> None:
-        """FORWARD of a stage, with the weights on a side of what they are."""
+        """A stage forward, with the weights on a side of what they are, or as they are."""
         sign = self._signs[microbatch]
         self._perturbed.enter(stage, sign, self._direction, self.optimizer.epsilon)
         self._walks[microbatch].forward(stage)
@@ -232,11 +237,29 @@ class ZerothJob:
         parts = [self.flow.part(batch, *cut) for cut in cuts]
         program = evaluate(self.placement, len(parts))
         prove(program)
-        self._walks = [self.flow.begin(part, 1.0) for part in parts]
-        self._signs = [NONE] * len(parts)
-        self._perturbed.begin()
+        self._set_out([self.flow.begin(part, 1.0) for part in parts])
         self.engine.play(self._playable(program.own), time.perf_counter())
         return float(torch.stack(self._losses()).sum()), float(self.flow.count(batch)[0])
+
+    def _set_out(self, walks: Sequence[Walk]) -> None:
+        """Set out on passes with the weights as they are."""
+        self._walks, self._signs = list(walks), [NONE] * len(walks)
+        self._perturbed.begin()
+
+    @cached_property
+    def tokens(self) -> TokenSteps:
+        """Steps of generation by its engine; see Job.tokens."""
+
+        def begin(walk: Walk, shapes: tuple[int, int]) -> None:
+            self.catch_up()
+            self._set_out([walk])
+
+        def playable(kind: Kind) -> Loaded:
+            program = generate(self.placement, kind)
+            prove(program)
+            return self._playable(program.own)
+
+        return TokenSteps(native(self.flow), self.engine, self._sample, playable, begin)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name as it is held, all steps included; see Job.weights."""
@@ -292,24 +315,15 @@ class ZerothJob:
         """Steps that each trained parameter has had: what names the next direction."""
         return dict.fromkeys(self._held.trained(), self._step)
 
-    def show(self, stage: int) -> None:
-        """Have a stage's parameters hold the weights as they are: all steps must have been caught
-        up with, its room must hold them, and another stage's parameters may lose theirs."""
-        self._perturbed.enter(stage, NONE, self._direction, self.optimizer.epsilon)
-
-    def hide(self) -> None:
-        """What parameters hold is of no use any more."""
-        self._perturbed.begin()
-
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Go on from there; the weights were loaded before."""
         self._step, self._torn = max(counts.values(), default=0), False
 
 
 class Losing:
-    """UPDATE and FORWARD of a job without gradients."""
+    """UPDATE of a job without gradients, and what goes forward."""
 
-    kinds = (Kind.UPDATE, Kind.FORWARD)
+    kinds = (Kind.UPDATE, *AHEAD)
 
     def __init__(self, job: ZerothJob) -> None:
         self._job = job

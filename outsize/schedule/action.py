@@ -34,6 +34,7 @@ class Kind(StrEnum):
     UPDATE = "UPDATE"  # the optimizer's step on a stage's chunks, or on one part of them
     PREFILL = "PREFILL"  # tokens of prompts through a stage
     DECODE = "DECODE"  # one token of each sequence through a stage
+    SAMPLE = "SAMPLE"  # the next tokens, from what the last stage gave, told to every worker
     FETCH = "FETCH"  # a state of a stage from the tier it rests on
     EVICT = "EVICT"  # a state of a stage to the tier it rests on
     SEND = "SEND"  # an activation or a gradient to the worker of a neighbouring stage
@@ -63,6 +64,8 @@ class State(StrEnum):
 
     __hash__ = str.__hash__
 
+
+AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)  # a stage of a microbatch, on the way to its end
 
 WHOLE = -1  # the stage, microbatch or part of an action that is of no single one
 

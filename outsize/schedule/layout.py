@@ -105,12 +105,13 @@ class Placement:
         """Whether gradients of a segment need a place on their tier."""
         return self.chunks.stage_of[segment] in self._leaving
 
-    def evaluation(self, microbatches: int) -> Schedule:
+    def evaluation(self, microbatches: int, kind: Kind = Kind.FORWARD) -> Schedule:
         """So many microbatches forward, through the same rooms."""
         spare = replace(self.items.residency, spills=frozenset())
         stages, stream = len(self.plan.stages), self.plan.stream
         if self.chunks.pipelining is not None:
-            base, moves = forwards(self.chunks.pipelining, self.chunks.turn, microbatches)
+            line, turn = self.chunks.pipelining, self.chunks.turn
+            base, moves = forwards(line, turn, microbatches, kind)
             return placed(streamed(base, spare, self.rooms, stream), moves)
-        base = replace(compile_forward(stages, microbatches), first=stages)
+        base = replace(compile_forward(stages, microbatches, kind), first=stages)
         return streamed(base, spare, self.rooms, stream)

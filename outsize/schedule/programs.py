@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from outsize.schedule.action import Kind
+from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
 from outsize.schedule.schedule import Schedule
@@ -51,3 +53,9 @@ def train(placement: Placement) -> Program:
 def evaluate(placement: Placement, microbatches: int) -> Program:
     """What every worker does to have the losses of so many microbatches."""
     return program_of(placement, lambda here: here.evaluation(microbatches), evaluating=True)
+
+
+def generate(placement: Placement, kind: Kind) -> Program:
+    """What every worker does in a step of generation: PREFILL of prompts or DECODE of a token of
+    each sequence through the stages, and SAMPLE of the next ones."""
+    return program_of(placement, lambda here: sampled(here.evaluation(1, kind)), evaluating=True)

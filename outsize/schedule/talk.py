@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.pipelined import peer
@@ -21,7 +21,7 @@ from outsize.schedule.schedule import Schedule
 from outsize.schedule.vocabulary import PASSES
 
 _WALKS = (
-    Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *PASSES,
+    *AHEAD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *PASSES,
 )  # fmt: skip
 _NUMBER = 8  # bytes of one of the few numbers on which all agree
 
@@ -121,7 +121,7 @@ class Spoken:
         ways |= {
             Kind.GATHER: self._gather, Kind.COLLECT: self._collect, Kind.MERGE: self._merge,
             Kind.EXCHANGE: self._exchange, Kind.SEND: self._pass, Kind.RECV: self._pass,
-            Kind.NORM: self._norm, Kind.UPDATE: self._update,
+            Kind.NORM: self._norm, Kind.UPDATE: self._update, Kind.SAMPLE: self._sample,
         }  # fmt: skip
         said = []
         for index, action in enumerate(actions):
@@ -199,6 +199,10 @@ class Spoken:
     def _norm(self, action: Action) -> Iterator[Talk]:
         slots = sum(len(t.slots) for t in self.chunks.every if t.trainable)
         yield Talk(self.groups.everyone, "agreement", "all_reduce", (2 + slots) * _NUMBER)
+
+    def _sample(self, action: Action) -> Iterator[Talk]:
+        """Who has the logits tells the tokens, of which a list does not know how many."""
+        yield Talk(self.groups.everyone, "agreement", "broadcast")
 
     def _update(self, action: Action) -> Iterator[Talk]:
         if self.chunks.plan.update == "behind" and action.part in (WHOLE, 0):

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
 from outsize.schedule.schedule import Schedule
 
 INPUT = (Kind.EMBED, Kind.EMBED_BACKWARD)
@@ -53,9 +53,9 @@ def barrier_behind(action: Action, variant: int) -> Barrier | None:
 def barrier_before(action: Action, path: Sequence[int], variant: int) -> Barrier | None:
     """The exchange that an action of a microbatch with this path waits for."""
     s, m = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD and s == path[0]:
+    if action.kind in AHEAD and s == path[0]:
         return (State.ACTIVATIONS, s, m)
-    if action.kind is Kind.OUTPUT_T:
+    if action.kind in (Kind.OUTPUT_T, Kind.SAMPLE):
         return (State.SUMS, s, m)
     if action.kind in _BACK and s == path[-1]:
         return (State.GRADIENTS if variant == 1 else State.SUMS, s, m)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
 from outsize.schedule.item import Item
 from outsize.schedule.residency import (
     COMES,
@@ -155,7 +155,7 @@ class _Reader:
             yield ("activations", s, action.microbatch), action.kind is Kind.FORWARD
         if self.role is not None:
             m = action.microbatch
-            if action.kind is Kind.FORWARD:
+            if action.kind in AHEAD:
                 yield ("passed", True, State.ACTIVATIONS, self.role.before(s, m), m), False
             elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 yield ("passed", True, State.GRADIENTS, s, m), False

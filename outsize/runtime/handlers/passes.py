@@ -1,4 +1,4 @@
-"""FORWARD, RECOMPUTE and BACKWARD: the model's stages on one microbatch."""
+"""FORWARD, RECOMPUTE and BACKWARD, PREFILL and DECODE: the model's stages on one microbatch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
 from outsize.schedule import Action, Kind
+from outsize.schedule.action import AHEAD
 
 Hand = Callable[[Action, Walk], None]
 
@@ -23,15 +24,15 @@ def nothing_comes(action: Action, walk: Walk) -> None:
 
 
 class Forward:
-    """FORWARD alone, of a job that evaluates a whole model on one worker."""
+    """What goes forward, of a job that evaluates a whole model on one worker."""
 
-    kinds = (Kind.FORWARD,)
+    kinds = AHEAD
 
     def __init__(self, microbatches: Microbatches, stages: int) -> None:
         self._microbatches, self._last = microbatches, stages - 1
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
-        return Deed(partial(self._run, action.stage, action.microbatch))
+        return Deed(partial(self._run, action))
 
     def begin(self, points: Points) -> None:
         self._microbatches.begin(points)
@@ -39,12 +40,12 @@ class Forward:
     def reset(self) -> None:
         self._microbatches.reset()
 
-    def _run(self, stage: int, m: int) -> None:
-        walk = self._microbatches.of(m)
-        walk.forward(stage)
-        if stage == self._last:
+    def _run(self, action: Action) -> None:
+        walk = self._microbatches.of(action.microbatch)
+        walk.forward(action.stage)
+        if action.stage == self._last and action.kind is Kind.FORWARD:
             assert walk.loss is not None
-            self._microbatches.lose(m, walk.loss)
+            self._microbatches.lose(action.microbatch, walk.loss)
 
 
 class Passes:
@@ -52,7 +53,7 @@ class Passes:
     action. stages: of the whole model."""
 
     kinds = (
-        Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT,
+        *AHEAD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT,
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +71,8 @@ class Passes:
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         run = {
             Kind.FORWARD: self._forward,
+            Kind.PREFILL: self._tokens,
+            Kind.DECODE: self._tokens,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -92,6 +95,11 @@ class Passes:
         walk.forward(action.stage)
         if action.stage == self._last and walk.loss is not None:
             self.microbatches.lose(action.microbatch, walk.loss.detach())
+
+    def _tokens(self, action: Action) -> None:
+        walk = self.microbatches.of(action.microbatch)
+        self._hand(action, walk)
+        walk.forward(action.stage)
 
     def _recompute(self, action: Action) -> None:
         self.microbatches.of(action.microbatch).recompute(action.stage)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from outsize.runtime.engine import Engine, Handler, Hook
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
 from outsize.runtime.handlers.passes import Passes, nothing_comes
+from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.handlers.states import Movement
 from outsize.runtime.handlers.update import Update
@@ -15,6 +19,7 @@ from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.spill import Spills
 from outsize.runtime.totals import Totals
+from outsize.schedule import State
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
@@ -38,7 +43,10 @@ class Training:
         hand = nothing_comes if passing is None else passing.hand
         stages = len(job.plan.stages)
         self.passes = Passes(self.microbatches, gradients, self.spilling, stages, hand)
-        handlers: list[Handler] = [self.passes, movement, self.spilling, self.norm, self.update]
+        self.sample = self._sampling(job, totals)
+        handlers: list[Handler] = [
+            self.passes, movement, self.spilling, self.norm, self.update, self.sample
+        ]  # fmt: skip
         before: list[Hook] = [movement.anew]
         if rows is not None:
             counts = not job.placement.chunks.turn
@@ -49,3 +57,15 @@ class Training:
             before.insert(0, links.sweep)
         after: list[Hook] = [self.norm.completing, self.microbatches.ending]
         self.engine = Engine(handlers, weight_pool.device, watch, before, after)
+
+    def _sampling(self, job: Job, totals: Totals) -> Sample:
+        """One worker draws: the first of those that have the last stage."""
+        mesh, line, rows = job.plan.mesh, job.placement.chunks.pipelining, job.rows
+        root = 0
+        if line is not None:
+            root = mesh.ranks("pipeline", 0)[line.coarse.placement.routes[0][-1]]
+
+        def logits(m: int) -> Tensor | None:
+            return self.microbatches.of(m).loss if rows is None else rows.take(State.SUMS, m)
+
+        return Sample(logits, job.world.rank == root, partial(totals.told, root))

@@ -54,4 +54,6 @@ class Vocabulary:
         m = action.microbatch
         self.rows.exchange(action.state, m)
         if evaluates and self._counts and action.state is State.SUMS:
-            self._microbatches.lose(m, self.rows.loss(m))
+            loss = self.rows.loss(m)
+            if loss is not None:
+                self._microbatches.lose(m, loss)

@@ -1,4 +1,5 @@
-"""An evaluation of one worker: microbatches forward, alone or as a part of a pipeline."""
+"""Microbatches forward on one worker, alone or as a part of a pipeline: an evaluation, or tokens of
+requests."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ _EMBED, _OUTPUT = -2, -1  # what of a cut vocabulary a turn of an evaluation is 
 _Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
 
 
-def compile_forward(stages: int, microbatches: int) -> Schedule:
+def compile_forward(stages: int, microbatches: int, kind: Kind = Kind.FORWARD) -> Schedule:
     """Every microbatch forward through every stage, a stage after the other: an evaluation."""
     order = ((s, m) for s in range(stages) for m in range(microbatches))
-    return Schedule(stages, microbatches, (tuple(Action(Kind.FORWARD, s, m) for s, m in order),))
+    return Schedule(stages, microbatches, (tuple(Action(kind, s, m) for s, m in order),))
 
 
-def forwards(line: Pipelining, worker: int, microbatches: int) -> tuple[Schedule, list[Placed]]:
+def forwards(
+    line: Pipelining, worker: int, microbatches: int, kind: Kind = Kind.FORWARD
+) -> tuple[Schedule, list[Placed]]:
     """So many microbatches forward, one behind the other through the stages, and what is sent and
     received behind how many actions.
 
@@ -34,12 +37,14 @@ def forwards(line: Pipelining, worker: int, microbatches: int) -> tuple[Schedule
             turns += [(m - _AHEAD, 0, m, _EMBED), (m + len(route), 1, m, _OUTPUT)]
     actions, moves = list[Action](), list[Placed]()
     for _, _, m, part in sorted(turns):
-        take = _stage if part >= 0 else _passes
-        before, more, behind = take(line, worker, m, part)
+        if part >= 0:
+            before, more, behind = _stage(line, worker, m, part, kind)
+        else:
+            before, more, behind = _passes(line, worker, m, part)
         moves += ((len(actions), move) for move in before)
         actions += more
         moves += ((len(actions), move) for move in behind)
-    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is Kind.FORWARD)
+    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is kind)
     role = Role(plays, line.role(worker).holds, (), line.others(worker))
     stages, variant = len(line.uses), line.coarse.schedule.vocabulary
     made = Schedule(
@@ -48,10 +53,10 @@ def forwards(line: Pipelining, worker: int, microbatches: int) -> tuple[Schedule
     return made, moves
 
 
-def _stage(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
+def _stage(line: Pipelining, worker: int, m: int, part: int, kind: Kind) -> _Turn:
     """A stage of the pipeline forward."""
     route = line.coarse.placement.routes[0]
-    actions = [Action(Kind.FORWARD, s, m) for s in line.run(part)] if route[part] == worker else []
+    actions = [Action(kind, s, m) for s in line.run(part)] if route[part] == worker else []
     behind = list[Action]()
     if part + 1 < len(route) and route[part] != route[part + 1]:
         if worker == route[part]:

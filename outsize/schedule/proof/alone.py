@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
 from outsize.schedule.proof.holding import Holding
 from outsize.schedule.proof.tables import Tables
 from outsize.schedule.residency import MOVES, Residency
 from outsize.schedule.schedule import Schedule
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
+_TRAINING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.NORM, Kind.UPDATE)
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _PASSES = (Kind.SEND, Kind.RECV)
 
@@ -62,12 +63,15 @@ class Alone:
     def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE) -> bool:
         return (kind, State.NONE, stage, microbatch, WHOLE) in self.done
 
+    def _went(self, stage: int, microbatch: int) -> bool:
+        return any(self._has(kind, stage, microbatch) for kind in AHEAD)
+
     def _back(self, stage: int, microbatch: int) -> bool:
         return any(self._has(kind, stage, microbatch) for kind in _BACK)
 
     def _needs(self, action: Action) -> str:
         kind, s, m = action.kind, action.stage, action.microbatch
-        if kind in (Kind.FORWARD, *_SERVING):
+        if kind in AHEAD:
             b = self.schedule.before(s, m)
             if b >= 0 and not (self._has(kind, b, m) or self._had(State.ACTIVATIONS, b, m)):
                 return f"its input, {kind} of stage {b}, was not produced"
@@ -85,6 +89,8 @@ class Alone:
                 return "comes before its BACKWARD_INPUT"
             if self._has(Kind.NORM, WHOLE):
                 return "comes after NORM, which has summed the gradients already"
+        elif kind is Kind.SAMPLE:
+            return self._unasked(m)
         elif kind is Kind.NORM:
             return self._gradients_missing()
         elif kind is Kind.UPDATE and s in self.schedule.ahead:
@@ -138,7 +144,7 @@ class Alone:
             return f"stage {s} is frozen and has no use for it"
         if action.kind is Kind.RECV:
             self.unused.add((action.state, s, m))
-        elif not (self._has(Kind.FORWARD, s, m) if ahead else self._back(after, m)):
+        elif not (self._went(s, m) if ahead else self._back(after, m)):
             return "what it sends was not produced"
         return ""
 
@@ -184,9 +190,7 @@ class Alone:
             return self._tokens_missing(kinds)
         if not self._has(Kind.NORM, WHOLE):
             if self.schedule.first == self.schedule.stages:  # no backward pass: an evaluation
-                reason = "" if self.tables is None else self.tables.left()
-                reason = reason or self._forwards_missing() or self._unsent()
-                return reason or next(self.holding.left(), "")
+                return self._passes_missing(Kind.FORWARD)
             return self._gradients_missing() or "NORM is missing"
         for s in range(self.schedule.first, self.schedule.stages):
             if self.schedule.role is not None and s not in self.schedule.role.holds:
@@ -197,17 +201,24 @@ class Alone:
                     return f"UPDATE of stage {s} is missing"
         return self._unsent() or next(self.holding.left(), "")
 
-    def _forwards_missing(self) -> str:
+    def _passes_missing(self, kind: Kind) -> str:
+        """What of a list without backward passes is not there."""
+        reason = "" if self.tables is None else self.tables.left()
         for s, m in sorted(self.plays):
-            if not self._has(Kind.FORWARD, s, m):
-                return f"FORWARD of stage {s}, microbatch {m} is missing"
-        return ""
+            if not self._has(kind, s, m):
+                reason = reason or f"{kind} of stage {s}, microbatch {m} is missing"
+        return reason or self._unsent() or next(self.holding.left(), "")
 
     def _tokens_missing(self, kinds: set[Kind]) -> str:
-        if len(kinds) > 1:
+        serving = kinds.intersection(_SERVING)
+        if len(serving) > 1 or kinds.intersection(_TRAINING):
             return f"{' and '.join(sorted(kinds))} are in one schedule; expected one of them alone"
-        (kind,) = kinds
-        for m in range(self.schedule.microbatches):
-            if not self._has(kind, self.schedule.stages - 1, m):
-                return f"{kind} of microbatch {m} did not reach the last stage"
-        return ""
+        (kind,) = serving
+        return self._passes_missing(kind)
+
+    def _unasked(self, microbatch: int) -> str:
+        """Why there is nothing to sample from, where the last stage is here."""
+        last = self.schedule.stages - 1
+        went = any(self._has(kind, last, microbatch) for kind in _SERVING)
+        here = (last, microbatch) in self.plays
+        return "comes before the last stage's logits" if here and not went else ""

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
 from outsize.schedule.program import Program, Says, Talk
 from outsize.schedule.proof.form import paths_of
 from outsize.schedule.residency import Residency
 from outsize.schedule.role import Role
 from outsize.schedule.schedule import Schedule
 
-AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)
 _LINKS = {Kind.SEND: Kind.RECV, Kind.RECV: Kind.SEND}
 _Tensor = tuple[Kind, State, int, int, int]
 

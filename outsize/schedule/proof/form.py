@@ -47,7 +47,7 @@ def misfit(schedule: Schedule, action: Action) -> str:
         lane = _LANES.get(action.kind, Lane.COMPUTE)
     if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
         return f"is on the lane {action.lane}; expected {lane}"
-    per_stage = action.kind is not Kind.NORM
+    per_stage = action.kind not in (Kind.NORM, Kind.SAMPLE)
     whole = moves and not passes and action.state is not State.ACTIVATIONS
     per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
     for name, value, limit, wanted in (
@@ -67,7 +67,7 @@ def misfit(schedule: Schedule, action: Action) -> str:
 def _foreign(schedule: Schedule, action: Action) -> str:
     """Why an action is not of this worker, where it is one of many."""
     role, here = schedule.role, (action.stage, action.microbatch)
-    if role is None or action.kind in (Kind.NORM, *_LINKS, *_TABLES):
+    if role is None or action.kind in (Kind.NORM, Kind.SAMPLE, *_LINKS, *_TABLES):
         return ""
     if action.microbatch != WHOLE:
         return "" if here in role.plays else "is another worker's"

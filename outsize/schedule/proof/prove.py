@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import WHOLE, Kind
+from outsize.schedule.action import AHEAD, WHOLE, Kind
 from outsize.schedule.program import BUFFERS, Program
 from outsize.schedule.proof.alone import Alone
-from outsize.schedule.proof.coarse import AHEAD, CoarseVoice, blocking, lifted, misled
+from outsize.schedule.proof.coarse import CoarseVoice, blocking, lifted, misled
 from outsize.schedule.proof.form import coarse_misfit, misfit
 from outsize.schedule.proof.together import together
 from outsize.schedule.residency import MOVES

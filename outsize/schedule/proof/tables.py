@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
 from outsize.schedule.schedule import Schedule
 from outsize.schedule.vocabulary import PASSES, barrier_behind, exchanged
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_SAME = {kind: Kind.FORWARD for kind in AHEAD} | {Kind.BACKWARD_INPUT: Kind.BACKWARD}
 
 
 class Tables:
@@ -32,11 +33,10 @@ class Tables:
         if m == WHOLE:
             return next(self._missing(), "") if kind is Kind.NORM else ""
         reason = self._needs(action)
-        at_end = action.stage == self.schedule.end(m) if kind is Kind.FORWARD else True
+        at_end = action.stage == self.schedule.end(m) if kind in AHEAD else True
         at_begin = action.stage == self.schedule.begin(m) if kind in _BACK else True
         if at_end and at_begin:
-            name = Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind
-            self._done.add((name, action.state, m, action.part))
+            self._done.add((_SAME.get(kind, kind), action.state, m, action.part))
         return reason
 
     def _needs(self, action: Action) -> str:

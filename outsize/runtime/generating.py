@@ -1,0 +1,151 @@
+"""Tokens from a model under training: steps of generation that the job's own engine plays.
+
+The weights are those of the next training step, wherever they rest and on whatever workers. PREFILL
+and DECODE have the fetches, gathers and sends that an evaluation has; SAMPLE tells every worker the
+tokens.
+
+T tokens of the step laid flat, N sequences, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from outsize.decode.generate import GREEDY, Draw, Request, check_request, play
+from outsize.decode.samplers import Drawn, Sampler
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+from outsize.models.seams import Context, Past
+from outsize.plan import Stage
+from outsize.runtime.engine import Engine, Loaded
+from outsize.runtime.flow import Flow, Record
+from outsize.runtime.handlers.sample import Sample
+from outsize.runtime.native import ChainWalk, Ends, NativeFlow, through
+from outsize.runtime.points import Points
+from outsize.runtime.spill import Spill
+from outsize.runtime.tokens import apply_stage
+from outsize.runtime.vocabulary import Rows
+from outsize.schedule import Kind
+
+Begin = Callable[[ChainWalk, tuple[int, int]], None]  # T and N tell messages of other shapes apart
+
+
+@dataclass
+class Generated:
+    """What follows a prompt. logprobs: of each token, where they were asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def native(flow: Flow) -> NativeFlow:
+    """The flow of a model whose tokens can be gone on with."""
+    if isinstance(flow, NativeFlow):
+        return flow
+    raise OutsizeError(
+        f"generate: {type(flow.model).__name__} is an adopted module, which keeps nothing for the"
+        " next token; expected a native decoder: make it with outsize.load"
+    )
+
+
+class TokenSteps:
+    """Steps of generation through a job. playable: the list of a kind, ready for its engine. begin:
+    sets out on a walk."""
+
+    def __init__(
+        self,
+        flow: NativeFlow,
+        engine: Engine,
+        sample: Sample,
+        playable: Callable[[Kind], Loaded],
+        begin: Begin,
+    ) -> None:
+        self.flow, self.model = flow, flow.model
+        self._engine, self._sample = engine, sample
+        self._playable, self._begin = playable, begin
+        self._lists = dict[Kind, Loaded]()
+
+    def __call__(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past,
+        draws: Sequence[Draw],
+    ) -> list[Drawn]:
+        single = all(stop - start == 1 for start, stop in pairwise(bounds))
+        kind = Kind.DECODE if single else Kind.PREFILL
+        if kind not in self._lists:
+            self._lists[kind] = self._playable(kind)
+        loaded, dispatch = self._lists[kind], self.flow.execution.dispatch
+        context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points)
+        self._begin(walk, (len(ids_T), len(bounds) - 1))
+        self._sample.ready(draws)
+        self._engine.play(loaded, time.perf_counter())
+        return self._sample.taken()
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampler | Sequence[Sampler] = GREEDY,
+        stop: Collection[int] = (),
+        logprobs: bool = False,
+    ) -> list[Generated]:
+        """See Job.generate."""
+        asked = [tuple(ids) for ids in prompts]
+        samplers = [sampling] * len(asked) if callable(sampling) else list(sampling)
+        if len(samplers) != len(asked):
+            raise OutsizeError(
+                f"generate: {len(samplers)} samplings for {len(asked)} prompts; expected one for"
+                " all, or one each"
+            )
+        for ids in asked:
+            check_request(self.model, ids, max_tokens)
+        requests = [
+            Request(ids, max_tokens, sampler, frozenset(stop), logprobs)
+            for ids, sampler in zip(asked, samplers, strict=True)
+        ]
+        found = [Generated() for _ in requests]
+        for index, one in play(requests, self, self.flow.device):
+            found[index].tokens.append(one.token)
+            if logprobs:
+                found[index].logprobs.append(one.logprob)
+        return found
+
+
+def tokens_walk(flow: NativeFlow, ids_T: Tensor, context: Context, points: Points) -> ChainWalk:
+    """A step's way through the stages. Its end is logits_NV of the last token of each sequence; of
+    a cut vocabulary h_ND, of which every worker makes a part of them."""
+    model, rows, ends = flow.model, flow.rows, None
+    if rows is not None:
+        way, held = points.way(0), points.held(0)
+        rows.ask(way.microbatch, ids_T, held is None or way.first in held)
+        ends = Ends(rows, way)
+    count = len(model.blocks) + 2
+    chain = [partial(_segment, model, rows, context, segment) for segment in range(count)]
+
+    def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
+        return Record(partial(through, chain[here.first : here.last]), [x], spill)
+
+    return ChainWalk(record, flow.plan, count, ids_T, ends=ends)
+
+
+def _segment(
+    model: Decoder, rows: Rows | None, context: Context, segment: int, x: Tensor
+) -> Tensor:
+    if segment == 0 and rows is not None:
+        return model.prologue.enter(x, context)
+    if segment <= len(model.blocks):
+        return apply_stage(model, segment, x, context)
+    ends_N = torch.tensor(context.bounds[1:], device=x.device) - 1
+    h_ND: Tensor = model.epilogue(x, context)[ends_N]  # behind the norm: x may be cut by tokens
+    return h_ND if rows is not None else model.epilogue.logits(h_ND)

@@ -1,0 +1,65 @@
+"""SAMPLE: the next tokens, drawn where the logits are and told to every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from outsize.decode.generate import Draw
+from outsize.decode.samplers import Drawn, drawn
+from outsize.runtime.engine import Deed
+from outsize.runtime.points import Points
+from outsize.schedule import Action, Kind
+
+Logits = Callable[[int], Tensor | None]  # of a microbatch, where its last stage is here
+
+
+def untold(numbers: Tensor) -> Tensor:
+    """There is one worker."""
+    return numbers
+
+
+class Sample:
+    """logits: logits_NV of the step. draws: whether this worker does. tell: gives what that worker
+    has, on every one."""
+
+    kinds = (Kind.SAMPLE,)
+
+    def __init__(
+        self, logits: Logits, draws: bool = True, tell: Callable[[Tensor], Tensor] = untold
+    ) -> None:
+        self._logits, self._here, self._tell = logits, draws, tell
+        self._draws: Sequence[Draw] = ()
+        self._drawn = list[Drawn]()
+
+    def ready(self, draws: Sequence[Draw]) -> None:
+        """Set out on a step: what it is to draw, the same on every worker."""
+        self._draws = draws
+
+    def taken(self) -> list[Drawn]:
+        """What the step has drawn."""
+        taken, self._drawn = self._drawn, []
+        return taken
+
+    def bind(self, action: Action, index: int, points: Points) -> Deed:
+        return Deed(partial(self._run, action.microbatch))
+
+    def begin(self, points: Points) -> None:
+        """The draws are there."""
+
+    def reset(self) -> None:
+        self._drawn = []
+
+    def _run(self, m: int) -> None:
+        logits_NV, draws = self._logits(m), self._draws
+        if not draws:
+            return
+        mine = [(0, 0.0)] * len(draws)
+        if self._here:
+            assert logits_NV is not None, "who draws has the last stage"
+            mine = [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
+        told = self._tell(torch.tensor(mine, dtype=torch.float64))  # ids are exact in it
+        self._drawn = [Drawn(int(token), logprob) for token, logprob in told.tolist()]

@@ -1,0 +1,231 @@
+"""Tokens and their log-probabilities between two steps of training, by the job's own actions: those
+of a plain decoder with the same weights, while the next step gives what it would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from piped import SEGMENTS, model
+from plain import batches
+from streamed import memory, plan_of, resting
+from subjects import SEQUENCE, VOCAB
+from threads import play
+
+from outsize.collectives import Mesh, World
+from outsize.decode.generate import generate_many
+from outsize.decode.samplers import Sampling
+from outsize.errors import OutsizeError
+from outsize.memory import Ledger
+from outsize.optim import AdamW
+from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
+from outsize.plan import Local, Pipelined, Plan, Stream, zero
+from outsize.plan.plan import per_segment
+from outsize.runtime import Job, NativeFlow
+from outsize.runtime.generating import Generated
+from outsize.runtime.local import LocalJob
+from outsize.runtime.trains import Trains
+from outsize.runtime.zeroth import Zeroth, ZerothJob
+from outsize.schedule import Kind, Program, State, prove
+from outsize.schedule.action import WHOLE
+from outsize.schedule.programs import generate
+
+PROMPTS = ((5, 17, 2, 44, 9, 30, 8), (3,), tuple(range(12)))
+SAMPLINGS = (Sampling(0.9, 20, 0.9, seed=1), Sampling(), Sampling(1.2, seed=3))
+NEW = 7
+PARAMETERS = {"parameters": "disk"}
+
+
+def plan_on(mesh: Mesh, tiers: dict[str, str] | None = None, **changes: Any) -> Plan:
+    made = plan_of(
+        "float64", segments=SEGMENTS, rows=4 * mesh.data, microbatch_rows=2, mesh=mesh,
+        stages=per_segment(SEGMENTS), **changes,
+    )  # fmt: skip
+    return resting(made, **tiers) if tiers else made
+
+
+PIPE, BOTH = Mesh(pipeline=2), Mesh(data=2, pipeline=2)
+F1B1 = Pipelined("1f1b")
+PLANS = {
+    "one worker": plan_on(Mesh()),
+    "from a disk": plan_on(
+        Mesh(), {**PARAMETERS, "gradients": "disk"}, stream=Stream(pool=200_000)
+    ),
+    "all states on a disk": plan_on(
+        Mesh(), {**PARAMETERS, "gradients": "disk", "optimizer": "disk"}
+    ),
+    "zero 3": plan_on(Mesh(2), shards=zero(3, 2)),
+    "zero 3, states on a disk": plan_on(Mesh(2), {"optimizer": "disk"}, shards=zero(3, 2)),
+    "pipeline, from a disk": plan_on(PIPE, PARAMETERS, pipeline=F1B1),
+    "there and back": plan_on(PIPE, pipeline=Pipelined("zb-v")),
+    "two pipelines, from a disk": plan_on(BOTH, PARAMETERS, pipeline=F1B1),
+    "two pipelines, zero 3": plan_on(BOTH, {"optimizer": "disk"}, shards=zero(3, 2), pipeline=F1B1),
+    "cut vocabulary": plan_on(
+        PIPE, {"optimizer": "host"}, pipeline=Pipelined("1f1b", vocabulary=1)
+    ),
+    "tensor, pipeline": plan_on(Mesh(tensor=2, pipeline=2), sequence_parallel=True, pipeline=F1B1),
+    "context": plan_on(Mesh(context=2)),
+}
+# A tied head is on both ends of a pipeline, whose gradients then cannot rest below.
+FAMILIES = ("llama, untied", "gemma2", "mixtral")
+
+
+def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
+    """By worker: losses of three steps, what was generated behind each, and weights after two."""
+    data = batches(3, plan.rows, SEQUENCE, VOCAB)
+
+    def run(world: World) -> Any:
+        mine = model(family)
+        cuts = divide(mine, world, plan)
+        flow = NativeFlow(mine, plan, execution=execution_of(plan.mesh, world))
+        losses, answers, weights = [], [], {}
+        with memory() as stores:
+            job = Job(
+                flow, plan, AdamW(), clip=0.5, ledger=Ledger(), stores=stores, world=world,
+                cuts=cuts,
+            )  # fmt: skip
+            for step, batch in enumerate(data):
+                losses.append(float(job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)))
+                if asks:
+                    answers.append(job.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True))
+                if step == 1:
+                    weights = {name: w.clone() for name, w in job.weights()}
+            job.training.microbatches.ready(None, (), 1.0)  # the last batch is let go,
+            if job.passing is not None:
+                job.passing.sweep()  # and what has been sent
+            live = job.ledger.live
+            job.close()
+        return losses, answers, weights, live
+
+    return play(plan.mesh, run)
+
+
+def logprobs(plain: Any, ids: Sequence[int], new: Sequence[int]) -> list[float]:
+    """Of the new tokens, all at once."""
+    with torch.no_grad():
+        scores_TV = plain(torch.tensor([*ids, *new])).log_softmax(-1)
+    return [float(scores_TV[len(ids) - 1 + i, token]) for i, token in enumerate(new)]
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_tokens_of_a_plain_decoder_and_undisturbed_steps(plan: Plan, family: str) -> None:
+    check(plan, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_families(family: str) -> None:
+    check(PLANS["two pipelines, zero 3"], family)
+
+
+def check(plan: Plan, family: str) -> None:
+    asked, silent = trained(plan, family, True), trained(plan, family, False)
+    assert [worker[0] for worker in asked] == [worker[0] for worker in silent]  # bit for bit
+    assert [worker[3] for worker in asked] == [worker[3] for worker in silent]  # bytes live
+    assert all(worker[1] == asked[0][1] for worker in asked)
+    _, answers, weights, _ = asked[0]
+    assert len({tuple(found.tokens) for behind in answers for found in behind}) > len(PROMPTS)
+    equal(answers[1], family, weights)
+
+
+def equal(answers: list[Generated], family: str, weights: dict[str, Any]) -> None:
+    """What was generated, and what a plain decoder with these weights does."""
+    plain = model(family)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(weights[name])
+    wanted = generate_many(plain, PROMPTS, NEW, SAMPLINGS)
+    assert [found.tokens for found in answers] == wanted
+    for ids, found in zip(PROMPTS, answers, strict=True):
+        assert found.logprobs == pytest.approx(logprobs(plain, ids, found.tokens), abs=1e-10)
+
+
+def test_jobs_of_losses_alone() -> None:
+    """The last step's change of the weights is in what is generated."""
+    plan = plan_on(Mesh(), {"parameters": "disk"}, approximate=("zeroth-order",))
+    others("llama", lambda stores: ZerothJob(
+        NativeFlow(model("llama"), plan), plan, Zeroth(lr=2e-3, epsilon=1e-3), stores=stores
+    ))  # fmt: skip
+
+
+def test_jobs_of_groups() -> None:
+    plan = plan_on(Mesh(), approximate=("local-learning",), local=Local(2, "momentum", 0.9))
+    others("llama, untied", lambda stores: LocalJob(model("llama, untied"), plan, AdamW()))
+
+
+def others(family: str, job_of: Callable[[dict[str, Any]], Trains]) -> None:
+    data, losses = batches(2, 4, SEQUENCE, VOCAB), []
+    for asks in (True, False):
+        with memory() as stores:
+            job = job_of(stores)
+            job.step(data[0])
+            answers = job.tokens.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True) if asks else []
+            if asks:
+                equal(answers, family, {name: w.clone() for name, w in job.weights()})
+            losses.append(float(job.step(data[1])))
+            job.close()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "from" in name or "zero" in name])
+def test_what_a_pool_does_not_hold_is_brought_in_every_step(name: str) -> None:
+    """Else those plans would show nothing: the token's list has the moves of an evaluation's."""
+    program = programs(PLANS[name], Kind.DECODE)
+    for schedule in program.lists:
+        moves = {a.kind for a in schedule.workers[0] if a.state is State.PARAMETERS}
+        first = schedule.role is not None and 0 in schedule.role.holds  # its stages fit
+        assert moves == {Kind.GATHER if "zero" in name else Kind.FETCH} or (first and not moves)
+
+
+def test_ends_samplings_and_refusals() -> None:
+    """One sampler for all, log-probabilities only where asked for, an end where a token is one."""
+    plan = PLANS["from a disk"]
+    with memory() as stores:
+        job = Job(NativeFlow(model("llama"), plan), plan, AdamW(), stores=stores)
+        found = job.generate(PROMPTS, NEW)
+        assert [len(each.tokens) for each in found] == [NEW] * 3
+        assert not any(each.logprobs for each in found)
+        stop = found[0].tokens[2]
+        short = job.generate(PROMPTS[:1], NEW, stop=[stop])[0].tokens
+        assert short == found[0].tokens[: found[0].tokens.index(stop) + 1]
+        with pytest.raises(OutsizeError, match="2 samplings for 3 prompts; expected one for all"):
+            job.generate(PROMPTS, NEW, SAMPLINGS[:2])
+        with pytest.raises(OutsizeError, match="has token 53; expected 0 to 52"):
+            job.generate([[VOCAB]], NEW)
+        job.close()
+
+
+def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
+    """All workers' lists are proved together, before anything runs."""
+    program = programs(PLANS["pipeline, from a disk"], Kind.PREFILL)
+    prove(program)
+    for left_out, reason in (
+        ((Kind.SAMPLE, WHOLE), "waits for worker 1's SAMPLE 0, which does not come: deadlock"),
+        ((Kind.PREFILL, 7), "comes before the last stage's logits"),
+        ((Kind.RECV, 3), "its input, PREFILL of stage 3, was not produced"),
+    ):
+        other = program.worker(1)
+        (actions,) = other.workers
+        kept = tuple(a for a in actions if (a.kind, a.stage) != left_out)
+        assert len(kept) < len(actions)
+        with pytest.raises(OutsizeError, match=reason):
+            prove(program.changed(1, replace(other, workers=(kept,))))
+
+
+def programs(plan: Plan, kind: Kind) -> Program:
+    """Of the job of the first worker."""
+
+    def run(world: World) -> Program:
+        mine = model("llama, untied")
+        with memory() as stores:
+            flow, cuts = NativeFlow(mine, plan), divide(mine, world, plan)
+            job = Job(flow, plan, AdamW(), stores=stores, world=world, cuts=cuts)
+            job.close()
+        return generate(job.placement, kind)
+
+    found: list[Program] = play(plan.mesh, run)
+    return found[0]
