@@ -8,9 +8,9 @@ import os
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from resident import resident
 from torch import Tensor
 
 from outsize.errors import OutsizeError
@@ -150,31 +150,31 @@ def test_pools_are_exact_aligned_and_zero(nbytes: int) -> None:
 
 
 def test_pools_are_there_at_once_and_go_with_the_last_view() -> None:
-    size, process = 64 << 20, psutil.Process()
-    before = process.memory_info().rss
+    size = 64 << 20
+    before = resident()
     made = pool(size)
-    assert process.memory_info().rss - before > 0.95 * size
+    assert resident() - before > 0.95 * size
     view = made[5:6]
     del made
-    assert process.memory_info().rss - before > 0.95 * size
+    assert resident() - before > 0.95 * size
     del view
-    assert process.memory_info().rss - before < 0.05 * size
+    assert resident() - before < 0.05 * size
 
 
 def test_a_store_takes_pages_when_they_are_reserved() -> None:
-    size, process = 64 << 20, psutil.Process()
-    before = process.memory_info().rss
+    size = 64 << 20
+    before = resident()
     store = MemoryStore("host", 4 * size)
-    assert process.memory_info().rss - before < 0.1 * size
+    assert resident() - before < 0.1 * size
     place = store.reserve(size)
-    held = process.memory_info().rss
+    held = resident()
     assert held - before > 0.95 * size
     piece = noise(BLOCK)
     for at in range(0, size, BLOCK):
         store.write(place, piece, at)
-    assert process.memory_info().rss - held < 0.05 * size
+    assert resident() - held < 0.05 * size
     store.close()
-    assert process.memory_info().rss - before < 0.1 * size
+    assert resident() - before < 0.1 * size
 
 
 def test_more_than_there_can_be() -> None:
@@ -206,10 +206,10 @@ def test_kernels_that_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Older)
-    size, process = 64 << 20, psutil.Process()
-    before = process.memory_info().rss
+    size = 64 << 20
+    before = resident()
     made = pool(size)
-    assert process.memory_info().rss - before > 0.95 * made.nbytes
+    assert resident() - before > 0.95 * made.nbytes
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")

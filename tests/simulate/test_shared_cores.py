@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from dataclasses import replace
 
 import pytest
+from clocks import Clock
 from plain import batches
 from streamed import model_of, plan_of
 from subjects import SEQUENCE, VOCAB, config_of
@@ -174,18 +173,12 @@ def test_sums_end_together():
     assert [e.end for e in told.events if e.kind == "NORM"] == pytest.approx([3.25] * 3)
 
 
-def test_paces_of_work_that_shares_nothing_and_of_work_that_shares_all():
-    """Sleeping takes no core; a lock is one core for all. Loose, since the machine may be busy."""
-    lock, mesh = threading.Lock(), Mesh(pipeline=3)
-
-    def exclusive() -> None:
-        with lock:
-            time.sleep(0.01)
-
-    for found in workers(mesh, lambda world: paces(world, lambda: time.sleep(0.01), 0.1)):
-        assert found[0] == 1.0 and min(found) > 0.5
-    for found in workers(mesh, lambda world: paces(world, exclusive, 0.1)):
-        assert 0.35 < found[1] < 0.7 and 0.2 < found[2] < 0.5
+def test_paces_of_work_that_shares_nothing_and_of_work_that_shares_all(monkeypatch):
+    clock, mesh = Clock(monkeypatch), Mesh(pipeline=3)
+    for found in workers(mesh, lambda world: paces(world, lambda: clock.works(0.01), 0.1)):
+        assert found == pytest.approx((1.0, 1.0, 1.0))
+    for found in workers(mesh, lambda world: paces(world, lambda: clock.works_in_turn(0.01), 0.1)):
+        assert found == pytest.approx((1.0, 1 / 2, 1 / 3))
 
 
 def run_once(name: str):

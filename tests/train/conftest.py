@@ -21,6 +21,23 @@ Work = Callable[[World], Any]
 ROOT = Path(__file__).parents[2]
 WORDS = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n        yield name\n"
 
+HELD = """
+import sys, time
+from pathlib import Path
+from outsize.cli.main import main
+from outsize.train.loop import Loop
+
+plain = Loop._step
+
+def held(loop, batch, show):
+    while loop.place.step + 1 == {hold} and not Path("go").exists():
+        time.sleep(0.01)
+    plain(loop, batch, show)
+
+Loop._step = held
+main(sys.argv[1:], "outsize")
+"""
+
 
 class Runs:
     """Runs in one directory."""
@@ -72,10 +89,12 @@ class Runs:
         assert resume(directory, moved, on_damage, Console(file=out, width=160)) == 0
         return out.getvalue()
 
-    def command(self, *words: str) -> subprocess.Popen[str]:
-        """The command in a process of its own, in the runs' home."""
+    def command(self, *words: str, hold: int | None = None) -> subprocess.Popen[str]:
+        """The command in a process of its own, in the runs' home. hold: the number of a step before
+        which it waits until there is a file `go` there."""
+        program = ["-m", "outsize"] if hold is None else ["-c", HELD.format(hold=hold)]
         return subprocess.Popen(
-            [sys.executable, "-m", "outsize", *words],
+            [sys.executable, *program, *words],
             cwd=self.home,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,

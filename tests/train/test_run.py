@@ -135,25 +135,23 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(runs, monkeypat
 
 @pytest.mark.slow
 def test_a_stopped_process_goes_on_bitwise(runs) -> None:
-    steps = {"train__steps": 60, "train__save_every": 7, "train__evaluate_every": 0}
+    steps = {"train__steps": 14, "train__save_every": 7, "train__evaluate_every": 0}
     whole = runs.home / "whole"
-    words = [w for s in runs.sets(**steps, output=whole) for w in ("--set", s)]
-    assert runs.command("train", *words).wait() == 0
+    runs.train(**steps, output=whole)
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
         cut = runs.home / f"cut by {number:d}"
         words = [w for s in runs.sets(**steps, output=cut) for w in ("--set", s)]
-        process = runs.command("train", *words)
-        wait_for_step(cut, 9)
+        process = runs.command("train", *words, hold=11)
+        wait_for_step(cut, 10)
         process.send_signal(number)
+        (runs.home / "go").touch()
         printed, _ = process.communicate()
         assert process.returncode == code
         if number != signal.SIGKILL:
             assert f"outsize train --resume '{cut}'" in printed
             assert "and saved" in printed
-        going_on = runs.command("train", "--resume", str(cut))
-        printed, complaints = going_on.communicate()
-        assert going_on.returncode == 0, complaints
-        assert "going on from step" in printed
+        (runs.home / "go").unlink()
+        assert f"going on from step {7 if number == signal.SIGKILL else 11}" in runs.resume(cut)
         assert_same_run(whole, cut)
 
 

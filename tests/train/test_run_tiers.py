@@ -201,12 +201,12 @@ def test_starting_and_saving_take_no_more_than_a_chunk(runs, spill, monkeypatch)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_spill_file_and_goes_on(runs, spill) -> None:
-    keys = {"train__steps": 30, "train__save_every": 7, "train__evaluate_every": 0, "memory": TIGHT}
+    keys = {"train__steps": 14, "train__save_every": 7, "train__evaluate_every": 0, "memory": TIGHT}
     runs.train(output=runs.home / "whole", disk=f"{spill}:64MiB", threads=1, **keys)
     cut = runs.home / "cut"
     sets = runs.sets(output=cut, disk=f"{spill}:64MiB", threads=1, **keys)
-    process = runs.command("train", *(word for s in sets for word in ("--set", s)))
-    wait_for_step(cut, 9)
+    process = runs.command("train", *(word for s in sets for word in ("--set", s)), hold=11)
+    wait_for_step(cut, 10)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
