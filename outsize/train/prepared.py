@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from outsize.collectives import Lone, World, along
 from outsize.collectives.joined import from_environment
 from outsize.collectives.pretend import Pretend, PretendWorld
+from outsize.decode.generate import GREEDY
+from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.hardware.probe import probe
@@ -28,14 +30,8 @@ from outsize.parallel.automatic import Derived
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job, Report
 from outsize.runtime.adopted import reach_of
-from outsize.runtime.making import (
-    AdoptedModel,
-    Here,
-    NativeModel,
-    Recipe,
-    Trainable,
-    make_job,
-)
+from outsize.runtime.generating import Generated
+from outsize.runtime.making import AdoptedModel, Here, NativeModel, Recipe, Trainable, make_job
 from outsize.runtime.reach import Reach, Uncut
 from outsize.schedule.kept import PARAMETERS
 from outsize.search import pick
@@ -195,6 +191,20 @@ class Prepared:
         self._meet(batch)
         with self._computing():
             return job.evaluate(batch, rows_in(batch))
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampler | Sequence[Sampler] = GREEDY,
+        stop: Collection[int] = (),
+        logprobs: bool = False,
+    ) -> list[Generated]:
+        """What follows each of the prompts, ids of tokens, with the weights as they are, wherever
+        they rest; see Job.generate. Of a native decoder, after a first step."""
+        job = self._made
+        with self._computing():
+            return job.generate(prompts, max_tokens, sampling, stop, logprobs)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; of what rests below or on other workers, a copy of one chunk at

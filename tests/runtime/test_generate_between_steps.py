@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from streamed import memory, plan_of, resting
 from subjects import SEQUENCE, VOCAB
 from threads import play
 
+from outsize import prepare
 from outsize.collectives import Mesh, World
 from outsize.decode.generate import generate_many
 from outsize.decode.samplers import Sampling
@@ -229,3 +231,23 @@ def programs(plan: Plan, kind: Kind) -> Program:
 
     found: list[Program] = play(plan.mesh, run)
     return found[0]
+
+
+def test_prepared_jobs(tmp_path: Path) -> None:
+    """Somebody's own loop, weights on a disk; a module that keeps nothing for the next token."""
+    decoder, data = model("llama, untied"), batches(2, 4, SEQUENCE, VOCAB)
+    job = prepare(decoder, "adamw", "700KiB", disk=f"{tmp_path}:64MiB", precision="float64")
+    with pytest.raises(OutsizeError, match="call step first"):
+        job.generate(PROMPTS, NEW)
+    job.step(data[0])
+    assert job.plan.rests_below("optimizer")
+    answers = job.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True)
+    weights = {name: w.clone() for name, w in job.weights()}
+    job.close()
+    equal(answers, "llama, untied", weights)
+    adopted = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    other = prepare(adopted, "sgd", loss=lambda output, _: output.square().mean())
+    other.step(torch.randn(2, 4))
+    with pytest.raises(OutsizeError, match="Sequential is an adopted module"):
+        other.generate([[1]], 1)
+    other.close()
