@@ -142,7 +142,7 @@ def _print(verdict: Verdict, as_json: bool, out: Console) -> None:
     if as_json:
         click.echo(json.dumps(show.as_json(verdict), indent=2))
         return
-    for table in (show.parameters(verdict.exact), show.steps(verdict.exact)):
+    for table in (show.parameters(verdict.exact, verdict.limit), show.steps(verdict.exact)):
         out.print(table, markup=False, highlight=False)
         out.print()
     for line in show.lines(verdict):

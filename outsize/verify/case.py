@@ -25,6 +25,7 @@ from outsize.runtime.making import AdoptedModel, NativeModel, Trainable
 from outsize.torch_private import tree_map
 from outsize.train.batches import cut
 from outsize.verify.naive import NativeLoss
+from outsize.verify.narrow import narrow_modules
 from outsize.verify.plain import Plain, Recipe, masters_of
 from outsize.verify.walks import Walk, walks_of
 
@@ -44,6 +45,9 @@ class Subject(Protocol):
 
     def matrices(self) -> frozenset[str]:
         """Names of the parameters of blocks that are matrices, or stacks of matrices."""
+
+    def narrow(self, batch: Any) -> tuple[str, ...]:
+        """Names of modules that compute in fewer bits than float64, whatever they are given."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,10 @@ class Native:
         named = self._shell(torch.float32).named_parameters()
         return frozenset(n for n, p in named if n.startswith("blocks.") and _is_matrix(p))
 
+    def narrow(self, batch: Batch) -> tuple[str, ...]:
+        """None: a decoder that does is at fault."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Adopted:
@@ -144,7 +152,7 @@ class Adopted:
         """The blocks of the model, or of a copy of it."""
         return find_blocks(model, self.blocks)
 
-    def _copy(self, precision: Precision, dtype: torch.dtype) -> nn.Module:
+    def _copy(self, dtype: torch.dtype) -> nn.Module:
         return copy.deepcopy(self.model).to(dtype)
 
     def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
@@ -153,7 +161,7 @@ class Adopted:
                 f"plan: approximate holds {PARTIAL}, and {type(self.model).__name__} is an adopted"
                 " module, whose own forward calls every block; verify a native decoder"
             )
-        model = self._copy(precision, getattr(torch, precision.compute))
+        model = self._copy(getattr(torch, precision.compute))
         first = dict(self.model.named_parameters())
 
         def value(name: str) -> Tensor:
@@ -172,7 +180,7 @@ class Adopted:
                 " module, for which verify runs the data axis alone; set tensor to 1"
             )
         compute = getattr(torch, plan.precision.compute)
-        model = self._copy(plan.precision, _master(plan.precision))
+        model = self._copy(_master(plan.precision))
         return AdoptedModel(
             model, self.named_blocks(model), self.loss,
             lambda batch, *rows: _typed(cut(batch, *rows), compute),
@@ -186,6 +194,11 @@ class Adopted:
         inside = tuple(f"{path}." for path, _ in self.named_blocks(self.model))
         named = self.model.named_parameters()
         return frozenset(n for n, p in named if n.startswith(inside) and _is_matrix(p))
+
+    def narrow(self, batch: Any) -> tuple[str, ...]:
+        model = self._copy(torch.float64)
+        whole = _typed(batch, torch.float64)
+        return narrow_modules(model, lambda: _called(model, whole))
 
 
 def _is_matrix(parameter: Tensor) -> bool:

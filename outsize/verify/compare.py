@@ -11,6 +11,7 @@ from torch import Tensor
 from outsize.verify.plain import Step
 
 LIMIT = 1e-10  # float64 rounds at 1e-16; depth, softmax and Adam's division cost some digits
+ROUGH = 1e-4  # where modules compute in float32 inside, which rounds at 6e-8
 FLOOR = 1e-3  # of the largest gradient: some are zero but for rounding
 
 

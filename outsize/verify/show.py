@@ -15,13 +15,13 @@ from outsize.verify.planned import Sent
 from outsize.verify.verify import Verdict
 
 
-def parameters(found: Comparison) -> Table:
+def parameters(found: Comparison, limit: float = LIMIT) -> Table:
     """By parameter: the ratio and the largest difference of the gradient, and of the weight."""
     table = Table("parameter", "ratio", "gradient", "weight", "", box=None, pad_edge=False)
     for column in table.columns[1:4]:
         column.justify = "right"
     for row in found.rows:
-        bad = max(row.gradient, row.weight) > LIMIT
+        bad = max(row.gradient, row.weight) > limit
         table.add_row(
             row.name, _ratio(row), f"{row.gradient:.1e}", f"{row.weight:.1e}",
             "differs" if bad else "",
@@ -55,13 +55,24 @@ def lines(verdict: Verdict) -> Iterator[str]:
             f" {usual.loss:.1e}"
         )
     exact = verdict.exact
+    if verdict.narrow:
+        yield _narrow(verdict.narrow, verdict.limit)
     if exact.differ:
         yield f"workers {', '.join(map(str, exact.differ))} have other bits than worker 0"
     word = "holds" if verdict.holds else "does not hold"
     yield (
-        f"float64: {word}; the largest difference is {exact.worst:.1e}, {LIMIT:g} is allowed (loss"
-        f" {exact.loss:.1e}, norm {exact.norm:.1e}, gradients {exact.gradient:.1e}, weights"
-        f" {exact.weight:.1e})"
+        f"float64: {word}; the largest difference is {exact.worst:.1e}, {verdict.limit:g} is"
+        f" allowed (loss {exact.loss:.1e}, norm {exact.norm:.1e}, gradients"
+        f" {exact.gradient:.1e}, weights {exact.weight:.1e})"
+    )
+
+
+def _narrow(names: tuple[str, ...], limit: float) -> str:
+    one, more = len(names) == 1, len(names) - 1
+    who = f"{names[0]} computes" if one else f"{names[0]} and {more} more compute"
+    return (
+        f"{who} in float32 inside, whatever {'it is' if one else 'they are'} given, so that"
+        f" {limit:g} is allowed instead of {LIMIT:g}: keep the type of the input to prove the rest"
     )
 
 
@@ -89,7 +100,8 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
     runs = {"float64": verdict.exact, "own": verdict.own, "plain": verdict.usual}
     return {
         "holds": verdict.holds,
-        "limit": LIMIT,
+        "limit": verdict.limit,
+        "narrow": verdict.narrow,
         "runs": {name: _run(found) for name, found in runs.items() if found is not None},
         "bytes": {
             "states": sent.network,

@@ -10,7 +10,7 @@ from outsize.collectives.threads import play
 from outsize.plan import Precision
 from outsize.verify import plain, planned
 from outsize.verify.case import Case
-from outsize.verify.compare import LIMIT, Comparison, compare
+from outsize.verify.compare import LIMIT, ROUGH, Comparison, compare
 from outsize.verify.planned import Run, Sent
 
 EXACT = Precision.named("float64")
@@ -20,17 +20,24 @@ EXACT = Precision.named("float64")
 class Verdict:
     """exact: in float64, what is judged. own, usual: in the plan's own precision, how far the plan
     and plain PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last
-    step, in float64."""
+    step, in float64. narrow: modules that compute in float32 inside, by which the two may differ in
+    float64, looked for where they do."""
 
     exact: Comparison
     sent: Sent
     own: Comparison | None = None
     usual: Comparison | None = None
+    narrow: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """What float64 may differ by."""
+        return ROUGH if self.narrow else LIMIT
 
     @property
     def holds(self) -> bool:
-        """Within LIMIT in float64, and the same on every worker."""
-        return self.exact.holds(LIMIT)
+        """Within the limit in float64, and the same on every worker."""
+        return self.exact.holds(self.limit)
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,9 @@ def judged(case: Case, runs: Runs) -> Verdict:
     exact = case.within(EXACT)
     truth = plain.train(exact.plain(EXACT), exact.recipe, batches)
     found = compare(runs.exact.steps, truth, "float64", runs.exact.differ)
+    narrow = () if found.holds() else case.subject.narrow(batches[0])
     if runs.own is None:
-        return Verdict(found, runs.exact.sent)
+        return Verdict(found, runs.exact.sent, narrow=narrow)
     precision = case.plan.precision
     usual = plain.train(case.plain(precision), case.recipe, batches)
     return Verdict(
@@ -76,4 +84,5 @@ def judged(case: Case, runs: Runs) -> Verdict:
         runs.exact.sent,
         compare(runs.own.steps, truth, precision.compute, runs.own.differ),
         compare(usual, truth, precision.compute),
+        narrow,
     )

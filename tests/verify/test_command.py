@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,48 @@ def test_a_factory(importable, zero):
     shown = invoke("their_model:factory", "--workers", 3, "--zero", zero, "--resume")
     assert shown.exit_code == 0, shown.output
     assert "layers.2.bias" in shown.output and "float32: from plain float64" in shown.output
+
+
+class Float32Norm(nn.Module):
+    """As many norms of today's models: it sums in float32 whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+def narrow_factory() -> Adopted:
+    made = factory()
+    for index, layer in enumerate(made.model.layers):
+        made.model.layers[index] = nn.Sequential(Float32Norm(), layer)
+    return made
+
+
+def test_a_module_that_computes_in_float32_is_named(importable, monkeypatch):
+    words = ("their_model:narrow_factory", "--workers", 2)
+    shown = invoke(*words)
+    assert shown.exit_code == 0, shown.output
+    line = (
+        "layers.0.0 and 2 more compute in float32 inside, whatever they are given, so that 0.0001"
+    )
+    assert line in shown.output and "differs" not in shown.output
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert found["narrow"] == [f"layers.{i}.0" for i in range(3)] and found["limit"] == 1e-4
+    assert found["holds"] and found["runs"]["float64"]["worst"] > 1e-10
+    judging = importlib.import_module("outsize.verify.verify")
+    compared = judging.compare
+    monkeypatch.setattr(judging, "compare", lambda mine, *rest: compared(_off(mine), *rest))
+    wrong = invoke(*words, "--steps", 1)
+    assert wrong.exit_code == 1 and "float64: does not hold" in wrong.output
+
+
+def _off(steps):
+    return [replace(step, loss=step.loss * 1.001) for step in steps]
 
 
 def test_a_factory_on_the_tensor_axis_is_refused(importable):
