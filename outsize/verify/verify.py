@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from outsize.collectives import Mesh, World
 from outsize.collectives.threads import play
 from outsize.plan import Precision
@@ -86,3 +88,17 @@ def judged(case: Case, runs: Runs) -> Verdict:
         compare(usual, truth, precision.compute),
         narrow,
     )
+
+
+def own_rounding(case: Case) -> float:
+    """How far the plain run comes from itself in float64 when each of its first values is moved by
+    one rounding, up or down: what no other order of the same sums can be asked to stay within."""
+    exact = case.within(EXACT)
+    batches = [case.batch(step) for step in range(case.steps)]
+    truth, moved = exact.plain(EXACT), exact.plain(EXACT)
+    generator = torch.Generator().manual_seed(0)
+    for value in moved.model.parameters():
+        way = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+        value.data = torch.nextafter(value.data, torch.where(way > 0, torch.inf, -torch.inf))
+    other, usual = (plain.train(one, exact.recipe, batches) for one in (moved, truth))
+    return compare(other, usual, "float64").worst

@@ -10,10 +10,12 @@ from outsize.errors import OutsizeError
 from outsize.memory.store import MemoryStore
 from outsize.runtime import Job
 from outsize.schedule.pipelines import NAMES
-from outsize.verify import verify
+from outsize.verify import many, verify
+from outsize.verify.compare import Comparison
 from outsize.verify.draw import Drawn, draws
 from outsize.verify.draw_pipeline import SCHEDULES
-from outsize.verify.many import command, features, outcomes, summary
+from outsize.verify.many import ROUNDED, command, features, outcomes, summary
+from outsize.verify.verify import own_rounding
 
 WORKERS = 8
 ODD = ("model", "workers", "optimizer", "schedule")
@@ -105,3 +107,33 @@ def test_what_is_refused_is_drawn_again():
     assert found.refused.count("pool: too small by") == 2
     assert found.fault.startswith("RuntimeError: a worker is gone")
     assert summary([found]).refused["pool: too small by"] == 2
+
+
+class Judged:
+    """A verdict by its distance alone."""
+
+    def __init__(self, worst: float) -> None:
+        self.exact = Comparison("float64", (), ((1.0 + worst, 1.0),), ((1.0, 1.0),))
+        self.sent, self.holds = None, False
+
+
+def test_a_difference_is_excused_by_the_plain_run_alone(monkeypatch):
+    """A draw whose plain run comes as far from itself is drawn again; a larger difference, one of a
+    draw that is well conditioned, and one that is no number are faults."""
+    moved, asked = 3e-8, []
+
+    def rounding(case):
+        asked.append(case)
+        return moved
+
+    monkeypatch.setattr(many, "own_rounding", rounding)
+    verdicts = iter([2e-8, 2e-8, 5e-8])
+    (found,) = outcomes([3], 2, lambda case: Judged(next(verdicts)))
+    assert found.refused.count(ROUNDED) == 2 and not found.holds and len(asked) == 3
+    (found,) = outcomes([3], 2, lambda case: Judged(float("inf")))
+    assert not found.holds and len(asked) == 3
+
+
+def test_a_plain_run_moves_by_little_more_than_its_first_values():
+    """...where it is well conditioned, as these draws are."""
+    assert all(0 < own_rounding(first_of(seed).case) < 1e-11 for seed in range(3))
