@@ -266,13 +266,22 @@ def test_partial_paths_train_what_they_visit(devices, number, vocabulary):
             torch.testing.assert_close(mine[name], parameter - step, rtol=1e-10, atol=1e-10)
 
 
-def test_a_message_that_fails_ends_the_step():
+def test_a_message_that_fails_ends_the_step(monkeypatch):
+    def awaited(send):
+        def call(*message):
+            gone = send(*message)
+            assert gone.wait(600)
+            return gone
+
+        return call
+
     def run(world):
         mine, plan = model("llama, untied"), piped("1f1b")
         job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
         if world.rank == 0:
             for sender in job.passing._senders.values():
-                sender._pair = None  # every message fails
+                sender._pair = None  # every message fails, before the next is sent
+                monkeypatch.setattr(sender, "send", awaited(sender.send))
         with pytest.raises((AttributeError, threading.BrokenBarrierError)) as caught:
             try:
                 job.step(batches(1, plan.rows, SEQUENCE, VOCAB)[0], 1e-2)

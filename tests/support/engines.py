@@ -10,6 +10,7 @@ from functools import partial
 
 from forked import until
 
+from outsize.collectives.channel import Sender
 from outsize.runtime import Job
 from outsize.runtime.engine import Loaded, Step
 from outsize.runtime.lanes import _serve
@@ -43,8 +44,9 @@ def no_lane_runs() -> bool:
 
 
 def _idle() -> bool:
-    """Whether all of them are in Python where a lane waits for work."""
+    """Whether all of them are in Python where a lane, or who sends for one, waits for work."""
     frames = sys._current_frames()
     lanes = (thread for thread in threading.enumerate() if thread.name.startswith("lane "))
     found = (frames.get(lane.ident) for lane in lanes if lane.ident)
-    return all(frame.f_code is _serve.__code__ for frame in found if frame is not None)
+    waiting = (_serve.__code__, Sender._run.__code__)
+    return all(frame.f_code in waiting for frame in found if frame is not None)
