@@ -115,7 +115,7 @@ def test_out_of_memory_at_any_height(share, data, reference):
     ledger = Ledger(budget)
     job = job_of(ledger=ledger)
     before = snapshot(job)
-    with pytest.raises(OverBudget, match="bytes? missing") as caught:
+    with pytest.raises(OverBudget, match=r"bytes? missing") as caught:
         job.step(data[0], 1e-2)
     assert caught.value.missing > 0
     del caught  # its traceback holds the step's tensors
