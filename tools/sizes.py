@@ -19,16 +19,11 @@ KNOWN = frozenset(
     {
         "api.py:generate",
         "cli/generate.py:generate",
-        "kernels/attention.py:_allocate_backward_into",
-        "kernels/attention.py:_run_backward_into",
         "runtime/job.py",
         "runtime/job.py:Job",
         "runtime/job.py:__init__",
         "runtime/local.py:LocalJob",
-        "runtime/weight_pool.py:WeightPool",
         "runtime/zeroth.py:ZerothJob",
-        "schedule/proof/holding.py:Holding",
-        "search/streamed.py:Search",
         "train/prepare.py:prepare",
         "train/prepared.py:Prepared",
     }

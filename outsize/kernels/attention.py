@@ -103,13 +103,12 @@ def _allocate_backward_into(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    gk: Tensor,
-    gv: Tensor,
+    sums: Sequence[Tensor],
     bounds: Sequence[int],
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """gq in float32; what the call gives keys and values is added to gk and gv."""
+    """gq in float32; what the call gives keys and values is added to `sums`, theirs."""
     return q.new_zeros(q.shape, dtype=torch.float32)
 
 
@@ -120,17 +119,16 @@ def _run_backward_into(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    gk: Tensor,
-    gv: Tensor,
+    sums: Sequence[Tensor],
     bounds: Sequence[int],
     scale: float,
     window: int | None,
 ) -> Tensor:
-    assert all(g.is_contiguous() and g.dtype == torch.float32 for g in (gk, gv))
+    assert all(g.is_contiguous() and g.dtype == torch.float32 for g in sums)
     gq, inputs = q.new_zeros(q.shape, dtype=torch.float32), (go, q, k, v, o)
     native.loaded().outsize_attention_backward(
         *(native.CODES[q.dtype], native.numbers(x.data_ptr() for x in inputs)),
-        *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), gk.data_ptr(), gv.data_ptr()),
+        *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), *(g.data_ptr() for g in sums)),
         *(_facts(q, k, v, window), *_documents(bounds, k), scale, native.threads()),
     )
     return gq
@@ -164,7 +162,7 @@ def _run_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
-    return _run_backward_into(go, q, k, v, o, lse, gk, gv, bounds, scale, window), gk, gv
+    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), bounds, scale, window), gk, gv
 
 
 def _strides(*heads: Tensor) -> bytes:
@@ -198,8 +196,8 @@ _OPERATORS = (
         _allocate_backward,
     ),
     native.define(
-        f"attention_backward_into(Tensor go, {_INPUTS}, Tensor o, Tensor lse, Tensor(a!) gk,"
-        f" Tensor(b!) gv, {_FACTS}) -> Tensor",
+        f"attention_backward_into(Tensor go, {_INPUTS}, Tensor o, Tensor lse, Tensor(a!)[] sums,"
+        f" {_FACTS}) -> Tensor",
         _run_backward_into,
         _allocate_backward_into,
     ),

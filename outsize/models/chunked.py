@@ -117,7 +117,7 @@ class _Native(torch.autograd.Function):
         go = _behind(ctx.lead, go_CHW if go_CHW.stride(2) == 1 else go_CHW.contiguous())
         values, gradients = (_seen(part, x) for x in (part.held.values, part.held.gradients))
         gq = torch.ops.outsize.attention_backward_into.default(
-            go, q, *values, o, lse, *gradients, *_sight(part)
+            go, q, *values, o, lse, gradients, *_sight(part)
         )
         return gq[ctx.lead :].to(q.dtype), *part.own_gradients(), None
 

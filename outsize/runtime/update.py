@@ -88,7 +88,7 @@ class Updates:
     def at_rest(self, action: Action, lr: float, touched: set[str]) -> None:
         """An UPDATE on the host: of what rests there, in place."""
         piece = self.weight_pool.placement.items.pieces[action.stage][action.part]
-        here = self._held(piece) | dict(self.weight_pool.resting(piece))
+        here = self._held(piece) | dict(self.weight_pool.homes.resting(piece))
         self._piece(piece, here, lr, touched)
 
     def _held(self, piece: Piece) -> dict[str, Tensor]:

@@ -8,46 +8,25 @@ never moves, so that parameters and gradients are the same views in every step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outsize.collectives import Lone
-from outsize.errors import OutsizeError, nearest
 from outsize.memory import Chunk
 from outsize.memory.chunk import Account
-from outsize.memory.store import MemoryStore, Place, Store, pool, rounded
+from outsize.memory.store import Store, pool, rounded
 from outsize.plan import DEVICE
+from outsize.runtime.homes import Homes
 from outsize.runtime.shard_groups import ShardGroups
 from outsize.schedule import State
 from outsize.schedule.item import Item
-from outsize.schedule.items import Piece, Span
+from outsize.schedule.items import Span
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.schedule.residency import overlap
 
 NO_STORES: Mapping[str, Store] = {}
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a state rests below the device: by runs of its elements, each of which begins a page
-    and a checksum of the store."""
-
-    store: Store
-    runs: tuple[tuple[int, int, Place], ...]  # first, last, where
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Of all of it."""
-        return sum(place.bytes for _, _, place in self.runs)
-
-    def at(self, first: int) -> tuple[Place, int]:
-        """The place of an element, and the byte in it at which the element begins."""
-        begin, _, place = next(run for run in self.runs if run[0] <= first < run[1])
-        return place, (first - begin) * self.dtype.itemsize
 
 
 class WeightPool:
@@ -67,15 +46,7 @@ class WeightPool:
     ) -> None:
         self.placement, self.device = placement, device
         self.shard_groups = peers or ShardGroups(Lone(), placement.chunks)
-        self.homes = dict(self._homes(stores))
-        # Optimizer states begin with one value, which need not be written to be read.
-        self._fresh = {
-            (piece.chunk, spec.name, self._own(piece, spec.name)[0]): spec.initial
-            for pieces in placement.items.pieces.values()
-            for piece in pieces
-            if piece.first < piece.last
-            for spec in placement.chunks.kept.specs(placement.chunks.tables[piece.chunk])
-        }
+        self.homes = Homes(placement, stores)
         with account("window"):
             self.pool = _pool(placement.pool, device)
         self.present: frozenset[Item] = frozenset()
@@ -84,38 +55,6 @@ class WeightPool:
         self._account = account
 
     # -- construction ---------------------------------------------------------------------------
-
-    def _homes(self, stores: Mapping[str, Store]) -> Iterator[tuple[tuple[int, str], Home]]:
-        placement = self.placement
-        for index, table in enumerate(placement.chunks.tables):
-            for what, dtype in placement.chunks.held(index):
-                tier = placement.chunks.tier(index, what)
-                if tier == DEVICE or (what == GRADIENTS and not placement.leaves(table.segment)):
-                    continue
-                if tier not in stores:
-                    raise OutsizeError(
-                        f"plan: {what} rest on the tier {tier!r}{nearest(tier, tuple(stores))}"
-                    )
-                runs = tuple(
-                    (first, last, stores[tier].reserve((last - first) * dtype.itemsize))
-                    for first, last in self._runs(index, what)
-                )
-                yield (index, what), Home(stores[tier], runs, dtype)
-
-    def _runs(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
-        """What of a state has a place of its own below: all of it where parts of the update begin
-        a checksum in it, as in states of the weights' size, else each part."""
-        placement, table = self.placement, self.placement.chunks.tables[chunk]
-        if placement.chunks.kept.spec(table, what).per == 1:
-            yield placement.chunks.share(chunk, what)
-            return
-        for piece in placement.items.pieces[placement.chunks.stage_of[table.segment]]:
-            if piece.chunk == chunk and piece.first < piece.last:
-                yield self._own(piece, what)
-
-    def _own(self, piece: Piece, what: str) -> tuple[int, int]:
-        """Of a state's own elements those of a piece."""
-        return self.placement.chunks.within(piece.chunk, what, piece.first, piece.last)
 
     def make(self, index: int) -> Chunk:
         """Make the next chunk: its buffers, or its views of the pool."""
@@ -187,27 +126,14 @@ class WeightPool:
     def fetch(self, name: Item) -> None:
         """Bring an item into its room. Blocks; any thread."""
         for span in self.placement.items.spans[name]:
-            if not span.load or not span.bytes:
-                continue
-            initial = self._fresh.get((span.chunk, span.what, span.first))
-            if initial is not None:
-                self.view(name, span).fill_(initial)
-                continue
-            home = self.homes[span.chunk, span.what]
-            place, at = home.at(span.first)
-            home.store.read(place, self.view(name, span), at)
+            if span.load and span.bytes:
+                self.homes.fetch(span, self.view(name, span))
 
     def evict(self, name: Item) -> None:
         """Write an item back from its room. Blocks; any thread."""
         for span in self.placement.items.spans[name]:
             if span.store and span.bytes:
-                self._write(span, self.view(name, span))
-
-    def _write(self, span: Span, data: Tensor) -> None:
-        home = self.homes[span.chunk, span.what]
-        place, at = home.at(span.first)
-        home.store.write(place, data, at)
-        self._fresh.pop((span.chunk, span.what, span.first), None)
+                self.homes.evict(span, self.view(name, span))
 
     def ensure(self, start: frozenset[Item]) -> None:
         """Have what a schedule expects to find when it begins."""
@@ -215,13 +141,10 @@ class WeightPool:
         for name in sorted(start - self.present):
             lost = {other for other in self.present if overlap(rooms[other], rooms[name])}
             self.present = self.present - lost
-            self._bring(name)
+            gathered = name.stage in self.placement.items.residency.gathered
+            (self.gather if gathered else self.fetch)(name)
             self.present |= {name}
         self.present = start
-
-    def _bring(self, name: Item) -> None:
-        gathered = name.stage in self.placement.items.residency.gathered
-        (self.gather if gathered else self.fetch)(name)
 
     def forget(self) -> None:
         """Nothing in the pool can be relied on any more."""
@@ -230,17 +153,12 @@ class WeightPool:
     def updated_gradients(self, index: int) -> Tensor | None:
         """Of a chunk's gradients those that this worker updates with; always the same tensor."""
         if index not in self._updated:
-            self._updated[index] = self._updating(index)
+            chunk, chunks = self.chunks[index], self.placement.chunks
+            held = chunk.shards.get(GRADIENTS, chunk.gradients)
+            base = chunks.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
+            first, last = chunks.extent(index, MASTER)
+            self._updated[index] = None if held is None else held[first - base : last - base]
         return self._updated[index]
-
-    def _updating(self, index: int) -> Tensor | None:
-        chunk = self.chunks[index]
-        held = chunk.shards.get(GRADIENTS, chunk.gradients)
-        if held is None:
-            return None
-        base = self.placement.chunks.extent(index, GRADIENTS)[0] if GRADIENTS in chunk.shards else 0
-        first, last = self.placement.chunks.extent(index, MASTER)
-        return held[first - base : last - base]
 
     # -- whole states, for checkpoints ----------------------------------------------------------
 
@@ -251,36 +169,16 @@ class WeightPool:
     def read(self, chunk: int, what: str) -> Tensor:
         """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below or lies
         on several workers, all of which call this."""
-        home = self.homes.get((chunk, what))
-        if home is None:
-            return self.shard_groups.complete(chunk, what, self._buffer(chunk, what))
-        base, end = self.placement.chunks.share(chunk, what)
-        flat = torch.empty(end - base, dtype=home.dtype)
-        for first, last in self._cuts(chunk, what):
-            part = flat[first - base : last - base]
-            initial = self._fresh.get((chunk, what, first))
-            if initial is not None:
-                part.fill_(initial)
-            elif first < last:
-                place, at = home.at(first)
-                home.store.read(place, part, at)
-        return self.shard_groups.complete(chunk, what, flat)
-
-    def _cuts(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
-        """What of a state below is read at once: parts, where some may not be written yet."""
-        if not any(key[:2] == (chunk, what) for key in self._fresh):
-            yield from (run[:2] for run in self.homes[chunk, what].runs)
-            return
-        stage = self.placement.chunks.stage_of[self.placement.chunks.tables[chunk].segment]
-        pieces = self.placement.items.pieces[stage]
-        mine = (p for p in pieces if p.chunk == chunk and p.first < p.last)
-        yield from (self._own(piece, what) for piece in mine)
+        below = (chunk, what) in self.homes.known
+        mine = self.homes.read(chunk, what) if below else self._buffer(chunk, what)
+        return self.shard_groups.complete(chunk, what, mine)
 
     def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
         """Where whole new states of a chunk are made, to be given to `write`: the buffers
         themselves, and for what rests below tensors, in the pool where they fit in it together."""
         numel = self.placement.chunks.numel(chunk, whats[0]) if whats else 0
-        below = {w: self.homes[chunk, w].dtype for w in whats if (chunk, w) in self.homes}
+        homes = self.homes.known
+        below = {w: homes[chunk, w].dtype for w in whats if (chunk, w) in homes}
         sizes = {what: rounded(numel * dtype.itemsize) for what, dtype in below.items()}
         if sum(sizes.values()) > self.pool.nbytes:
             made = {what: torch.empty(numel, dtype=dtype) for what, dtype in below.items()}
@@ -295,35 +193,14 @@ class WeightPool:
         made |= {what: torch.empty(numel, dtype=self._buffer(chunk, what).dtype) for what in cut}
         return {what: made[what] if what in made else self._buffer(chunk, what) for what in whats}
 
-    def resting(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
-        """The states of a piece that rest on tiers of memory, where they rest."""
-        for what, dtype in self.placement.chunks.held(piece.chunk):
-            home = self.homes.get((piece.chunk, what))
-            if home is not None:
-                assert isinstance(home.store, MemoryStore)
-                first, last = self._own(piece, what)
-                if first == last:  # others have a part more
-                    yield what, torch.empty(0, dtype=dtype)
-                    continue
-                place, at = home.at(first)
-                begin = at // dtype.itemsize
-                own = home.store.view(place).view(dtype)[begin : begin + last - first]
-                initial = self._fresh.pop((piece.chunk, what, first), None)
-                if initial:  # the store's bytes are zeros
-                    own.fill_(initial)
-                yield what, own
-
     def write(self, chunk: int, what: str, flat: Tensor) -> None:
         """Replace a whole state of a chunk; a buffer that `read` gave out needs no writing."""
-        home = self.homes.get((chunk, what))
+        below = (chunk, what) in self.homes.known
         base, end = self.placement.chunks.share(chunk, what)
-        if flat is not (None if home else self._buffer(chunk, what)):
+        if below or flat is not self._buffer(chunk, what):
             flat = flat[base:end]
-        if home is not None:
-            for first, last, place in home.runs:
-                home.store.write(place, flat[first - base : last - base])
-            fresh = self._fresh.items()
-            self._fresh = {key: value for key, value in fresh if key[:2] != (chunk, what)}
+        if below:
+            self.homes.write(chunk, what, flat)
             self.forget()
         elif flat is not self._buffer(chunk, what):
             self._buffer(chunk, what).copy_(flat)

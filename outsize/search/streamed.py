@@ -327,29 +327,30 @@ class Search:
             if choice is not None:
                 found.append(self.forecaster.forecast(self.plan(choice, pool=0)))
         if not found:
-            raise self._tiers_short()
+            raise _tiers_short(self.short or 0, self.budget, self.tiers)
         smallest = min(found, key=lambda made: made.peak)
         if smallest.peak <= self.budget:
             return smallest
-        raise self._budget_short(smallest)
+        raise _budget_short(smallest, self.budget)
 
-    def _budget_short(self, smallest: Forecast) -> OutsizeError:
-        below = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in smallest.below.items())
-        return OutsizeError(
-            f"memory budget of {format_bytes(self.budget)} ({self.budget} bytes) is too small:"
-            f" {counted(smallest.peak - self.budget, 'byte')} missing{_where(smallest)}; the"
-            " smallest plan"
-            f" needs {format_bytes(smallest.peak)} ({smallest.peak} bytes) with {below}: set memory"
-            f" to {-(-smallest.peak // 2**20)}MiB, or use fewer tokens at once or a smaller model"
-        )
 
-    def _tiers_short(self) -> OutsizeError:
-        assert self.short is not None
-        sizes = ", ".join(f"{tier.name} {format_bytes(tier.bytes)}" for tier in self.tiers)
-        last = self.tiers[-1]
-        return OutsizeError(
-            f"tiers below the device are too small ({sizes}): {counted(self.short, 'byte')}"
-            " missing for a"
-            f" memory budget of {format_bytes(self.budget)}; give {last.name}"
-            f" {-(-(last.bytes + self.short) // 2**20)}MiB, or the device more memory"
-        )
+def _budget_short(smallest: Forecast, budget: int) -> OutsizeError:
+    below = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in smallest.below.items())
+    return OutsizeError(
+        f"memory budget of {format_bytes(budget)} ({budget} bytes) is too small:"
+        f" {counted(smallest.peak - budget, 'byte')} missing{_where(smallest)}; the"
+        " smallest plan"
+        f" needs {format_bytes(smallest.peak)} ({smallest.peak} bytes) with {below}: set memory"
+        f" to {-(-smallest.peak // 2**20)}MiB, or use fewer tokens at once or a smaller model"
+    )
+
+
+def _tiers_short(short: int, budget: int, tiers: Sequence[TierSpec]) -> OutsizeError:
+    sizes = ", ".join(f"{tier.name} {format_bytes(tier.bytes)}" for tier in tiers)
+    last = tiers[-1]
+    return OutsizeError(
+        f"tiers below the device are too small ({sizes}): {counted(short, 'byte')}"
+        " missing for a"
+        f" memory budget of {format_bytes(budget)}; give {last.name}"
+        f" {-(-(last.bytes + short) // 2**20)}MiB, or the device more memory"
+    )

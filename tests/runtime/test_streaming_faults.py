@@ -247,7 +247,7 @@ def test_a_byte_that_was_altered_ends_the_step(tmp_path, monkeypatch):
     with disk(tmp_path) as stores:
         job = job_of(resting(plan_of(order="layer"), **ALL), stores)
         job.step(DATA[0], 1e-2)
-        place, begin = job.weight_pool.homes[0, "parameters"].at(0)
+        place, begin = job.weight_pool.homes.known[0, "parameters"].at(0)
         handle = stores["disk"]._files[0].handle
         other = os.open(f"/proc/self/fd/{handle}", os.O_RDWR)
         try:

@@ -9,6 +9,7 @@ only copy of newer ones out, or find its activations away.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.item import Item
@@ -20,14 +21,52 @@ _PASSES = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _NOTHING = -1  # the version of bytes that nobody has written
 
 
+@dataclass(frozen=True)
+class Cells:
+    """Which cells an item has."""
+
+    residency: Residency
+
+    def of(self, name: Item) -> tuple[Cell, ...]:
+        """What an item's room holds."""
+        state, s, part = name
+        if part == WHOLE:
+            return tuple((state, s, p) for p in range(max(1, self.residency.parts.get(s, 0))))
+        return ((state, s, part), *self.bundled(s, part))
+
+    def bundled(self, s: int, part: int) -> Iterator[Cell]:
+        """What comes and goes with a part of the optimizer states: what workers cut does not."""
+        residency = self.residency
+        for state, stages in (
+            (State.PARAMETERS, residency.parameters - residency.gathered),
+            (State.GRADIENTS, residency.gradients - residency.summed),
+        ):
+            if s in stages and not residency.direct:
+                yield (state, s, part)
+
+    def loaded(self, cell: Cell, name: Item) -> bool:
+        """Whether a FETCH of an item reads this cell: not the weights that a master copy makes."""
+        bundled = name.state is State.OPTIMIZER and cell[0] is State.PARAMETERS
+        return not bundled or cell[1] in self.residency.own
+
+    def read(self, action: Action, name: Item) -> Iterator[Cell]:
+        """The cells of an item that an action computes with."""
+        for cell in self.of(name):
+            if action.kind is not Kind.UPDATE or (
+                action.part in (WHOLE, cell[2]) and self.loaded(cell, name)
+            ):
+                yield cell
+
+
 class Holding:
     """The pool and the tiers while a schedule's list is gone through."""
 
     def __init__(self, residency: Residency, last: int, first: int) -> None:
         self.residency, self._last, self._first = residency, last, first
+        self._cells = Cells(residency)
         self._newest: dict[Cell, int] = {}
         self._tier: dict[Cell, int] = {}
-        self._pool = {name: dict.fromkeys(self._cells(name), 0) for name in residency.start}
+        self._pool = {name: dict.fromkeys(self._cells.of(name), 0) for name in residency.start}
         self._begun: set[Item] = set()  # gradients of this step
         self._spent: set[Cell] = set()  # gradients that the update has had
         self._kept: set[tuple[int, int]] = set()  # activations that wait for a pass, and of these
@@ -53,23 +92,6 @@ class Holding:
         return reason
 
     # -- cells ----------------------------------------------------------------------------------
-
-    def _cells(self, name: Item) -> tuple[Cell, ...]:
-        """What an item's room holds."""
-        state, s, part = name
-        if part == WHOLE:
-            return tuple((state, s, p) for p in range(max(1, self.residency.parts.get(s, 0))))
-        return ((state, s, part), *self._bundled(s, part))
-
-    def _bundled(self, s: int, part: int) -> Iterator[Cell]:
-        """What comes and goes with a part of the optimizer states: what workers cut does not."""
-        residency = self.residency
-        for state, stages in (
-            (State.PARAMETERS, residency.parameters - residency.gathered),
-            (State.GRADIENTS, residency.gradients - residency.summed),
-        ):
-            if s in stages and not residency.direct:
-                yield (state, s, part)
 
     def _now(self, cell: Cell) -> int:
         return self._newest.get(cell, 0)
@@ -119,20 +141,15 @@ class Holding:
         (self._away.discard if away else self._away.add)(here)
         return ""
 
-    def _loaded(self, cell: Cell, name: Item) -> bool:
-        """Whether a FETCH of an item reads this cell: not the weights that a master copy makes."""
-        bundled = name.state is State.OPTIMIZER and cell[0] is State.PARAMETERS
-        return not bundled or cell[1] in self.residency.own
-
     def _fetch(self, name: Item) -> str:
-        cells = self._cells(name)
+        cells = self._cells.of(name)
         for cell in cells:
-            reason = self._resting(cell) if self._loaded(cell, name) else ""
+            reason = self._resting(cell) if self._cells.loaded(cell, name) else ""
             if reason:
                 return reason
         reason = self._enter(name)
         self._pool[name] = {
-            cell: self._now(cell) if self._loaded(cell, name) else _NOTHING for cell in cells
+            cell: self._now(cell) if self._cells.loaded(cell, name) else _NOTHING for cell in cells
         }
         return reason
 
@@ -164,7 +181,7 @@ class Holding:
     def _evict(self, name: Item) -> str:
         if name not in self._pool:
             return f"writes {name}, which is not in the pool"
-        stage = self._cells(name)[0][1]
+        stage = self._cells.of(name)[0][1]
         if name.state is State.PARAMETERS and stage in self.residency.fixed:
             return f"writes {name}, which is frozen"
         for cell, version in self._pool[name].items():
@@ -204,7 +221,7 @@ class Holding:
         """Which gradients in the pool are not in their sum, that an action reads; or nothing."""
         summed = self.residency.summed & self.residency.gradients
         for s in summed if action.kind is Kind.NORM else summed & {action.stage}:
-            for cell in self._cells(Item(State.GRADIENTS, s)):
+            for cell in self._cells.of(Item(State.GRADIENTS, s)):
                 if self._tier.get(cell, 0) != self._now(cell):
                     return f"needs gradients {s}, which were not summed over the workers"
         return ""
@@ -216,13 +233,13 @@ class Holding:
             return f"needs {name}, which has no room in the pool"
         fresh = name not in self._begun or (residency.anew(name) and name not in self._pool)
         if residency.adds(action, name) and fresh:
-            reason = self._enter(name) or next(map(self._unsummed, self._cells(name)), "")
+            reason = self._enter(name) or next(map(self._unsummed, self._cells.of(name)), "")
             if reason:
                 return reason
             self._begun.add(name)
-            self._pool[name] = {cell: self._now(cell) for cell in self._cells(name)}
+            self._pool[name] = {cell: self._now(cell) for cell in self._cells.of(name)}
         held = self._pool.get(name, {})
-        for cell in self._read(action, name):
+        for cell in self._cells.read(action, name):
             if held.get(cell) != self._now(cell):
                 return f"needs {name}, which is not in the pool as it is now"
             if residency.adds(action, name):
@@ -234,14 +251,6 @@ class Holding:
         if self._tier.get(cell, 0) != self._now(cell):
             return f"would begin {Item(*cell[:2])} anew, whose last ones were not summed"
         return ""
-
-    def _read(self, action: Action, name: Item) -> Iterator[Cell]:
-        """The cells of an item that an action computes with."""
-        for cell in self._cells(name):
-            if action.kind is not Kind.UPDATE or (
-                action.part in (WHOLE, cell[2]) and self._loaded(cell, name)
-            ):
-                yield cell
 
     def _updated(self, action: Action, needed: tuple[Item, ...]) -> None:
         """An update on the device: new versions of what it changes, wherever it writes them."""
@@ -268,14 +277,14 @@ class Holding:
         s, part = action.stage, action.part
         if s not in self.residency.hosts:
             return "is on the host; expected compute: its states do not rest in memory"
-        for cell in ((State.OPTIMIZER, s, part), *self._bundled(s, part)):
+        for cell in ((State.OPTIMIZER, s, part), *self._cells.bundled(s, part)):
             if cell[0] is State.PARAMETERS and s not in self.residency.own:
                 continue
             reason = self._resting(cell)
             if reason:
                 return reason
         self._spent.add((State.GRADIENTS, s, part))
-        for cell in ((State.OPTIMIZER, s, part), *self._bundled(s, part)):
+        for cell in ((State.OPTIMIZER, s, part), *self._cells.bundled(s, part)):
             if cell[0] is not State.GRADIENTS:
                 self._tier[cell] = self._change(cell)
         return ""
@@ -290,5 +299,5 @@ class Holding:
         yield from self._sums.left()
         for name in sorted(self.residency.start):
             held = self._pool.get(name, {})
-            if any(held.get(cell) != self._now(cell) for cell in self._cells(name)):
+            if any(held.get(cell) != self._now(cell) for cell in self._cells.of(name)):
                 yield f"the pool does not hold {name}, with which the next step begins"
