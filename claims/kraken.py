@@ -14,13 +14,13 @@ import math
 from typing import Any
 
 from retraining import losses
+from rewire import to_kraken
 from simulated_layers import kraken, layer_of, plain
 from slow_links import SETTING, Link, balance, cut, decoder, minima, prompt, workers
 from verdict import verdict
 
 from outsize.collectives import World
 from outsize.decode.generate import direct
-from outsize.models.rewire import to_kraken
 
 TIMES = 5
 SIZES = {"1.3B": (24, 2048), "6.7B": (32, 4096), "13B": (40, 5120), "65B": (80, 8192)}

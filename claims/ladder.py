@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from retraining import losses
+from rewire import to_ladder
 from simulated_layers import ladder, layer_of, plain
 from slow_links import SETTING, Link, balance, cut, decoder, minima, prompt, workers
 from verdict import verdict
 
 from outsize.collectives import World
 from outsize.decode.generate import direct
-from outsize.models.rewire import to_ladder
 
 TIMES = 5
 

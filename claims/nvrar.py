@@ -24,12 +24,12 @@ import time
 
 import torch
 from hosts import Hosts
+from small import ALGORITHMS, Chosen, Row, Table, measure
 from torch.distributed import FileStore, PrefixStore
 from verdict import verdict
 
 from outsize.collectives import Mesh, join
 from outsize.collectives.hierarchical import Hierarchical
-from outsize.collectives.small import ALGORITHMS, Chosen, Row, Table, measure
 
 HOSTS, RANKS, SECONDS = 4, 2, 1e-3
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 2 << 20)

@@ -79,11 +79,6 @@ def storage_uses(of: Tensor) -> int:
     return int(torch._C._storage_Use_Count(of.untyped_storage()._cdata))
 
 
-def saved_tensor_hooks() -> Any:
-    """The (pack, unpack) hooks of saved tensors that are in force; None where there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
 def warm_fake_tensors() -> None:
     """Import what fake tensors bring along, which takes a second."""
     importlib.import_module("torch._dynamo")

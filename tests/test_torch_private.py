@@ -52,16 +52,6 @@ def test_references_to_a_storage_are_counted():
     assert private.storage_uses(x) == before
 
 
-def test_hooks_of_saved_tensors_are_seen():
-    assert private.saved_tensor_hooks() is None
-
-    def same(x):
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(same, same):
-        assert tuple(private.saved_tensor_hooks()) == (same, same)
-
-
 def test_pytrees_come_apart_and_together():
     leaves, spec = private.tree_flatten({"a": [1, 2], "b": 3})
     assert isinstance(spec, private.TreeSpec)

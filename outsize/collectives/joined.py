@@ -23,7 +23,6 @@ from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import Hierarchical
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.shared import MOST, Shared, over_memory, usable
-from outsize.collectives.small import Chosen, Table
 from outsize.collectives.watch import Process, this_process
 from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError, counted
@@ -59,10 +58,8 @@ class Joined:
         backend: Backend,
         seat: Seat,
         patience: float,
-        tables: Sequence[Table] = (),
     ) -> None:
         self.mesh, self.rank = mesh, rank
-        self._tables = {table.size: table for table in tables}
         self._store, self._backend, self._patience = store, backend, patience
         self.groups: dict[Key, Collective] = {}
         self._open: list[Closable] = []
@@ -154,15 +151,14 @@ class Joined:
         connection: Any = self._store
         return PrefixStore(f"group/{digest}", connection.clone())
 
-    def _flat(self, ranks: tuple[int, ...], use: Use) -> C10d | Chosen:
+    def _flat(self, ranks: tuple[int, ...], use: Use) -> C10d:
         store, at = self._keys(ranks, use), ranks.index(self.rank)
         if self._backend == "nccl":
             made = over_nccl(store, at, ranks, self._patience)
         else:
             made = over_gloo(store, at, ranks, self._patience, self._address(ranks))
         self._open.append(made)
-        table = self._tables.get(len(ranks))
-        return made if table is None else Chosen(made, table)
+        return made
 
     def _address(self, ranks: Sequence[int]) -> str:
         """The loopback interface where no other host is in the group."""
@@ -183,7 +179,6 @@ def join(
     backend: Backend = "gloo",
     host: str = "",
     patience: float = PATIENCE,
-    tables: Sequence[Table] = (),
 ) -> Joined:
     """The world of the mesh, where every rank has come with a store that all of them see.
 
@@ -195,7 +190,7 @@ def join(
     store.set_timeout(timedelta(seconds=patience))
     process, machine = this_process(), host or _machine()
     seat = Seat(machine, _built(store, machine), process.pid, process.started)
-    return Joined(mesh, rank, store, backend, seat, patience, tables)
+    return Joined(mesh, rank, store, backend, seat, patience)
 
 
 def from_environment(

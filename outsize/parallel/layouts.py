@@ -1,8 +1,7 @@
 """Layouts: how one tensor lies on the workers of one mesh axis, as types.
 
 A tensor at the boundary of a module has a layout for its value and one for its gradient. They are
-the S, B and P of OneFlow (Yuan et al., 2021), and DTensor's placements are the same without the
-segments:
+the S, B and P of OneFlow (Yuan et al., 2021):
 
     Replicated       the same on every worker (B)
     Sharded(dim)     each worker has its part of a dim (S)
@@ -17,16 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.parallel.shards import even
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)
@@ -150,32 +145,9 @@ def operation(source: Layout, target: Layout) -> str:
             return "all_to_all"
 
 
-def bytes_received(source: Layout, target: Layout, numel: int, itemsize: int, n: int) -> float:
-    """Bytes that each of n workers has from the others on average, by the analytic volumes."""
-    whole = numel * itemsize * (n - 1) / n
-    volumes = {
-        "all_reduce": 2 * whole,
-        "reduce_scatter": whole,
-        "all_gather": whole,
-        "all_to_all": whole / n,
-    }
-    return volumes.get(operation(source, target), 0.0)
-
-
 # What the workers of an axis do to the pass of a tensor: forward, backward.
 SUM = Exchange(Laid(PARTIAL, REPLICATED), Laid())
 FAN_OUT = Exchange(Laid(), Laid(REPLICATED, PARTIAL))
-
-
-def sum_scatter(dim: int) -> Exchange:
-    """Summands to parts of the sum; gathered in the backward pass."""
-    return Exchange(Laid(PARTIAL, REPLICATED), Laid(Sharded(dim), Sharded(dim)))
-
-
-def gather_fan_out(dim: int) -> Exchange:
-    """Parts to the whole, with which each worker computes something else; summed and scattered in
-    the backward pass."""
-    return Exchange(Laid(Sharded(dim), Sharded(dim)), Laid(REPLICATED, PARTIAL))
 
 
 def spans(length: int, layout: Sharded, n: int, rank: int) -> tuple[tuple[int, int], ...]:
@@ -217,35 +189,3 @@ def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
             whole.narrow(dim, first, last - first).copy_(part.narrow(dim, at, last - first))
             at += last - first
     return whole
-
-
-def to_placement(layout: Layout) -> Placement:
-    """As torch.distributed.tensor has it. Segments and copies have no like there."""
-    from torch.distributed.tensor import Partial as Summand
-    from torch.distributed.tensor import Replicate, Shard
-
-    match layout:
-        case Replicated():
-            return Replicate()
-        case Partial():
-            return Summand()
-        case Sharded(dim, (), 1):
-            return Shard(dim)
-    raise OutsizeError(
-        f"layout: {layout} has segments or copies, which DTensor's Shard has not; expected one"
-        " segment and one copy: shard the tensor along one whole dim"
-    )
-
-
-def from_placement(placement: Placement) -> Layout:
-    """From torch.distributed.tensor."""
-    if placement.is_replicate():
-        return REPLICATED
-    if placement.is_partial("sum"):
-        return PARTIAL
-    if placement.is_shard():
-        return Sharded(getattr(placement, "dim"))  # noqa: B009 (a Placement has none)
-    raise OutsizeError(
-        f"layout: {placement} is no sum, and every collective here sums; expected Replicate(),"
-        " Shard(dim) or Partial('sum')"
-    )

@@ -28,7 +28,6 @@ from outsize.models.seams import Context
 from outsize.parallel.declared import Boundary, boundaries
 from outsize.parallel.overlap import Branch as Overlapped
 from outsize.parallel.overlap import Overlap, fits
-from outsize.parallel.regather import Branch
 from outsize.parallel.rewired import check_ways, rewire
 from outsize.parallel.sums import cross, spans_of
 from outsize.parallel.units import check, counts, cuts_of
@@ -42,15 +41,12 @@ def split(
     model: Decoder,
     axis: Collective,
     sequence_parallel: bool = False,
-    regather: bool = False,
     overlap: Overlap | None = None,
 ) -> dict[str, Cut]:
     """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
 
-    sequence_parallel: the residual stream is cut by tokens. regather: what is gathered of it for a
-    branch is let go after the forward pass and gathered again going back. overlap: products of
-    branches go in chunks beside their sums (outsize/parallel/overlap.py); with `regather`, none
-    are.
+    sequence_parallel: the residual stream is cut by tokens. overlap: products of branches go in
+    chunks beside their sums (outsize/parallel/overlap.py).
 
     Shells and meta parameters stay such, values are copied; tied parameters stay one. The model
     then takes the same input on every worker and gives the same logits; its parameters' gradients
@@ -72,7 +68,7 @@ def split(
     crossed = boundaries(sequence_parallel, model.config.ways)
     ladder = rewire(model, axis, sequence_parallel, overlap)
     overlapped = set[str]()
-    if overlap is not None and not regather:
+    if overlap is not None:
         overlapped = _overlap(modules, crossed, axis, overlap, ladder.branches)
     for boundary in crossed:
         for name in _matching(modules, boundary):
@@ -80,9 +76,9 @@ def split(
                 ladder.flying and name in ladder.branches and boundary.edge == "output"
             ):
                 continue
-            module, kept = modules[name], regather and name.startswith("blocks.")
+            module = modules[name]
             if boundary.edge == "input":
-                _enter(module, boundary, axis, kept)
+                _enter(module, boundary, axis)
             else:
                 behind = name not in ladder.branches
                 _leave(module, boundary, axis, model.config.vocab, behind)
@@ -144,23 +140,15 @@ def _widen(model: Decoder, axis: Collective) -> None:
 # Hooks of modules, so that they lie outside whatever runs the module in tiles or again.
 
 
-def _enter(module: nn.Module, boundary: Boundary, axis: Collective, regather: bool) -> None:
+def _enter(module: nn.Module, boundary: Boundary, axis: Collective) -> None:
     """Make a module's input cross a boundary."""
 
     def over(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = cross(args[0], boundary.crossing, axis, 0, _tokens(*args))
         return (x, *args[1:])
 
-    if boundary.crossing == ("none", "none"):
-        return
-    if not regather or boundary.crossing[0] != "all_gather":
+    if boundary.crossing != ("none", "none"):
         module.register_forward_pre_hook(over)
-        return
-    branch = Branch(axis)
-    module.register_forward_pre_hook(
-        lambda _, args: (branch.enter(args[0], _tokens(*args)), *args[1:])
-    )
-    module.register_forward_hook(lambda *_: branch.leave(), always_call=True)
 
 
 def _leave(

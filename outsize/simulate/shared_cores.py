@@ -23,9 +23,7 @@ import torch
 from outsize.collectives import Mesh, World, everyone
 from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule
-from outsize.schedule.pipelines import Pipeline
 from outsize.schedule.residency import SHARED
-from outsize.schedule.role import Role
 from outsize.schedule.waits import settled, waits
 from outsize.simulate.alone import Durations
 from outsize.simulate.events import Node, run
@@ -34,7 +32,6 @@ from outsize.simulate.together import SUMS
 from outsize.trace import Event, Trace
 
 Seconds = Callable[[int, Action], float]  # of an action of a worker, alone
-_LANES = {Kind.SEND: Lane.SEND, Kind.RECV: Lane.RECEIVE, Kind.EXCHANGE: Lane.EXCHANGE}
 
 
 def predict(
@@ -62,19 +59,6 @@ def predict(
         for worker, action, first, last in graph.shown
     ]  # fmt: skip
     return Trace("predicted", tuple(sorted(events, key=lambda event: event.start)))
-
-
-def lists_of(pipeline: Pipeline) -> list[Schedule]:
-    """A pipeline's schedule as single workers' lists, what passes between them on own lanes."""
-    whole, role = pipeline.schedule, Role(frozenset(), frozenset())
-    return [
-        Schedule(
-            whole.stages, whole.microbatches,
-            (tuple(replace(a, lane=_LANES.get(a.kind, a.lane)) for a in actions),), role=role,
-            vocabulary=whole.vocabulary,
-        )
-        for actions in whole.workers
-    ]  # fmt: skip
 
 
 def by_stage(known: Durations, lists: Sequence[Schedule], message: float = 0.0) -> Seconds:

@@ -17,8 +17,6 @@ import torch
 from collective_tasks import numpy, values
 from crew import WorkerGroup
 
-from outsize.collectives.small import ALGORITHMS
-
 SIZE = 4
 HOSTS = {"Shared": (), "C10d": ("a", "b", "c", "d"), "Hierarchical": ("a", "a", "b", "b")}
 UNEVEN = ((0, 5), (5, 5), (5, 150_000), (150_000, 150_007))
@@ -173,41 +171,12 @@ def test_two_threads_talk_in_groups_of_their_own(crew: WorkerGroup, kind: str) -
     assert found == [((1.0, 2.0), 6.0), ((1.0, 4.0), 6.0), ((5.0, 2.0), 6.0), ((5.0, 4.0), 6.0)]
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_small_all_reduces(crew: WorkerGroup, name: str, size: int) -> None:
-    for numel, dtype in ((1, torch.int64), (777, torch.float64), (777, torch.bfloat16)):
-        found = crew.run(tasks.small, name, size, numel, dtype, hosts=HOSTS["C10d"])[:size]
-        assert all(np.array_equal(result, found[0]) for result in found)
-        parts = [numpy(values(r, numel, dtype)) for r in range(size)]
-        error = CLOSE[dtype] * sum(map(np.abs, parts))
-        assert (np.abs(found[0] - sum(parts)) <= error).all()
-    largest = crew.run(tasks.small, name, size, 5, torch.float32, "max", hosts=HOSTS["C10d"])
-    want = np.max([numpy(values(r, 5, torch.float32)) for r in range(size)], axis=0)
-    assert all(np.array_equal(result, want) for result in largest[:size])
-
-
 @KINDS
 def test_a_world_counts_bytes_once_and_those_of_other_hosts(crew: WorkerGroup, kind: str) -> None:
     """Of 4 parts a worker has 3; from other hosts all of them, or one of each place there."""
     for counted, far in crew.run(tasks.levels, 4000, hosts=HOSTS[kind]):
         assert counted == {"all_gather": 3 * 4000}
         assert far == {"Shared": 0, "C10d": 3 * 4000, "Hierarchical": 4000}[kind]
-
-
-def test_doubling_sends_everything_log2_times(crew: WorkerGroup) -> None:
-    assert crew.run(tasks.bytes_of_doubling, 1000, hosts=HOSTS["C10d"]) == [2 * 4000] * SIZE
-
-
-def test_a_measured_table_is_the_same_everywhere_and_is_followed(crew: WorkerGroup) -> None:
-    found = crew.run(tasks.chosen, hosts=HOSTS["C10d"])
-    assert len({text for text, _ in found}) == 1
-    assert all(total == 6.0 for _, total in found)
-
-
-def test_all_reduces_between_hosts_follow_the_table(crew: WorkerGroup, tmp_path: Path) -> None:
-    found = crew.run(tasks.joined_with_tables, str(tmp_path / "store"))
-    assert found == [("Chosen", 6.0)] * SIZE
 
 
 def test_no_file_of_shared_memory_is_left(crew: WorkerGroup) -> None:

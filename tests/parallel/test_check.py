@@ -21,7 +21,6 @@ from outsize.parallel.layouts import (
     Exchange,
     Laid,
     Sharded,
-    gather_fan_out,
 )
 
 META = torch.device("meta")
@@ -183,7 +182,7 @@ def test_a_backward_that_is_not_summed_is_named():
     finding = only(found(declared))
     assert (finding.module, finding.missing) == ("up", "all_reduce")
     assert "comes back partial" in finding.what
-    exchanges["up", "input"] = gather_fan_out(0)
+    exchanges["up", "input"] = Exchange(Laid(Sharded(0), Sharded(0)), Laid(REPLICATED, PARTIAL))
     assert found(replace(declared, exchanges=exchanges)) == ()
 
 

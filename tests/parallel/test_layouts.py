@@ -1,6 +1,4 @@
-"""Layouts: parts make up the whole, volumes are the formulas', DTensor means the same by them."""
-
-import itertools
+"""Layouts: parts make up the whole, an exchange names its collectives."""
 
 import pytest
 import torch
@@ -11,17 +9,11 @@ from outsize.parallel.layouts import (
     PARTIAL,
     REPLICATED,
     SUM,
+    Exchange,
     Laid,
-    Replicated,
     Sharded,
-    bytes_received,
-    from_placement,
-    gather_fan_out,
     joined,
-    operation,
     part_of,
-    sum_scatter,
-    to_placement,
 )
 
 
@@ -52,35 +44,7 @@ def test_a_gradient_lies_as_its_value_allows():
 def test_exchanges_name_their_collectives():
     assert SUM.names == ("all_reduce", "none")
     assert FAN_OUT.names == ("none", "all_reduce")
-    assert sum_scatter(0).names == ("reduce_scatter", "all_gather")
-    assert gather_fan_out(1).names == ("all_gather", "reduce_scatter")
-
-
-def test_volumes_are_those_of_the_formulas():
-    n, numel, size = 4, 60, 8
-    whole = numel * size
-    expected = {
-        "none": 0, "take": 0, "part": 0, "place": 0, "all_reduce": 2 * 3 / 4 * whole,
-        "reduce_scatter": 3 / 4 * whole, "all_gather": 3 / 4 * whole,
-        "all_to_all": 3 / 4 * whole / n,
-    }  # fmt: skip
-    layouts = (REPLICATED, PARTIAL, Sharded(0), Sharded(1))
-    seen = set()
-    for a, b in itertools.product(layouts, layouts):
-        seen.add(operation(a, b))
-        assert bytes_received(a, b, numel, size, n) == pytest.approx(expected[operation(a, b)])
-    assert seen == set(expected)
-
-
-def test_placements_of_dtensor_mean_the_same():
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    pairs = ((REPLICATED, Replicate()), (Sharded(2), Shard(2)), (PARTIAL, Partial()))
-    for layout, placement in pairs:
-        assert to_placement(layout) == placement
-        assert from_placement(placement) == layout
-    assert isinstance(from_placement(Replicate()), Replicated)
-    with pytest.raises(OutsizeError, match="avg"):
-        from_placement(Partial("avg"))
-    with pytest.raises(OutsizeError, match="segments"):
-        to_placement(Sharded(0, (2, 4)))
+    scattered = Exchange(Laid(PARTIAL, REPLICATED), Laid(Sharded(0), Sharded(0)))
+    assert scattered.names == ("reduce_scatter", "all_gather")
+    gathered = Exchange(Laid(Sharded(1), Sharded(1)), Laid(REPLICATED, PARTIAL))
+    assert gathered.names == ("all_gather", "reduce_scatter")

@@ -46,7 +46,6 @@ WAYS = {
     "one stage": {"stages": (Stage(0, 4),), "microbatch_rows": 3, "loss_chunk": 0},
     "parts again": {"recompute": ("attention", "mlp")},
     "tiles": {"tile": 5},
-    "gathered again": {"again": True},
     "all of it": {
         "stages": (Stage(0, 1), Stage(1, 3, ("block",)), Stage(3, 4)), "tile": 5,
         "loss_chunk": 4, "recompute": ("attention",),
@@ -101,10 +100,9 @@ def test_with_what_else_a_plan_does(way, sequence_parallel):
     if sequence_parallel and way == "sequence chunks":
         pytest.skip("the stream is cut by tokens once")
     changes = dict(WAYS[way])
-    again = changes.pop("again", False)
     wrap = wrapping(changes.pop("tile", 0), changes.pop("recompute", ()))
     model, plan = filled(config_of("llama")), plan_of(**changes)
-    parts = played(model, plan, BATCH, 2, sequence_parallel, wrap=wrap, again=again, chunks=3)
+    parts = played(model, plan, BATCH, 2, sequence_parallel, wrap=wrap, chunks=3)
     close(parts, model, BATCH)
 
 

@@ -25,7 +25,7 @@ from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind, Lane, Schedule, State
-from outsize.schedule.pipelines import Shape, named
+from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
 from outsize.schedule.pipelines.vocabulary import with_vocabulary
 from outsize.schedule.role import Role
@@ -33,7 +33,7 @@ from outsize.search import PlanRequest
 from outsize.search import predict as predict_plan
 from outsize.simulate.alone import durations, few
 from outsize.simulate.events import Node, run
-from outsize.simulate.shared_cores import by_stage, lists_of, on_cores, paces, predict
+from outsize.simulate.shared_cores import by_stage, on_cores, paces, predict
 from outsize.simulate.steps import Times, play
 from outsize.trace import alone, merged
 
@@ -103,6 +103,22 @@ def test_sharing_agrees_with_small_ticks(seed):
     ]
     cores = (1.0, 0.75)
     assert run(nodes, cores=cores).ends == pytest.approx(ticked(nodes, cores), abs=0.2)
+
+
+LANES = {Kind.SEND: Lane.SEND, Kind.RECV: Lane.RECEIVE, Kind.EXCHANGE: Lane.EXCHANGE}
+
+
+def lists_of(pipeline: Pipeline) -> list[Schedule]:
+    """A pipeline's schedule as single workers' lists, what passes between them on own lanes."""
+    whole, role = pipeline.schedule, Role(frozenset(), frozenset())
+    return [
+        Schedule(
+            whole.stages, whole.microbatches,
+            (tuple(replace(a, lane=LANES.get(a.kind, a.lane)) for a in actions),), role=role,
+            vocabulary=whole.vocabulary,
+        )
+        for actions in whole.workers
+    ]  # fmt: skip
 
 
 def unit(worker: int, action: Action) -> float:

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from forked import until
 from torch import Tensor
-from torch.distributed import FileStore
 
-from outsize.collectives import Joined, everyone, join
-from outsize.collectives.small import ALGORITHMS, Chosen, Row, Table, measure
+from outsize.collectives import Joined, everyone
 
 Spans = Sequence[tuple[int, int]]
 
@@ -172,41 +170,6 @@ def states_of_a_wait(world: Joined) -> Any:
     found = group.states()
     group.broadcast(x)
     return found
-
-
-def small(
-    world: Joined, name: str, size: int, numel: int, dtype: torch.dtype, operation: Any = "sum"
-) -> Any:
-    """An all-reduce of the first workers by an algorithm."""
-    x = values(world.rank, numel, dtype)
-    if world.rank < size:
-        ALGORITHMS[name](world.group(range(size)), x, operation)
-    return numpy(x)
-
-
-def bytes_of_doubling(world: Joined, numel: int) -> int:
-    group = everyone(world)
-    before = group.received["all_reduce"]
-    ALGORITHMS["doubling"](group, torch.zeros(numel), "sum")
-    return group.received["all_reduce"] - before
-
-
-def chosen(world: Joined) -> tuple[str, float]:
-    group = everyone(world)
-    table = measure(group, sizes=(64, 4096), rounds=2)
-    return table.text(), float(Chosen(group, table).all_reduce(torch.tensor(float(world.rank))))
-
-
-def joined_with_tables(world: Joined, path: str) -> tuple[str, float]:
-    """Two hosts of two, whose all-reduces between hosts go by a table."""
-    table = Table(2, tuple(Row("doubling", count, 1.0) for count in (1, 2)))
-    store, host = FileStore(path, world.mesh.size), "ab"[world.rank // 2]
-    again = join(world.mesh, world.rank, store, host=host, tables=[table])
-    group = everyone(again)
-    total = float(group.all_reduce(torch.tensor(float(world.rank))))
-    outer = type(group.outer).__name__
-    again.close()
-    return outer, total
 
 
 def levels(world: Joined, numel: int) -> tuple[dict[str, int], float]:

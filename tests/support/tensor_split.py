@@ -90,16 +90,15 @@ def played(
     sequence_parallel,
     options=PLAIN,
     wrap=None,
-    again=False,
     chunks=0,
 ) -> list[Part]:
     """A pass of a copy of the model that is cut over `size` workers. wrap: what is done to the cut
-    model; again: gathered inputs are gathered again; chunks: of overlapped products."""
+    model; chunks: of overlapped products."""
     factor = 1 / max(batch.count(), 1)
 
     def work(world) -> Part:
         axis, mine = along(world, "tensor"), copy.deepcopy(model)
-        cuts = split(mine, axis, sequence_parallel, again, overlap_of(world, chunks))
+        cuts = split(mine, axis, sequence_parallel, overlap_of(world, chunks))
         if wrap is not None:
             wrap(mine)
         axis_calls = axis.calls

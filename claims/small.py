@@ -11,12 +11,11 @@ ring: the transport's own, least bytes.
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -116,24 +115,6 @@ class Table:
         """The quickest algorithm for so many bytes."""
         names = sorted({row.algorithm for row in self.rows})
         return min(names, key=lambda name: (self.seconds(name, count), name))
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-
-def parse_table(text: str) -> Table:
-    """What `Table.text` wrote."""
-    try:
-        found = json.loads(text)
-        rows = tuple(Row(str(r["algorithm"]), int(r["bytes"]), float(r["seconds"]))
-                     for r in found["rows"])  # fmt: skip
-        return Table(int(found["size"]), rows)
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutsizeError(
-            f"a table of collectives cannot be read ({type(error).__name__}: {error}); expected"
-            " the text of Table.text(): measure it again"
-        ) from error
 
 
 def measure(group: C10d, sizes: Sequence[int] = SIZES, rounds: int = 5) -> Table:
