@@ -13,9 +13,9 @@ from torch import Tensor
 from outsize.checkpoint import adapters, hub
 from outsize.collectives.mesh import Mesh, parse_mesh
 from outsize.data.tokenizer import Tokenizer, open_tokenizer
-from outsize.decode.generate import PREFILL_TOKENS, Forward, check_request
+from outsize.decode.generate import PREFILL_TOKENS, TokenStep, check_request, drawing
 from outsize.decode.generate import generate as generate_tokens
-from outsize.decode.samplers import Sampler, Sampling
+from outsize.decode.samplers import Sampling
 from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
 from outsize.memory.sizes import parse_bytes
@@ -161,16 +161,15 @@ def generate(
     else:
         ids = _ids(prompt)
     decoder, player, at_once = _player(model, ids, max_tokens, temperature > 0)
-    draw = _sampler(model, sampling)
     if on_ready is not None:
         on_ready(_outlook(model))
     if not isinstance(prompt, str):
         return generate_tokens(
-            decoder, ids, max_tokens, draw, forward=player, prefill_tokens=at_once
+            decoder, ids, max_tokens, sampling, step=player, prefill_tokens=at_once
         )
     pieces = []
     for piece in stream_text(
-        decoder, text, ids, max_tokens, draw, stop, forward=player, prefill_tokens=at_once
+        decoder, text, ids, max_tokens, sampling, stop, step=player, prefill_tokens=at_once
     ):
         pieces.append(piece)
         if on_text is not None:
@@ -271,30 +270,21 @@ def _outlook(model: Decoder | Streamed | Meshed) -> str:
     return str(model) if isinstance(model, Meshed) else str(model.outlook)
 
 
-def _sampler(model: Decoder | Streamed | Meshed, sampling: Sampling) -> Sampler:
-    """Who draws: of several workers the one that has the logits tells the others."""
-    if isinstance(model, Decoder):
-        return sampling
-    from outsize.serve import Meshed
-
-    return model.relay.drawing(sampling) if isinstance(model, Meshed) else sampling
-
-
 def _player(
     model: Decoder | Streamed | Meshed, ids: Sequence[int], new: int, drawn: bool
-) -> tuple[Decoder, Forward, int]:
+) -> tuple[Decoder, TokenStep, int]:
     """The decoder, what plays its steps, and how many tokens of a prompt are fed at once."""
     if isinstance(model, Decoder):
-        return model, TokenPlayer(model), PREFILL_TOKENS
+        return model, drawing(TokenPlayer(model)), PREFILL_TOKENS
     from outsize.runtime.fit import Request
     from outsize.serve import Meshed
 
     if isinstance(model, Meshed):
-        return model.decoder, model.relay, PREFILL_TOKENS
+        return model.decoder, model.spread.steps, PREFILL_TOKENS
     check_request(model.decoder, ids, new)
     reading = model.ready(Request(len(ids), new, drawn))
     assert model.outlook is not None
-    return model.decoder, reading, model.outlook.fit.slice
+    return model.decoder, drawing(reading), model.outlook.fit.slice
 
 
 def tokenizer_of(

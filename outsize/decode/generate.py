@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,17 +60,20 @@ class TokenStep(Protocol):
         """A token for each of the draws."""
 
 
-def _drawing(
-    forward: Forward,
-    ids_T: Tensor,
-    positions_T: Tensor,
-    bounds: tuple[int, ...],
-    past: Past,
-    draws: Sequence[Draw],
-) -> list[Drawn]:
+def drawing(forward: Forward) -> TokenStep:
     """A step whose logits are here."""
-    logits_NV = forward(ids_T, positions_T, bounds, past)
-    return [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
+
+    def step(
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past,
+        draws: Sequence[Draw],
+    ) -> list[Drawn]:
+        logits_NV = forward(ids_T, positions_T, bounds, past)
+        return [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
+
+    return step
 
 
 def direct(model: Decoder) -> Forward:
@@ -96,7 +98,7 @@ def generate(
     sampling: Sampler = GREEDY,
     stop: Collection[int] = (),
     on_token: Callable[[int], None] | None = None,
-    forward: Forward | None = None,
+    step: TokenStep | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> list[int]:
     """The tokens that follow the prompt `ids`: at most `max_new_tokens`, the last one a token of
@@ -106,7 +108,7 @@ def generate(
     positions for.
     """
     new = []
-    for token in stream_tokens(model, ids, max_new_tokens, sampling, stop, forward, prefill_tokens):
+    for token in stream_tokens(model, ids, max_new_tokens, sampling, stop, step, prefill_tokens):
         new.append(token)
         if on_token is not None:
             on_token(token)
@@ -119,15 +121,15 @@ def stream_tokens(
     max_new_tokens: int,
     sampling: Sampler = GREEDY,
     stop: Collection[int] = (),
-    forward: Forward | None = None,
+    step: TokenStep | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[int]:
     """As `generate`, one token at a time; what is not asked for is not computed."""
     check_request(model, ids, max_new_tokens)
     request = Request(tuple(ids), max_new_tokens, sampling, frozenset(stop))
     device = model.prologue.tokens.weight.device
-    steps = run([request], forward or direct(model), device, prefill_tokens)
-    return (token for _, token in steps)
+    steps = play([request], step or drawing(direct(model)), device, prefill_tokens)
+    return (one.token for _, one in steps)
 
 
 def generate_many(
@@ -193,7 +195,7 @@ def run(
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[tuple[int, int]]:
     """(index of the request, token) in the order in which tokens are drawn."""
-    steps = play(requests, partial(_drawing, forward), device, prefill_tokens)
+    steps = play(requests, drawing(forward), device, prefill_tokens)
     return ((index, one.token) for index, one in steps)
 
 

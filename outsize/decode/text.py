@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Forward, stream_tokens
+from outsize.decode.generate import GREEDY, PREFILL_TOKENS, TokenStep, stream_tokens
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
@@ -96,7 +96,7 @@ def stream_text(
     sampling: Sampler = GREEDY,
     stop_strings: Collection[str] = (),
     stop: Collection[int] | None = None,
-    forward: Forward | None = None,
+    step: TokenStep | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[str]:
     """The text that follows `prompt`, or its `prompt_ids`, in pieces that are never empty, as it
@@ -107,7 +107,7 @@ def stream_text(
     """
     ids = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else prompt
     ends = frozenset((tokenizer.eos,) if stop is None else stop)
-    tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, forward, prefill_tokens)
+    tokens = stream_tokens(model, ids, max_new_tokens, sampling, ends, step, prefill_tokens)
     return pieces(tokens, tokenizer.stream(), StopStrings(stop_strings), ends)
 
 

@@ -32,7 +32,9 @@ from outsize.runtime.points import Points
 from outsize.runtime.spill import Spill
 from outsize.runtime.tokens import apply_stage
 from outsize.runtime.vocabulary import Rows
-from outsize.schedule import Kind
+from outsize.schedule import Kind, Schedule, prove
+from outsize.schedule.layout import Placement
+from outsize.schedule.programs import generate
 
 Begin = Callable[[ChainWalk, tuple[int, int]], None]  # T and N tell messages of other shapes apart
 
@@ -53,6 +55,27 @@ def native(flow: Flow) -> NativeFlow:
         f"generate: {type(flow.model).__name__} is an adopted module, which keeps nothing for the"
         " next token; expected a native decoder: make it with outsize.load"
     )
+
+
+def proved(
+    placement: Placement, playable: Callable[[Schedule], Loaded]
+) -> Callable[[Kind], Loaded]:
+    """The list of a kind of step over a placement, ready for an engine. playable: makes it so."""
+
+    def made(kind: Kind) -> Loaded:
+        program = generate(placement, kind)
+        prove(program)
+        return playable(program.own)
+
+    return made
+
+
+def drawer(placement: Placement) -> int:
+    """The worker that draws: the first of those that have the last stage."""
+    line = placement.chunks.pipelining
+    if line is None:
+        return 0
+    return placement.plan.mesh.ranks("pipeline", 0)[line.coarse.placement.routes[0][-1]]
 
 
 class TokenSteps:

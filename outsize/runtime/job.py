@@ -36,7 +36,7 @@ from outsize.runtime.checks import (
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.generating import Generated as Generated
-from outsize.runtime.generating import TokenSteps, native
+from outsize.runtime.generating import TokenSteps, native, proved
 from outsize.runtime.gradients import Gradients
 from outsize.runtime.handlers.norm import Diverged as Diverged
 from outsize.runtime.handlers.training import Training
@@ -52,8 +52,8 @@ from outsize.runtime.update import Updates
 from outsize.runtime.watch import Watch
 from outsize.runtime.weight_pool import NO_STORES, WeightPool
 from outsize.runtime.wrapped import wrapped
-from outsize.schedule import Kind, Schedule, prove
-from outsize.schedule.programs import evaluate, generate, train
+from outsize.schedule import Schedule, prove
+from outsize.schedule.programs import evaluate, train
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,7 @@ class Job(Stateful):
     @cached_property
     def tokens(self) -> TokenSteps:
         """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
-
-        def playable(kind: Kind) -> Loaded:
-            program = generate(self.placement, kind)
-            prove(program)
-            return self.playable(program.own)
-
-        training = self.training
+        training, playable = self.training, proved(self.placement, self.playable)
         begin = training.microbatches.carry
         return TokenSteps(native(self.flow), self.engine, training.sample, playable, begin)
 

@@ -41,7 +41,7 @@ from outsize.runtime.handlers.passes import Forward
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.job import Fill, Job, Report
 from outsize.runtime.making import Recipe
-from outsize.runtime.microbatches import Microbatches
+from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.native import NativeFlow
 from outsize.runtime.points import Points
 from outsize.runtime.watch import Watch
@@ -108,7 +108,7 @@ class LocalJob:
             for name, parameter in job.owners.items()
         }
         self.watch = Watch(ledger)
-        self.microbatches = Microbatches(self.flow, self.watch, _nothing_leaves, sent=False)
+        self.microbatches = Microbatches(self.flow, self.watch, nothing_leaves, sent=False)
         stages, after = len(plan.stages), [self.microbatches.ending]
         forward = Forward(self.microbatches, stages)
         self._sample = Sample(lambda m: self.microbatches.of(m).loss)
@@ -338,10 +338,6 @@ class LocalJob:
             names = {group.name(name): name for name in job.owners}
             job.restore_counts({names[n]: c for n, c in counts.items() if n in names})
         self._torn = False
-
-
-def _nothing_leaves(microbatch: int, stage: int) -> None:
-    """Every activation stays."""
 
 
 def _copied(named: Mapping[str, nn.Parameter], name: str, out: Tensor) -> None:

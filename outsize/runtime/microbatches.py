@@ -17,6 +17,10 @@ from outsize.runtime.watch import Watch
 SpillOf = Callable[[int, int], Spill | None]  # by stage and microbatch
 
 
+def nothing_leaves(microbatch: int, stage: int) -> None:
+    """Every activation stays."""
+
+
 class Microbatches:
     """Cuts a batch into walks, each of which begins with the first action that needs it.
 

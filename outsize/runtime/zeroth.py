@@ -32,7 +32,7 @@ from outsize.runtime.checks import check_weight, dtypes_of
 from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.forwards import Zeroth, check, still, uses_of
-from outsize.runtime.generating import TokenSteps, native
+from outsize.runtime.generating import TokenSteps, native, proved
 from outsize.runtime.handlers.norm import Diverged
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.states import Movement
@@ -46,7 +46,7 @@ from outsize.runtime.weight_pool import NO_STORES, WeightPool
 from outsize.schedule import Action, Kind, Schedule, prove
 from outsize.schedule.action import AHEAD
 from outsize.schedule.compile.zeroth import placement_of, step_of
-from outsize.schedule.programs import evaluate, generate
+from outsize.schedule.programs import evaluate
 
 
 class ZerothJob:
@@ -254,11 +254,7 @@ class ZerothJob:
             self.catch_up()
             self._set_out([walk])
 
-        def playable(kind: Kind) -> Loaded:
-            program = generate(self.placement, kind)
-            prove(program)
-            return self._playable(program.own)
-
+        playable = proved(self.placement, self._playable)
         return TokenSteps(native(self.flow), self.engine, self._sample, playable, begin)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from outsize.checkpoint.hub import WEIGHT_DTYPES, Described, check_tied_head, describe
 from outsize.collectives import Lone, Mesh, World, along, from_environment
 from outsize.collectives.joined import Backend
-from outsize.decode.relay import Relay
 from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
 from outsize.models.build import build, materialise, rest, segments
@@ -30,6 +29,7 @@ from outsize.models.decoder import Decoder
 from outsize.parallel.rewired import check_ways
 from outsize.parallel.tensor import split
 from outsize.parallel.units import check, cuts_of
+from outsize.runtime.spread_tokens import SpreadTokens
 from outsize.schedule.place import looped, one_way
 from outsize.search.partition import Cost, partition
 
@@ -66,9 +66,9 @@ class Meshed:
         here = world.mesh.index("pipeline", world.rank)
         held = _held(found.model, [turn == here for turn in self.turns])
         _read(self.decoder, found, held, cuts, dtype)
-        self.relay = Relay(self.decoder, world, self.turns)
+        self.spread = SpreadTokens(self.decoder, world, self.turns)
         self._stack = ExitStack()
-        self._stack.enter_context(self.relay)
+        self._stack.enter_context(self.spread)
 
     @classmethod
     def joined(

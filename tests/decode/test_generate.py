@@ -14,7 +14,15 @@ import transformers
 from torch import Tensor
 
 from outsize.checkpoint import hub
-from outsize.decode.generate import Request, direct, generate, generate_many, run, stream_tokens
+from outsize.decode.generate import (
+    Request,
+    direct,
+    drawing,
+    generate,
+    generate_many,
+    run,
+    stream_tokens,
+)  # fmt: skip
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.build import build
@@ -162,10 +170,10 @@ def test_each_token_is_fed_once_and_none_is_computed_in_vain() -> None:
     model = _model()
     forward = _Counting(model)
     seen: list[int] = []
-    new = generate(model, PROMPT, 5, on_token=seen.append, forward=forward)
+    new = generate(model, PROMPT, 5, on_token=seen.append, step=drawing(forward))
     assert seen == new
     assert forward.steps == [len(PROMPT), 1, 1, 1, 1]
-    stream = stream_tokens(model, PROMPT, 5, forward=forward)
+    stream = stream_tokens(model, PROMPT, 5, step=drawing(forward))
     assert [next(stream), next(stream)] == new[:2]
     assert forward.steps[5:] == [len(PROMPT), 1]
     assert torch.is_grad_enabled()

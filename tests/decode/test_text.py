@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outsize.data.tokenizer import ByteTokenizer, FileTokenizer
+from outsize.decode.generate import drawing
 from outsize.decode.samplers import Sampling
 from outsize.decode.text import StopStrings, Tokenizer, stream_text
 from outsize.errors import OutsizeError
@@ -65,7 +66,7 @@ def _said(
     tokenizer = tokenizer or ByteTokenizer()
     ids = list(text) if isinstance(text, bytes) else tokenizer.encode(text)
     script = _Script([*ids, tokenizer.eos, 0, 0])
-    stream = stream_text(model, tokenizer, "a", 500, stop_strings=stop, forward=script)
+    stream = stream_text(model, tokenizer, "a", 500, stop_strings=stop, step=drawing(script))
     return list(stream), script.said
 
 

@@ -13,7 +13,7 @@ from subjects import CONFIGS
 from torch import Tensor
 
 import outsize
-from outsize.decode.generate import Forward, generate
+from outsize.decode.generate import Forward, drawing, generate
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import Ledger
 from outsize.models.build import build
@@ -61,7 +61,7 @@ def _watched(forward: Forward, seen: list[Tensor]) -> Forward:
 def _run(model: Decoder, forward: Forward, ids: Sequence[int] = PROMPT) -> list[Any]:
     """The tokens, and the logits of every step."""
     seen: list[Tensor] = []
-    tokens = generate(model, ids, NEW, forward=_watched(forward, seen), prefill_tokens=3)
+    tokens = generate(model, ids, NEW, step=drawing(_watched(forward, seen)), prefill_tokens=3)
     return [tokens, *seen]
 
 
@@ -154,7 +154,7 @@ def test_what_is_counted_is_what_was_predicted(tmp_path: Path, prompt: int) -> N
             ledger.see(reading.pool)
             generate(
                 model.decoder, [7 * i % 300 for i in range(prompt)], 3,
-                forward=reading, prefill_tokens=found.slice,
+                step=drawing(reading), prefill_tokens=found.slice,
             )  # fmt: skip
         predicted = reading.pool.nbytes + found.cache + found.work
         assert ledger.peak <= predicted <= 400_000
@@ -184,10 +184,12 @@ def test_long_prompts_are_cut_finer_where_memory_is_short(tmp_path: Path) -> Non
         assert found.slice == 300  # half of half of the prompt: 600 are too many
         ids = [i % 50 for i in range(1200)]
         seen: list[Tensor] = []
-        generate(model.decoder, ids, 2, forward=_watched(reading, seen), prefill_tokens=found.slice)
+        generate(
+            model.decoder, ids, 2, step=drawing(_watched(reading, seen)), prefill_tokens=found.slice
+        )
     resident = outsize.load(path)
     expected: list[Tensor] = []
-    generate(resident, ids, 2, forward=_watched(TokenPlayer(resident), expected),
+    generate(resident, ids, 2, step=drawing(_watched(TokenPlayer(resident), expected)),
              prefill_tokens=found.slice)  # fmt: skip
     assert len(seen) == len(expected) > 3 and all(map(torch.equal, seen, expected))
 
@@ -256,7 +258,7 @@ def test_a_file_cut_while_generating(tmp_path: Path) -> None:
         reading = model.ready(REQUEST)
         os.truncate(file, 30_000)
         with pytest.raises(OutsizeError) as error:
-            generate(model.decoder, PROMPT, NEW, forward=reading)
+            generate(model.decoder, PROMPT, NEW, step=drawing(reading))
     assert str(error.value).startswith(f"{file} is truncated: it ends at byte 30,000, expected ")
     with pytest.raises(OutsizeError) as error:
         Streamed(path, 1 << 30)

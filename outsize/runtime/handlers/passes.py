@@ -24,12 +24,12 @@ def nothing_comes(action: Action, walk: Walk) -> None:
 
 
 class Forward:
-    """What goes forward, of a job that evaluates a whole model on one worker."""
+    """What goes forward, where nothing goes back. hand: as of Passes."""
 
     kinds = AHEAD
 
-    def __init__(self, microbatches: Microbatches, stages: int) -> None:
-        self._microbatches, self._last = microbatches, stages - 1
+    def __init__(self, microbatches: Microbatches, stages: int, hand: Hand = nothing_comes) -> None:
+        self._microbatches, self._last, self._hand = microbatches, stages - 1, hand
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         return Deed(partial(self._run, action))
@@ -42,6 +42,7 @@ class Forward:
 
     def _run(self, action: Action) -> None:
         walk = self._microbatches.of(action.microbatch)
+        self._hand(action, walk)
         walk.forward(action.stage)
         if action.stage == self._last and action.kind is Kind.FORWARD:
             assert walk.loss is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outsize.runtime.engine import Engine, Handler, Hook
+from outsize.runtime.generating import drawer
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
 from outsize.runtime.handlers.passes import Passes, nothing_comes
@@ -60,10 +61,7 @@ class Training:
 
     def _sampling(self, job: Job, totals: Totals) -> Sample:
         """One worker draws: the first of those that have the last stage."""
-        mesh, line, rows = job.plan.mesh, job.placement.chunks.pipelining, job.rows
-        root = 0
-        if line is not None:
-            root = mesh.ranks("pipeline", 0)[line.coarse.placement.routes[0][-1]]
+        root, rows = drawer(job.placement), job.rows
 
         def logits(m: int) -> Tensor | None:
             return self.microbatches.of(m).loss if rows is None else rows.take(State.SUMS, m)
