@@ -6,7 +6,7 @@ from outsize.lazy import importing
 
 if TYPE_CHECKING:
     from outsize.schedule.action import Action, Kind, Lane, State
-    from outsize.schedule.compile.evaluate import compile_forward
+    from outsize.schedule.compile.forward import compile_forward
     from outsize.schedule.compile.tokens import compile_tokens
     from outsize.schedule.compile.train import compile_plan
     from outsize.schedule.program import Program
@@ -35,7 +35,7 @@ __getattr__ = importing(
         "Program": "outsize.schedule.program",
         "Schedule": "outsize.schedule.schedule",
         "State": "outsize.schedule.action",
-        "compile_forward": "outsize.schedule.compile.evaluate",
+        "compile_forward": "outsize.schedule.compile.forward",
         "compile_plan": "outsize.schedule.compile.train",
         "compile_tokens": "outsize.schedule.compile.tokens",
         "prove": "outsize.schedule.proof",

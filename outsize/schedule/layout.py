@@ -10,7 +10,8 @@ from outsize.memory.arrange import arrange, least
 from outsize.plan import Plan
 from outsize.schedule.action import Kind, Lane, State
 from outsize.schedule.chunks import Chunks
-from outsize.schedule.compile.evaluate import compile_forward, forwards
+from outsize.schedule.compile.evaluate import forwards
+from outsize.schedule.compile.forward import compile_forward
 from outsize.schedule.compile.train import base_of
 from outsize.schedule.item import Item
 from outsize.schedule.items import Items

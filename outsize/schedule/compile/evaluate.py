@@ -1,5 +1,4 @@
-"""Microbatches forward on one worker, alone or as a part of a pipeline: an evaluation, or tokens of
-requests."""
+"""Microbatches forward on one worker of a pipeline: an evaluation, or tokens of requests."""
 
 from __future__ import annotations
 
@@ -12,12 +11,6 @@ from outsize.schedule.schedule import Schedule
 _AHEAD = 2  # turns before its first stage's at which a microbatch's embedding is made
 _EMBED, _OUTPUT = -2, -1  # what of a cut vocabulary a turn of an evaluation is for
 _Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
-
-
-def compile_forward(stages: int, microbatches: int, kind: Kind = Kind.FORWARD) -> Schedule:
-    """Every microbatch forward through every stage, a stage after the other: an evaluation."""
-    order = ((s, m) for s in range(stages) for m in range(microbatches))
-    return Schedule(stages, microbatches, (tuple(Action(kind, s, m) for s, m in order),))
 
 
 def forwards(

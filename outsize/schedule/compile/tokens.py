@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outsize.schedule.action import Action, Kind
-from outsize.schedule.compile.evaluate import compile_forward
+from outsize.schedule.compile.forward import compile_forward
 from outsize.schedule.schedule import Schedule
 
 SERVING = (Kind.PREFILL, Kind.DECODE)
