@@ -35,7 +35,7 @@ class Slot:
     group: int  # index of the optimizer's parameter group
     whole: int = 0  # elements of the whole parameter, where a part of it lies here; 0: all do
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 

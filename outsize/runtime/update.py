@@ -39,6 +39,8 @@ class Settings(Protocol):
 
 Shape = tuple[int, ...]  # of a parameter that is updated as a whole; (-1,) of a flat range
 Range = tuple[int, int, int, int, Shape, str]  # first, last, group, step, shape, first name
+Slices = tuple[Tensor, Tensor, Mapping[str, Tensor]]  # weights, gradients, optimizer states
+Cuts = dict[tuple[int, int, Shape], Slices]
 
 
 @dataclass
@@ -61,8 +63,12 @@ class Updates:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        chunks = self.weight_pool.placement.chunks
+        # By chunk, the elements [first, last) that this worker updates.
+        self._own = tuple(chunks.extent(index, MASTER) for index in range(len(chunks.tables)))
         self._work: dict[int, _Work] = {}  # of chunks that are being updated in parts
-        self._wholes: dict[int, tuple[Piece, Mapping[str, Tensor]]] = {}  # of chunks held here
+        # Of chunks held here, in buffers that stay: the piece, its slices, and those of its ranges.
+        self._wholes: dict[int, tuple[Piece, Mapping[str, Tensor], Cuts]] = {}
         self._lock = threading.Lock()  # parts of one chunk may be updated on several lanes
 
     def reset(self) -> None:
@@ -76,9 +82,10 @@ class Updates:
             for index in placement.chunks.of_stage[action.stage]:
                 if chunks[index].gradients is not None:
                     if index not in self._wholes:
-                        whole = Piece(index, *placement.chunks.extent(index, MASTER))
-                        self._wholes[index] = whole, self._held(whole)
-                    self._piece(*self._wholes[index], lr, touched)
+                        whole = Piece(index, *self._own[index])
+                        self._wholes[index] = whole, self._held(whole), {}
+                    piece, held, cut = self._wholes[index]
+                    self._piece(piece, held, lr, touched, cut=cut)
             return
         piece = placement.items.pieces[action.stage][action.part]
         name = Item(State.OPTIMIZER, action.stage, action.part)
@@ -113,33 +120,30 @@ class Updates:
         lr: float,
         touched: set[str],
         outdated: bool = False,
+        cut: Cuts | None = None,
     ) -> None:
-        start, end = self.weight_pool.placement.chunks.extent(piece.chunk, MASTER)
+        """cut: where slices of its ranges are kept, which stay the same."""
+        start, end = self._own[piece.chunk]
         if piece.first == piece.last and start < end:  # others have a part more
             return
-        weights = held.get(MASTER, held[PARAMETERS])
+        cut = {} if cut is None else cut
         gradients = held[GRADIENTS]
         table = self.weight_pool.chunks[piece.chunk].table
         optimizer = taker(self.optimizer, table.main)
         if self.scale < 1.0:
             gradients.mul_(self.scale)
         for first, last, group, step, shape, parameter in self._of(piece, touched):
-            span = slice(first - piece.first, last - piece.first)
-            settings = self.groups[group]
-            here = {
-                spec.name: _own(table, spec, held[spec.name], piece, (first, last)).view(
-                    shape if spec.per == 1 else (-1,)
-                )
-                for spec in optimizer.states
-            }
-            mine = (weights[span].view(shape), gradients[span].view(shape), here)
+            settings, key = self.groups[group], (first, last, shape)
+            if key not in cut:
+                cut[key] = _slices(table, optimizer.states, held, piece, key)
+            mine = cut[key]
             rates = (step, lr * settings.lr, settings.weight_decay)
             if shape == (-1,) or self.whole_tensors is None:
                 optimizer.update(*mine, *rates)
             else:
                 self._whole(optimizer, parameter, *mine, rates)
         if MASTER in held:
-            held[PARAMETERS].copy_(weights)
+            held[PARAMETERS].copy_(held[MASTER])
         if outdated:  # the pool holds the parameters still, as they were
             flat = self.weight_pool.chunks[piece.chunk].parameters[piece.first : piece.last]
             flat.copy_(held[PARAMETERS])
@@ -179,7 +183,7 @@ class Updates:
         if placement.chunks.tier(piece.chunk, GRADIENTS) != DEVICE:
             return
         gradients.zero_()
-        mine = placement.chunks.extent(piece.chunk, MASTER)
+        mine = self._own[piece.chunk]
         held = chunk.shards.get(GRADIENTS, chunk.gradients)
         if held is not None and piece.first == mine[0] and len(held) > mine[1] - mine[0]:
             first, _ = placement.chunks.extent(piece.chunk, GRADIENTS)
@@ -204,13 +208,33 @@ class Updates:
         chunk = self.weight_pool.chunks[piece.chunk]
         with self._lock:
             if piece.chunk not in self._work:  # whichever part comes first
-                first, last = self.weight_pool.placement.chunks.extent(piece.chunk, MASTER)
+                first, last = self._own[piece.chunk]
                 self._work[piece.chunk] = _Work(_ranges(chunk, touched), last - first)
             ranges = self._work[piece.chunk].ranges
         for first, last, group, step, shape, name in ranges:
             first, last = max(first, piece.first), min(last, piece.last)
             if first < last:
                 yield first, last, group, step, shape, name
+
+
+def _slices(
+    table: ChunkTable,
+    states: Sequence[StateSpec],
+    held: Mapping[str, Tensor],
+    piece: Piece,
+    of: tuple[int, int, Shape],
+) -> Slices:
+    """What of a piece belongs to a range of it, in its shape."""
+    first, last, shape = of
+    span = slice(first - piece.first, last - piece.first)
+    here = {
+        spec.name: _own(table, spec, held[spec.name], piece, (first, last)).view(
+            shape if spec.per == 1 else (-1,)
+        )
+        for spec in states
+    }
+    weights = held.get(MASTER, held[PARAMETERS])
+    return weights[span].view(shape), held[GRADIENTS][span].view(shape), here
 
 
 def _own(
