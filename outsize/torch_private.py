@@ -7,11 +7,13 @@ sympy) is imported when it is first asked for.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import GradientEdge
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -77,6 +79,14 @@ def storage_key(of: Tensor | UntypedStorage) -> int:
 def storage_uses(of: Tensor) -> int:
     """How many references C++ and Python hold on a tensor's storage."""
     return int(torch._C._storage_Use_Count(of.untyped_storage()._cdata))
+
+
+def differentiate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward from edges of a graph, without its questions to each of them."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges), tuple(gradients), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def warm_fake_tensors() -> None:

@@ -175,3 +175,12 @@ def test_messages_may_begin_together():
 def test_what_is_not_there_is_refused():
     with pytest.raises(AttributeError):
         _ = private.nothing
+
+
+def test_a_graph_is_differentiated_from_its_edges():
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    squared, cubed = x * x, x * x * x
+    edges = [torch.autograd.graph.get_gradient_edge(y) for y in (squared, cubed)]
+    del squared, cubed
+    private.differentiate(edges, [torch.ones(2), torch.tensor([1.0, 0.0])])
+    assert x.grad is not None and x.grad.tolist() == [16.0, 6.0]

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from outsize.runtime.again import leaf
 from outsize.runtime.spill import Handle, Spill, restore
 from outsize.runtime.vocabulary import Rows
+from outsize.torch_private import differentiate
 
 SpillOf = Callable[[int], Spill | None]
 
@@ -157,7 +158,7 @@ class Record:
             if edge is not None and g is not None
         ]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+            differentiate(*zip(*pairs, strict=True))
         return [i.grad for i in self.inputs]
 
 
