@@ -91,13 +91,14 @@ def _run(
 ) -> Tensor:
     count, size = logits_CV.shape
     targets_C = targets_C.contiguous()
-    check(targets_C, size)
     weights_C = None if weights_C is None else weights_C.contiguous()
     total = native.loaded().outsize_cross_entropy(
         *(native.CODES[logits_CV.dtype], logits_CV.data_ptr(), targets_C.data_ptr(), IGNORE),
         *(factor, gradient, count, size, native.threads()),
         None if weights_C is None else weights_C.data_ptr(),
     )
+    if total < 0:
+        check(targets_C, size)
     return _allocate(logits_CV, targets_C, factor, gradient, weights_C).fill_(total * factor)
 
 

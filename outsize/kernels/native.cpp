@@ -347,11 +347,13 @@ void outsize_gate_backward(int dtype, const void* g, const void* gate_, const vo
                               threads))
 }
 
-// Sum of the losses, not yet times factor. Targets must lie in 0..size - 1 or be `ignore`. weights:
-// what each one's loss is times, null for 1.
+// Sum of the losses, not yet times factor; negative, and nothing done, where a target is neither in
+// 0..size - 1 nor `ignore`. weights: what each one's loss is times, null for 1.
 double outsize_cross_entropy(int dtype, void* logits, const int64_t* targets, int64_t ignore,
                              float factor, int gradient, int64_t rows, int64_t size, int threads,
                              const float* weights) {
+    for (int64_t row = 0; row < rows; ++row)
+        if (targets[row] != ignore && (targets[row] < 0 || targets[row] >= size)) return -1.0;
     BOTH(dtype, return cross_entropy(at<T>(logits), targets, ignore, factor, gradient != 0, rows,
                                      size, threads, weights))
 }
