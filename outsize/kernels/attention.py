@@ -73,6 +73,8 @@ class _Attention(torch.autograd.Function):
             go_THW = go_THW.contiguous()
         pull = torch.ops.outsize.attention_backward.default
         gradients = pull(go_THW, *saved, *ctx.facts)
+        if go_THW.dtype == torch.float32:
+            return *gradients, None, None, None
         return *(g.to(x.dtype) for g, x in zip(gradients, saved, strict=False)), None, None, None
 
 

@@ -26,7 +26,7 @@ PART = 1 << 20  # elements of a result that are made at once and then put where 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., N). Not for autograd to record."""
-    if not _fits(x, weight_NI, weight_NI.shape[0]):
+    if not _fits(x, weight_NI, weight_NI.size(0)):
         return F.linear(x, weight_NI, bias_N)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight_NI, bias_N, "none", [], "")
     return y
@@ -34,12 +34,12 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
 
 def product(a: Tensor, b_IN: Tensor) -> Tensor:
     """a (..., I) @ b."""
-    return linear(a, b_IN.t(), None) if _fits(a, b_IN, b_IN.shape[1]) else a @ b_IN
+    return linear(a, b_IN.t(), None) if _fits(a, b_IN, b_IN.size(1)) else a @ b_IN
 
 
 def add_product(total_MN: Tensor, a_MI: Tensor, b_IN: Tensor) -> None:
     """total += a @ b, all of one dtype."""
-    if _fits(a_MI, b_IN, b_IN.shape[1]):  # whole: in blocks, a transposed `a` is 1.3x slower
+    if _fits(a_MI, b_IN, b_IN.size(1)):  # whole: in blocks, a transposed `a` is 1.3x slower
         total_MN.add_(linear(a_MI, b_IN.t(), None))
     else:
         total_MN.addmm_(a_MI, b_IN)
@@ -47,7 +47,7 @@ def add_product(total_MN: Tensor, a_MI: Tensor, b_IN: Tensor) -> None:
 
 def put_product(a_MI: Tensor, b_IN: Tensor, out_MN: Tensor) -> None:
     """out = a @ b, all of one dtype."""
-    if not _fits(a_MI, b_IN, b_IN.shape[1]):
+    if not _fits(a_MI, b_IN, b_IN.size(1)):
         torch.mm(a_MI, b_IN, out=out_MN)
         return
     for rows, columns in _blocks(out_MN):

@@ -58,10 +58,10 @@ class MLP(nn.Module):
         self.down = Linear(inner, hidden, bias, "row", unit)
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
-        up_TF = self.up(x_TD)
-        if self.gate is None:
+        up_TF, gate = self.up(x_TD), self.gate
+        if gate is None:
             inner_TF = self.activation.forward(up_TF)
         else:
-            inner_TF = gated(self.gate(x_TD), up_TF, self.activation)
+            inner_TF = gated(gate(x_TD), up_TF, self.activation)
         y_TD: Tensor = self.down(inner_TF)
         return y_TD

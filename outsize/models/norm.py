@@ -42,5 +42,6 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
     """All of the vector is here."""
     if norm.facts.kind == "layer":
         return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.facts.eps)
-    assert norm.weight is not None, "an RMS norm has a weight"
-    return rms_norm(x, norm.weight, norm.facts.eps, 1.0 - norm.facts.unit)
+    weight, facts = norm.weight, norm.facts
+    assert weight is not None, "an RMS norm has a weight"
+    return rms_norm(x, weight, facts.eps, 1.0 - facts.unit)

@@ -95,7 +95,10 @@ def tables(
     frequency_TP = parts[0] if len(parts) == 1 else torch.cat(parts)
     angle_TP = positions_T.to(torch.float64).unsqueeze(1) * frequency_TP
     wide = dtype if dtype == torch.float64 else torch.float32
-    return (angle_TP.cos() * rope.amplitude).to(wide), (angle_TP.sin() * rope.amplitude).to(wide)
+    cos_TP, sin_TP = angle_TP.cos(), angle_TP.sin()
+    if rope.amplitude != 1.0:
+        cos_TP, sin_TP = cos_TP * rope.amplitude, sin_TP * rope.amplitude
+    return cos_TP.to(wide), sin_TP.to(wide)
 
 
 def rotate(x_THK: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
