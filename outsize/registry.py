@@ -14,13 +14,14 @@ import dataclasses
 import importlib
 import itertools
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from outsize.errors import OutsizeError, nearest
 
 T = TypeVar("T")
+Clash = tuple[str, Callable[[Any], bool]]  # what a plan may have, and whether it has
 _TECHNIQUES = "outsize.techniques"
 
 
@@ -70,11 +71,12 @@ class Registry(Generic[T]):
 class Technique:
     """A published technique as a user meets it.
 
-    key: its place in a run's file, as "zeroth-order" or "adapt.lora". settings: a frozen dataclass
-    of its settings, fields made by `setting`. meaning: what it does, in a line. exact: the numbers
-    are those of the plain run; else `approximate` must name it. touches: what it changes the
-    meaning of ("optimizer states", "the backward pass", ...): two that touch the same thing do not
-    go together. What else does not, the table of outsize/plan/approximate.py says.
+    key: its place in a run's file, as "adapt.lora". settings: a frozen dataclass of its settings,
+    fields made by `setting`. meaning: what it does, in a line. exact: the numbers are those of the
+    plain run; else `approximate` must name it. touches: what it changes the meaning of ("optimizer
+    states", "the backward pass", ...): two that touch the same thing do not go together. clashes:
+    what else does not, and whether a plan has it. alone: it runs on one worker. job: the class that
+    makes its steps, where that is not Job.
     """
 
     key: str
@@ -82,6 +84,9 @@ class Technique:
     meaning: str
     exact: bool = True
     touches: frozenset[str] = frozenset()
+    clashes: tuple[Clash, ...] = ()
+    alone: bool = False
+    job: str = ""
 
 
 TECHNIQUES: Registry[Technique] = Registry("technique")
@@ -93,9 +98,13 @@ def technique(
     meaning: str,
     exact: bool = True,
     touches: frozenset[str] = frozenset(),
+    clashes: tuple[Clash, ...] = (),
+    alone: bool = False,
+    job: str = "",
 ) -> Technique:
     """Register a technique under its key."""
-    return TECHNIQUES.add(key, Technique(key, settings, meaning, exact, touches))
+    made = Technique(key, settings, meaning, exact, touches, clashes, alone, job)
+    return TECHNIQUES.add(key, made)
 
 
 def refuse_shared(keys: Iterable[str]) -> None:

@@ -39,20 +39,20 @@ SUBJECTS: dict[str, Subject] = {
         31,
     ),
     "overlap": Subject(
-        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/overlap", "parallel/courier"), 15
+        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/overlap", "parallel/courier"), 14
     ),
     "sequence chunks": Subject(r"sequence_chunk", ("runtime/sequence",), 17),
-    "ladder": Subject(r"\bladder", ("models/ladder",), 18),
+    "ladder": Subject(r"\bladder", ("models/ladder",), 17),
     "zeroth-order": Subject(
         r"(?i)zeroth",
-        ("techniques/zeroth", "runtime/zeroth", "runtime/forwards", "schedule/compile/zeroth"), 8,
+        ("techniques/zeroth", "runtime/zeroth", "runtime/forwards", "schedule/compile/zeroth"),
     ),
     "local learning": Subject(
         r"(?i)local[-_]learning|LocalJob|\bplan\.local\b",
-        ("techniques/local", "runtime/local", "runtime/groups"), 7,
+        ("techniques/local", "runtime/local", "runtime/groups"),
     ),
     "frozen by dynamics": Subject(
-        r"(?i)frozen[-_]by[-_]dynamics|Freezing", ("techniques/frozen", "runtime/freezing"), 4
+        r"(?i)frozen[-_]by[-_]dynamics|Freezing", ("techniques/frozen", "runtime/freezing")
     ),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -17,19 +17,20 @@ PARTIAL = "partial-pipeline"
 APPROXIMATE: Mapping[str, str] = MappingProxyType(
     {
         "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
-        "zeroth-order": "two losses along a random direction in place of a gradient (MeZO, ZO2)",
-        "frozen-by-dynamics": "weights that change least are left alone for a while (SlimFit)",
-        "local-learning": "groups of blocks, each trained by a loss of its own (MAN)",
         PARTIAL: "microbatches that leave stages of a pipeline out (SkipPipe)",
     }
 )
-ALONE = ("zeroth-order", "frozen-by-dynamics", "local-learning")  # they run on one worker
 AUXILIARY = ("head", "block", "momentum")
 
 
 def known_names() -> tuple[str, ...]:
     """What `approximate` may hold: the names above, and techniques that change the maths."""
     return (*APPROXIMATE, *(name for name, one in TECHNIQUES.items() if not one.exact))
+
+
+def alone(names: Iterable[str]) -> list[str]:
+    """Those that run on one worker."""
+    return [name for name in names if (one := TECHNIQUES.find(name)) is not None and one.alone]
 
 
 @dataclass(frozen=True)
@@ -58,32 +59,16 @@ class Local:
             )
 
 
-_STATES = ("parameters", "gradients", "optimizer", "activations")
-
-# What a name under `approximate` cannot go with: it computes otherwise, or nothing would be done.
-CLASHES: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (
-    (
-        "zeroth-order",
-        "states other than parameters below the device: there are none",
-        lambda p: p.rests_below("gradients", "optimizer", "activations"),
-    ),
-    ("zeroth-order", "recompute", lambda p: any(stage.recompute for stage in p.stages)),
-    ("zeroth-order", "split_backward", lambda p: p.split_backward),
-    ("zeroth-order", "update: behind", lambda p: p.update == "behind"),
-    (
-        "frozen-by-dynamics",
-        "parameters or optimizer states below the device: what is frozen would move all the same",
-        lambda p: p.rests_below("parameters", "optimizer"),
-    ),
-    (
-        "local-learning",
-        "states below the device: every group would have a pool of its own",
-        lambda p: p.rests_below(*_STATES),
-    ),
-    (
-        PARTIAL,
-        "a pipeline.schedule that leaves no stage out: expected skip-pipe",
-        lambda p: p.mesh.pipeline == 1 or not p.pipeline.schedule.startswith("skip"),
-    ),
-    ("local-learning", "sequence_chunk", lambda p: p.sequence_chunk > 0),
-)
+def clash(plan: Plan) -> tuple[str, str] | None:
+    """A name under the plan's `approximate` and what it cannot go with, which the plan has: it
+    computes otherwise, or nothing would be done."""
+    if PARTIAL in plan.approximate and (
+        plan.mesh.pipeline == 1 or not plan.pipeline.schedule.startswith("skip")
+    ):
+        return PARTIAL, "a pipeline.schedule that leaves no stage out: expected skip-pipe"
+    for name in plan.approximate:
+        one = TECHNIQUES.find(name)
+        for what, found in () if one is None else one.clashes:
+            if found(plan):
+                return name, what
+    return None

@@ -13,7 +13,7 @@ from typing import Literal
 
 from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, counted, nearest
-from outsize.plan.approximate import ALONE, APPROXIMATE, CLASHES, Local, known_names
+from outsize.plan.approximate import APPROXIMATE, Local, alone, clash, known_names
 from outsize.plan.spread import Pipelined, Sharding, share
 from outsize.registry import refuse_shared
 
@@ -146,7 +146,7 @@ class Plan:
     update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
     backward pass ("behind": no clipping). stream: for states that rest below the device.
     sequence_chunk: tokens of a microbatch that are in a block at once where the block is recomputed
-    whole, and in the epilogue (0: all). local: settings of local-learning under `approximate`.
+    whole, and in the epilogue (0: all). local: of losses of groups, where `approximate` names them.
     overlap: chunks of tokens in which products of branches go beside their sums over the tensor
     axis (0: whole, one after the other). pipeline: how stages are played where the mesh has such an
     axis; microbatches then go in the order of its schedule.
@@ -262,10 +262,9 @@ class Plan:
             axis.check(self, self.mesh[axis.name])
         if self.mesh.pipeline > 1:
             self._check_pipeline()
-        alone = [name for name in self.approximate if name in ALONE]
-        if alone and self.mesh.size > 1:
+        if self.mesh.size > 1 and (found := alone(self.approximate)):
             raise OutsizeError(
-                f"plan: approximate holds {alone[0]}, which runs on one worker; the mesh is"
+                f"plan: approximate holds {found[0]}, which runs on one worker; the mesh is"
                 f" {self.mesh}: leave it out, or take the mesh to 1"
             )
 
@@ -309,12 +308,11 @@ class Plan:
                     f"plan: approximate holds {name!r}{nearest(name, known_names())}"
                 )
         refuse_shared(self.approximate)
-        for name, other, found in CLASHES:
-            if name in self.approximate and found(self):
-                raise OutsizeError(
-                    f"plan: approximate holds {name} and the plan has {other}, which do not go"
-                    " together: leave one of them out"
-                )
+        if found := clash(self):
+            raise OutsizeError(
+                f"plan: approximate holds {found[0]} and the plan has {found[1]}, which do not go"
+                " together: leave one of them out"
+            )
         precision = self.precision
         bare = precision.compute == "bfloat16" and precision.master is None
         if bare and "bfloat16-weights" not in self.approximate:

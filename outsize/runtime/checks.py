@@ -19,6 +19,7 @@ from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
+from outsize.registry import TECHNIQUES
 from outsize.runtime.flow import Flow
 from outsize.schedule import Kind
 from outsize.schedule.chunks import Chunks
@@ -26,11 +27,6 @@ from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
-
-_OTHERS = (
-    ("zeroth-order", "computes gradients", "outsize.runtime.zeroth.ZerothJob"),
-    ("local-learning", "has one loss", "outsize.runtime.local.LocalJob"),
-)
 
 
 def dtypes_of(precision: Precision) -> Dtypes:
@@ -83,11 +79,12 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
 def check(flow: Flow, plan: Plan, optimizer: Optimizer, clip: float | None) -> None:
     """Refuse what cannot be, before anything is allocated."""
     check_approximate(optimizer, plan.approximate)
-    for name, what, where in _OTHERS:
-        if name in plan.approximate:
+    for name in plan.approximate:
+        one = TECHNIQUES.find(name)
+        if one is not None and one.job:
             raise OutsizeError(
-                f"plan: approximate holds {name}, and this job {what}; use {where}, or leave the"
-                " name out"
+                f"plan: approximate holds {name}, whose steps this job does not make; use"
+                f" {one.job}, or leave the name out"
             )
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))

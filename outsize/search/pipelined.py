@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
-from outsize.plan.approximate import ALONE, PARTIAL
+from outsize.plan.approximate import PARTIAL, alone
 from outsize.plan.spread import pipelined
 from outsize.schedule import Kind
 from outsize.schedule.pipelines import Pipeline, Shape, named
@@ -127,10 +127,9 @@ def _split(schedule: Schedule) -> bool:
 def _check_others(request: PlanRequest) -> None:
     """What does not go with a pipeline."""
     workers = f"mesh.pipeline is {request.mesh.pipeline}"
-    alone = [name for name in request.approximate if name in ALONE]
-    if alone:
+    if found := alone(request.approximate):
         raise OutsizeError(
-            f"{workers} and plan.approximate holds {alone[0]}, which runs on one worker; leave it"
+            f"{workers} and plan.approximate holds {found[0]}, which runs on one worker; leave it"
             " out, or take the mesh to 1"
         )
 

@@ -18,51 +18,25 @@ from outsize.plan import DEVICE, Plan
 from outsize.runtime.engine import Engine, Loaded
 from outsize.runtime.groups import later
 from outsize.runtime.local import LocalJob
-from outsize.runtime.zeroth import ZerothJob
 from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.layout import Placement
-from outsize.schedule.residency import moved as item_of
 from outsize.schedule.starting import Filling, starting
 from outsize.simulate.counter import Counter, Work
-from outsize.simulate.forecast import Forecast, duration, rate
+from outsize.simulate.forecast import Forecast, duration
 from outsize.simulate.replay import kinds_at_peak, play
 from outsize.torch_private import FakeTensorMode
 from outsize.trace.trace import Event, Trace
 
-DRAWN = 26e6  # normal numbers a second of one core (docs/log.md): two for every weight and step
 Named = tuple[tuple[str, Mapping[str, int]], ...]
 
 
 @dataclass(frozen=True)
-class _Played:
+class Played:
     """A schedule with its actions' bytes, and as it was predicted."""
 
     schedule: Schedule
     trace: Trace
     flops: float
-
-
-def predict_zeroth(
-    plan: Plan,
-    job_of: Callable[[Plan, Ledger], ZerothJob],
-    batch_of: Callable[[int], object],
-    hardware: Hardware,
-    filling: Filling,
-) -> Forecast:
-    """What a plan of losses alone will hold and take. job_of, batch_of: called in a fake mode."""
-    ledger = Ledger()
-    with FakeTensorMode(), torch.no_grad():
-        job = job_of(plan, ledger)
-        static = _static(ledger)
-        job.ready(batch_of(plan.rows), 1.0)
-
-        def seconds(action: Action, work: Work) -> float:
-            return _zeroth_seconds(job, hardware, action, work)
-
-        made = _play(job.engine, job.loaded, ledger, static, seconds)
-        names = [name for name, _ in job.flow.segments]
-        segments = _segments(job.placement, names, made.schedule)
-    return _forecast(plan, made, static, segments, [job.placement], filling)
 
 
 def predict_local(
@@ -78,13 +52,13 @@ def predict_local(
     segments: Named = ()
     with FakeTensorMode():
         job = job_of(plan, ledger)
-        batch, static = batch_of(plan.rows), _static(ledger)
+        batch, static = batch_of(plan.rows), static_of(ledger)
         stages, since = 0, 0.0
         with job.handing():
             for group, one in zip(job.groups, job.jobs, strict=True):
                 one.ready(batch, 1.0)
-                made = _play(
-                    one.engine, one.loaded, ledger, _static(ledger),
+                made = played(
+                    one.engine, one.loaded, ledger, static_of(ledger),
                     lambda _, work: duration(work, hardware.devices[0]),
                 )  # fmt: skip
                 events += later(made.trace, since, stages)
@@ -92,17 +66,17 @@ def predict_local(
                 stages += len(one.plan.stages)
                 actions += made.schedule.workers[0]
                 names = [group.segment(name) for name, _ in one.flow.segments]
-                segments += _segments(one.placement, names, made.schedule)
+                segments += segments_of(one.placement, names, made.schedule)
         with torch.no_grad(), ledger:
             job.ready(_evaluated(batch_of(plan.microbatch_size)), 0, plan.microbatch_size)
             job.engine.begin(job.loaded)
             evaluation = max(job.engine.alone(step).peak for step in job.loaded.steps)
-    whole = _Played(
+    whole = Played(
         Schedule(stages, plan.microbatches, (tuple(actions),)),
         Trace("predicted", tuple(events)), flops,
     )  # fmt: skip
     placements = [one.placement for one in job.jobs]
-    told = _forecast(plan, whole, static, segments, placements, filling)
+    told = forecast_of(plan, whole, static, segments, placements, filling)
     return replace(told, evaluation=evaluation, peak=max(told.peak, evaluation))
 
 
@@ -112,17 +86,17 @@ def _evaluated(batch: object) -> Batch:
     return replace(batch, noise=None)
 
 
-def _static(ledger: Ledger) -> dict[str, int]:
+def static_of(ledger: Ledger) -> dict[str, int]:
     return {kind: count for kind, count in ledger.live.items() if count}
 
 
-def _play(
+def played(
     engine: Engine,
     program: Loaded,
     ledger: Ledger,
     static: Mapping[str, int],
     seconds: Callable[[Action, Work], float],
-) -> _Played:
+) -> Played:
     """The actions one after the other, then beside each other by the clock."""
     actions: list[Action] = []
     times: dict[object, float] = {}
@@ -145,24 +119,10 @@ def _play(
             times[action.key] = seconds(action, counter.work)
             flops += counter.work.flops()
     filled = replace(program.schedule, workers=(tuple(actions),))
-    return _Played(filled, play(filled, static, lambda _, a: times[a.key]), flops)
+    return Played(filled, play(filled, static, lambda _, a: times[a.key]), flops)
 
 
-def _zeroth_seconds(job: ZerothJob, hardware: Hardware, action: Action, work: Work) -> float:
-    placement, stage = job.placement, action.stage
-    if action.lane is not Lane.COMPUTE:
-        fetch = action.kind is Kind.FETCH
-        return sum(
-            span.bytes / rate(hardware, placement.chunks.tier(span.chunk, span.what), fetch)
-            for span in placement.items.spans[item_of(action)]
-        )
-    draws = action.kind is Kind.UPDATE or not action.microbatch
-    chunks = (c for c in placement.chunks.of_stage[stage] if job.learns[c])
-    numel = sum(placement.chunks.tables[c].numel for c in chunks) if draws else 0
-    return duration(work, hardware.devices[0]) + numel / DRAWN
-
-
-def _segments(placement: Placement, names: Sequence[str], schedule: Schedule) -> Named:
+def segments_of(placement: Placement, names: Sequence[str], schedule: Schedule) -> Named:
     """By segment its static bytes, what a microbatch keeps of it and its costliest workspace."""
     made: list[dict[str, int]] = [{} for _ in names]
     for kind, segment, size in _resting(placement, below=False):
@@ -189,9 +149,9 @@ def _resting(placement: Placement, below: bool) -> Iterator[tuple[str, int, int]
                 yield tier if below else kind, table.segment, size
 
 
-def _forecast(
+def forecast_of(
     plan: Plan,
-    made: _Played,
+    made: Played,
     static: Mapping[str, int],
     segments: Named,
     placements: Sequence[Placement],

@@ -28,5 +28,12 @@ class FrozenByDynamics:
 
 technique(
     KEY, FrozenByDynamics, "settings of plan.approximate: [frozen-by-dynamics]", exact=False,
-    touches=frozenset({"the backward pass"}),
+    touches=frozenset({"the backward pass"}), alone=True,
+    clashes=(
+        (
+            "parameters or optimizer states below the device: what is frozen would move all the"
+            " same",
+            lambda p: p.rests_below("parameters", "optimizer"),
+        ),
+    ),
 )  # fmt: skip

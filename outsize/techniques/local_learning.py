@@ -30,5 +30,12 @@ class LocalLearning:
 
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
-    touches=frozenset({"the backward pass"}),
+    touches=frozenset({"the backward pass"}), alone=True, job="outsize.runtime.local.LocalJob",
+    clashes=(
+        (
+            "states below the device: every group would have a pool of its own",
+            lambda p: p.rests_below("parameters", "gradients", "optimizer", "activations"),
+        ),
+        ("sequence_chunk", lambda p: p.sequence_chunk > 0),
+    ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ from outsize.search import PlanRequest, pick
 from outsize.search.candidates import candidates
 from outsize.search.request import layouts
 from outsize.simulate import Forecast
-from outsize.simulate.playing import predict_local, predict_zeroth
+from outsize.simulate.playing import predict_local
 from outsize.simulate.rehearse import Nowhere
 from outsize.techniques.frozen_by_dynamics import KEY as FROZEN
 from outsize.techniques.frozen_by_dynamics import FrozenByDynamics
@@ -40,6 +40,7 @@ from outsize.techniques.local_learning import KEY as LOCAL
 from outsize.techniques.local_learning import LocalLearning
 from outsize.techniques.zeroth_order import KEY as ZEROTH
 from outsize.techniques.zeroth_order import ZerothOrder
+from outsize.techniques.zeroth_order import predicted as predict_zeroth
 from outsize.train.config import RunConfig
 
 Step = Callable[[Batch, float], Tensor]
