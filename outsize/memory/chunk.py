@@ -25,6 +25,11 @@ from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim.declared import WHOLE
 
 
+def is_layer(name: str, dims: int) -> bool:
+    """Whether a parameter is a layer's weight: a matrix, an embedding, a norm; a bias is none."""
+    return dims > 1 or name.rpartition(".")[2] == "weight"
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where one parameter lies in its chunk: [offset, offset + numel) elements."""

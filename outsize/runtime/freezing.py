@@ -27,6 +27,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, nearest
 from outsize.kernels.pieces import pieces
+from outsize.memory.chunk import is_layer
 from outsize.models.random import uniform
 from outsize.runtime.compressed import compressing
 from outsize.runtime.intercept import Undo, intercept
@@ -62,7 +63,7 @@ class Freezing:
         if not 0 <= rate < 1:
             raise OutsizeError(f"{NAME}: rate is {rate}; expected 0 or more and less than 1")
         self.job, self.rate = job, rate
-        names = [n for n, p in job.owners.items() if p.requires_grad and _layer(n, p)]
+        names = [n for n, p in job.owners.items() if p.requires_grad and is_layer(n, p.ndim)]
         first = uniform(seed, "freezing", 0, len(names))
         self.distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
         self.distances |= {n: float(d) for n, d in (distances or {}).items()}
@@ -98,7 +99,8 @@ class Freezing:
         frozen = self.frozen()
         active = [name for name in self.distances if name not in frozen]
         read = self.job.weight_reader()
-        before = {name: read(name).clone() for name in active}
+        with self.job.watch.on(), self.job.watch.kind("optimizer"):
+            before = {name: read(name).clone() for name in active}
         with self._still(frozen):
             loss = self.job.step(batch, lr)
         self._measure(before, self.job.weight_reader())
@@ -117,10 +119,6 @@ class Freezing:
     def _measure(self, before: dict[str, Tensor], read: Callable[[str], Tensor]) -> None:
         for name in list(before):
             self.distances[name] = distance(before.pop(name), read(name))
-
-
-def _layer(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 or name.rpartition(".")[2] == "weight"
 
 
 @torch.no_grad()

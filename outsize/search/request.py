@@ -43,7 +43,8 @@ class PlanRequest:
     forecast has a tier of the same name with measured rates for each. dropout: its rate.
     weighed: whether targets have weights.
     mesh, shards, sequence_parallel, overlap: the workers, as a plan has them. pipeline: its
-    schedule, as a plan has it. filling: how the model's first values come.
+    schedule, as a plan has it. filling: how the model's first values come. frozen: as Facts have
+    it.
     """
 
     rows: int
@@ -71,6 +72,7 @@ class PlanRequest:
     gathered: int = 2  # stages whose weights are gathered at once, where they are cut
     pipeline: str | None = None
     filling: Filling = field(default_factory=Filling)
+    frozen: float | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -138,7 +140,13 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     job_of, _ = native_makers(config, replace(request, clip=None))
     with FakeTensorMode():
         facts = facts_of(job_of(plan, Ledger()))
-    return replace(facts, host=memories(request), filling=request.filling)
+    return known_of(request, facts)
+
+
+def known_of(request: PlanRequest, facts: Facts) -> Facts:
+    """Facts of a model with what a request knows beside it."""
+    host = memories(request)
+    return replace(facts, host=host, filling=request.filling, frozen=request.frozen)
 
 
 def memories(request: PlanRequest) -> frozenset[str]:

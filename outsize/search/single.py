@@ -21,8 +21,8 @@ from outsize.search.request import (
     Forecaster,
     PlanRequest,
     facts_of_model,
+    known_of,
     layouts,
-    memories,
     native_makers,
 )
 from outsize.search.settled import composed
@@ -78,7 +78,7 @@ def predict(
     found = []
     for bounds in layouts(request):
         costs = rehearse(plan, *native_makers(config, request, bounds))
-        facts = replace(costs.facts, host=memories(request), filling=request.filling)
+        facts = known_of(request, costs.facts)
         found.append(replace(costs, facts=facts))
     return composed(plan, found, hardware)
 

@@ -62,7 +62,8 @@ class ActionCost:
 class Facts:
     """What the placement of a plan needs of a model: its chunks' tables, by segment the segments
     whose parameters it reads, what the optimizer keeps of those that it leaves to its `rest` and
-    (`main`) of those that it takes itself, the tiers that are memory, and how first values come."""
+    (`main`) of those that it takes itself, the tiers that are memory, and how first values come.
+    frozen: the share of the layers that each step leaves alone, None where all are trained."""
 
     tables: tuple[ChunkTable, ...]
     uses: tuple[tuple[int, ...], ...]
@@ -70,6 +71,7 @@ class Facts:
     main: tuple[StateSpec, ...] = ()
     host: frozenset[str] = frozenset()
     filling: Filling = OWN
+    frozen: float | None = None
 
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
         """How a plan places the model's states on the worker of the data axis that has most of

@@ -21,7 +21,7 @@ from outsize.simulate.counter import Work
 from outsize.simulate.handing import absent, evaluating, with_handing
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.replay import Player, annotate, kinds_at_peak, play
-from outsize.simulate.resting import below, held_of, segments_of, spilled
+from outsize.simulate.resting import below, copied, held_of, segments_of, spilled
 from outsize.simulate.together import play_together
 from outsize.trace.trace import Trace
 
@@ -133,12 +133,14 @@ def _most(turns: Sequence[Turn]) -> dict[str, int]:
 @dataclass(frozen=True)
 class _Place:
     """One place of the pipeline axis: all there is where the plan has no pipeline. held: by
-    segment, bytes by kind of the states that are there throughout; static: with what else is."""
+    segment, bytes by kind of the states that are there throughout; static: with what else is.
+    copied: of these, what is there in a step alone."""
 
     placement: Placement
     schedule: Schedule
     held: tuple[Mapping[str, int], ...]
     static: Mapping[str, int]
+    copied: int
 
     @staticmethod
     def of(plan: Plan, costs: Costs, turn: int) -> _Place:
@@ -146,7 +148,7 @@ class _Place:
         placement = costs.facts.placement(plan, turn)
         line = placement.chunks.pipelining
         schedule = with_handing(annotate(placement.schedule, costs), costs, line)
-        held = held_of(placement)
+        held, frozen = held_of(placement), costs.facts.frozen
         static = {
             "data": costs.data,
             "window": placement.pool,
@@ -155,25 +157,33 @@ class _Place:
         for kinds in held:
             for kind, count in kinds.items():
                 static[kind] = static.get(kind, 0) + count
+        static["optimizer"] = static.get("optimizer", 0) + (more := copied(placement, frozen))
         static = {kind: count for kind, count in static.items() if count}
         prove(schedule, static=sum(static.values()))
-        return _Place(placement, schedule, tuple(held), static)
+        return _Place(placement, schedule, tuple(held), static, more)
 
     def evaluation(self, costs: Costs) -> tuple[int, dict[str, int]]:
         """What an evaluation of one microbatch will hold: the peak, and bytes by kind at it. 0
         where it is not known: of a vocabulary that is cut over the pipeline."""
         if not costs.forward:
             return 0, {}
-        mine, static = costs.evaluation, {**self.static, "data": costs.evaluated}
+        mine, static = costs.evaluation, {**self._between, "data": costs.evaluated}
         schedule = annotate(self.placement.evaluation(1), mine)
         schedule = evaluating(schedule, mine, self.placement.chunks.pipelining)
         trace = play(schedule, static, lambda index, action: 0.0)
         return trace.peak(), kinds_at_peak(trace, static) if trace.peak() else {}
 
+    @property
+    def _between(self) -> Mapping[str, int]:
+        """What is there between steps."""
+        if not self.copied:
+            return self.static
+        return {**self.static, "optimizer": self.static["optimizer"] - self.copied}
+
     def begun(self, costs: Costs) -> dict[str, int]:
         """Bytes by kind while the first values are written, where that takes any."""
         beside = starting(self.placement, costs.facts.filling)
-        kinds = {k: n for k, n in self.static.items() if k not in ("data", "activations")}
+        kinds = {k: n for k, n in self._between.items() if k not in ("data", "activations")}
         return {**kinds, "workspace": beside} if beside else {}
 
     def told(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> Turn:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from outsize.memory import KINDS
+from outsize.memory.chunk import is_layer
 from outsize.plan import DEVICE, Plan
 from outsize.schedule import Kind, Schedule, State
-from outsize.schedule.kept import GRADIENTS
+from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.simulate.costs import Costs
 
@@ -22,6 +23,20 @@ def held_of(placement: Placement) -> list[dict[str, int]]:
                 mine = made[table.segment]
                 mine[kind] = mine.get(kind, 0) + placement.chunks.nbytes(index, what)
     return made
+
+
+def copied(placement: Placement, frozen: float | None) -> int:
+    """Bytes of the weights that a step copies to see how far they move, which are those of all
+    layers but the share that is frozen: at most, of the largest ones."""
+    if frozen is None:
+        return 0
+    chunks, sizes = placement.chunks, list[int]()
+    for index, table in enumerate(chunks.tables):
+        wide = dict(chunks.held(index))
+        width = wide[MASTER if MASTER in wide else PARAMETERS].itemsize
+        layers = [s for s in table.slots if table.trainable and is_layer(s.name, len(s.shape))]
+        sizes += [slot.numel * width for slot in layers]
+    return sum(sorted(sizes)[int(frozen * len(sizes)) :])
 
 
 def spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:

@@ -104,14 +104,14 @@ def set_up(
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
-    request = replace(request_of(resolved, specs), filling=filling)
+    way = special_of(resolved.config)
+    request = replace(request_of(resolved, specs), filling=filling, frozen=way.share)
     check_memory(hardware, request.budget, specs)
     check_pipeline(request, len(model.config.layers) + 2)
     given = plan if exact or plan is not None else plan_of(resolved, model.config)
     if given is None:
         check_cut(request)
     check_layouts(model.config, request)
-    way = special_of(resolved.config)
     if given is not None and (exact or plan is None):
         predicted = _given(model, request, given, hardware, way, fit)
     elif plan is None:

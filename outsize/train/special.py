@@ -2,7 +2,7 @@
 
 "zeroth-order" and "local-learning" have jobs of their own, which are predicted by playing them on
 fake tensors; "frozen-by-dynamics" plays the usual job's steps and is predicted without freezing,
-which holds and takes more.
+which takes more, and with the weights that it copies.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Special:
     def plans(self) -> bool:
         """Whether its plan is chosen and predicted here."""
         return bool(self.names & {ZEROTH, LOCAL})
+
+    @property
+    def share(self) -> float | None:
+        """Of the layers, those that each step leaves alone; None where all are trained."""
+        return self.frozen if FROZEN in self.names else None
 
     # -- the job ----------------------------------------------------------------------------------
 

@@ -100,6 +100,28 @@ def test_a_freezing_run_freezes_other_layers_after_going_on(runs) -> None:
     assert any("freezing" in json.dumps(note) for note in notes)
 
 
+def test_the_weights_that_freezing_copies_are_counted_and_predicted(runs) -> None:
+    """A budget of what is predicted is enough; with no layer frozen it is met to the byte, and is
+    that of a plain run with the weights once more."""
+    runs.train(train__steps=2, output=runs.home / "plain")
+    plain = read_metrics(runs.home / "plain")[-1]["predicted_peak_bytes"]
+    weights = load_file(runs.home / "plain" / "step-00000002" / "model.safetensors")
+    peaks = {}
+    for share in ("0", "0.6"):
+        sets = sets_of("frozen-by-dynamics", train__steps=2)
+        sets |= {"frozen-by-dynamics__share": share, "frozen-by-dynamics__keep": "whole"}
+        runs.train(**sets, output=runs.home / f"free {share}")
+        free = read_metrics(runs.home / f"free {share}")[-1]
+        budget = free["predicted_peak_bytes"]
+        runs.train(**sets, output=runs.home / f"bound {share}", memory=budget)
+        bound = read_metrics(runs.home / f"bound {share}")[-1]
+        assert bound["predicted_peak_bytes"] == budget
+        assert bound["measured_peak_bytes"] <= budget
+        peaks[share] = budget, bound["measured_peak_bytes"]
+    assert peaks["0"] == (plain + sum(x.nbytes for x in weights.values()),) * 2
+    assert peaks["0.6"][1] > 0.9 * peaks["0.6"][0]
+
+
 def test_zeroth_order_weights_rest_on_a_disk_where_memory_is_small(runs, tmp_path) -> None:
     sets = sets_of("zeroth-order", model__name="small", train__steps=2, train__sequence=32,
                    train__batch_tokens=64, train__evaluate_every=0, sample__tokens=3)  # fmt: skip
