@@ -127,7 +127,6 @@ def load(
     return Streamed(directory, parse_bytes(memory), dtype, device, disk, sparse)
 
 
-@torch.no_grad()
 def generate(
     model: Decoder | Streamed | Meshed,
     prompt: str | Sequence[int],
@@ -140,7 +139,6 @@ def generate(
     stop: Collection[str] = (),
     tokenizer: str | Path | Tokenizer | None = None,
     on_text: Callable[[str], None] | None = None,
-    on_ready: Callable[[str], None] | None = None,
 ) -> str | list[int]:
     """What follows a prompt: text for a text, token ids for token ids.
 
@@ -148,19 +146,34 @@ def generate(
     and the smallest set of probability top_p where given. A token depends on (seed, its index)
     only. stop: strings before which the text ends. tokenizer: a directory with tokenizer.json, or
     "bytes"; None takes that of the directory which the model was loaded from. on_text sees the
-    text in pieces as it comes; on_ready, before the first token, a line about what a model within
-    a memory budget keeps and reads, or where one on several workers lies, "" for others. The
-    workers of a mesh all call this alike and have the same text. Raises OutsizeError for settings
-    out of range, and for a budget that is too small.
+    text in pieces as it comes. The workers of a mesh all call this alike and have the same text.
+    Raises OutsizeError for settings out of range, and for a budget that is too small.
     """
     _check_model(model)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    return go_on(model, prompt, max_tokens, sampling, stop, tokenizer, on_text)
+
+
+@torch.no_grad()
+def go_on(
+    model: Decoder | Streamed | Meshed,
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Collection[str] = (),
+    tokenizer: str | Path | Tokenizer | None = None,
+    on_text: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> str | list[int]:
+    """`generate` with its draws as one thing. on_ready: called before the first token, with a line
+    about what a model within a memory budget keeps and reads, or where one on several workers lies,
+    "" for others."""
     if isinstance(prompt, str):
         text = tokenizer_of(model, tokenizer)
         ids: Sequence[int] = prompt_ids(text, prompt)
     else:
         ids = _ids(prompt)
-    decoder, player, at_once = _player(model, ids, max_tokens, temperature > 0)
+    decoder, player, at_once = _player(model, ids, max_tokens, sampling.temperature > 0)
     if on_ready is not None:
         on_ready(_outlook(model))
     if not isinstance(prompt, str):

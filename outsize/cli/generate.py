@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from outsize.cli.command import Command
 
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
+    from outsize.decode.samplers import Sampling
     from outsize.launch.heartbeat import Heartbeat
     from outsize.models.config import DecoderConfig
     from outsize.models.decoder import Decoder
@@ -81,10 +83,10 @@ def generate(
 
     Workers of several machines are started by torchrun: torchrun ... -m outsize generate DIRECTORY.
     """
-    if workers is not None or mesh is not None or "RANK" in os.environ:
+    apart = workers is not None or mesh is not None or "RANK" in os.environ
+    if apart:
         # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.api import generate as go_on
     from outsize.decode.samplers import Sampling
     from outsize.decode.text import check_prompt
     from outsize.errors import OutsizeError
@@ -93,48 +95,84 @@ def generate(
     check_prompt(prompt)
     if memory is None and (disk is not None or sparse or timing):
         raise OutsizeError("--disk, --sparse and --timing go with --memory; give --memory SIZE")
-    begun = partial(
-        go_on, max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-        top_p=top_p, seed=seed, stop=stop,
-    )  # fmt: skip
-
-    def go(
-        model: Decoder | Streamed | Meshed,
-        text: Tokenizer,
-        on_text: Callable[[str], None],
-        first: bool = True,
-    ) -> None:
-        if not first:
-            begun(model, prompt, tokenizer=text)
-            return
-        begun(model, prompt, tokenizer=text, on_text=on_text, on_ready=_echo(prompt, no_echo))
-        click.echo()
-
-    def meet(model: Meshed, first: bool, pulse: Heartbeat) -> None:
-        assert model.origin is not None
-        go(model, _tokenizer(model.origin, tokenizer, model.config), _printing(pulse), first)
-
-    if workers is not None or mesh is not None or "RANK" in os.environ:
-        from outsize.serve.workers import Asked, run_workers, several
-
-        facts = {
-            "prompt": repr(prompt), "max_tokens": repr(max_tokens), "sampling": repr(sampling),
-            "stop": repr(stop), "tokenizer": repr(tokenizer),
-        }  # fmt: skip
-        asked = Asked(mesh, workers, facts)
-        if several(asked):
-            if memory is not None:
-                raise OutsizeError(
-                    f"--memory {memory} with several workers, each of which holds its part; leave"
-                    " --memory out, or --workers and --mesh"
-                )
-            ctx.exit(run_workers(asked, lambda: _found(directory, tokenizer)[0], meet))
+    wanted = _Wanted(prompt, max_tokens, sampling, stop, tokenizer, not no_echo)
+    if apart:
+        _on_workers(ctx, wanted, directory, mesh, workers, memory)
     found, config, text = _found(directory, tokenizer)
     with ExitStack() as stack:
         model = _opened(stack, found, config, memory, disk, sparse)
-        go(model, text, partial(click.echo, nl=False))
+        wanted.go(model, text, partial(click.echo, nl=False))
         if timing:
             click.echo(_timing(model), err=True)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is generated, whatever the model lies on."""
+
+    prompt: str
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    tokenizer: str | None
+    echo: bool
+
+    def go(
+        self,
+        model: Decoder | Streamed | Meshed,
+        text: Tokenizer,
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        """Generate; on_text None: another worker says it."""
+        from outsize.api import go_on
+
+        own = (model, self.prompt, self.max_tokens, self.sampling, self.stop, text)
+        if on_text is None:
+            go_on(*own)
+            return
+        go_on(*own, on_text, self._ready)
+        click.echo()
+
+    def _ready(self, plan: str) -> None:
+        """Say before the first token the plan, if there is one, and the prompt."""
+        if plan:
+            click.echo(plan, err=True)
+        if self.echo:
+            click.echo(self.prompt, nl=False)
+
+    def meet(self, model: Meshed, first: bool, pulse: Heartbeat) -> None:
+        """Generate as one of several workers."""
+        assert model.origin is not None
+        text = _tokenizer(model.origin, self.tokenizer, model.config)
+        self.go(model, text, _printing(pulse) if first else None)
+
+    def facts(self) -> dict[str, str]:
+        """What all workers must have been asked alike."""
+        names = ("prompt", "max_tokens", "sampling", "stop", "tokenizer")
+        return {name: repr(getattr(self, name)) for name in names}
+
+
+def _on_workers(
+    ctx: click.Context,
+    wanted: _Wanted,
+    directory: Path,
+    mesh: str | None,
+    workers: int | None,
+    memory: str | None,
+) -> None:
+    """Generate on several workers and leave; nothing where there is one."""
+    from outsize.errors import OutsizeError
+    from outsize.serve.workers import Asked, run_workers, several
+
+    asked = Asked(mesh, workers, wanted.facts())
+    if several(asked):
+        if memory is not None:
+            raise OutsizeError(
+                f"--memory {memory} with several workers, each of which holds its part; leave"
+                " --memory out, or --workers and --mesh"
+            )
+        found = partial(_found, directory, wanted.tokenizer)
+        ctx.exit(run_workers(asked, lambda: found()[0], wanted.meet))
 
 
 def _printing(pulse: Heartbeat) -> Callable[[str], None]:
@@ -184,18 +222,6 @@ def _opened(
 
     budget = parse_bytes(memory)
     return stack.enter_context(Streamed(found, budget, disk=disk, sparse=sparse, config=config))
-
-
-def _echo(prompt: str, no_echo: bool) -> Callable[[str], None]:
-    """What is said before the first token: the plan, if there is one, and the prompt."""
-
-    def on_ready(plan: str) -> None:
-        if plan:
-            click.echo(plan, err=True)
-        if not no_echo:
-            click.echo(prompt, nl=False)
-
-    return on_ready
 
 
 def _timing(model: Decoder | Streamed) -> str:

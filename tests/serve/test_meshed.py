@@ -14,8 +14,10 @@ from torch import Tensor
 from torchrun import free_port
 
 import outsize
+from outsize.api import go_on
 from outsize.checkpoint import hub
 from outsize.collectives import Mesh, World
+from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.build import build, segments
 from outsize.models.families import parse
@@ -156,7 +158,7 @@ def test_another_dtype_and_what_is_said(config: dict[str, Any], tmp_path: Path) 
     def work(world: World) -> tuple[Any, str]:
         with Meshed(path, world, torch.float32) as model:
             said: list[str] = []
-            return outsize.generate(model, PROMPT, 5, on_ready=said.append), said[0]
+            return go_on(model, PROMPT, 5, Sampling(), on_ready=said.append), said[0]
 
     (found, said), _ = play(Mesh(pipeline=2), work)
     assert found == alone
