@@ -15,7 +15,6 @@ from threads import play
 from outsize.collectives import Mesh, along
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
-from outsize.optim.parse import parse
 from outsize.parallel.tensor import split
 from outsize.plan import Plan, Rest, Sharding, zero
 from outsize.runtime import Job, NativeFlow
@@ -67,31 +66,13 @@ def check(plan: Plan, family="llama, untied", clip=0.5, optimizer=None, frozen=N
     return every
 
 
-TENSOR = {
-    "tensor": (1, 2, 0, False),
-    "tensor, sequence": (1, 2, 0, True),
-    "zero 1, tensor": (2, 2, 1, False),
-    "zero 3, tensor": (2, 2, 3, False),
-    "zero 3, tensor, sequence": (2, 2, 3, True),
-}
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("way", TENSOR.values(), ids=TENSOR)
-def test_tensor_axis(way, family):
-    data, tensor, stage, sequence = way
-    mesh = Mesh(data, tensor)
-    check(spread(data, zero(stage, data), mesh=mesh, sequence_parallel=sequence), family)
+def test_tensor_axis():
+    plan = spread(2, zero(3, 2), mesh=Mesh(2, 2), sequence_parallel=True)
+    check(plan, "mixtral")
 
 
 def test_more_workers_than_key_value_heads():
     check(spread(1, Sharding(), mesh=Mesh(1, 4)), "llama, untied")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_matrices_are_updated_whole(stage):
-    plan = spread(2, zero(stage, 2), mesh=Mesh(2, 2))
-    check(plan, optimizer=parse("muon", 1e-2, 0.1, (0.9, 0.95)))
 
 
 def test_gradients_that_workers_sum_stay_on_the_device():
@@ -120,40 +101,6 @@ SHARDS = {
 @pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
 def test_four_workers_give_the_numbers_of_one(shards, order):
     check(spread(4, shards, order=order))
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek_v3"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_families(family, stage):
-    check(spread(2, zero(stage, 2)), family)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"update": "behind", "order": "layer"},
-        {"stages": MIXED, "loss_chunk": 7, "mlp_tile": 6, "microbatch_rows": 2},
-        {"split_backward": True},
-    ],
-    ids=["behind", "recompute", "split"],
-)
-def test_with_the_rest_of_a_plan(stage, changes):
-    plan = spread(3, zero(stage, 3), **changes)
-    check(plan, clip=None if plan.update == "behind" else 0.5)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["sgd", "muon"])
-def test_optimizers(name, stage):
-    plan = spread(3, zero(stage, 3))
-    check(plan, optimizer=parse(name, 1e-2, 0.1, (0.9, 0.95)))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_parameters(stage):
-    plan = spread(2, zero(stage, 2))
-    check(plan, frozen=lambda name, _: "blocks.1" in name or "norm" in name)
 
 
 def test_master_copy_of_bfloat16():

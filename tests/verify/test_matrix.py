@@ -67,7 +67,7 @@ STAGES = {
 PIPED = FACTORS | {
     "mesh": (Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2), Mesh(1, 1, 2, context=2)),
     "schedule": ("1f1b", "interleaved:2", "zb-v", "chimera"),
-    "vocabulary": (0, 2),
+    "vocabulary": (0, 1, 2),
     "cuts": ("even", "head alone"),
     "rest": (Rest(), Rest(activations="host"), Rest(optimizer="host")),
     "order": ("microbatch",),
