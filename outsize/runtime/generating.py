@@ -80,7 +80,7 @@ def drawer(placement: Placement) -> int:
 
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, ready for its engine. begin:
-    sets out on a walk."""
+    sets out on a walk. lists: those made so far, by kind."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TokenSteps:
         self.flow, self.model = flow, flow.model
         self._engine, self._sample = engine, sample
         self._playable, self._begin = playable, begin
-        self._lists = dict[Kind, Loaded]()
+        self.lists = dict[Kind, Loaded]()
 
     def __call__(
         self,
@@ -105,9 +105,9 @@ class TokenSteps:
     ) -> list[Drawn]:
         single = all(stop - start == 1 for start, stop in pairwise(bounds))
         kind = Kind.DECODE if single else Kind.PREFILL
-        if kind not in self._lists:
-            self._lists[kind] = self._playable(kind)
-        loaded, dispatch = self._lists[kind], self.flow.execution.dispatch
+        if kind not in self.lists:
+            self.lists[kind] = self._playable(kind)
+        loaded, dispatch = self.lists[kind], self.flow.execution.dispatch
         context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
         walk = tokens_walk(self.flow, ids_T, context, loaded.points)
         self._begin(walk, (len(ids_T), len(bounds) - 1))

@@ -120,7 +120,7 @@ class Rows:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
         if here.learning is None:
-            here.going[State.SUMS] = self._logits(here.given.pop(State.ACTIVATIONS))
+            here.going[State.SUMS] = self._logits(here.given[State.ACTIVATIONS])
             return
         early = self.variant == 2 and torch.is_grad_enabled()
         here.scored = score(here.given[State.ACTIVATIONS], *here.learning, early)

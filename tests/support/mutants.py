@@ -26,7 +26,7 @@ from outsize.plan import DEVICE, Pipelined, Plan, Precision, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind, Lane, Program, Schedule, State, prove
-from outsize.schedule.programs import evaluate
+from outsize.schedule.programs import evaluate, generate
 
 SEQUENCE, VOCAB, PIECE = 6, 17, 128
 CONFIG = {
@@ -35,6 +35,7 @@ CONFIG = {
     "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": True,
 }  # fmt: skip
+_PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 
 
@@ -230,6 +231,33 @@ def judged_evaluations(plan: Plan, count: int, seed: str) -> Counter[str]:
     """What the prover says of so many damaged evaluations. They are not played."""
     program, rng = evaluation(plan, 4), random.Random(seed)
     return Counter(_sort(refusal(damaged(program, rng))) for _ in range(count))
+
+
+def judged_tokens(plan: Plan, count: int, seed: str) -> Counter[str]:
+    """As `judged`, of steps of generation: those let pass give the tokens of the compiled ones."""
+
+    def work(world: World) -> Counter[str]:
+        rng, found = random.Random(seed), Counter[str]()
+        with memory() as stores:
+            job = job_of(plan, stores, world)
+            expected = job.generate(_PROMPTS, 3, logprobs=True)
+            for _ in range(count):
+                kind = rng.choice([Kind.PREFILL, Kind.DECODE])
+                program = damaged(generate(job.placement, kind), rng)
+                reason = refusal(program)
+                found[_sort(reason)] += 1
+                if not reason:
+                    lists = {kind: job.playable(program.worker(world.rank))}
+                    job.tokens.lists.update(lists)
+                    job.weight_pool.pool.fill_(0xFF)
+                    job.weight_pool.forget()
+                    got = job.generate(_PROMPTS, 3, logprobs=True)
+                    assert got == expected, program.to_text()
+                    del job.tokens.lists[kind]
+            job.close()
+        return found
+
+    return play(plan.mesh, work)[0]
 
 
 def _sort(reason: str) -> str:
