@@ -1,6 +1,6 @@
 """How long Outsize takes to start: `outsize --help` and `import outsize`, in fresh processes.
 
-Targets, of the median of the runs: 0.5 s and 1.5 s; the exit code is 1 where one is missed. The
+Targets, of the median of the runs: 0.3 s and 1 s; the exit code is 1 where one is missed. The
 package imports PyTorch when something of it is first used; what that takes is shown beside them,
 without a target.
 """
@@ -59,8 +59,8 @@ def main() -> int:
     )
     good = True
     cases = (
-        (*help_command(), 0.5),
-        ("import outsize", IMPORT, 1.5),
+        (*help_command(), 0.3),
+        ("import outsize", IMPORT, 1.0),
         ("import outsize; outsize.prepare", FIRST_USE, None),
     )
     for name, command, most in cases:
