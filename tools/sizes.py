@@ -23,7 +23,6 @@ KNOWN = frozenset(
         "runtime/local.py:LocalJob",
         "runtime/zeroth.py:ZerothJob",
         "train/prepare.py:prepare",
-        "train/prepared.py:Prepared",
     }
 )
 

@@ -59,6 +59,8 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     smallest = replace(base, microbatch_rows=sizes[-1])
     if request.recompute is None:
         yield from _graded(smallest, request, segments)
+    if not request.tiled:
+        return
     tight = replace(smallest, stages=_stages(request, segments, segments - 2))
     long, short = _sequence_chunks(request, tight)
     if long > short:
@@ -85,7 +87,8 @@ def _sequence_chunks(request: PlanRequest, tight: Plan) -> tuple[int, int]:
 
 def _graded(plan: Plan, request: PlanRequest, segments: int) -> Iterator[Plan]:
     blocks = segments - 2
-    yield replace(plan, stages=per_segment(segments, ("mlp",)))
+    if request.tiled:
+        yield replace(plan, stages=per_segment(segments, ("mlp",)))
     steps = sorted({-(-blocks * eighth // 8) for eighth in range(1, 9)})
     for count in steps:
         yield replace(plan, stages=_stages(request, segments, count))

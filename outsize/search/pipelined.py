@@ -11,13 +11,11 @@ from dataclasses import replace
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
 from outsize.plan.approximate import PARTIAL, alone
-from outsize.plan.spread import pipelined
 from outsize.schedule import Kind
 from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.schedule.schedule import Schedule
 from outsize.search.request import PlanRequest
 
-SCHEDULE = "1f1b"  # as short a step as GPipe's, and it holds fewer microbatches
 AHEAD = 2  # microbatches for each worker: with one, a worker waits for about half of a step
 _FITS_ALL = Shape(4, 16)  # conditions of every schedule hold
 _PLENTY = 4  # microbatches for each worker, so that there are enough for every schedule
@@ -41,6 +39,8 @@ def row_choices(request: PlanRequest) -> list[int]:
     """
     workers, own = request.mesh.pipeline, -(-request.rows // request.mesh.rows)
     least = request.rows // request.mesh.rows
+    if request.few and request.microbatch_rows is not None:
+        return [min(request.microbatch_rows, own)]
     if request.microbatch_rows is not None:
         rows = min(request.microbatch_rows, own)
         if _count(request, rows) < workers <= least:
@@ -60,16 +60,16 @@ def row_choices(request: PlanRequest) -> list[int]:
 
 def playing(request: PlanRequest) -> Pipelined:
     """The schedule of plans, whose cuts are open."""
-    return _said(request) if request.mesh.pipeline > 1 else Pipelined()
+    return request.schedule if request.mesh.pipeline > 1 else Pipelined()
 
 
 def check_cut(request: PlanRequest) -> None:
     """Refuse a vocabulary that is to be cut over the workers of a pipeline that is not there. A run
     that goes on with one worker leaves it whole."""
-    if _said(request).vocabulary and request.mesh.pipeline == 1:
+    if request.schedule.vocabulary and request.mesh.pipeline == 1:
         raise OutsizeError(
-            f"plan.pipeline is {request.pipeline!r} and mesh.pipeline is 1: a vocabulary is cut"
-            " over the workers of a pipeline; set mesh to pipeline=2, or plan.pipeline to"
+            f"plan.pipeline is {request.schedule.said!r} and mesh.pipeline is 1: a vocabulary is"
+            " cut over the workers of a pipeline; set mesh to pipeline=2, or plan.pipeline to"
             f" {_name(request)}"
         )
 
@@ -181,12 +181,8 @@ def _few_rows(request: PlanRequest, least: int) -> OutsizeError:
 # -- schedules and rows ----------------------------------------------------------------------------
 
 
-def _said(request: PlanRequest) -> Pipelined:
-    return pipelined(request.pipeline or SCHEDULE)
-
-
 def _name(request: PlanRequest) -> str:
-    return _said(request).schedule
+    return request.schedule.schedule
 
 
 def _made(request: PlanRequest, rows: int) -> Pipeline:

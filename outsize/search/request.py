@@ -32,6 +32,8 @@ from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, unpipe
 from outsize.simulate.sample import Sample, expand, sample
 from outsize.torch_private import FakeTensorMode
 
+SCHEDULE = "1f1b"  # as short a step as GPipe's, and it holds fewer microbatches
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -43,8 +45,9 @@ class PlanRequest:
     forecast has a tier of the same name with measured rates for each. dropout: its rate.
     weighed: whether targets have weights.
     mesh, shards, sequence_parallel, overlap: the workers, as a plan has them. pipeline: its
-    schedule, as a plan has it. filling: how the model's first values come. frozen: as Facts have
-    it.
+    schedule, with its cuts where it is a plan's own. filling: how the model's first values come.
+    frozen: as Facts have it. tiled: whether a block's tokens can be computed in parts, as those of
+    somebody's own module cannot. few: microbatches are as said, even if there are more workers.
     """
 
     rows: int
@@ -70,16 +73,22 @@ class PlanRequest:
     sequence_parallel: bool = False
     overlap: int = 0
     gathered: int = 2  # stages whose weights are gathered at once, where they are cut
-    pipeline: str | None = None
+    pipeline: str | Pipelined | None = None
     filling: Filling = field(default_factory=Filling)
     frozen: float | None = None
+    tiled: bool = True
+    few: bool = False
 
     @property
     def vocabulary(self) -> int:
         """How it is cut over the workers of the pipeline, as a Pipelined has it."""
-        if self.pipeline is None or self.mesh.pipeline == 1:
-            return 0
-        return pipelined(self.pipeline).vocabulary
+        return self.schedule.vocabulary if self.mesh.pipeline > 1 else 0
+
+    @property
+    def schedule(self) -> Pipelined:
+        """Of the pipeline, as said or SCHEDULE."""
+        said = self.pipeline or SCHEDULE
+        return pipelined(said) if isinstance(said, str) else said
 
     def noise(self) -> Noise | None:
         """That of a batch that is predicted."""

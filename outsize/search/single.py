@@ -27,6 +27,7 @@ from outsize.search.request import (
 )
 from outsize.search.settled import composed
 from outsize.search.streamed import choose_streamed
+from outsize.search.ways import Predicts
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
 
@@ -34,6 +35,7 @@ __all__ = [
     "PlanRequest",
     "TooSmall",
     "choose",
+    "chosen",
     "facts_of_model",
     "forecaster_of",
     "native_makers",
@@ -51,9 +53,13 @@ def choose(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> F
 
     Raises OutsizeError where none fits, with the missing bytes and the nearest that does.
     """
-    forecaster = forecaster_of(config, request, hardware)
-    count = len(config.layers) + 2
-    ways = (list(candidates(replace(request, shards=s), count)) for s in _shardings(request))
+    return chosen(forecaster_of(config, request, hardware), len(config.layers) + 2)
+
+
+def chosen(forecaster: Predicts, segments: int) -> Forecast:
+    """The quickest plan of a model of so many segments that fits the request's budget."""
+    request = forecaster.request
+    ways = (list(candidates(replace(request, shards=s), segments)) for s in _shardings(request))
     if request.tiers and request.budget is not None:
         return choose_streamed(forecaster, *ways)
     return _quickest(ways, forecaster.forecast, request.budget)

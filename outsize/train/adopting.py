@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -108,8 +109,8 @@ def begin_alike(model: nn.Module, world: World, rows: int, device: torch.device)
     most, least = everyone(world).all_reduce(mine, "max").tolist()
     if most != -least:
         raise OutsizeError(
-            f"batch: {rows} rows here, {most:g} on another worker and {-least:g} on one;"
-            " expected as many on each: give every worker equal shares"
+            f"batch: the workers have {-least:g} to {most:g} rows; expected as many on each: give"
+            " every worker equal shares"
         )
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -169,13 +170,22 @@ class Guard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.ours = False  # the forward at hand is the job's
+        self._ours = False  # the forward at hand is the job's
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the job computes."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
 
     def forward(self, why: str) -> Any:
         """Refuse it from now on, until the handle that this gives is removed."""
 
         def refuse(*_: Any) -> None:
-            if not self.ours:
+            if not self._ours:
                 raise OutsizeError(f"{type(self._model).__name__}: {why}")
 
         return self._model.register_forward_pre_hook(refuse)

@@ -6,7 +6,6 @@ loss = job.step(batch)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,23 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from outsize.collectives import Mesh, parse_mesh
-from outsize.errors import OutsizeError
+from outsize.collectives import Mesh
 from outsize.kernels.entropy import Loss as ByTarget
-from outsize.memory import parse_bytes
-from outsize.models.adopt import find_blocks
-from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
-from outsize.parallel.execution import check_adopted
-from outsize.plan import Pipelined, Plan, Precision
-from outsize.plan import zero as stage_of
-from outsize.plan.spread import pipelined
-from outsize.schedule.pipelines import Costs, Shape, named
-from outsize.train.candidates import Loss, Settings
-from outsize.train.given import plan_given, refuse_missing, refuse_said_twice
+from outsize.plan import Pipelined, Plan
+from outsize.train.asked import Asked, Spreading, settings_of
 from outsize.train.prepared import Prepared
-from outsize.train.sums import SumOfRows
-from outsize.train.tiers import specs_of
+from outsize.train.settings import Loss
 
 
 def prepare(
@@ -108,177 +97,8 @@ def prepare(
 
     Raises OutsizeError for a model that cannot be split where it must be, naming the module.
     """
-    if not isinstance(model, nn.Module):
-        raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    _check_numbers(microbatches, clip)
-    given = None if plan is None else plan_given(plan, model)
-    if given is not None:
-        said = {
-            "microbatches": microbatches != 1, "recompute": recompute is not None,
-            "precision": precision is not None, "mesh": mesh is not None, "zero": zero != 1,
-            "sequence_parallel": sequence_parallel, "pipeline": pipeline != "1f1b",
-        }  # fmt: skip
-        refuse_said_twice(said)
-        microbatches, sequence_parallel = given.microbatches, given.sequence_parallel
-        mesh, pipeline = given.mesh, given.pipeline
-        memory = given.budget if memory is None else memory
-    workers = workers_of(mesh)
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    specs = specs_of(host_memory, disk, tuple(tiers), near)
-    if given is not None:
-        refuse_missing(given, specs)
-    if specs and memory is None:
-        raise OutsizeError(
-            f"{specs[0].name!r} is a tier for what does not fit in memory, and memory is None;"
-            " expected bytes that the device may hold: pass memory='2GiB'"
-        )
-    if not isinstance(model, Decoder):
-        check_adopted(workers, type(model).__name__)
-    found = () if isinstance(model, Decoder) else _blocks(model, blocks, workers)
-    parts = max(microbatches, workers.rows)
-    if parts > 1 and not isinstance(model, Decoder) and (count is None or loss is None):
-        what = f"microbatches is {microbatches}" if microbatches > 1 else f"mesh is {workers}"
-        raise OutsizeError(
-            f"{what} without loss and count: a mean of means is not the mean; pass"
-            " loss=(output, batch) -> sum and count=batch -> number of targets"
-        )
-    if parts > 1:
-        _refuse_batch_statistics(model)
-    whole, by_target = _losses(model, loss, count)
-    order = pipelined(pipeline) if isinstance(pipeline, str) else pipeline
-    _check_pipeline(workers, order, microbatches, bool(specs))
-    _check_vocabulary(workers, order, model)
-    if sequence_parallel and not isinstance(model, Decoder):
-        raise OutsizeError(
-            f"sequence_parallel is for decoders that outsize.load gives, and this is a"
-            f" {type(model).__name__}; leave it out"
-        )
-    if specs and workers.tensor > 1 and not isinstance(model, Decoder):
-        raise OutsizeError(
-            f"mesh is {workers}, {specs[0].name!r} is a tier and this is a {type(model).__name__};"
-            " states of what the automatic rules cut stay on the device: leave out the tiers"
-        )
-    if whole is not None and count is not None:
-        whole = SumOfRows(whole, count)
-    settings = Settings(
-        whole,
-        count,
-        found,
-        microbatches,
-        clip,
-        None if recompute is None else tuple(recompute),
-        None if memory is None else parse_bytes(memory),
-        _precision(model, precision) if given is None else given.precision,
-        specs,
-        workers,
-        stage_of(zero, workers.data) if given is None else given.shards,
-        sequence_parallel,
-        order,
-        blocks is not None,
-        given,
-        by_target,
-    )
-    return Prepared(model, optimizer, settings)
-
-
-def _check_numbers(microbatches: int, clip: float | None) -> None:
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise OutsizeError(f"microbatches is {microbatches!r}; expected a whole number from 1 on")
-    if clip is not None and not clip > 0:
-        raise OutsizeError(
-            f"clip is {clip}; expected the largest norm that a gradient may have, more than 0, or"
-            " None to leave gradients as they are"
-        )
-
-
-def _blocks(
-    model: nn.Module, pattern: str | Sequence[str] | None, workers: Mesh
-) -> tuple[tuple[str, nn.Module], ...]:
-    """The blocks of a module; none where it has none and need not be cut between them."""
-    try:
-        return tuple(find_blocks(model, pattern))
-    except OutsizeError:
-        if pattern is not None or workers.pipeline > 1 or workers.tensor > 1:
-            raise
-        return ()
-
-
-def _losses(
-    model: nn.Module, loss: Loss | ByTarget | None, count: Callable[[Any], float] | None
-) -> tuple[Loss | None, ByTarget | None]:
-    """The loss of an adopted module's output, or of a native decoder's targets."""
-    if not isinstance(model, Decoder):
-        if isinstance(loss, ByTarget):
-            raise OutsizeError(
-                f"loss is a {type(loss).__name__}, made of each target's cross-entropy, which only"
-                f" decoders that outsize.load gives have; this is a {type(model).__name__}: pass"
-                " loss=(output, batch) -> scalar"
-            )
-        return loss, None
-    if count is not None:
-        raise OutsizeError(
-            "count is given with a decoder that outsize.load gives, whose losses are divided by the"
-            " weights of its targets; leave it out, or pass weights in the batch"
-        )
-    if loss is not None and not isinstance(loss, ByTarget):
-        raise OutsizeError(
-            f"loss is a {type(loss).__name__} of (output, batch), and a decoder that outsize.load"
-            " gives has no output to take it from: leave it out, or pass an object with `columns`"
-            " and `of` (outsize.kernels.entropy.Loss)"
-        )
-    return None, loss
-
-
-def workers_of(mesh: str | Mesh | None) -> Mesh:
-    """The mesh of this run: as given, or all workers that torchrun has started on the data axis."""
-    if mesh is None:
-        return Mesh(data=int(os.environ.get("WORLD_SIZE", "1")))
-    return parse_mesh(mesh) if isinstance(mesh, str) else mesh
-
-
-def _check_pipeline(mesh: Mesh, order: Pipelined, microbatches: int, tiers: bool) -> None:
-    """Refuse a pipeline that cannot be."""
-    if mesh.pipeline == 1:
-        return
-    named(order.schedule, Shape(mesh.pipeline, microbatches, Costs(*order.costs)))
-    if tiers:
-        raise OutsizeError(
-            f"mesh is {mesh} and states may rest on tiers; workers of a pipeline have a part of the"
-            " model each instead: leave out host_memory, disk and tiers"
-        )
-
-
-def _check_vocabulary(mesh: Mesh, order: Pipelined, model: nn.Module) -> None:
-    """Refuse a vocabulary that nobody can cut."""
-    if not order.vocabulary:
-        return
-    if mesh.pipeline == 1:
-        raise OutsizeError(
-            f"pipeline is {order.said!r} and mesh.pipeline is 1: a vocabulary is cut over the"
-            f" workers of a pipeline; pass pipeline={order.schedule!r}, or a mesh with a pipeline"
-        )
-    if not isinstance(model, Decoder):
-        raise OutsizeError(
-            f"pipeline is {order.said!r} and this is a {type(model).__name__}, whose vocabulary is"
-            " not known; cut it of decoders that outsize.load gives, or pass"
-            f" pipeline={order.schedule!r}"
-        )
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise OutsizeError(
-                f"module {name!r} is a {type(module).__name__}: its statistics are those of the"
-                " whole batch, which microbatches would change; use microbatches=1"
-            )
-
-
-def _precision(model: nn.Module, name: str | None) -> Precision:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if name is None and len(dtypes) > 1:
-        raise OutsizeError(
-            f"model holds parameters of {', '.join(sorted(map(str, dtypes)))}; expected one dtype:"
-            " convert it with model.to(dtype), or pass precision="
-        )
-    return Precision.named(name or str(dtypes.pop()).removeprefix("torch."))
+    asked = Asked(
+        memory, loss, count, blocks, microbatches, clip, recompute, precision,
+        (host_memory, disk, tuple(tiers)), Spreading(mesh, zero, sequence_parallel, pipeline),
+    )  # fmt: skip
+    return Prepared(model, optimizer, settings_of(model, asked, plan))

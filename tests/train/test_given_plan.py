@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rates import known_hardware
 from rich.console import Console
 
 import outsize
@@ -14,8 +15,11 @@ from outsize import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.models.presets import PRESETS
-from outsize.plan import from_yaml, to_yaml
+from outsize.optim import AdamW
+from outsize.plan import Precision, Sharding, from_yaml, to_yaml
 from outsize.plan.file import PlanFile, read_plan, write_plan
+from outsize.search import PlanRequest, forecaster_of
+from outsize.search.candidates import candidates
 from outsize.train.planned import file_of, with_plan
 from outsize.train.resolve import resolve
 from outsize.train.run import start
@@ -158,3 +162,24 @@ def test_prepare_refuses_a_plan_of_more_workers(monkeypatch) -> None:
     plan = outsize.plan("tiny", settings=KEYS, mesh="data=2")
     with pytest.raises(OutsizeError, match="plan is for 2 workers, and 1 started"):
         outsize.prepare(decoder(), "adamw", plan=plan)
+
+
+def test_prepare_asks_the_planner_of_runs(monkeypatch) -> None:
+    """The same plans at every budget, down to where a block's tokens are computed in parts."""
+    monkeypatch.setattr("outsize.train.preparing.probe", known_hardware)
+    model = decoder("small")
+    request = PlanRequest(
+        2, 256, Precision.named("float32"), AdamW(), microbatch_rows=1, documents=(0, 256),
+        shards=Sharding(),
+    )  # fmt: skip
+    forecaster = forecaster_of(model.config, request, known_hardware())
+    plans = list(candidates(request, len(model.blocks) + 2))
+    assert plans[-1].sequence_chunk and plans[-1].mlp_tile
+    for plan in (plans[0], plans[5], plans[-1]):  # 4 MB apart
+        peak = forecaster.forecast(plan).peak
+        budget = peak + (0 if plan == plans[-1] else 1 << 20)
+        job = outsize.prepare(decoder("small"), "adamw", budget, microbatches=2)
+        job.step(torch.randint(0, 250, (2, 256)))
+        assert replace(job.plan, budget=None) == plan
+        assert budget >= job.forecast.peak >= job.report.trace.peak()
+        job.close()

@@ -1,8 +1,8 @@
-"""The plans among which `prepare` chooses."""
+"""What `prepare` was told, once it is checked, and what of it the planner is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from outsize.memory.tiers import TierSpec
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer, taker
 from outsize.plan import Pipelined, Plan, Precision, Sharding
-from outsize.plan.plan import BYTES, per_segment
+from outsize.plan.plan import BYTES
+from outsize.search import PlanRequest
 from outsize.train.batches import rows_of
 from outsize.train.given import check_batch
 
@@ -61,43 +62,47 @@ def rows_in(batch: Any) -> int:
     return batch.ids_BS.shape[0] if isinstance(batch, Batch) else rows_of(batch)
 
 
-def plans_of(
+def request_of(
     model: nn.Module, optimizer: Optimizer, settings: Settings, batch: Any
-) -> Sequence[Plan]:
-    """Candidate plans for a batch of this worker, quickest first. An optimizer that changes the
-    maths was asked for by name."""
+) -> PlanRequest:
+    """What is asked of the planner for a batch of this worker. An optimizer that changes the maths
+    was asked for by name."""
     native, rows = isinstance(batch, Batch), rows_in(batch)
-    segments = 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
-    if settings.plan is not None:
-        tokens = batch.ids_BS.shape[1] if native else 0
-        check_batch(settings.plan, segments, rows * settings.mesh.rows, tokens)
-        return [replace(settings.plan, budget=settings.budget)]
-    base = Plan(
-        segments,
-        per_segment(segments, settings.recompute or ()),
+    return PlanRequest(
         rows * settings.mesh.rows,
-        -(-rows // settings.microbatches),
         batch.ids_BS.shape[1] if native else 0,
         settings.precision,
-        loss_chunk=512 if native and not settings.pipeline.vocabulary else 0,
-        budget=settings.budget,
+        optimizer,
+        settings.clip,
+        settings.budget,
+        -(-rows // settings.microbatches),
+        settings.recompute,
+        None if native else 0,
+        approximate=() if optimizer.approximate is None else (optimizer.approximate,),
+        tiers=settings.tiers,
         mesh=settings.mesh,
         shards=settings.shards,
         sequence_parallel=settings.sequence_parallel,
         pipeline=settings.pipeline,
-        approximate=() if optimizer.approximate is None else (optimizer.approximate,),
+        tiled=native,
+        few=True,
     )
-    if settings.recompute is not None:
-        return [base]
-    blocks = segments - 2
-    counts = sorted({-(-blocks * quarter // 4) for quarter in range(1, 5)})
-    graded = [replace(base, stages=_first_blocks(segments, count)) for count in counts]
-    return [base, *graded]
 
 
-def _first_blocks(segments: int, count: int) -> Any:
-    plain, again = per_segment(segments), per_segment(segments, ("block",))
-    return tuple(again[i] if i <= count else plain[i] for i in range(segments))
+def segments_of(model: nn.Module, settings: Settings) -> int:
+    """Of the model as plans count them."""
+    return 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
+
+
+def given_plan(model: nn.Module, settings: Settings, batch: Any) -> Plan | None:
+    """The user's plan, if there is one. OutsizeError where it is of other batches."""
+    plan = settings.plan
+    if plan is None:
+        return None
+    tokens = batch.ids_BS.shape[1] if isinstance(batch, Batch) else 0
+    rows = rows_in(batch) * settings.mesh.rows
+    check_batch(plan, segments_of(model, settings), rows, tokens)
+    return replace(plan, budget=settings.budget)
 
 
 def _state_bytes(optimizer: Optimizer, sizes: Precision) -> int:

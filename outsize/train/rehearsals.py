@@ -1,20 +1,18 @@
-"""The plan of somebody's own model where its states may rest on tiers: the same search as a native
-decoder's, over rehearsals of the module itself."""
+"""Forecasts of a model that `prepare` has, for the same planner that runs ask: over rehearsals of
+the model itself, with batches like the first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outsize.hardware import Hardware
-from outsize.optim import Optimizer
 from outsize.plan import Plan
 from outsize.search import PlanRequest
 from outsize.search.request import memories
-from outsize.search.streamed import choose_streamed
+from outsize.search.settled import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
-from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import bare
 
 
@@ -45,25 +43,4 @@ class Rehearsals:
 
     def forecast(self, plan: Plan) -> Forecast:
         """What a plan holds and takes."""
-        return compose(plan, self.costs(plan)[0], self.hardware)
-
-
-def choose_tiered(
-    plans: Sequence[Plan],
-    request: PlanRequest,
-    hardware: Hardware,
-    rehearsed: Callable[[Plan], Costs],
-) -> Forecast:
-    """The quickest way to compute one of the plans with states below that fits request.budget.
-    OutsizeError where none does, with what is missing."""
-    forecaster = Rehearsals(request, hardware, rehearsed)
-    forecaster.costs(plans[0])
-    return choose_streamed(forecaster, plans)
-
-
-def request_of(plan: Plan, optimizer: Optimizer, clip: float | None) -> PlanRequest:
-    """What a plan fixes already."""
-    return PlanRequest(
-        plan.rows, plan.sequence, plan.precision, optimizer, clip, plan.budget,
-        approximate=plan.approximate,
-    )  # fmt: skip
+        return composed(plan, self.costs(plan), self.hardware)
