@@ -187,6 +187,7 @@ def _flatten(found: Any, source: str) -> Iterable[tuple[str, Any]]:
                 full = RENAMED.get(f"{outer}.{key}", f"{outer}.{key}")
                 if full in MOVED and inner == UNSAID[full]:
                     continue
+                full = MOVED.get(full, full)
                 if full in leaves():
                     yield full, inner
                 elif _techniques_at(full):

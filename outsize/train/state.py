@@ -31,7 +31,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill
 from outsize.runtime.trains import Trains
-from outsize.train.config import MAY_CHANGE, RENAMED
+from outsize.train.config import MAY_CHANGE, MOVED, RENAMED
 from outsize.train.derive import warmup_now
 from outsize.train.filling import filling
 from outsize.train.resolve import Resolved
@@ -150,7 +150,7 @@ def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
     if not isinstance(then, dict):
         raise OutsizeError(f"{checkpoint.path} is not the checkpoint of a training run")
     steps = resolved.get("train.steps")
-    then = {RENAMED.get(name, name): value for name, value in then.items()}
+    then = {RENAMED.get(name, MOVED.get(name, name)): value for name, value in then.items()}
     for name, now in _values(resolved).items():
         derived = name == "learning_rate.warmup" and now == warmup_now(then, steps)
         if name not in MAY_CHANGE and then.get(name) != now and not derived:

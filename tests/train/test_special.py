@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from run_files import DeathError, assert_same_run
 from safetensors.torch import load_file
 
+from outsize.checkpoint.store import Store
 from outsize.errors import OutsizeError
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
 from outsize.train.resolve import resolve
+from outsize.train.run import recorded_values
 from outsize.train.setup import set_up
 from outsize.train.special import special_of
+from outsize.train.state import same_run
 
 WAYS = {
     "zeroth-order": {"optimizer__lr": "1e-3", "zeroth-order__epsilon": "1e-3"},
@@ -157,3 +162,26 @@ def test_settings_are_under_the_technique_s_own_name() -> None:
     sets = ("plan.approximate=[local-learning]", "local-learning.auxiliary=head", "optimizer.lr=1")
     local = special_of(resolve(None, sets).config).local
     assert (local.groups, local.auxiliary, local.momentum) == (2, "head", 0.995)
+
+
+def test_a_run_from_before_techniques_had_sections_goes_on(runs) -> None:
+    """Its file and its checkpoint name every key as they did then."""
+    way = sets_of("zeroth-order", train__steps=2, **{"zeroth-order__epsilon": "2e-3"})
+    runs.train(**way)
+    run = runs.home / "run"
+    values = yaml.safe_load((run / "run.yaml").read_text())
+    old = {"frozen": 0.5, "frozen_keep": "whole", "local_groups": 2}
+    old["epsilon"] = values.pop("zeroth-order")["epsilon"]
+    values["plan"] |= old
+    (run / "run.yaml").write_text(yaml.safe_dump(values))
+    said = recorded_values(run)
+    assert said.get("zeroth-order.epsilon") == 2e-3 and "local-learning" not in said.to_yaml()
+    with Store(run) as store:
+        meta = store.load().meta
+    config = {n: v for n, v in meta["config"].items() if n != "zeroth-order.epsilon"}
+    config |= {f"plan.{name}": value for name, value in old.items()}
+    checkpoint = SimpleNamespace(meta={**meta, "config": config}, path=run)
+    same_run(checkpoint, said)
+    with pytest.raises(OutsizeError, match=r"zeroth-order.epsilon is 0.001, but the checkpoint"):
+        same_run(checkpoint, said.with_value("zeroth-order.epsilon", 1e-3, "here"))
+    assert "going on from step 2 of 3" in runs.resume(run, "train.steps=3")
