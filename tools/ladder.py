@@ -1,4 +1,4 @@
-"""Write the ladder and the thresholds into docs/memory.md, between its markers.
+"""Write what techniques save and the thresholds into docs/memory.md, between its markers.
 
     python tools/ladder.py            # write
     python tools/ladder.py --check    # exit with 1 where the page is not what this would write
@@ -20,7 +20,7 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Precision
-from outsize.search import PlanRequest, choose, forecaster_of, ladder, thresholds
+from outsize.search import PlanRequest, choose, forecaster_of, savings, thresholds
 from outsize.search.tiers import states
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -66,7 +66,7 @@ def written() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     before = None
-    for rung in ladder(forecaster, len(config.layers) + 2):
+    for rung in savings(forecaster, len(config.layers) + 2):
         saves = "" if before is None else format_bytes(before.bytes - rung.bytes)
         costs = "" if before is None else f"{rung.seconds / before.seconds - 1:+.1%}"
         lines.append(

@@ -42,7 +42,7 @@ SUBJECTS: dict[str, Subject] = {
         r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/overlap", "parallel/courier"), 14
     ),
     "sequence chunks": Subject(r"sequence_chunk", ("runtime/sequence",), 17),
-    "ladder": Subject(r"\bladder", ("models/ladder",), 17),
+    "ladder": Subject(r"\bladder", ("models/ladder",), 9),
     "zeroth-order": Subject(
         r"(?i)zeroth",
         ("techniques/zeroth", "runtime/zeroth", "runtime/forwards", "schedule/compile/zeroth"),

@@ -99,8 +99,8 @@ def plan(
 
 
 def _print_tiers(setup: Setup, out: Console) -> None:
-    """What rests on the tiers, the ladder of techniques and the thresholds."""
-    from outsize.search import forecaster_of, ladder, thresholds
+    """What rests on the tiers, what techniques save, and the thresholds."""
+    from outsize.search import forecaster_of, savings, thresholds
     from outsize.search.tiers import states
     from outsize.train import show
     from outsize.train.setup import request_of
@@ -108,10 +108,10 @@ def _print_tiers(setup: Setup, out: Console) -> None:
     made, config = setup.forecast, setup.subject.config
     forecaster = forecaster_of(config, request_of(setup.resolved, setup.tiers), setup.hardware)
     limits = thresholds(made, states(forecaster.facts, made.plan), setup.tiers, setup.hardware)
-    rungs = ladder(forecaster, len(config.layers) + 2)
+    every = savings(forecaster, len(config.layers) + 2)
     tables = (
         show.tiers_table(made, setup.tiers, setup.hardware),
-        show.ladder_table(rungs),
+        show.savings_table(every),
         show.thresholds_table(limits, made.plan),
     )
     for table in tables:

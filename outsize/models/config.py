@@ -8,7 +8,7 @@ and have no field here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outsize.models.adapter import Adapter
@@ -164,3 +164,13 @@ class DecoderConfig:
     ladder_from: int | None = None  # layers from this on are a ladder (outsize/models/ladder.py)
     ways: int = 1  # sub-layers of a layer beside one another (outsize/models/kraken.py)
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
+
+    @property
+    def rewired(self) -> str:
+        """The key of config.json by which branches are wired otherwise than one after the other,
+        "" where none is."""
+        return "ladder_from" if self.ladder_from is not None else "kraken_ways" * (self.ways > 1)
+
+    def unwired(self) -> DecoderConfig:
+        """The plain model of the same branches."""
+        return replace(self, ladder_from=None, ways=1)

@@ -66,21 +66,21 @@ def split(
     _widen(model, axis)
     modules = dict(model.named_modules())
     crossed = boundaries(sequence_parallel, model.config.ways)
-    ladder = rewire(model, axis, sequence_parallel, overlap)
+    wired = rewire(model, axis, sequence_parallel, overlap)
     overlapped = set[str]()
     if overlap is not None:
-        overlapped = _overlap(modules, crossed, axis, overlap, ladder.branches)
+        overlapped = _overlap(modules, crossed, axis, overlap, wired.branches)
     for boundary in crossed:
         for name in _matching(modules, boundary):
             if name in overlapped or (
-                ladder.flying and name in ladder.branches and boundary.edge == "output"
+                wired.flying and name in wired.branches and boundary.edge == "output"
             ):
                 continue
             module = modules[name]
             if boundary.edge == "input":
                 _enter(module, boundary, axis)
             else:
-                behind = name not in ladder.branches
+                behind = name not in wired.branches
                 _leave(module, boundary, axis, model.config.vocab, behind)
     return cuts
 

@@ -78,10 +78,10 @@ class LocalJob:
                 f"plan: approximate is {list(plan.approximate)}; losses of groups change the"
                 f" maths: name {NAME} there"
             )
-        if model.config.ways > 1 or model.config.ladder_from is not None:
+        if model.config.rewired:
             raise OutsizeError(
-                f"{NAME}: groups end in plain blocks, but the model is wired as a ladder or in"
-                " ways; leave ladder_from and kraken_ways out, or the approximation"
+                f"{NAME}: groups end in plain blocks, but the model is wired as"
+                f" {model.config.rewired} says; leave that out, or the approximation"
             )
         if model.config.adapter is not None:
             raise OutsizeError(

@@ -50,11 +50,11 @@ class Part:
 
 def check_noise(config: DecoderConfig, plan: Plan) -> None:
     """Refuse dropout in rewired blocks that run in chunks: their masks would be other tokens'."""
-    rewired = config.ladder_from is not None or config.ways > 1
-    if rewired and plan.sequence_chunk:
+    if config.rewired and plan.sequence_chunk:
         raise OutsizeError(
-            f"plan: sequence_chunk is {plan.sequence_chunk} and the model, a ladder or Kraken,"
-            " trains with dropout, which do not go together: set one of them to 0"
+            f"plan: sequence_chunk is {plan.sequence_chunk} and the model, rewired as"
+            f" {config.rewired} says, trains with dropout, which do not go together: set one of"
+            " them to 0"
         )
 
 

@@ -1,6 +1,6 @@
 """The planner: from what a user requests to a plan that fits, by forecasting candidates."""
 
-from outsize.search.ladder import Rung, ladder
+from outsize.search.savings import Saving, savings
 from outsize.search.single import (
     PlanRequest,
     TooSmall,
@@ -15,15 +15,15 @@ from outsize.search.thresholds import Threshold, thresholds
 
 __all__ = [
     "PlanRequest",
-    "Rung",
+    "Saving",
     "Threshold",
     "TooSmall",
     "choose",
     "chosen",
     "forecaster_of",
-    "ladder",
     "native_makers",
     "pick",
     "predict",
+    "savings",
     "thresholds",
 ]

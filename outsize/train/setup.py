@@ -176,13 +176,13 @@ def _check_tensor(config: RunConfig, mesh: Mesh) -> None:
 
 def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     """Refuse a decoder whose layouts over the tensor axis do not fit together, before anything is
-    made of it. A ladder or Kraken model's wiring is not traced: its branches are, as a plain
+    made of it. A rewired model's wiring is not traced: its branches are, as a plain
     model's."""
     size = request.mesh.tensor
     if size > 1:
         check(config, size)
         check_ways(config.ways, size, request.sequence_parallel)
-        config = replace(config, ladder_from=None, ways=1)
+        config = config.unwired()
         cuts = cuts_of(build(config), size, 0, request.sequence_parallel)
         spread = Spread(cuts, boundaries(request.sequence_parallel))
         refuse(check_decoder(config, size, spread))

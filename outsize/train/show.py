@@ -13,7 +13,7 @@ from outsize.memory import KINDS, format_bytes
 from outsize.memory.disk import staging_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import Plan, explain
-from outsize.search import Rung, Threshold
+from outsize.search import Saving, Threshold
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import rate
 from outsize.simulate.network import Received
@@ -128,22 +128,22 @@ def _ram(spec: TierSpec, held: int, on_cpu: bool) -> str:
     return f"{format_bytes(held)} mapped from {spec.paths[0]}"
 
 
-def ladder_table(rungs: Sequence[Rung]) -> Table:
+def savings_table(every: Sequence[Saving]) -> Table:
     """Each technique on top of those before: bytes saved on the device, and its cost in time."""
     table = Table(
-        "ladder", "on the device", "saves", "below", "a step", "costs", box=None, pad_edge=False
+        "techniques", "on the device", "saves", "below", "a step", "costs", box=None, pad_edge=False
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    for before, rung in zip((None, *rungs), rungs, strict=False):
+    for before, one in zip((None, *every), every, strict=False):
         saves, costs = "-", "-"
         if before is not None:
-            saved, more = before.bytes - rung.bytes, rung.seconds / before.seconds - 1
+            saved, more = before.bytes - one.bytes, one.seconds / before.seconds - 1
             saves = format_bytes(saved) if saved >= 0 else f"-{format_bytes(-saved)}"
             costs = f"{more:+.1%}"
         table.add_row(
-            rung.technique, format_bytes(rung.bytes), saves, _bytes(rung.below),
-            time_of(rung.seconds), costs,
+            one.technique, format_bytes(one.bytes), saves, _bytes(one.below),
+            time_of(one.seconds), costs,
         )  # fmt: skip
     return table
 

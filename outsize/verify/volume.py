@@ -66,7 +66,7 @@ def volume(job: Job, fresh: bool = False) -> Volume:
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and size > 1:
         frozen = any(not t.trainable and not t.wide for t in job.placement.chunks.tables)
         exact = not (frozen or job.plan.sequence_chunk)
-        exact = exact and model.config.ladder_from is None and model.config.ways == 1
+        exact = exact and not model.config.rewired
         numbers = _numbers(job.flow.options)
         tensor += sum(
             _segment(model.config, job.plan, segment, _tokens(job, m), numbers)

@@ -1,4 +1,4 @@
-"""`outsize plan` with tiers: what rests where, the ladder, the thresholds, refusals."""
+"""`outsize plan` with tiers: what rests where, what techniques save, the thresholds, refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_plan_prints_tiers_ladder_and_thresholds(home, invoke):
     shown = invoke(*words)
     assert shown.exit_code == 0, shown.output
     for said in (
-        "ladder", "everything on the device", "optimizer states below", "hidden from",
+        "techniques", "everything on the device", "optimizer states below", "hidden from",
         "disk update apart", "of staging beside the budget", "GB/s",
     ):  # fmt: skip
         assert said in shown.stdout, said

@@ -157,7 +157,7 @@ def test_what_cannot_be_wired_is_refused(config, words):
 
 def test_local_learning_of_a_ladder_is_refused():
     plan = Plan(6, per_segment(6), approximate=("local-learning",))
-    with pytest.raises(OutsizeError, match="wired as a ladder"):
+    with pytest.raises(OutsizeError, match="wired as ladder_from says"):
         LocalJob(filled({**LLAMA, "ladder_from": 1}), plan, AdamW())
 
 

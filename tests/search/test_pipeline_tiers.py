@@ -15,7 +15,7 @@ from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.plan import DEVICE, Plan
 from outsize.plan.plan import per_segment
-from outsize.search import choose, forecaster_of, ladder
+from outsize.search import choose, forecaster_of, savings
 from outsize.search.places import places_of
 from outsize.search.tiers import states
 
@@ -92,13 +92,13 @@ def test_tiers_are_each_workers_own():
 
 def test_the_ladder_of_a_pipeline_saves_ever_more():
     deep = config_of("llama, untied", **{**LARGER, "num_hidden_layers": 12})
-    rungs = ladder(forecaster_of(deep, WISH, MACHINE), 14)
-    names = [rung.technique for rung in rungs]
+    found = savings(forecaster_of(deep, WISH, MACHINE), 14)
+    names = [one.technique for one in found]
     at = names.index("optimizer states below")
     assert names[at : at + 3] == [
         "optimizer states below", "gradients below", "parameters below",
     ]  # fmt: skip
-    held = [rung.bytes for rung in rungs[at - 1 : at + 3]]
+    held = [one.bytes for one in found[at - 1 : at + 3]]
     assert held == sorted(held, reverse=True)
 
 

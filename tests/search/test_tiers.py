@@ -18,7 +18,7 @@ from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import DEVICE, Plan, Precision, Rest, Stream
 from outsize.plan.plan import per_segment
-from outsize.search import PlanRequest, choose, forecaster_of, ladder, predict, thresholds
+from outsize.search import PlanRequest, choose, forecaster_of, predict, savings, thresholds
 from outsize.search.streamed import choose_streamed
 from outsize.search.thresholds import pace
 from outsize.search.tiers import (
@@ -266,17 +266,17 @@ def test_streaming_is_hidden_beyond_the_threshold(times):
 
 
 def test_the_ladder_saves_ever_more():
-    rungs = ladder(forecaster_of(CONFIG, replace(WISH, rows=8), MACHINE), BLOCKS + 2)
-    names = [rung.technique for rung in rungs]
+    found = savings(forecaster_of(CONFIG, replace(WISH, rows=8), MACHINE), BLOCKS + 2)
+    names = [one.technique for one in found]
     assert names[0] == "everything on the device" and "blocks computed again" in names
     at = names.index("optimizer states below")
     assert names[at : at + 3] == [
         "optimizer states below", "gradients below", "parameters below",
     ]  # fmt: skip
-    below = [rung.bytes for rung in rungs[at - 1 : at + 3]]
+    below = [one.bytes for one in found[at - 1 : at + 3]]
     assert below == sorted(below, reverse=True)
-    behind = ladder(forecaster_of(CONFIG, replace(WISH, clip=None), MACHINE), BLOCKS + 2)
-    names = [rung.technique for rung in behind]
+    behind = savings(forecaster_of(CONFIG, replace(WISH, clip=None), MACHINE), BLOCKS + 2)
+    names = [one.technique for one in behind]
     assert names.index("gradients below") < names.index("optimizer states below")
 
 

@@ -1,6 +1,6 @@
-"""The ladder: what each technique saves on the device and costs in time, one upon the other.
+"""Savings: what each technique saves on the device and costs in time, one upon the other.
 
-Every rung is forecast like a plan to be run. All are exact: none changes a number that is computed.
+Every one is forecast like a plan to be run. All are exact: none changes a number that is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Rung:
+class Saving:
     """One technique on top of those before. bytes: peak on the device; seconds: of a step; below:
     bytes on the tiers."""
 
@@ -36,18 +36,18 @@ class Rung:
     below: int
 
 
-def ladder(forecaster: Predicts, segments: int) -> list[Rung]:
+def savings(forecaster: Predicts, segments: int) -> list[Saving]:
     """From everything on the device to as little there as can be."""
     request = replace(forecaster.request, budget=LIMITLESS)
     plans = list(candidates(request, segments))
-    rungs = [_rung(name, forecaster.forecast(plan)) for name, plan in _computed(plans)]
+    found = [_saving(name, forecaster.forecast(plan)) for name, plan in _computed(plans)]
     if request.tiers:
-        rungs += _streamed(forecaster, plans)
-    return rungs
+        found += _streamed(forecaster, plans)
+    return found
 
 
-def _rung(name: str, made: Forecast) -> Rung:
-    return Rung(name, made.peak, made.seconds, sum(made.below.values()))
+def _saving(name: str, made: Forecast) -> Saving:
+    return Saving(name, made.peak, made.seconds, sum(made.below.values()))
 
 
 def _whole(plan: Plan) -> bool:
@@ -67,7 +67,7 @@ def _computed(plans: list[Plan]) -> Iterator[tuple[str, Plan]]:
         yield "blocks computed again", again
 
 
-def _streamed(forecaster: Predicts, plans: list[Plan]) -> Iterator[Rung]:
+def _streamed(forecaster: Predicts, plans: list[Plan]) -> Iterator[Saving]:
     """States below, kind by kind, then activations, then the smallest way to compute."""
     last = forecaster.request.tiers[-1]
     tiers = (*forecaster.request.tiers[:-1], replace(last, bytes=LIMITLESS))
@@ -89,16 +89,16 @@ def _streamed(forecaster: Predicts, plans: list[Plan]) -> Iterator[Rung]:
     yield _forecast(search, way_of(forecaster, small), len(way.kinds), "sequence, logits in chunks")
 
 
-def _down(search: Search, way: Way) -> Iterator[Rung]:
+def _down(search: Search, way: Way) -> Iterator[Saving]:
     """One kind of state after the other; which is first depends on when updates are made."""
     for kinds, kind in enumerate(way.kinds, start=1):
         yield _forecast(search, way, kinds, NAMES[kind])
 
 
-def _forecast(search: Search, way: Way, kinds: int, name: str) -> Rung:
+def _forecast(search: Search, way: Way, kinds: int, name: str) -> Saving:
     """With the states of so many kinds below."""
     levels = [kinds * len(place.order) for place in way.places]
     choice = search.choice(way, levels, Passing(behind=way.behind))
     if choice is None:
         raise OutsizeError("tiers without limits are too small; this is a bug")
-    return _rung(name, search.compose(search.plan(choice, pool=0), way))
+    return _saving(name, search.compose(search.plan(choice, pool=0), way))
