@@ -58,7 +58,10 @@ SUBJECTS: dict[str, Subject] = {
 
 
 # Names that are plain words too: how code says them.
-WORDS = {"context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)"}
+WORDS = {
+    "expert": r"[\"']expert[\"']|axes[./]expert|(?i:expert[- ]parallel)",
+    "context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)",
+}
 
 
 def registered() -> dict[str, Subject]:

@@ -16,6 +16,7 @@ from outsize.errors import OutsizeError
 
 # What is never cut apart, and how many there are of it: a field of DecoderConfig or ExpertFacts.
 Unit = Literal["heads", "kv_heads", "inner", "expert_inner", "shared_inner", "vocab"]
+Stack = Literal["experts"]  # things of one shape that lie in a parameter one behind another
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ INSIDE = Lies(gradient="partial")  # is inside a branch, before or behind what i
 class Declared:
     """A parameter. file: its name in files, behind that of the Linear that its module is beside;
     such a parameter is an adapter's, and rests in files of its own. None: the family's table has
-    its name, or it is called there as it is here."""
+    its name, or it is called there as it is here. stack: what lies in it along dim 0 one behind
+    another, for axes that deal that out."""
 
     initial: Initial
     lies: Lies
     file: str | None = None
+    stack: Stack | None = None
 
 
 @runtime_checkable

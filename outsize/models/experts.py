@@ -8,7 +8,7 @@ T tokens, D hidden, F feed-forward, E experts, J chosen a token, N = T * J rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, facts: ExpertFacts, activation: str) -> None:
         super().__init__()
-        self.count = facts.count
+        self.every = facts.count
         self.activation = ACTIVATIONS[activation]
         self.gate = nn.Parameter(torch.empty(facts.count, facts.hidden, hidden))
         self.up = nn.Parameter(torch.empty(facts.count, facts.hidden, hidden))
@@ -57,7 +57,13 @@ class Experts(nn.Module):
         self.sink: GradSink | None = None
 
     def declare(self, leaf: str) -> Declared:
-        return Declared(Initial(std="model"), Lies(2 if leaf == "down" else 1, "expert_inner"))
+        lies = Lies(2 if leaf == "down" else 1, "expert_inner")
+        return Declared(Initial(std="model"), lies, stack="experts")
+
+    @property
+    def count(self) -> int:
+        """Experts that lie on this worker."""
+        return self.gate.shape[0]
 
     def each(self) -> tuple[Expert, ...]:
         """The experts one by one. Call once a forward: the views are taken together, so that
@@ -80,10 +86,11 @@ class Experts(nn.Module):
         )
 
     def forward(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
-        """x_ND sorted by expert, sizes[e] rows for expert e -> y_ND in the same order."""
-        pieces = x_ND.split(list(sizes))
-        outputs = [expert(x) for expert, x in zip(self.each(), pieces, strict=True) if len(x)]
-        return torch.cat(outputs) if outputs else x_ND
+        """x_ND sorted by expert, sizes[e] rows for expert e -> y_ND in the same order. Without any
+        row the first expert runs on none, so that autograd goes the same ways on every worker."""
+        pieces, each = x_ND.split(list(sizes)), self.each()
+        outputs = [expert(x) for expert, x in zip(each, pieces, strict=True) if len(x)]
+        return torch.cat(outputs or [each[0](x_ND)])
 
 
 class Router(nn.Module):
@@ -146,18 +153,23 @@ class _Sort(torch.autograd.Function):
         return gy_ND[inverse_N].unflatten(0, (-1, ctx.j)).sum(1), None, None, None
 
 
-class _Unsort(torch.autograd.Function):
-    """Rows back in token order; the backward is the sorting again."""
+class Reorder(torch.autograd.Function):
+    """x_ND[places_N], where inverse_N orders them back."""
 
     @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return y_ND[inverse_N]
+    def forward(ctx: Any, x_ND: Tensor, places_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        return x_ND[places_N]
 
     @staticmethod
     def backward(ctx: Any, gy_ND: Tensor) -> tuple[Tensor, None, None]:
-        (order_N,) = ctx.saved_tensors
-        return gy_ND[order_N], None, None
+        (inverse_N,) = ctx.saved_tensors
+        return gy_ND[inverse_N], None, None
+
+
+def unknown(chosen_TJ: Tensor) -> bool:
+    """Whether no values exist: of a rehearsal, or of shapes alone."""
+    return isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta
 
 
 def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
@@ -166,7 +178,7 @@ def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     Under FakeTensorMode no values exist; the load is then the most uneven one, all tokens to the
     same experts, which needs the most memory: what is predicted to fit must fit whatever comes.
     """
-    if isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta:
+    if unknown(chosen_TJ):
         rows, chosen = chosen_TJ.shape
         return [rows if e < chosen else 0 for e in range(count)]
     experts_E = torch.arange(count, device=chosen_TJ.device)
@@ -174,20 +186,28 @@ def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     return sizes
 
 
+def dispatched(
+    x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, run: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sort the tokens by expert, run the experts, sum up. run: x_ND in the order of the experts
+    -> y_ND."""
+    chosen = chosen_TJ.shape[1]
+    order_N = chosen_TJ.flatten().argsort(stable=True)
+    inverse_N = order_N.argsort()
+    x_ND: Tensor = _Sort.apply(x_TD, order_N, inverse_N, chosen)  # type: ignore[no-untyped-call]
+    y_ND: Tensor = Reorder.apply(run(x_ND), inverse_N, order_N)  # type: ignore[no-untyped-call]
+    y_TJD: Tensor = y_ND.unflatten(0, (-1, chosen))
+    return (y_TJD * weight_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+
+
 class LocalDispatch:
-    """Every expert is here: sort the tokens by expert, run each expert on its own, sum up."""
+    """Every expert is here, and is run on its own."""
 
     def __call__(
         self, x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet
     ) -> Tensor:
-        chosen = chosen_TJ.shape[1]
-        order_N = chosen_TJ.flatten().argsort(stable=True)
-        inverse_N = order_N.argsort()
-        x_ND: Tensor = _Sort.apply(x_TD, order_N, inverse_N, chosen)  # type: ignore[no-untyped-call]
-        sorted_ND = experts(x_ND, expert_sizes(chosen_TJ, experts.count))
-        y_ND: Tensor = _Unsort.apply(sorted_ND, order_N, inverse_N)  # type: ignore[no-untyped-call]
-        y_TJD: Tensor = y_ND.unflatten(0, (-1, chosen))
-        return (y_TJD * weight_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+        sizes = expert_sizes(chosen_TJ, experts.count)
+        return dispatched(x_TD, chosen_TJ, weight_TJ, lambda x_ND: experts(x_ND, sizes))
 
 
 class ExpertMLP(nn.Module):

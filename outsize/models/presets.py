@@ -49,10 +49,19 @@ def _normed(llama: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
-# Parameters: tiny 0.13M, mini 1.0M (what `outsize train` learns in two minutes), small 5.0M,
-# 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G (Llama 2, 2023).
+def _mixed(llama: dict[str, Any], experts: int) -> dict[str, Any]:
+    """The same shape as a Mixtral: so many experts in the place of each feed-forward network."""
+    kept = {key: value for key, value in llama.items() if not key.endswith("_bias")}
+    named = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return {**kept, **named, "num_local_experts": experts, "num_experts_per_tok": 2}
+
+
+# Parameters: tiny 0.13M, tiny-experts 0.34M, mini 1.0M (what `outsize train` learns in two
+# minutes), small 5.0M, 25m 25.2M, llama-1.1b 1.10G (TinyLlama, 2024), llama-7b 6.74G (Llama 2,
+# 2023).
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {**_bytes(64, 2, 4, 176, 256), "num_key_value_heads": 2},
+    "tiny-experts": _mixed(_bytes(64, 2, 4, 88, 256), 8),
     "mini": _normed(_bytes(192, 2, 4, 512, 256)),
     "small": _bytes(256, 6, 4, 704, 1024),
     "25m": _llama(14336, 384, 8, 6, 1024, 512),

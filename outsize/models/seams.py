@@ -180,9 +180,13 @@ class Beginning:
 
 
 class ExpertSet(Protocol):
-    """The experts that lie on this worker."""
+    """The experts of a layer that lie on this worker. every: how many the layer has."""
 
-    count: int
+    every: int
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
 
     def __call__(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
         """y_ND: the first sizes[0] rows through expert 0, the next sizes[1] through 1, ..."""

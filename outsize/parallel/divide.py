@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from outsize.collectives import Collective, World, along
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
@@ -9,6 +11,11 @@ from outsize.parallel.overlap import Overlap
 from outsize.parallel.piped_vocabulary import cut_vocabulary
 from outsize.parallel.tensor import split
 from outsize.plan import Plan
+from outsize.registry import Registry
+
+# By axis whose workers hold different parts of some weights: leaves of a decoder those of a worker;
+# gives how these weights were cut, by name.
+DIVISIONS: Registry[Callable[[Decoder, Collective], dict[str, Cut]]] = Registry("division")
 
 
 def divide(
@@ -24,6 +31,9 @@ def divide(
     vocabulary is cut, where they are not the world's pipeline (a forecast plays one of them).
     """
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel, overlap=overlap)
+    for axis in world.mesh.axes:
+        if axis.parts:
+            cuts |= DIVISIONS.get(axis.name)(model, along(world, axis.name))
     if plan.pipeline.vocabulary:
         cuts |= cut_vocabulary(model, line or along(world, "pipeline", "exchange"))
     return cuts

@@ -1,10 +1,10 @@
 """Execution: what a plan hands to a model of flat tokens: which of them are here, how they attend,
-how they reach their experts."""
+how they reach their experts, what is made of their losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -46,6 +46,8 @@ class AllTokens:
 
 # By axis that cuts tokens, how: made of the workers of the axis.
 TOKEN_CUTS: Registry[Callable[[Collective], TokenCut]] = Registry("cut of tokens")
+# By axis that deals out the experts of each layer, how tokens reach them: the same.
+DISPATCHES: Registry[Callable[[Collective], Dispatch]] = Registry("dispatch")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,13 @@ LOCAL = Execution()
 
 
 def check_adopted(mesh: Mesh, name: str) -> None:
-    """Refuse axes that cut tokens for a module whose inputs only its own code knows."""
+    """Refuse axes that cut tokens, or deal out what lies in weights, for a module of which only its
+    own code knows what these are."""
+    for axis in (axis.name for axis in mesh.axes if axis.parts):
+        raise OutsizeError(
+            f"mesh: {axis} is {mesh[axis]}, but {name} is an adopted module, of which only its own"
+            f" code knows what its weights are; set {axis} to 1"
+        )
     for axis in mesh.cutting("tokens"):
         raise OutsizeError(
             f"mesh: {axis} is {mesh[axis]}, but {name} is an adopted module, of which only its own"
@@ -92,7 +100,9 @@ def execution_of(mesh: Mesh, world: World) -> Execution:
         raise OutsizeError(
             f"mesh: {cutting[0]} and {cutting[1]} both cut the tokens of rows; set one of them to 1"
         )
-    if not cutting:
-        return LOCAL
-    (name,) = cutting
-    return Execution(TOKEN_CUTS.get(name)(along(world, name)), axis=name)
+    made = LOCAL
+    for name in cutting:
+        made = replace(made, tokens=TOKEN_CUTS.get(name)(along(world, name)), axis=name)
+    for name in (axis.name for axis in mesh.axes if axis.parts):
+        made = replace(made, dispatch=DISPATCHES.get(name)(along(world, name)))
+    return made

@@ -328,6 +328,11 @@ class Plan:
         )
 
     @property
+    def tiled(self) -> bool:
+        """Whether layers are called several times for a microbatch, more often for more tokens."""
+        return bool(self.sequence_chunk or self.mlp_tile)
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step on every worker; the last may have fewer rows. They are fewer and
         larger than asked for where some worker has not as many rows."""

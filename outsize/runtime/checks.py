@@ -69,6 +69,14 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
             f"model: whole, while pipeline.vocabulary is {plan.pipeline.vocabulary}; cut it with"
             " outsize.parallel.divide.divide before, and hand over what that gives"
         )
+    missing = [
+        a.name for a in plan.mesh.axes if a.parts and all(c.axis != a.name for c in cuts.values())
+    ]
+    if missing:
+        raise OutsizeError(
+            f"model: whole, while mesh.{missing[0]} is {plan.mesh[missing[0]]}; cut it with"
+            " outsize.parallel.divide.divide before, and hand over what that gives"
+        )
     if plan.mesh.tensor > 1 and not cuts:
         raise OutsizeError(
             f"model: whole, while mesh.tensor is {plan.mesh.tensor}; cut it with"

@@ -67,7 +67,8 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         yield replace(tight, loss_chunk=_loss_chunk(request, 128), sequence_chunk=long)
     for tokens in (128, 32):
         # Less than a part of a chunk saves next to nothing, and every tile is rehearsed.
-        tile = max(tokens, short // TILES) if request.mlp_tile is None else request.mlp_tile
+        tile = 0 if _even(request) else max(tokens, short // TILES)
+        tile = tile if request.mlp_tile is None else request.mlp_tile
         logits = _loss_chunk(request, tokens)
         yield replace(tight, loss_chunk=logits, mlp_tile=tile, sequence_chunk=short)
 
@@ -77,12 +78,17 @@ def _sequence_chunks(request: PlanRequest, tight: Plan) -> tuple[int, int]:
     needs more; or as the user says, or all where the workers share them out."""
     tokens = tight.microbatch_rows * request.sequence
     whole = any(stage.whole for stage in tight.stages) and not request.split_backward
-    cut = request.sequence_parallel or bool(request.mesh.cutting("tokens"))
+    cut = request.sequence_parallel or bool(request.mesh.cutting("tokens")) or _even(request)
     fixed = request.sequence_chunk is not None or cut
     if fixed or not whole or tokens < 2 * LEAST_CHUNK:
         return tight.sequence_chunk, tight.sequence_chunk
     long, short = (max(LEAST_CHUNK, -(-tokens // parts)) for parts in (8, 32))
     return long, short
+
+
+def _even(request: PlanRequest) -> bool:
+    """Whether all workers of an axis call each layer equally often, whatever rows they have."""
+    return any(axis.parts for axis in request.mesh.axes)
 
 
 def _graded(plan: Plan, request: PlanRequest, segments: int) -> Iterator[Plan]:

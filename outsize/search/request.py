@@ -126,7 +126,7 @@ def native_makers(
     bounds = documents or layouts(request)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
-        world = PretendWorld(plan.mesh, plan.mesh.tensor - 1)  # the last has the largest parts
+        world = PretendWorld(plan.mesh, _largest(plan.mesh))
         # Rows of a vocabulary are largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line)
@@ -134,6 +134,12 @@ def native_makers(
         return make_job(NativeModel(Decoder(config)), plan, recipe, here)
 
     return job_of, lambda rows: request.batch(rows, bounds)
+
+
+def _largest(mesh: Mesh) -> int:
+    """The worker with the largest parts of weights: the last one of axes that cut some."""
+    cutting = (axis.name for axis in mesh.axes if axis.parts or axis.cuts == "weights")
+    return sum((mesh[name] - 1) * mesh.stride(name) for name in cutting)
 
 
 def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:

@@ -28,11 +28,13 @@ EXCHANGED = "exchange"  # what all workers of a pipeline sum for a cut vocabular
 @dataclass(frozen=True)
 class Message:
     """One collective. bytes: of the whole tensor, twice for an all-reduce; its group: `count`
-    workers whose ranks lie `stride` apart."""
+    workers whose ranks lie `stride` apart. direct: every two of them say something of their own, so
+    that nothing is summed or handed on inside a machine before it leaves."""
 
     bytes: float
     count: int
     stride: int = 1
+    direct: bool = False
 
     @property
     def received(self) -> float:
@@ -42,7 +44,7 @@ class Message:
     def near(self, machine: int) -> float:
         """Of these, bytes from workers of its own machine, where `machine` workers are one."""
         inside = self._inside(machine)
-        return self.bytes * (inside - 1) / inside
+        return self.bytes * (inside - 1) / (self.count if self.direct else inside)
 
     def far(self, machine: int) -> float:
         """Bytes from other machines."""
@@ -110,7 +112,8 @@ def within(said: Said, mesh: Mesh) -> Message:
     if said.operation == "receive":
         return Message(2 * said.bytes, 2, mesh.stride(said.axis))
     count = mesh[said.axis]
-    return Message(said.bytes * count / max(1, count - 1), count, mesh.stride(said.axis))
+    whole, direct = said.bytes * count / max(1, count - 1), said.operation == "all_to_all"
+    return Message(whole, count, mesh.stride(said.axis), direct)
 
 
 # -- a step ----------------------------------------------------------------------------------------

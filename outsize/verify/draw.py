@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outsize.collectives import AXES, Mesh, PretendWorld
+from outsize.collectives.axes import CORE
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
 from outsize.models.build import build, initial_values
@@ -85,7 +86,7 @@ def _text(value: Any) -> str:
 
 def _case(draw: Random, seed: int, workers: int) -> Drawn:
     model = shape(draw)
-    mesh = _mesh(draw, workers, parse(model).heads)
+    mesh = _mesh(draw, workers, parse(model))
     rows, line = _rows(draw, mesh), pipes.Line()
     if mesh.pipeline > 1:
         line = pipes.line_of(draw, mesh, pipes.microbatches_of(mesh, *rows))
@@ -147,18 +148,19 @@ def _refuse(case: Case) -> None:
 # -- the plan --------------------------------------------------------------------------------------
 
 
-def _mesh(draw: Random, workers: int, heads: int) -> Mesh:
+def _mesh(draw: Random, workers: int, config: DecoderConfig) -> Mesh:
     """Any grid of at most so many workers; the tensor axis where it may work."""
     pipeline = draw.randrange(2, workers + 1) if workers > 1 and draw.random() < 0.5 else 1
-    left, tokens = (
-        workers // pipeline,
-        [name for name, axis in AXES.items() if axis.cuts == "tokens"],
-    )
+    left, mixed = workers // pipeline, any(layer.experts for layer in config.layers)
+    others = [n for n, axis in AXES.items() if n not in CORE and not axis.parts]
+    if mixed:  # more often, for few models have experts
+        others += 2 * [n for n, axis in AXES.items() if axis.parts]
     cut: dict[str, int] = {}
-    if left > 1 and tokens and draw.random() < 0.4:
-        cut[draw.choice(tokens)] = draw.randrange(2, left + 1)
+    if left > 1 and others and draw.random() < (0.8 if mixed else 0.4):
+        cut[draw.choice(others)] = draw.randrange(2, left + 1)
         left //= sum(cut.values())
-    tensor = draw.choice([n for n in range(1, left + 1) if heads % n == 0])
+    fitting = [n for n in range(1, left + 1) if config.heads % n == 0]
+    tensor = 1 if any(AXES.get(name).parts for name in cut) else draw.choice(fitting)
     data = draw.randrange(1, left // tensor + 1)
     return Mesh(data, tensor, pipeline, **cut)
 
@@ -179,7 +181,8 @@ def _plan(
     stages = _stages(draw, segments, line.least)
     whole = any(stage.whole for stage in stages)
     split, cut = draw.random() < 0.3, line.said.vocabulary > 0
-    chunked = whole and not (split or line.split or cut)
+    parts = any(axis.parts for axis in mesh.axes)
+    chunked = whole and not (split or line.split or cut or parts)
     shards = _shards(draw, mesh.data)
     resident = draw.choice((1, 2, 2, 3))
     rest = pipes.below(draw, mesh, shards) if draw.random() < 0.25 else Rest()
@@ -188,7 +191,7 @@ def _plan(
         "microbatch_rows": rows[1],
         "sequence": pipes.tokens_of(draw, rest, rows[0]),
         "loss_chunk": 0 if cut else draw.choice((0, 1, 5, 11)),
-        "mlp_tile": draw.choice((0, 0, 3, 7)),
+        "mlp_tile": 0 if parts else draw.choice((0, 0, 3, 7)),
         "split_backward": split,
         "order": draw.choice(("microbatch", "layer")) if alone else "microbatch",
         "update": update,

@@ -10,7 +10,8 @@ smoothed), a norm over all heads one each way. Pipelines: the hidden states of a
 once from stage to stage and their gradients once back, and nothing else does. A cut vocabulary
 (Yeung et al., 2024, section 4): all workers sum the embedding of a microbatch and the gradient of
 the last stage's output, and exchange the loss's numbers; that output and the gradient of the first
-stage's input go to each of them.
+stage's input go to each of them. Experts that other workers have: what crosses is the router's to
+say, and the formula a bound.
 """
 
 from __future__ import annotations
@@ -77,6 +78,13 @@ def volume(job: Job, fresh: bool = False) -> Volume:
         exact = exact and all(t.trainable for t in job.placement.chunks.tables)
         tensor += sum(
             _keys_values(model.config, job.plan, segment, _rows_tokens(job, m), gathers)
+            for segment, m in _computed(job)
+            if 0 < segment < job.plan.segments - 1
+        )
+    if isinstance(model, Decoder) and any(axis.parts for axis in job.plan.mesh.axes):
+        exact = False
+        tensor += _matrices(job) * (size == 1) + sum(
+            _dispatched(model.config, job.plan, segment, _tokens(job, m))
             for segment, m in _computed(job)
             if 0 < segment < job.plan.segments - 1
         )
@@ -246,6 +254,17 @@ def _keys_values(config: DecoderConfig, plan: Plan, segment: int, tokens: int, s
     times = 2 + (here.whole or "attention" in here.recompute)
     wide = heads * (config.head_size + config.value_size) * BYTES[plan.precision.compute]
     return times * _apart(tokens * wide, size)
+
+
+def _dispatched(config: DecoderConfig, plan: Plan, segment: int, tokens: int) -> float:
+    """Tokens to the experts of a block and back, and their gradients: at most all that are here;
+    before, how many for each expert."""
+    facts, here = config.experts, next(s for s in plan.stages if s.first <= segment < s.last)
+    if facts is None or not config.layers[segment - 1].experts:
+        return 0.0
+    forward = 1 + (here.whole or "mlp" in here.recompute)
+    rows = tokens * facts.chosen * config.hidden * BYTES[plan.precision.compute]
+    return 2 * (forward + 1) * rows + forward * facts.count * NUMBER
 
 
 def _matrices(job: Job) -> float:

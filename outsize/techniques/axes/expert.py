@@ -1,0 +1,183 @@
+"""Expert parallelism: the experts of every layer are dealt out over the workers of an axis, and
+tokens go to them and back by an all-to-all.
+
+The workers take different rows. Each holds all dense weights and its own run of a layer's experts,
+which see the tokens of all workers of the axis. So the gradient of a dense weight is a sum over the
+axis and the data axis, that of an expert over the data axis alone (Lepikhin et al., "GShard", 2020,
+section 3; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5). No expert has a capacity and no
+token is dropped: exact.
+
+T tokens that are here, D hidden, J experts chosen for a token, N = T * J rows in the order of their
+experts, M rows that come for the experts that are here, E experts of all workers, W workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.collectives import Collective
+from outsize.collectives.axes import AXES, Axis, Clash
+from outsize.errors import OutsizeError
+from outsize.models.cuts import Cut
+from outsize.models.declared import declarations
+from outsize.models.decoder import Decoder
+from outsize.models.experts import Reorder, dispatched, expert_sizes, unknown
+from outsize.models.seams import ExpertSet
+from outsize.parallel.divide import DIVISIONS
+from outsize.parallel.execution import DISPATCHES
+from outsize.parallel.shards import even
+from outsize.parallel.tensor import keep
+
+NAME = "expert"
+
+
+def dealt(experts: int, workers: int) -> tuple[int, ...]:
+    """The worker r of the axis has experts [dealt[r], dealt[r + 1])."""
+    return even(0, experts, workers)
+
+
+@dataclass(frozen=True)
+class Route:
+    """An exchange of rows. sent, had: how many to and from each worker, in their order; room: for
+    how many there is memory, more than come where that is not known before."""
+
+    axis: Collective
+    sent: tuple[int, ...]
+    had: tuple[int, ...]
+    room: int
+    held: int
+
+    @property
+    def back(self) -> Route:
+        """The way back."""
+        return Route(self.axis, self.had, self.sent, self.held, self.room)
+
+    def carry(self, x_ND: Tensor) -> Tensor:
+        """Everybody's rows to where they go."""
+        x_ND, y_MD = x_ND.contiguous(), x_ND.new_empty((self.room, *x_ND.shape[1:]))
+        given = x_ND[: sum(self.sent)].split(self.sent)
+        self.axis.all_to_all(given, y_MD[: sum(self.had)].split(self.had))
+        return y_MD
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows over a route; the gradients of what came go back over it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.carry(x_ND.detach())
+
+    @staticmethod
+    def backward(ctx: Any, g_MD: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.back.carry(g_MD), None
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The dispatch."""
+
+    axis: Collective
+
+    def __call__(
+        self, x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet
+    ) -> Tensor:
+        return dispatched(
+            x_TD, chosen_TJ, weight_TJ, lambda x_ND: self._there(x_ND, chosen_TJ, experts)
+        )
+
+    def _there(self, x_ND: Tensor, chosen_TJ: Tensor, experts: ExpertSet) -> Tensor:
+        """Rows in the order of their experts through these, wherever they are."""
+        if unknown(chosen_TJ):
+            route, came = self._foreseen(chosen_TJ, experts.count)
+        else:
+            route, came = self._agreed(expert_sizes(chosen_TJ, experts.every), x_ND.device)
+        # Worker by worker they come, and go through expert by expert.
+        expert_M = torch.arange(experts.count, device=x_ND.device).repeat(self.axis.size)
+        counts = torch.tensor(came, device=x_ND.device).flatten()
+        order_M = expert_M.repeat_interleave(counts, output_size=route.room).argsort(stable=True)
+        inverse_M = order_M.argsort()
+        x_MD: Tensor = _Exchange.apply(x_ND, route)  # type: ignore[no-untyped-call]
+        x_MD = Reorder.apply(x_MD, order_M, inverse_M)  # type: ignore[no-untyped-call]
+        y_MD = experts(x_MD, [sum(each) for each in zip(*came, strict=True)])
+        y_MD = Reorder.apply(y_MD, inverse_M, order_M)  # type: ignore[no-untyped-call]
+        y_ND: Tensor = _Exchange.apply(y_MD, route.back)  # type: ignore[no-untyped-call]
+        return y_ND
+
+    def _agreed(self, sizes: Sequence[int], device: torch.device) -> tuple[Route, list[list[int]]]:
+        """The route, and by worker and expert how many rows come. sizes: rows for each expert."""
+        mine = [sizes[first:last] for first, last in pairwise(dealt(len(sizes), self.axis.size))]
+        here = len(mine[self.axis.rank])
+        came_WE = torch.empty((self.axis.size, here), dtype=torch.int64, device=device)
+        given = [torch.tensor(each, dtype=torch.int64, device=device) for each in mine]
+        self.axis.all_to_all(given, came_WE.unbind())
+        came: list[list[int]] = came_WE.tolist()
+        sent, had = tuple(map(sum, mine)), tuple(map(sum, came))
+        return Route(self.axis, sent, had, sum(had), sum(sent)), came
+
+    def _foreseen(self, chosen_TJ: Tensor, here: int) -> tuple[Route, list[list[int]]]:
+        """The same where no values exist. What crosses is expected to be even; there is memory for
+        every token of every worker to choose as many experts of this one as it can."""
+        (tokens, chosen), size = chosen_TJ.shape, self.axis.size
+        numbers = [torch.empty(here, dtype=torch.int64, device="meta")] * size
+        self.axis.all_to_all(numbers, numbers)
+        came = [[tokens if e < chosen else 0 for e in range(here)]] * size
+        rows = tokens * chosen
+        crossing = tuple(last - first for first, last in pairwise(even(0, rows, size)))
+        most = max(rows, sum(map(sum, came)))
+        return Route(self.axis, crossing, crossing, most, rows), came
+
+
+def divide_experts(model: Decoder, axis: Collective) -> dict[str, Cut]:
+    """Leave of a decoder's experts those of this worker; gives how their weights were cut."""
+    facts = model.config.experts
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    stacks = [name for name, said in declarations(model) if said.stack == "experts"]
+    if not stacks or facts is None:
+        raise OutsizeError(
+            f"mesh: {NAME} is {axis.size}, but the model has no experts; set {NAME} to 1, and data"
+            f" to {axis.size} for workers that take different rows"
+        )
+    if facts.count < axis.size:
+        raise OutsizeError(
+            f"mesh: {NAME} is {axis.size}, but a layer of the model has {facts.count} experts, too"
+            f" few for {axis.size} workers; the nearest that works is {NAME}={facts.count}"
+        )
+    bounds = dealt(facts.count, axis.size)
+    span = bounds[axis.rank], bounds[axis.rank + 1]
+    cuts = {name: Cut(shapes[name], 0, (span,), axis=NAME) for name in stacks}
+    keep(model, cuts)
+    return cuts
+
+
+DISPATCHES.add(NAME, Exchanged)
+DIVISIONS.add(NAME, divide_experts)
+AXES.add(
+    NAME,
+    Axis(
+        NAME,
+        15,
+        "rows",
+        "workers that take different rows and hold different experts; tokens go to their experts",
+        (
+            Clash(
+                "mesh.tensor, which cuts every expert",
+                lambda plan: plan.mesh.tensor > 1,
+                "set mesh.tensor to 1",
+            ),
+            Clash(
+                "layers in chunks of the sequence or in tiles, which workers with more rows would"
+                " call more often",
+                lambda plan: plan.tiled,
+                "set plan.mlp_tile and the plan's chunk of the sequence to 0",
+            ),
+        ),
+        parts=True,
+    ),
+)
