@@ -9,7 +9,7 @@ from types import MappingProxyType
 _EPOCHS = "train.steps, train.tokens or train.minutes: data are read again while the run lasts"
 _BATCH = "train.batch_tokens, tokens of a step over all workers"
 _ROWS = "plan.microbatch_rows, rows at a time; a step is train.batch_tokens whatever it is"
-_STOP = "not there: a run ends after train.steps, and Ctrl-C saves and stops it before"
+_STOP = "missing: a run ends after train.steps, and Ctrl-C saves and stops it before"
 _SHAPE = "learning_rate.shape: constant, linear, cosine or wsd"
 _WARMUP = "learning_rate.warmup, in steps"
 _TENSOR = "mesh, as tensor=2"
@@ -53,8 +53,8 @@ OTHERS: Mapping[str, str] = MappingProxyType(
         "savetotallimit": "train.keep", "modelname": "model.name",
         "modelnameorpath": "model.name", "tokenizername": "data.tokenizer",
         "resumefromcheckpoint": _RESUME, "resume": _RESUME,
-        "reportto": "not there: metrics.jsonl and TensorBoard files lie in output",
-        "wandb": "not there: metrics.jsonl and TensorBoard files lie in output",
+        "reportto": "missing: metrics.jsonl and TensorBoard files lie in output",
+        "wandb": "missing: metrics.jsonl and TensorBoard files lie in output",
     }
 )  # fmt: skip
 

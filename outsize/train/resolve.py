@@ -242,7 +242,7 @@ def _unknown(name: str, source: str) -> OutsizeError:
     """The error of an unknown key, with the nearest: in its section, else anywhere."""
     if name in MOVED:
         return OutsizeError(f"{place(source, name)}: unknown key; it is {MOVED[name]} now")
-    ours = here(name)
+    ours = here(name) or here(name.partition(".")[0])
     if ours is not None:
         return OutsizeError(f"{place(source, name)}: unknown key; here it is {ours}")
     section, _, key = name.rpartition(".")

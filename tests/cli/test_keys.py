@@ -53,8 +53,9 @@ def test_unknown_names_are_refused_with_the_nearest(name, said) -> None:
     [
         ("epochs: 3", "epochs: unknown key; here it is train.steps"),
         ("train: {gradient_accumulation: 4}", "here it is plan.microbatch_rows"),
-        ("train: {early-stop: true}", "here it is not there: a run ends after train.steps"),
+        ("train: {early-stop: true}", "here it is missing: a run ends after train.steps"),
         ("lora: {r: 8}", "lora: unknown key; here it is adapt: {lora: {rank: 16}}"),
+        ("lora.rank: 3", "lora.rank: unknown key; here it is adapt: {lora: {rank: 16}}"),
         ("learning_rate: 0.001", "expected a mapping of shape, warmup, final, decay; 0.001 itself"),
         ("optimizer: {learning-rate: 1}", "here it is optimizer.lr"),
     ],
@@ -74,7 +75,7 @@ def test_an_option_of_another_trainer_is_answered_too() -> None:
 def test_the_table_names_keys_that_there_are() -> None:
     for word, ours in OTHERS.items():
         first = ours.split(",")[0].split(":")[0].split(" or ")[0]
-        known = leaf(first) is not None or first in ("not there", "adapt")
+        known = leaf(first) is not None or first in ("missing", "adapt")
         assert known or first.startswith("outsize train"), (word, ours)
         assert leaf(word) is None or word in ("tokenizer",)
 
