@@ -12,6 +12,8 @@ from rich.console import Console
 
 import outsize
 from outsize import OutsizeError
+from outsize.collectives import Mesh
+from outsize.collectives.threads import play
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.models.presets import PRESETS
@@ -183,3 +185,43 @@ def test_prepare_asks_the_planner_of_runs(monkeypatch) -> None:
         assert replace(job.plan, budget=None) == plan
         assert budget >= job.forecast.peak >= job.report.trace.peak()
         job.close()
+
+
+def test_two_workers_train_under_a_plan_file(runs) -> None:
+    """The numbers of one worker without one; prepare takes the same file."""
+    plan = outsize.plan("tiny", settings=KEYS, mesh="data=2", hardware=known_hardware())
+    path = runs.home / "p.yaml"
+    write_plan(path, file_of(plan, "tiny", decoder().config))
+    steps = {"train__steps": 2, "sample__tokens": 0, "train__save_every": 0}
+    keys = {name.replace(".", "__"): value for name, value in KEYS.items()}
+    runs.train(**keys, **steps, output=runs.home / "one")
+    sets = [s for s in runs.sets(**steps) if s.split("=")[0] not in KEYS]
+    words = [word for one in sets for word in ("--set", one)]
+    process = runs.command("train", "--plan", str(path), "--workers", "2", *words)
+    said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    kept = from_yaml((runs.home / "run" / "plan.yaml").read_text())
+    assert kept == replace(plan, budget=None) and kept.mesh == Mesh(data=2)
+    weights = [dict(outsize.load(runs.home / name).named_parameters()) for name in ("one", "run")]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], rtol=0, atol=1e-6), name
+
+
+def test_two_workers_prepare_under_a_plan_file(near, monkeypatch, tmp_path: Path) -> None:
+    plan = outsize.plan("tiny", settings=KEYS, mesh="data=2", hardware=known_hardware())
+    write_plan(tmp_path / "p.yaml", file_of(plan, "tiny", decoder().config))
+    monkeypatch.setattr("outsize.train.preparing.probe", known_hardware)
+    ids = torch.randint(0, 250, (4, 32))
+    alone = outsize.prepare(decoder(), "adamw", microbatches=2)
+    wanted = [float(alone.step(ids)) for _ in range(2)]
+    models = [decoder(), decoder()]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def work(world):
+        mine = ids[2 * world.rank : 2 * world.rank + 2]
+        job = outsize.prepare(models[world.rank], "adamw", plan=tmp_path / "p.yaml")
+        losses = [float(job.step(mine)) for _ in range(2)]
+        return losses, job.plan
+
+    for losses, made in play(Mesh(data=2), near(work)):
+        assert losses == pytest.approx(wanted, rel=1e-5) and made == plan
