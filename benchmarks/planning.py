@@ -25,9 +25,9 @@ from outsize.memory.arrange import arrange
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW
-from outsize.parallel.check_decoder import Spread, check_decoder
-from outsize.parallel.declared import boundaries
-from outsize.parallel.units import cuts_of
+from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.declared import boundaries
+from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined, Plan, Precision, zero
 from outsize.plan.plan import per_segment
 from outsize.schedule import prove

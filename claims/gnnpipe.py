@@ -25,7 +25,7 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
-from outsize.runtime.adopted import reach_of
+from outsize.runtime.adopted.flow import reach_of
 from outsize.train.batches import cut
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -31,7 +31,7 @@ from outsize.optim import AdamW
 from outsize.plan import Local, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.local import LocalJob
 
 LAYERS, HIDDEN, ROWS, SEQUENCE, GROUPS = 12, 64, 16, 128, 4
 SEEDS = (1, 2)  # of initial values and of the order of rows

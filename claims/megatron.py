@@ -35,7 +35,7 @@ from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from verdict import verdict
 
 from outsize.collectives import Mesh, World, along
-from outsize.parallel.automatic import derive
-from outsize.parallel.automatic_apply import spread
+from outsize.parallel.automatic.apply import spread
+from outsize.parallel.automatic.derive import derive
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from foreign import IDS, MODELS, model_of

@@ -34,7 +34,7 @@ from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.models.families import parse
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow

@@ -32,7 +32,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.freezing import Freezing
+from outsize.runtime.special.freezing import Freezing
 
 LAYERS, HIDDEN, ROWS, SEQUENCE = 6, 64, 8, 64
 BEFORE, STEPS, HELD, RATE = 150, 200, 16, 3e-3

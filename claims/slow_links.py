@@ -29,8 +29,8 @@ from outsize.decode.generate import Forward
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.parallel.overlap import Overlap
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.overlap import Overlap
 
 GIGABIT = 125e6  # bytes a second
 

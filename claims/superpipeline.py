@@ -21,9 +21,9 @@ from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.models.seams import Past
-from outsize.runtime.fit import Request
-from outsize.runtime.streamed import Streamed
-from outsize.runtime.tokens import TokenPlayer
+from outsize.runtime.tokens.fit import Request
+from outsize.runtime.tokens.player import TokenPlayer
+from outsize.runtime.tokens.streamed import Streamed
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048,

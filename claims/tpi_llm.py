@@ -31,7 +31,7 @@ from verdict import verdict
 
 if TYPE_CHECKING:
     from outsize.models.decoder import Decoder
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096,
@@ -100,9 +100,9 @@ def ours(folder: str, budget: str | None) -> list[Answer]:
 
 def _drawn(model: Decoder | Streamed) -> Answer:
     from outsize.decode.generate import stream_tokens
-    from outsize.runtime.fit import Request
-    from outsize.runtime.streamed import Streamed
-    from outsize.runtime.tokens import TokenPlayer
+    from outsize.runtime.tokens.fit import Request
+    from outsize.runtime.tokens.player import TokenPlayer
+    from outsize.runtime.tokens.streamed import Streamed
 
     tokens, seconds, begin = [], [], time.perf_counter()
     streamed = isinstance(model, Streamed)

@@ -35,8 +35,8 @@ from outsize.models.presets import PRESETS
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import Rest, per_segment
 from outsize.runtime import NativeFlow
-from outsize.runtime.perturb import Direction
-from outsize.runtime.zeroth import Zeroth, ZerothJob
+from outsize.runtime.special.perturb import Direction
+from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 from outsize.simulate.rehearse import Nowhere
 
 PAPER = 18e9  # bytes

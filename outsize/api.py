@@ -20,11 +20,11 @@ from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
 from outsize.memory.sizes import parse_bytes
 from outsize.models.decoder import Decoder
-from outsize.runtime.tokens import TokenPlayer
+from outsize.runtime.tokens.player import TokenPlayer
 from outsize.train.directory import model_directory
 
 if TYPE_CHECKING:
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
     from outsize.serve import Meshed
 
 __all__ = ["adapt", "generate", "load", "merge", "save"]
@@ -122,7 +122,7 @@ def load(
         raise OutsizeError(
             f"weights = {weights!r} with memory; expected 'required': values are read from files"
         )
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
 
     return Streamed(directory, parse_bytes(memory), dtype, device, disk, sparse)
 
@@ -245,7 +245,7 @@ def _check_model(model: object) -> None:
     """OutsizeError for what `load` does not give."""
     if isinstance(model, Decoder):
         return
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
     from outsize.serve import Meshed
 
     if not isinstance(model, (Streamed, Meshed)):
@@ -289,7 +289,7 @@ def _player(
     """The decoder, what plays its steps, and how many tokens of a prompt are fed at once."""
     if isinstance(model, Decoder):
         return model, drawing(TokenPlayer(model)), PREFILL_TOKENS
-    from outsize.runtime.fit import Request
+    from outsize.runtime.tokens.fit import Request
     from outsize.serve import Meshed
 
     if isinstance(model, Meshed):

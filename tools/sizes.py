@@ -20,8 +20,8 @@ KNOWN = frozenset(
         "runtime/job.py",
         "runtime/job.py:Job",
         "runtime/job.py:__init__",
-        "runtime/local.py:LocalJob",
-        "runtime/zeroth.py:ZerothJob",
+        "runtime/special/local.py:LocalJob",
+        "runtime/special/zeroth.py:ZerothJob",
         "train/prepare.py:prepare",
     }
 )

@@ -33,26 +33,28 @@ SUBJECTS: dict[str, Subject] = {
     "vocabulary cut over a pipeline": Subject(
         r"piped|schedule/proof/tables|vocabulary_play|EMBED_BACKWARD|OUTPUT_[ST]|with_vocabulary",
         (
-            "parallel/piped_vocabulary", "runtime/vocabulary", "schedule/vocabulary",
+            "parallel/tensor/piped_vocabulary", "runtime/vocabulary", "schedule/vocabulary",
             "schedule/pipelines/vocabulary",
         ),
-        31,
+        30,
     ),
     "overlap": Subject(
-        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/overlap", "parallel/courier"), 14
+        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/tensor/overlap",
+        "parallel/courier"), 14
     ),
     "sequence chunks": Subject(r"sequence_chunk", ("runtime/sequence",), 17),
     "ladder": Subject(r"\bladder", ("models/ladder",), 9),
     "zeroth-order": Subject(
         r"(?i)zeroth",
-        ("techniques/zeroth", "runtime/zeroth", "runtime/forwards", "schedule/compile/zeroth"),
+        ("techniques/zeroth", "runtime/special/zeroth", "runtime/special/forwards",
+        "schedule/compile/zeroth"),
     ),
     "local learning": Subject(
         r"(?i)local[-_]learning|LocalJob|\bplan\.local\b",
-        ("techniques/local", "runtime/local", "runtime/groups"),
+        ("techniques/local", "runtime/special/local", "runtime/special/groups"),
     ),
     "frozen by dynamics": Subject(
-        r"(?i)frozen[-_]by[-_]dynamics|Freezing", ("techniques/frozen", "runtime/freezing")
+        r"(?i)frozen[-_]by[-_]dynamics|Freezing", ("techniques/frozen", "runtime/special/freezing")
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Precision
 from outsize.plan.text import from_yaml
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.streamed import Streamed
+from outsize.runtime.tokens.streamed import Streamed
 from outsize.schedule import Kind
 from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast

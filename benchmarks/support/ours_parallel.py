@@ -17,7 +17,7 @@ from outsize.hardware.probe import probe
 from outsize.models.build import shells
 from outsize.models.config import DecoderConfig
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.text import from_yaml, to_yaml
 from outsize.runtime import Job, NativeFlow

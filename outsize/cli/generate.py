@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outsize.launch.heartbeat import Heartbeat
     from outsize.models.config import DecoderConfig
     from outsize.models.decoder import Decoder
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
     from outsize.serve import Meshed
 
 
@@ -218,14 +218,14 @@ def _opened(
     if memory is None:
         return adapters.load(found, config=config)
     from outsize.memory.sizes import parse_bytes
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
 
     budget = parse_bytes(memory)
     return stack.enter_context(Streamed(found, budget, disk=disk, sparse=sparse, config=config))
 
 
 def _timing(model: Decoder | Streamed) -> str:
-    from outsize.runtime.streamed import Streamed
+    from outsize.runtime.tokens.streamed import Streamed
 
     assert isinstance(model, Streamed)
     return model.timing()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from outsize.collectives import Collective, World, along
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
-from outsize.parallel.overlap import Overlap
-from outsize.parallel.piped_vocabulary import cut_vocabulary
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.overlap import Overlap
+from outsize.parallel.tensor.piped_vocabulary import cut_vocabulary
 from outsize.plan import Plan
 from outsize.registry import Registry
 

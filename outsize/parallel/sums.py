@@ -3,8 +3,9 @@
 What is summed going forward is copied going back, and the other way round: the f and g of Shoeybi
 et al., "Megatron-LM", 2019; gathered and scattered by tokens: Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022. Which operation turns one layout into
-another is said in outsize/parallel/layouts.py, where that happens in outsize/parallel/declared.py.
-Everything here is called by all workers of the axis, from the thread that computes, in one order.
+another is said in outsize/parallel/layouts.py, where that happens in
+outsize/parallel/tensor/declared.py. Everything here is called by all workers of the axis, from the
+thread that computes, in one order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from outsize.lazy import importing
 
 if TYPE_CHECKING:
-    from outsize.runtime.adopted import AdoptedFlow
+    from outsize.runtime.adopted.flow import AdoptedFlow
     from outsize.runtime.job import Job, Report
     from outsize.runtime.native import NativeFlow
 
@@ -14,7 +14,7 @@ __all__ = ["AdoptedFlow", "Job", "NativeFlow", "Report"]
 __getattr__ = importing(
     __name__,
     {
-        "AdoptedFlow": "outsize.runtime.adopted",
+        "AdoptedFlow": "outsize.runtime.adopted.flow",
         "Job": "outsize.runtime.job",
         "NativeFlow": "outsize.runtime.native",
         "Report": "outsize.runtime.job",

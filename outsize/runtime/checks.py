@@ -80,7 +80,7 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
     if plan.mesh.tensor > 1 and not cuts:
         raise OutsizeError(
             f"model: whole, while mesh.tensor is {plan.mesh.tensor}; cut it with"
-            " outsize.parallel.tensor.split before, and hand over what that gives"
+            " outsize.parallel.tensor.decoder.split before, and hand over what that gives"
         )
 
 

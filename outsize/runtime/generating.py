@@ -30,7 +30,7 @@ from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.native import ChainWalk, Ends, NativeFlow, through
 from outsize.runtime.points import Points
 from outsize.runtime.spill import Spill
-from outsize.runtime.tokens import apply_stage
+from outsize.runtime.tokens.player import apply_stage
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Kind, Schedule, prove
 from outsize.schedule.layout import Placement

@@ -37,20 +37,20 @@ from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.generating import Generated as Generated
 from outsize.runtime.generating import TokenSteps, native, proved
-from outsize.runtime.gradients import Gradients
 from outsize.runtime.handlers.norm import Diverged as Diverged
 from outsize.runtime.handlers.training import Training
 from outsize.runtime.points import Points
 from outsize.runtime.report import Report as Report
-from outsize.runtime.shard_groups import ShardGroups
 from outsize.runtime.spill import Spills
 from outsize.runtime.stage_links import StageLinks
-from outsize.runtime.states import Fill as Fill
-from outsize.runtime.states import Stateful, States
+from outsize.runtime.storage.gradients import Gradients
+from outsize.runtime.storage.shard_groups import ShardGroups
+from outsize.runtime.storage.states import Fill as Fill
+from outsize.runtime.storage.states import Stateful, States
+from outsize.runtime.storage.update import Updates
+from outsize.runtime.storage.weight_pool import NO_STORES, WeightPool
 from outsize.runtime.totals import Totals
-from outsize.runtime.update import Updates
 from outsize.runtime.watch import Watch
-from outsize.runtime.weight_pool import NO_STORES, WeightPool
 from outsize.runtime.wrapped import wrapped
 from outsize.schedule import Schedule, prove
 from outsize.schedule.programs import evaluate, train

@@ -16,18 +16,18 @@ from outsize.memory.store import Store
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
-from outsize.parallel.automatic import Derived
-from outsize.parallel.automatic_apply import spread
+from outsize.parallel.automatic.apply import spread
+from outsize.parallel.automatic.derive import Derived
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
-from outsize.parallel.overlap import overlap_of
+from outsize.parallel.tensor.overlap import overlap_of
 from outsize.plan import Plan
-from outsize.runtime.adopted import AdoptedFlow
+from outsize.runtime.adopted.flow import AdoptedFlow
+from outsize.runtime.adopted.reach import Reach
 from outsize.runtime.flow import Flow
 from outsize.runtime.job import Group, Job
 from outsize.runtime.native import NativeFlow
-from outsize.runtime.reach import Reach
-from outsize.runtime.states import Fill
+from outsize.runtime.storage.states import Fill
 
 Cuts = Mapping[str, Cut]
 

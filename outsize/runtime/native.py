@@ -27,9 +27,9 @@ from outsize.models.seams import Attend
 from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
-from outsize.runtime.gradients import Gradients
 from outsize.runtime.sequence import ChunkRecord, chunked_sum
 from outsize.runtime.spill import Spill
+from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import State
 

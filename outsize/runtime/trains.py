@@ -14,7 +14,7 @@ from outsize.plan import Plan
 from outsize.runtime.flow import Flow
 from outsize.runtime.generating import TokenSteps
 from outsize.runtime.report import Report
-from outsize.runtime.states import Fill
+from outsize.runtime.storage.states import Fill
 from outsize.schedule.layout import Placement
 
 

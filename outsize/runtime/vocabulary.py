@@ -54,7 +54,8 @@ class _Microbatch:
 
 class Rows:
     """Those of one worker of a pipeline. model: with the rows that cut_vocabulary has left
-    (outsize/parallel/piped_vocabulary.py). variant: 1 or 2. OutsizeError for a whole model."""
+    (outsize/parallel/tensor/piped_vocabulary.py). variant: 1 or 2. OutsizeError for a whole
+    model."""
 
     def __init__(self, model: Decoder, variant: int) -> None:
         self.model, self.variant = model, variant

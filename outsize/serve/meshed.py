@@ -26,9 +26,9 @@ from outsize.models.build import build, materialise, rest, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
-from outsize.parallel.rewired import check_ways
-from outsize.parallel.tensor import split
-from outsize.parallel.units import check, cuts_of
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.rewired import check_ways
+from outsize.parallel.tensor.units import check, cuts_of
 from outsize.runtime.spread_tokens import SpreadTokens
 from outsize.schedule.place import looped, one_way
 from outsize.search.partition import Cost, partition

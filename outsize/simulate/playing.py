@@ -16,8 +16,8 @@ from outsize.hardware import Hardware
 from outsize.memory import KINDS, Ledger
 from outsize.plan import DEVICE, Plan
 from outsize.runtime.engine import Engine, Loaded
-from outsize.runtime.groups import later
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.groups import later
+from outsize.runtime.special.local import LocalJob
 from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.layout import Placement
 from outsize.schedule.starting import Filling, starting

@@ -1,6 +1,6 @@
 """Freezing by dynamics: layers that change least are left alone for a while.
 
-Ardakani et al., "SlimFit", 2023. outsize/runtime/freezing.py chooses the layers.
+Ardakani et al., "SlimFit", 2023. outsize/runtime/special/freezing.py chooses the layers.
 
     plan: {approximate: [frozen-by-dynamics]}
     frozen-by-dynamics: {share: 0.5, keep: whole}

@@ -1,7 +1,7 @@
 """Local learning: groups of blocks that learn by losses of their own.
 
 Su et al., "Momentum Auxiliary Network for Supervised Local Learning", 2024. Each group is a job of
-outsize/runtime/local.py.
+outsize/runtime/special/local.py.
 
     plan: {approximate: [local-learning]}
     local-learning: {groups: 2}
@@ -30,7 +30,8 @@ class LocalLearning:
 
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
-    touches=frozenset({"the backward pass"}), alone=True, job="outsize.runtime.local.LocalJob",
+    touches=frozenset({"the backward pass"}), alone=True,
+    job="outsize.runtime.special.local.LocalJob",
     clashes=(
         (
             "states below the device: every group would have a pool of its own",

@@ -1,7 +1,7 @@
 """Zeroth-order steps: two losses along a random direction in place of a backward pass.
 
 Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (MeZO), 2023; on weights that
-stream: Wang et al., "ZO2", 2025. outsize/runtime/zeroth.py has the handlers that play it.
+stream: Wang et al., "ZO2", 2025. outsize/runtime/special/zeroth.py has the handlers that play it.
 
     plan: {approximate: [zeroth-order]}
     zeroth-order: {epsilon: 1e-3}
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outsize.hardware import Hardware
     from outsize.memory import Ledger
     from outsize.plan import Plan
-    from outsize.runtime.zeroth import ZerothJob
+    from outsize.runtime.special.zeroth import ZerothJob
     from outsize.schedule import Action
     from outsize.schedule.starting import Filling
     from outsize.simulate.counter import Work
@@ -39,7 +39,7 @@ class ZerothOrder:
 technique(
     KEY, ZerothOrder, "settings of plan.approximate: [zeroth-order]", exact=False,
     touches=frozenset({"the backward pass", "optimizer states"}), alone=True,
-    job="outsize.runtime.zeroth.ZerothJob",
+    job="outsize.runtime.special.zeroth.ZerothJob",
     clashes=(
         (
             "states other than parameters below the device: there are none",

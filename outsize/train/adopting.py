@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from outsize.collectives import Collective, World, everyone
 from outsize.errors import OutsizeError
-from outsize.parallel.automatic import Derived, derive
-from outsize.runtime.adopted import arguments
+from outsize.parallel.automatic.derive import Derived, derive
+from outsize.runtime.adopted.flow import arguments
 from outsize.torch_private import tree_leaves
 
 Blocks = Sequence[tuple[str, nn.Module]]

@@ -70,11 +70,11 @@ def prepare(
     Under torchrun every worker calls this with its own rows of each batch, as many as the others.
     mesh: "data=2,tensor=2"; by default all workers are on the data axis. zero: which states that
     axis cuts, 0 to 3. Neighbours on the tensor axis pass the same rows. Of an adopted module it
-    cuts what automatic rules prove, which `job.spread` tells (outsize/parallel/automatic.py), and
-    its random numbers are the first neighbour's; its own forward and state_dict are refused from
-    then on. sequence_parallel is for native decoders. All begin with the first worker's weights;
-    the loss is the mean over all workers' targets, so with a data axis an adopted module needs loss
-    and count.
+    cuts what automatic rules prove, which `job.spread` tells
+    (outsize/parallel/automatic/derive.py), and its random numbers are the first neighbour's; its
+    own forward and state_dict are refused from then on. sequence_parallel is for native decoders.
+    All begin with the first worker's weights; the loss is the mean over all workers' targets, so
+    with a data axis an adopted module needs loss and count.
 
     On the pipeline axis ("pipeline=2") each worker has some of the blocks; pipeline names the order
     in which microbatches go through, as "1f1b", "zb-h1" or "interleaved:2" (`outsize schedule`);
@@ -84,8 +84,8 @@ def prepare(
     with one all but one.
     Of an adopted module each one runs the code between the blocks as far as its own need it, on
     what crosses from the others; which that is, is found by running the module on shapes
-    (outsize/runtime/reach.py), so that code must depend on shapes and on the batch alone. Dropout
-    draws other numbers than on one worker.
+    (outsize/runtime/adopted/reach.py), so that code must depend on shapes and on the batch alone.
+    Dropout draws other numbers than on one worker.
 
     A module without blocks, as a single linear layer or one block that is called again and again,
     is computed whole. Caches of keys and values (`config.use_cache`) are off until `close`.

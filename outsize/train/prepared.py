@@ -18,8 +18,8 @@ from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job, Report
+from outsize.runtime.adopted.reach import Uncut
 from outsize.runtime.generating import Generated
-from outsize.runtime.reach import Uncut
 from outsize.schedule.kept import PARAMETERS
 from outsize.simulate import Forecast
 from outsize.train import kept

@@ -21,12 +21,12 @@ from outsize.hardware.probe import probe
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.decoder import Decoder
-from outsize.parallel.automatic import Derived
+from outsize.parallel.automatic.derive import Derived
 from outsize.plan import Plan
 from outsize.runtime import Job
-from outsize.runtime.adopted import reach_of
+from outsize.runtime.adopted.flow import reach_of
+from outsize.runtime.adopted.reach import Reach
 from outsize.runtime.making import AdoptedModel, Here, NativeModel, Trainable, make_job
-from outsize.runtime.reach import Reach
 from outsize.search import PlanRequest, chosen, pick
 from outsize.search.candidates import candidates
 from outsize.simulate import Forecast

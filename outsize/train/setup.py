@@ -20,11 +20,11 @@ from outsize.memory.tiers import TierSpec
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import LearningRate
-from outsize.parallel.check import refuse
-from outsize.parallel.check_decoder import Spread, check_decoder
-from outsize.parallel.declared import boundaries
-from outsize.parallel.rewired import check_ways
-from outsize.parallel.units import check, cuts_of
+from outsize.parallel.check.checker import refuse
+from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.declared import boundaries
+from outsize.parallel.tensor.rewired import check_ways
+from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.search import PlanRequest, TooSmall, choose, predict
 from outsize.search.pipelined import check as check_pipeline

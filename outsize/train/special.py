@@ -22,12 +22,12 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.plan import DEVICE, Local, Plan, Rest, Stream
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.forwards import Zeroth
-from outsize.runtime.freezing import Freezing
-from outsize.runtime.local import LocalJob
 from outsize.runtime.making import Here, NativeModel, Recipe, make_job
+from outsize.runtime.special.forwards import Zeroth
+from outsize.runtime.special.freezing import Freezing
+from outsize.runtime.special.local import LocalJob
+from outsize.runtime.special.zeroth import ZerothJob
 from outsize.runtime.trains import Trains
-from outsize.runtime.zeroth import ZerothJob
 from outsize.search import PlanRequest, pick
 from outsize.search.candidates import candidates
 from outsize.search.request import layouts

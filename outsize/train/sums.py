@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.runtime.absent import Absent
+from outsize.runtime.adopted.absent import Absent
 from outsize.torch_private import FakeTensor, tree_leaves, tree_map
 from outsize.train.batches import rows_of
 

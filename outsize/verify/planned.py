@@ -17,7 +17,7 @@ from outsize.memory.store import Store
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
 from outsize.runtime.making import Here, Recipe, make_job
-from outsize.runtime.weight_pool import NO_STORES
+from outsize.runtime.storage.weight_pool import NO_STORES
 from outsize.schedule.pipelined import channels
 from outsize.verify.case import Case
 from outsize.verify.kept import GRADIENT, Kept

@@ -13,7 +13,7 @@ from outsize.memory.chunk import Dtypes
 from outsize.optim.declared import StateSpec
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
-from outsize.runtime.weight_pool import WeightPool
+from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept

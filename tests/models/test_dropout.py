@@ -19,7 +19,7 @@ from outsize.errors import OutsizeError
 from outsize.models.dropout import Noise
 from outsize.models.random import bits
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 

@@ -19,7 +19,7 @@ from outsize.models.ladder import laddered
 from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.local import LocalJob
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

@@ -10,8 +10,8 @@ from torch import nn
 
 from outsize.collectives import Mesh
 from outsize.collectives.world import along
-from outsize.parallel.automatic import derive
-from outsize.parallel.automatic_apply import spread
+from outsize.parallel.automatic.apply import spread
+from outsize.parallel.automatic.derive import derive
 
 
 def loss_of(model):

@@ -10,12 +10,12 @@ from threads import play
 from outsize.collectives import Mesh, along
 from outsize.models.adopt import find_blocks
 from outsize.optim import AdamW, Muon
-from outsize.parallel.automatic import derive
-from outsize.parallel.automatic_apply import Fan, spread
+from outsize.parallel.automatic.apply import Fan, spread
+from outsize.parallel.automatic.derive import derive
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job
-from outsize.runtime.adopted import AdoptedFlow
+from outsize.runtime.adopted.flow import AdoptedFlow
 
 ROWS = IDS.shape[0]
 OPTIMIZERS = {"adamw": AdamW(weight_decay=0.1), "muon": Muon()}

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from outsize.collectives import Mesh, along
-from outsize.parallel.automatic import derive
-from outsize.parallel.automatic_apply import spread
+from outsize.parallel.automatic.apply import spread
+from outsize.parallel.automatic.derive import derive
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

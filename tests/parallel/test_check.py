@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
-from outsize.parallel.check import Declaration, check, refuse
-from outsize.parallel.check_cuts import counted
-from outsize.parallel.check_trace import trace
+from outsize.parallel.check.checker import Declaration, check, refuse
+from outsize.parallel.check.cuts import counted
+from outsize.parallel.check.trace import trace
 from outsize.parallel.layouts import (
     FAN_OUT,
     PARTIAL,

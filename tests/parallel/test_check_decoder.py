@@ -9,11 +9,11 @@ from subjects import CONFIGS, config_of
 
 from outsize.models.build import build
 from outsize.models.cuts import Cut
-from outsize.parallel import check_decoder as decoders
-from outsize.parallel.check_decoder import Spread, check_decoder
-from outsize.parallel.declared import FANNED, WHOLE, Boundary, boundaries
+from outsize.parallel.check import decoder as decoders
+from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.layouts import REPLICATED
-from outsize.parallel.units import cuts_of
+from outsize.parallel.tensor.declared import FANNED, WHOLE, Boundary, boundaries
+from outsize.parallel.tensor.units import cuts_of
 
 SIZES = {"gpt2": (3,)}  # three heads; the others have four
 
@@ -116,9 +116,9 @@ import sys
 sys.path.insert(0, "tests/support")
 from subjects import config_of
 from outsize.models.build import build
-from outsize.parallel.check_decoder import Spread, check_decoder
-from outsize.parallel.declared import boundaries
-from outsize.parallel.units import cuts_of
+from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.declared import boundaries
+from outsize.parallel.tensor.units import cuts_of
 config = config_of("llama")
 spread = Spread(cuts_of(build(config), 2, 0, False), boundaries(False))
 assert check_decoder(config, 2, spread) == ()

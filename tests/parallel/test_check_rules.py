@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from outsize.parallel.check import Declaration, examined
-from outsize.parallel.check_infer import Blank, whole
-from outsize.parallel.check_trace import trace
+from outsize.parallel.check.checker import Declaration, examined
+from outsize.parallel.check.infer import Blank, whole
+from outsize.parallel.check.trace import trace
 from outsize.parallel.layouts import PARTIAL, REPLICATED, Laid, Sharded, dual, joined, part_of
 
 N = 2

@@ -16,8 +16,8 @@ from outsize.collectives import Lone, Mesh, along
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
 from outsize.parallel.courier import Courier
-from outsize.parallel.overlap import Overlap, overlap_of
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow

@@ -16,8 +16,8 @@ from outsize.errors import OutsizeError
 from outsize.models.dropout import Noise
 from outsize.models.families import parse
 from outsize.optim import AdamW
-from outsize.parallel.overlap import Overlap, overlap_of
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow

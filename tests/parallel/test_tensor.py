@@ -18,8 +18,8 @@ from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.memory import Ledger
 from outsize.models.build import build, shells
 from outsize.models.families import parse
-from outsize.parallel.tensor import split
-from outsize.parallel.units import check, cuts_of
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime.again import recomputed, tiled

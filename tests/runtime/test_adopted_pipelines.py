@@ -18,7 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
-from outsize.runtime.adopted import reach_of
+from outsize.runtime.adopted.flow import reach_of
 from outsize.train.batches import cut
 
 ROWS, STEPS = 7, 3  # four microbatches of two rows, the last one of one

@@ -23,7 +23,7 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.models.adopt import find_blocks
 from outsize.plan import Stage
-from outsize.runtime.adopted import reach_of
+from outsize.runtime.adopted.flow import reach_of
 
 THIRDS, LOOPED, VEE = [0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 2, 1, 0]
 

@@ -18,8 +18,8 @@ from outsize.optim import AdamW
 from outsize.plan import Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.compressed import GROUP, MOST, compressing, rounded
-from outsize.runtime.freezing import Freezing
+from outsize.runtime.special.compressed import GROUP, MOST, compressing, rounded
+from outsize.runtime.special.freezing import Freezing
 
 ROWS, SEQUENCE = 4, 32
 

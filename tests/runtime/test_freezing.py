@@ -18,7 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
-from outsize.runtime.freezing import UNKNOWN, Freezing, distance
+from outsize.runtime.special.freezing import UNKNOWN, Freezing, distance
 
 STEPS, RATE = 10, 0.6
 

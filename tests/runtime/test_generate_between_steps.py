@@ -29,9 +29,9 @@ from outsize.plan import Local, Pipelined, Plan, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.generating import Generated
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.local import LocalJob
+from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 from outsize.runtime.trains import Trains
-from outsize.runtime.zeroth import Zeroth, ZerothJob
 from outsize.schedule import Kind, Program, State, prove
 from outsize.schedule.action import WHOLE
 from outsize.schedule.programs import generate

@@ -21,7 +21,7 @@ from outsize.optim import AdamW
 from outsize.plan import Local, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.local import LocalJob
 
 STEPS, LR, CLIP = 4, 1e-2, 0.3
 UNTIED = {"tie_word_embeddings": False}

@@ -22,7 +22,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import Rest, per_segment
 from outsize.runtime import Job, NativeFlow, spill
-from outsize.runtime.adopted import AdoptedFlow
+from outsize.runtime.adopted.flow import AdoptedFlow
 from outsize.search import PlanRequest, predict
 from outsize.simulate.counter import Counter
 

@@ -19,9 +19,9 @@ from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.runtime.fit import Request, needs
-from outsize.runtime.streamed import Streamed
-from outsize.runtime.tokens import TokenPlayer
+from outsize.runtime.tokens.fit import Request, needs
+from outsize.runtime.tokens.player import TokenPlayer
+from outsize.runtime.tokens.streamed import Streamed
 from outsize.schedule import Kind, State
 from outsize.schedule.item import Item
 from outsize.schedule.residency import moved

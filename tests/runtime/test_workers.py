@@ -15,7 +15,7 @@ from threads import play
 from outsize.collectives import Mesh, along
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Rest, Sharding, zero
 from outsize.runtime import Job, NativeFlow
 

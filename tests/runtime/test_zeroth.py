@@ -21,7 +21,7 @@ from outsize.models.random import normal
 from outsize.plan import Precision, Rest, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, NativeFlow
-from outsize.runtime.zeroth import Zeroth, ZerothJob
+from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 
 STEPS = 4
 SETTINGS = Zeroth(lr=2e-3, epsilon=1e-3, weight_decay=0.1, seed=5)

@@ -16,7 +16,7 @@ from outsize.hardware import Hardware, Rate, catalogue
 from outsize.hardware.hardware import Link
 from outsize.models.build import build
 from outsize.optim import AdamW
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow

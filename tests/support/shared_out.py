@@ -10,7 +10,7 @@ import torch
 from outsize.models.adopt import find_blocks
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
-from outsize.runtime.adopted import AdoptedFlow, arguments, reach_of
+from outsize.runtime.adopted.flow import AdoptedFlow, arguments, reach_of
 
 
 def plan_of(model, blocks=None, recompute=(), stages=None):

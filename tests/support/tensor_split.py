@@ -13,8 +13,8 @@ from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.parallel.overlap import overlap_of
-from outsize.parallel.tensor import split
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.overlap import overlap_of
 from outsize.plan import Plan
 from outsize.runtime.again import recomputed, tiled
 from outsize.runtime.intercept import intercept

@@ -94,7 +94,7 @@ def test_a_run_whose_vocabulary_is_cut_over_a_pipeline(home, pipeline):
 
 
 def test_a_plan_that_is_wrong_is_said_and_exits_with_1(home, monkeypatch):
-    from outsize.runtime.shard_groups import ShardGroups
+    from outsize.runtime.storage.shard_groups import ShardGroups
 
     plain = ShardGroups.reduce
 

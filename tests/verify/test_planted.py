@@ -20,17 +20,18 @@ from outsize.memory import Ledger
 from outsize.memory.ledger import OverBudget
 from outsize.models.dropout import Noise
 from outsize.optim import AdamW, Muon
-from outsize.parallel import declared, units
-from outsize.parallel.check_decoder import Spread, check_decoder
+from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.layouts import REPLICATED
-from outsize.parallel.units import cuts_of
+from outsize.parallel.tensor import declared, units
+from outsize.parallel.tensor.units import cuts_of
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan, Precision, zero
 from outsize.plan.plan import per_segment
-from outsize.runtime import Job, NativeFlow, update
-from outsize.runtime.shard_groups import ShardGroups
+from outsize.runtime import Job, NativeFlow
+from outsize.runtime.storage import update
+from outsize.runtime.storage.shard_groups import ShardGroups
+from outsize.runtime.storage.update import Updates
 from outsize.runtime.totals import Totals
-from outsize.runtime.update import Updates
 from outsize.verify import Adopted, Case, verify
 
 TWO, SQUARE = Mesh(tensor=2), Mesh(2, 2)

@@ -17,7 +17,7 @@ from outsize.plan import Pipelined
 from outsize.runtime import NativeFlow
 from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.native import ChainWalk
-from outsize.runtime.shard_groups import ShardGroups
+from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.totals import Totals
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Kind, Schedule, State, prove

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.runtime.engine import Deed
-from outsize.runtime.gradients import Gradients
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
+from outsize.runtime.storage.gradients import Gradients
+from outsize.runtime.storage.update import Updates
+from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
-from outsize.runtime.update import Updates
 from outsize.runtime.watch import Watch
-from outsize.runtime.weight_pool import WeightPool
 from outsize.schedule import Action, Kind
 from outsize.torch_private import disable_current_modes
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.flow import Walk
-from outsize.runtime.gradients import Compute, Gradients
 from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
+from outsize.runtime.storage.gradients import Compute, Gradients
 from outsize.schedule import Action, Kind
 from outsize.schedule.action import AHEAD
 

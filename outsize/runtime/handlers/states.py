@@ -7,7 +7,7 @@ from functools import partial
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.points import Points
-from outsize.runtime.weight_pool import WeightPool
+from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.schedule import Action, Kind
 from outsize.schedule.residency import moved
 

@@ -6,11 +6,11 @@ from functools import partial
 
 from outsize.errors import OutsizeError
 from outsize.runtime.engine import Deed
-from outsize.runtime.gradients import Gradients
 from outsize.runtime.handlers.norm import Norm, finite
 from outsize.runtime.points import Points
+from outsize.runtime.storage.gradients import Gradients
+from outsize.runtime.storage.update import Updates
 from outsize.runtime.totals import Totals
-from outsize.runtime.update import Updates
 from outsize.schedule import Action, Kind, Lane
 from outsize.schedule.action import WHOLE
 

@@ -32,7 +32,7 @@ from outsize.models.seams import ExpertSet
 from outsize.parallel.divide import DIVISIONS
 from outsize.parallel.execution import DISPATCHES
 from outsize.parallel.shards import even
-from outsize.parallel.tensor import keep
+from outsize.parallel.tensor.decoder import keep
 
 NAME = "expert"
 

@@ -25,13 +25,13 @@ from outsize.memory import Ledger
 from outsize.models.build import build, initial_values
 from outsize.models.names import adapter_layout
 from outsize.optim import AdamW
-from outsize.parallel.check_decoder import Spread, check_decoder
-from outsize.parallel.declared import boundaries
-from outsize.parallel.units import cuts_of
+from outsize.parallel.check.decoder import Spread, check_decoder
+from outsize.parallel.tensor.declared import boundaries
+from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.local import LocalJob
+from outsize.runtime.special.local import LocalJob
 from outsize.search.request import PlanRequest
 from outsize.search.single import forecaster_of
 from outsize.techniques.adapt.lora import Lora

@@ -1,0 +1,1 @@
+"""Tensor parallelism derived for models of blocks that declare nothing."""

@@ -1,0 +1,1 @@
+"""The checker: layouts through a whole model, before anything starts."""

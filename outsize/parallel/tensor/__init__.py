@@ -1,0 +1,1 @@
+"""One worker's part of a native decoder, and its products."""

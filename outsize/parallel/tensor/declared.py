@@ -1,0 +1,94 @@
+"""Layouts of a decoder on the tensor axis: what its modules declare, and a table of boundaries.
+
+Both who cuts a model (outsize/parallel/tensor/decoder.py) and who checks that nothing is missing
+(outsize/parallel/check/decoder.py) read these tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from outsize.models.config import DecoderConfig
+from outsize.models.declared import INSIDE, Lies, declarations
+from outsize.models.decoder import Decoder
+from outsize.parallel.layouts import PARTIAL, REPLICATED, Exchange, Laid, Sharded
+
+TOKENS, FEATURES = Sharded(0), Sharded(1)
+WHOLE = Laid()  # every worker computes the same with it, from here on
+FANNED = Laid(REPLICATED, PARTIAL)  # every worker computes its own part of what comes of it
+SUMMAND = Laid(PARTIAL, REPLICATED)
+BY_TOKENS = Laid(TOKENS, TOKENS)
+BY_FEATURES = Laid(FEATURES, FEATURES)
+
+
+def stream(sequence_parallel: bool) -> Laid:
+    """The residual stream between the branches."""
+    return BY_TOKENS if sequence_parallel else WHOLE
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A module (a pattern of its path) takes or gives a tensor whose layout changes there, outside
+    the module's own computation: `before` becomes `after` in the direction of the forward pass."""
+
+    module: str
+    edge: Literal["input", "output"]
+    before: Laid
+    after: Laid
+
+    @property
+    def crossing(self) -> tuple[str, str]:
+        """What runs (forward, backward)."""
+        return Exchange(self.before, self.after).names
+
+    @property
+    def dim(self) -> int:
+        """The dim that is sharded on one of the sides; 0 where none is."""
+        sides = (self.before.value, self.after.value)
+        return next((side.dim for side in sides if isinstance(side, Sharded)), 0)
+
+
+def layouts(model: Decoder) -> dict[str, Lies]:
+    """How each parameter lies: as its module declares, or as the blocks' wiring has it."""
+    rewired = _rewired(model.config)
+    return {
+        name: INSIDE if any(fnmatchcase(name, one) for one in rewired) else declared.lies
+        for name, declared in declarations(model)
+    }
+
+
+def _rewired(config: DecoderConfig) -> tuple[str, ...]:
+    """Names of what has partial gradients in ladder and Kraken models: the first worker alone
+    counts the biases of row weights; what each way sees of the stream is its own."""
+    biases = ("attention.o.bias", "mlp.down.bias")
+    if config.ways > 1:
+        norms = ("blocks.*_norm.*", "epilogue.norm.*", "epilogue.project.*")
+        return (*norms, *(f"blocks.*.{bias}" for bias in biases))
+    if config.ladder_from is None:
+        return ()
+    layers = range(config.ladder_from, len(config.layers))
+    return tuple(f"blocks.{i}.{bias}" for i in layers for bias in biases)
+
+
+def boundaries(sequence_parallel: bool, ways: int = 1) -> tuple[Boundary, ...]:
+    """Where layouts change. The row weights' biases are added behind the sum: the "output" of a
+    branch is the product of its last weight. ways: of a Kraken model, whose blocks sum inside."""
+    if ways > 1:
+        return (
+            Boundary("prologue.tokens", "output", SUMMAND, WHOLE),
+            Boundary("blocks.0", "input", WHOLE, FANNED),
+            Boundary("epilogue.head", "output", BY_FEATURES, WHOLE),
+        )
+    between = stream(sequence_parallel)
+    return (
+        Boundary("prologue.tokens", "output", SUMMAND, between),
+        Boundary("prologue.positions", "input", WHOLE, between),
+        Boundary("blocks.*.attention", "input", between, FANNED),
+        Boundary("blocks.*.attention", "output", SUMMAND, between),
+        Boundary("blocks.*.mlp", "input", between, FANNED),
+        Boundary("blocks.*.mlp", "output", SUMMAND, between),
+        Boundary("epilogue", "output", between, FANNED),
+        Boundary("epilogue.head", "output", BY_FEATURES, WHOLE),  # the loss takes its weight alone
+    )

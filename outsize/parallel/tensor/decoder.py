@@ -1,0 +1,190 @@
+"""Tensor parallelism: a decoder becomes one worker's part of it.
+
+Attention is cut between heads, feed-forward networks and experts between their inner features, the
+token embedding and the head between tokens of the vocabulary (Shoeybi et al., "Megatron-LM", 2019).
+With sequence parallelism the residual stream between them is cut by tokens (Korthikanti et al.,
+2022). How every parameter and every boundary lies is data, in outsize/parallel/tensor/declared.py;
+the model's code is the same with one worker and with many.
+
+Exact: what is summed in another order differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.collectives import Collective
+from outsize.models.cuts import Cut
+from outsize.models.decoder import Decoder
+from outsize.models.linear import Linear, without_bias
+from outsize.models.norm import Norm
+from outsize.models.seams import Context
+from outsize.parallel.sums import cross, spans_of
+from outsize.parallel.tensor.declared import Boundary, boundaries
+from outsize.parallel.tensor.overlap import Branch as Overlapped
+from outsize.parallel.tensor.overlap import Overlap, fits
+from outsize.parallel.tensor.rewired import check_ways, rewire
+from outsize.parallel.tensor.units import check, counts, cuts_of
+from outsize.parallel.tensor.vocabulary import lookup, vocabulary
+from outsize.parallel.tensor.wide_norm import wide_norm
+
+_EDGES = ("input", "output")
+
+
+def split(
+    model: Decoder,
+    axis: Collective,
+    sequence_parallel: bool = False,
+    overlap: Overlap | None = None,
+) -> dict[str, Cut]:
+    """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
+
+    sequence_parallel: the residual stream is cut by tokens. overlap: products of branches go in
+    chunks beside their sums (outsize/parallel/tensor/overlap.py).
+
+    Shells and meta parameters stay such, values are copied; tied parameters stay one. The model
+    then takes the same input on every worker and gives the same logits; its parameters' gradients
+    are what the cuts say. Raises OutsizeError for sizes that the axis cannot divide.
+    """
+    check(model.config, axis.size)
+    check_ways(model.config.ways, axis.size, sequence_parallel and axis.size > 1)
+    cuts = cuts_of(model, axis.size, axis.rank, sequence_parallel)
+    if axis.size == 1:
+        return cuts
+    keep(model, cuts)
+    tokens = model.prologue.tokens
+    tokens.lookup = lookup(axis, model.config.vocab)
+    model.epilogue.vocabulary = vocabulary(axis, model.config.vocab)
+    if sequence_parallel:
+        model.first_token = lambda tokens: spans_of(tokens, axis)[axis.rank][0]
+    _widen(model, axis)
+    modules = dict(model.named_modules())
+    crossed = boundaries(sequence_parallel, model.config.ways)
+    wired = rewire(model, axis, sequence_parallel, overlap)
+    overlapped = set[str]()
+    if overlap is not None:
+        overlapped = _overlap(modules, crossed, axis, overlap, wired.branches)
+    for boundary in crossed:
+        for name in _matching(modules, boundary):
+            if name in overlapped or (
+                wired.flying and name in wired.branches and boundary.edge == "output"
+            ):
+                continue
+            module = modules[name]
+            if boundary.edge == "input":
+                _enter(module, boundary, axis)
+            else:
+                behind = name not in wired.branches
+                _leave(module, boundary, axis, model.config.vocab, behind)
+    return cuts
+
+
+def _matching(modules: Mapping[str, nn.Module], boundary: Boundary) -> list[str]:
+    return [name for name in modules if fnmatchcase(name, boundary.module)]
+
+
+def _overlap(
+    modules: Mapping[str, nn.Module],
+    every: Sequence[Boundary],
+    axis: Collective,
+    overlap: Overlap,
+    others: frozenset[str],
+) -> set[str]:
+    """Overlap the branches that can be, others left out; gives their names."""
+    done = set[str]()
+    for entering in every:
+        for leaving in every:
+            if entering.module != leaving.module or (entering.edge, leaving.edge) != _EDGES:
+                continue
+            for name in _matching(modules, entering):
+                if fits(modules[name]) and name not in others:
+                    Overlapped(modules[name], entering.crossing, leaving.crossing, axis, overlap)
+                    done.add(name)
+    return done
+
+
+def keep(model: Decoder, cuts: Mapping[str, Cut]) -> None:
+    """Put this worker's part in the place of every parameter that is cut."""
+    wholes = {id(p): (p, cuts[name]) for name, p in model.named_parameters() if name in cuts}
+    parts = {key: _part(p, cut) for key, (p, cut) in wholes.items() if cut.dim is not None}
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in parts:
+                module.register_parameter(leaf, parts[id(parameter)])
+
+
+def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
+    value = cut.of(whole.detach())
+    if whole.is_meta:
+        value = torch.empty_like(value)
+    elif any(whole.stride()):  # a shell has one element of memory, whatever its shape
+        value = value.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(value, requires_grad=whole.requires_grad)
+
+
+def _widen(model: Decoder, axis: Collective) -> None:
+    """Norms that are cut, over all heads at once, take their statistic over the axis."""
+    having = counts(model.config)
+    for module in model.modules():
+        if isinstance(module, Norm) and module.lies.unit is not None:
+            copies = max(1, axis.size // having[module.lies.unit])
+            module.run = partial(wide_norm, axis=axis, copies=copies)
+
+
+# Hooks of modules, so that they lie outside whatever runs the module in tiles or again.
+
+
+def _enter(module: nn.Module, boundary: Boundary, axis: Collective) -> None:
+    """Make a module's input cross a boundary."""
+
+    def over(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = cross(args[0], boundary.crossing, axis, 0, _tokens(*args))
+        return (x, *args[1:])
+
+    if boundary.crossing != ("none", "none"):
+        module.register_forward_pre_hook(over)
+
+
+def _leave(
+    module: nn.Module, boundary: Boundary, axis: Collective, vocab: int, biases: bool = True
+) -> None:
+    """Make a module's output cross a boundary; the bias of its row weight is added behind."""
+    if boundary.crossing == ("none", "none"):
+        return
+    behind = [_without_bias(row) for row in module.children() if biases and _is_row(row)]
+
+    def over(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        total = vocab if boundary.dim else _tokens(y, *args[1:])
+        y = cross(y, boundary.crossing, axis, boundary.dim, total)
+        for add in behind:
+            y = add(y)
+        return y
+
+    module.register_forward_hook(over)
+
+
+def _tokens(x: Tensor, ctx: Context | None = None) -> int:
+    """Tokens of the whole microbatch: a Context knows, where x may be a part of them."""
+    return x.shape[0] if ctx is None else ctx.bounds[-1]
+
+
+def _is_row(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.use == "row" and module.bias is not None
+
+
+def _without_bias(row: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Leave the bias out of a row weight's product; gives what adds it to the sum."""
+    assert isinstance(row, Linear)
+    row.product = without_bias(row.product)
+
+    def add(y: Tensor) -> Tensor:
+        assert row.bias is not None
+        return y + row.bias
+
+    return add

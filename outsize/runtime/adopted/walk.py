@@ -1,0 +1,263 @@
+"""One microbatch through an adopted module, or through the part of it that one worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.runtime.adopted.absent import Absent, Place, Source, form_of, said
+from outsize.runtime.adopted.entered import Entered
+from outsize.runtime.adopted.exchange import Exchange
+from outsize.runtime.adopted.reach import Uncut, check_order, unknown_kind
+from outsize.runtime.again import Call, Replay, leaf
+from outsize.runtime.flow import Record, SpillOf, no_spill
+
+if TYPE_CHECKING:
+    from outsize.runtime.adopted.flow import AdoptedFlow
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a worker has of a walk.
+
+    segments: those that run here. crossing: by stage, the outputs of blocks up to it that are
+    needed behind it, in the order in which they are sent. sends: the stages whose outputs are taken
+    from here. places: stand-ins for the parameters that are not here.
+    """
+
+    segments: frozenset[int]
+    crossing: Mapping[int, tuple[Source, ...]]
+    sends: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+class AdoptedWalk:
+    """One microbatch through an adopted module."""
+
+    def __init__(
+        self,
+        flow: AdoptedFlow,
+        whole: Callable[[], Tensor],
+        spill_of: SpillOf = no_spill,
+        share: Share | None = None,
+    ) -> None:
+        self._flow, self._spill_of, self._share = flow, spill_of, share
+        self._last = len(flow.blocks) + 1
+        self._train = torch.is_grad_enabled()
+        self.glue = greenlet.greenlet(lambda _: whole())
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the glue's tensor, its cut)
+        self._calls: list[Entered] = []
+        self._waiting: Entered | None = None
+        self._ended = False
+        self._output: Tensor | None = None
+        self.loss: Tensor | None = None
+        self._exchange = Exchange(share)
+        self._forms: dict[Source, Tensor] = {}  # of outputs, in a walk of all stages
+
+    # -- called from the module's own code, inside the greenlet ----------------------------------
+
+    def enter(self, index: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Give a block's call over; comes back with the block's outputs."""
+        check_order(index, len(self._calls), self._flow.paths)
+        learns = torch.is_grad_enabled()  # the module may freeze a part of itself
+        call = Call(plain, args, kwargs)
+        if self._share is not None and index + 1 not in self._share.segments:
+            return self._elsewhere(index, call, learns)
+        self._check_present(index, call)
+        fresh: list[tuple[Tensor, Tensor]] = []
+        leaves = [self._cut(tensor, fresh) if learns else tensor for tensor in call.tensors]
+        entered = Entered(index, call, fresh, leaves, learns)
+        parent = self.glue.parent
+        assert parent is not None
+        parent.switch(entered)
+        torch.set_grad_enabled(learns)
+        return call.result(entered.hand())
+
+    def _elsewhere(self, index: int, call: Call, learns: bool) -> Any:
+        """What another worker's block gives: what was sent of it, the rest absent."""
+        outline = self._flow.outlines.of(index, call)
+        outs = outline.absent(index + 1, self._flow.paths[index])
+        entered = Entered(index, None, [], [], learns)
+        entered.places, entered.given = self._exchange.known(index + 1)
+        for place, out in zip(entered.places, entered.hand(), strict=True):
+            outs[place] = out
+        self._calls.append(entered)
+        return outline.result(outs)
+
+    def _check_present(self, index: int, call: Call) -> None:
+        if self._share is None:
+            return
+        path = self._flow.paths[index]
+        kind = unknown_kind(call)
+        if kind is not None:
+            raise OutsizeError(
+                f"block {path!r} receives a {kind}, which may change while it runs, and other"
+                " workers of the pipeline would not see it; pass none (use_cache=False)"
+            )
+        for tensor in call.tensors:
+            if isinstance(tensor, Absent):
+                raise _unforeseen(f"block {path!r}", tensor)
+
+    def _cut(self, tensor: Tensor, fresh: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        known = self._cuts.get(id(tensor))
+        if known is None:
+            known = self._cuts[id(tensor)] = (tensor, leaf(tensor))
+            fresh.append(known)
+        return known[1]
+
+    # -- called by the runtime -------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Let the module's code run to the next call of a block that is here, or to its end."""
+        self._exchange.part()
+        places = () if self._share is None else self._share.places
+        arrived = self._flow.run_glue(self, lambda: self.glue.switch(None), places)
+        if isinstance(arrived, Entered):
+            self._waiting = arrived
+        else:
+            self._ended, self._output = True, arrived
+
+    def forward(self, stage: int) -> None:
+        here = self._flow.plan.stages[stage]
+        with torch.set_grad_enabled(self._train):
+            for segment in range(here.first, here.last):
+                self._segment(segment, here.whole, stage)
+        if self._share is not None and here.last > max(self._share.segments):
+            self._leave()
+
+    def _segment(self, segment: int, whole: bool, stage: int) -> None:
+        if segment == self._last:
+            self._end()
+            return
+        alone = self._share is not None and 1 not in self._share.segments
+        if segment == 0 and alone:
+            return
+        if self._waiting is None and not self._ended:
+            self._advance()
+        if segment == 0:
+            return
+        entered, self._waiting = self._waiting, None
+        if entered is None:
+            path = self._flow.paths[segment - 1]
+            raise Uncut(f"block {path!r} is not called by the module's forward; leave it out")
+        self._calls.append(entered)
+        self._run_block(entered, whole, stage)
+        if self._share is not None:
+            self._exchange.keep(segment, entered.given)
+        else:
+            path = self._flow.paths[entered.index]
+            outs = enumerate(entered.given)
+            self._forms |= {Source(segment, i, path): form_of(out) for i, out in outs}
+
+    def _run_block(self, entered: Entered, whole: bool, stage: int) -> None:
+        assert entered.call is not None
+        if not entered.learns:
+            with torch.no_grad():
+                entered.given = entered.call.run(entered.leaves)
+        else:
+            if whole:
+                self._check_again(entered)
+                entered.replay = Replay(self._flow.blocks[entered.index])
+            spill = self._spill_of(stage)
+            entered.record = Record(entered.call.run, entered.leaves, spill, own=False)
+            entered.given = entered.record.forward(not whole)
+        entered.places = range(len(entered.given))
+
+    def _check_again(self, entered: Entered) -> None:
+        """What is computed twice must not remember that it ran."""
+        assert entered.call is not None
+        kind = unknown_kind(entered.call)
+        if kind is not None:
+            path = self._flow.paths[entered.index]
+            raise OutsizeError(
+                f"block {path!r} receives a {kind}, which may change while it"
+                " runs, so it cannot be computed again; pass none (use_cache=False) or set"
+                " recompute to nothing"
+            )
+
+    def _end(self) -> None:
+        if self._flow.blocks:  # else the prologue was everything
+            self._advance()
+        if not self._ended:
+            assert self._waiting is not None
+            path = self._flow.paths[self._waiting.index]
+            raise Uncut(f"block {path!r} is called again at the end of the forward")
+        output = self._output
+        if not isinstance(output, Tensor) or output.ndim:
+            raise OutsizeError(
+                f"loss is {type(output).__name__}; expected a scalar tensor: pass"
+                " loss=function(output, batch)"
+            )
+        if isinstance(output, Absent):
+            raise _unforeseen("the loss", output)
+        self.loss = output.detach()
+
+    def _leave(self) -> None:
+        """Nothing here needs what the module's code would do from here on."""
+        if not self._ended:
+            self._ended = True
+            self._flow.run_glue(self, self.glue.throw, ())
+            if self._calls:  # what its last block gave is for others
+                self._calls[-1].given = []
+
+    def recompute(self, stage: int) -> None:
+        here = self._flow.plan.stages[stage]
+        for segment in range(here.first, here.last):
+            entered = self._calls[segment - 1]
+            if not entered.learns:
+                continue
+            assert entered.record is not None and entered.replay is not None
+            with entered.replay():
+                entered.record.again()
+
+    def backward(self, stage: int) -> None:
+        here = self._flow.plan.stages[stage]
+        self._cuts.clear()  # no block is called any more; each lets go of its own
+        for segment in reversed(range(here.first, here.last)):
+            if segment == self._last:
+                output, self._output = self._output, None
+                assert output is not None
+                torch.autograd.backward(output, retain_graph=True)
+                continue
+            if segment:
+                self._calls[segment - 1].backward()
+            if segment == 0:
+                self._calls.clear()
+
+    # -- called by the runtime of a pipeline -----------------------------------------------------
+
+    def take(self, stage: int) -> list[Tensor]:
+        """What is needed behind a stage, of its outputs and of earlier ones, to be sent. In a walk
+        of all stages, without values: what would be."""
+        if self._share is None:
+            return [self._forms[source] for source in self._flow.crossing(stage)]
+        return self._exchange.take(stage, self._ended)
+
+    def put(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """What the worker of a stage sent; the next stage is here."""
+        if self._share is not None:
+            self._exchange.put(stage, tensors)
+
+    def take_gradient(self, stage: int) -> list[Tensor | None]:
+        """Gradients of those that were put and are floating, after the next stage's backward."""
+        return self._exchange.take_gradient(stage, self._calls)
+
+    def put_gradient(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients of those that were taken and are floating, before the stage's backward."""
+        self._exchange.put_gradient(stage, gradients, self._calls)
+
+
+def _unforeseen(what: str, tensor: Absent) -> OutsizeError:
+    return OutsizeError(
+        f"{what} reads the {said(tensor.origin.sources)}, which another worker of the pipeline has"
+        " and which it did not read in the first batch; give batches of one kind, or put all"
+        " workers on the data axis"
+    )

@@ -1,0 +1,1 @@
+"""Training whose step is not one forward and one backward pass."""

@@ -1,0 +1,1 @@
+"""Generation by the engine, also with weights that pass through a pool."""

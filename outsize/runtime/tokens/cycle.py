@@ -1,0 +1,122 @@
+"""The cycle of a step that is played for ever: rooms of its stages, and the schedules over them.
+
+Rooms come from memory/arrange.py, FETCHes from schedule/passes/offload.py; here the end of a step
+holds the FETCHes for the beginning of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from outsize.memory.arrange import arrange, least, traffic
+from outsize.runtime.tokens.source import Source
+from outsize.schedule import Action, Kind, Schedule, State, compile_tokens, prove
+from outsize.schedule.item import Item
+from outsize.schedule.passes.offload import offload, visits
+from outsize.schedule.residency import Residency, moved, overlap
+
+AHEAD = 1  # stages fetched before the one at work
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rooms of the pool and the schedules over them. capacity: bytes that the pool might have had;
+    read: bytes that each step reads, besides rows of the token embedding."""
+
+    residency: Residency
+    schedules: Mapping[Kind, Schedule]
+    capacity: int
+    pool: int
+    read: int
+
+    @property
+    def kept(self) -> int:
+        """Stages that stay in the pool."""
+        fetched = {moved(a) for a in self.schedules[Kind.DECODE].workers[0] if a.kind is Kind.FETCH}
+        return len(self.residency.rooms) - len(fetched)
+
+
+def smallest(source: Source) -> int:
+    """Bytes of the least pool."""
+    needed, sizes = visits(_once(source, Kind.DECODE), _bare(source)), _sizes(source)
+    return min(least(needed, sizes, ahead) for ahead in range(AHEAD + 1))
+
+
+def layout_of(source: Source, capacity: int) -> Layout:
+    """The rooms in a pool of `capacity` bytes, and the schedules. A stage is fetched ahead where
+    there is room for two. OutsizeError for a pool that holds no stage."""
+    bare, sizes = _bare(source), _sizes(source)
+    needed = visits(_once(source, Kind.DECODE), bare)
+    ahead = AHEAD if capacity >= least(needed, sizes, AHEAD) else 0
+    found = arrange(needed, sizes, capacity, ahead=ahead)
+    rooms = {name: (start, -(-sizes[name] // 64) * 64) for name, start in found.offsets.items()}
+    residency = replace(bare, rooms=rooms)
+    schedules = {
+        kind: cyclic(_once(source, kind), residency, ahead) for kind in (Kind.PREFILL, Kind.DECODE)
+    }
+    for schedule in schedules.values():
+        prove(schedule)
+    costs = {name: source.cost(name.stage) for name in sizes}
+    fetched = [a for a in schedules[Kind.DECODE].workers[0] if a.kind is Kind.FETCH]
+    read = sum(costs[moved(action)] for action in fetched)
+    assert traffic(needed, sizes, found.offsets).fetches == len(fetched), "a cycle is what it was"
+    return Layout(residency, schedules, capacity, found.extent, read)
+
+
+def cyclic(schedule: Schedule, residency: Residency, ahead: int) -> Schedule:
+    """One turn of a schedule that is played for ever, its first stages fetched by the turn before.
+
+    Two turns are laid out; the second's own fetches, and those that the first holds for the second,
+    are what every turn has.
+    """
+    once = schedule.workers[0]
+    count = len(once)
+    twice = offload(replace(schedule, workers=(once * 2,)), residency, ahead)
+    last, first = schedule.stages - 1, schedule.first
+    turn: list[list[Action]] = [[] for _ in range(count)]
+    place, waiting = 0, list[tuple[int, Action]]()  # fetches whose use has not come
+    for action in twice.workers[0]:
+        if action.kind is Kind.FETCH:
+            waiting.append((place, action))
+            continue
+        needed = set(residency.needs(action, last, first))
+        for at, fetch in [each for each in waiting if moved(each[1]) in needed]:
+            waiting.remove((at, fetch))
+            if place >= count:  # it is used in the second turn
+                turn[at % count].append(fetch)
+        place += 1
+    worker = [a for before, action in zip(turn, once, strict=True) for a in (*before, action)]
+    start = _left(worker, residency)
+    return replace(schedule, workers=(tuple(worker),), residency=replace(residency, start=start))
+
+
+def _left(worker: list[Action], residency: Residency) -> frozenset[Item]:
+    """What is in the pool whenever a turn begins."""
+    rooms = residency.rooms
+    fetched = {moved(action) for action in worker if action.kind is Kind.FETCH}
+    present = set(rooms) - fetched
+    for action in worker:
+        if action.kind is Kind.FETCH:
+            name = moved(action)
+            present -= {other for other in present if overlap(rooms[other], rooms[name])}
+            present.add(name)
+    return frozenset(present)
+
+
+def _once(source: Source, kind: Kind) -> Schedule:
+    return compile_tokens(len(source.stages), kind)
+
+
+def _bare(source: Source) -> Residency:
+    count = len(source.stages)
+    below = frozenset(s for s, stage in enumerate(source.stages) if stage.bytes)
+    return Residency(tuple((s,) for s in range(count)), parameters=below)
+
+
+def _sizes(source: Source) -> dict[Item, int]:
+    return {
+        Item(State.PARAMETERS, s): stage.bytes
+        for s, stage in enumerate(source.stages)
+        if stage.bytes
+    }

@@ -1,0 +1,187 @@
+"""Reads the stages of a streamed model into their rooms.
+
+Most parameters are read where they lie in the files (parts.py). Those that rest transposed or in
+another dtype, and those that are smaller as bitmap images, are converted once into a spill file,
+which vanishes with the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.hub import Described
+from outsize.errors import OutsizeError
+from outsize.memory.codec import Dense, best, codec
+from outsize.memory.disk import DiskStore
+from outsize.memory.store import Place, pool, rounded
+from outsize.memory.stored import STAGING, Copy, Operation, StoredFiles, operations
+from outsize.models.names import Stored
+from outsize.runtime.tokens.parts import Part, Table, stages_of, table_of
+
+WORTH = 0.8  # of the dense bytes at most: an image costs a pass of unpacking
+_SMALL = 64 << 10  # bytes below which nothing is gained by an image
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A converted parameter in the spill file."""
+
+    place: Place
+    codec: str
+
+
+class Source:
+    """Reads stages of a model and rows of its token embedding.
+
+    folder: where what must be converted goes. sparse: parameters of which WORTH at most is left
+    as a bitmap image are kept as one. OutsizeError where the folder has not the room.
+    """
+
+    def __init__(
+        self,
+        found: Described,
+        dtype: torch.dtype | None,
+        folder: Path,
+        sparse: bool = False,
+    ) -> None:
+        self.stages = stages_of(found, dtype)
+        self.table, self.tied = table_of(found, dtype), found.model.config.tied
+        paths = dict.fromkeys(found.entry(t)[0] for entry in found.stored for t in entry.theirs)
+        self.files = StoredFiles(paths)
+        self.spill: DiskStore | None = None
+        self._images: dict[str, _Image] = {}
+        self._unpack: Tensor | None = None
+        try:
+            _check_tied(found, self.table)
+            self._convert(found, dtype, folder, sparse)
+        except BaseException:
+            self.close()
+            raise
+        self._operations: tuple[tuple[Operation, ...], ...] = tuple(
+            operations(c for part in stage.parts for c in self._direct(part))
+            for stage in self.stages
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload read of all files."""
+        return self.files.bytes_read + (self.spill.bytes_read if self.spill else 0)
+
+    @property
+    def bytes_spilled(self) -> int:
+        """Of converted parameters."""
+        return sum(image.place.bytes for image in self._images.values())
+
+    @property
+    def bytes_held(self) -> int:
+        """Of memory, to unpack images in."""
+        return 0 if self._unpack is None else self._unpack.nbytes
+
+    def cost(self, stage: int) -> int:
+        """Bytes that a fetch of a stage reads."""
+        return sum(
+            self._images[part.name].place.bytes if part.name in self._images else part.bytes
+            for part in self.stages[stage].parts
+        )
+
+    def read(self, stage: int, room: Tensor) -> None:
+        """All parameters of a stage into its room (1-D uint8)."""
+        self.files.read(self._operations[stage], room)
+        for part in self.stages[stage].parts:
+            if part.name in self._images:
+                self._read_image(self._images[part.name], part.of(room))
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the token embedding, (len(ids), width), in the model's dtype."""
+        return _rows(self.files, self.table, ids).to(self.table.target)
+
+    def close(self) -> None:
+        """Let files and buffers go."""
+        self.files.close()
+        if self.spill is not None:
+            self.spill.close()
+
+    def _direct(self, part: Part) -> tuple[Copy, ...]:
+        """What is read of a part where it lies."""
+        return () if part.name in self._images else part.copies
+
+    def _read_image(self, image: _Image, out: Tensor) -> None:
+        assert self.spill is not None
+        if image.codec == Dense.name:
+            self.spill.read(image.place, out)
+            return
+        assert self._unpack is not None
+        packed = self._unpack[: image.place.bytes]
+        self.spill.read(image.place, packed)
+        if out.device.type == "cpu":
+            codec(image.codec).decode(packed, out.view(-1))
+            return
+        unpacked = torch.empty(out.numel(), dtype=out.dtype)
+        codec(image.codec).decode(packed, unpacked)
+        out.copy_(unpacked.view(out.shape))
+
+    def _convert(
+        self, found: Described, dtype: torch.dtype | None, folder: Path, sparse: bool
+    ) -> None:
+        wanted = [p for stage in self.stages for p in stage.parts if sparse or not p.copies]
+        if not wanted:
+            return
+        self.spill = DiskStore("converted", [folder], sum(rounded(part.bytes) for part in wanted))
+        fill, meta = found.fill(dtype), dict(found.model.named_parameters())
+        largest = 0
+        for part in _grouped(wanted, found.stored):
+            value = fill(part.name, meta[part.name]).detach()
+            chosen = best(value.flatten()) if sparse and part.bytes >= _SMALL else Dense()
+            small = chosen.nbytes(value.flatten()) <= WORTH * part.bytes
+            if part.copies and not small:
+                continue
+            chosen = chosen if small else Dense()
+            image = chosen.encode(value.flatten())
+            place = self.spill.reserve(image.nbytes)
+            self.spill.write(place, image)
+            self._images[part.name] = _Image(place, chosen.name)
+            largest = max(largest, image.nbytes if chosen.name != Dense.name else 0)
+        self._unpack = pool(largest) if largest else None
+
+
+def _grouped(parts: Iterable[Part], stored: Iterable[Stored]) -> list[Part]:
+    """Those that rest in one tensor behind one another: it is read once for all of them."""
+    turn = {name: i for i, entry in enumerate(stored) for name in entry.ours}
+    return sorted(parts, key=lambda part: turn[part.name])
+
+
+def _check_tied(found: Described, table: Table) -> None:
+    """Files may hold a tied head beside the embedding; another one would be another model."""
+    head = f"{found.model.config.names.outer['epilogue.head']}.weight"
+    if not found.model.config.tied or head not in found.shards.where:
+        return
+    path, entry = found.shards.where[head].path, found.shards.entry(head)
+    if entry.shape != (table.rows, table.width):
+        raise OutsizeError(
+            f"{path}: tensor {head!r} has shape {entry.shape}, expected {(table.rows, table.width)}"
+        )
+    other = Table(path, entry.start, table.rows, table.width, entry.dtype, entry.dtype)
+    files = StoredFiles({path, table.path})
+    try:
+        step = max(1, STAGING // table.row_bytes)
+        for first in range(0, table.rows, step):
+            ids = range(first, min(first + step, table.rows))
+            if not torch.equal(_rows(files, other, ids), _rows(files, table, ids)):
+                raise OutsizeError(
+                    f"{path}: tensor {head!r} is not the token embedding, expected equal ones: set"
+                    " tie_word_embeddings to false in config.json"
+                )
+    finally:
+        files.close()
+
+
+def _rows(files: StoredFiles, table: Table, ids: Sequence[int]) -> Tensor:
+    """Rows of a table as they are stored."""
+    raw = torch.empty(len(ids) * table.row_bytes, dtype=torch.uint8)
+    files.read(operations(table.copies(ids)), raw)
+    return raw.view(table.dtype).view(len(ids), table.width)
