@@ -282,7 +282,7 @@ def test_refusals_name_the_missing_bytes():
     visits, sizes = step(4, 2)
     low = least(visits, sizes, align=1)
     assert arrange(visits, sizes, low, align=1).extent <= low
-    with pytest.raises(OutsizeError, match=rf"is 1 bytes short of {low:,} bytes"):
+    with pytest.raises(OutsizeError, match=rf"is 1 byte short of {low:,} bytes"):
         arrange(visits, sizes, low - 1, align=1)
     for options, said in (
         ({"ahead": -1}, "ahead is -1"),

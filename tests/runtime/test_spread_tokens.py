@@ -63,7 +63,7 @@ ROUTES = {
 def test_every_worker_has_the_tokens_of_the_whole_model(route: Any) -> None:
     """Drawn and greedy, several prompts at once, whole and in slices."""
     mesh, turns = route
-    whole = model()
+    whole, before = model(), set(threading.enumerate())
     alone = by_prompt(run(REQUESTS, direct(whole), CPU))
     assert len({tuple(new) for new in alone}) == 3
 
@@ -76,7 +76,9 @@ def test_every_worker_has_the_tokens_of_the_whole_model(route: Any) -> None:
         return found
 
     assert play(mesh, work) == [[alone, alone]] * mesh.size
-    assert not [t for t in threading.enumerate() if t.name.startswith("lane ")]
+    for thread in {t for t in threading.enumerate() if t.name.startswith("lane ")} - before:
+        thread.join(120)  # closing told it to end
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("wiring", [{"ladder_from": 2}, {"kraken_ways": 2}])
