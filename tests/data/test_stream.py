@@ -134,11 +134,17 @@ def test_too_little_data_for_a_row_says_what_would_do() -> None:
     assert TrainStream(dataset_of([[1, 2, 3, 4]], eos=0), 0, 1, 5).batch(9).count() == 5
 
 
+def readers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "outsize-data"}
+
+
 def test_prefetch_ends_in_the_middle_without_a_thread_left() -> None:
+    before = readers()
     with stream().prefetch(0, depth=2) as ahead:
         first = next(ahead)
+        assert len(readers() - before) == 1
     assert same(first, stream().batch(0))
-    assert not [t for t in threading.enumerate() if t.name == "outsize-data"]
+    assert readers() <= before
     with pytest.raises(StopIteration):
         next(ahead)
 
@@ -153,12 +159,13 @@ def test_prefetch_hands_an_error_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return true_row(sample)
 
     monkeypatch.setattr(broken, "row", row)
+    before = readers()
     with broken.prefetch() as ahead:
         assert same(next(ahead), stream().batch(0))
         next(ahead)
         with pytest.raises(OSError, match="disk gone"):
             next(ahead)
-    assert not [t for t in threading.enumerate() if t.name == "outsize-data"]
+    assert readers() <= before
 
 
 def test_validation_has_every_byte_once() -> None:
