@@ -240,7 +240,7 @@ def test_a_cut_off_step_is_not_gone_on_from(data):
 def test_what_is_refused():
     with pytest.raises(OutsizeError, match="name local-learning there"):
         LocalJob(model_of(), base_plan(), AdamW())
-    with pytest.raises(OutsizeError, match=r"this job does not make; use outsize\.runtime\.special\.local"):
+    with pytest.raises(OutsizeError, match=r"use outsize\.runtime\.special\.local\.LocalJob, or"):
         Job(NativeFlow(model_of(), plan_of()), plan_of(), AdamW())
     with pytest.raises(OutsizeError, match="the head is tied"):
         LocalJob(build(config_of("llama"), seed=1), plan_of(), AdamW())
