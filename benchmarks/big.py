@@ -44,6 +44,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stream
 from outsize.report.timeline import write_timeline
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest
 from outsize.simulate import Forecast
 from outsize.trace.text import dumps as trace_text
@@ -139,9 +140,12 @@ def inside(settings: Settings) -> None:
     with open_stores([disk_tier(settings.disk)]) as stores:
         model = streaming.shells(config, getattr(torch, work.precision.compute))
         job = Job(
-            NativeFlow(model, forecast.plan), forecast.plan, AdamW(), clip=settings.clip(),
-            ledger=Ledger(), stores=stores, fill=streaming.quick_fill(model, 0),
-        )  # fmt: skip
+            NativeFlow(model, forecast.plan),
+            forecast.plan,
+            Recipe(AdamW(), settings.clip()),
+            Here(ledger=Ledger(), stores=stores),
+            fill=streaming.quick_fill(model, 0),
+        )
         setup, disk = time.perf_counter() - begin, stores["disk"]
         said(f"states made and written in {setup:.1f} s, pool {format_bytes(job.placement.pool)}")
         seconds, read, written, peaks, losses = [], [], [], [], []

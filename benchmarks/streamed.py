@@ -30,6 +30,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Precision, Rest, Stream
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest
 
 RATIO, PREDICTED = 0.7, 0.15
@@ -68,10 +69,13 @@ def compare(tokens: int, folder: str, steps: int) -> tuple[float, float, float]:
             model = streaming.shells(config, torch.float32)
             jobs.append(
                 Job(
-                    NativeFlow(model, plan), plan, AdamW(), stores=stores,
+                    NativeFlow(model, plan),
+                    plan,
+                    Recipe(AdamW()),
+                    Here(stores=stores),
                     fill=streaming.quick_fill(model, 0),
                 )
-            )  # fmt: skip
+            )
         for step in range(steps + 1):
             batch = streaming.random_batch(config, work, step)
             losses = []

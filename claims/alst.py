@@ -34,6 +34,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
@@ -165,7 +166,7 @@ def batch_of(tokens: int, seed: int = 0) -> Batch:
 def run(plan: Plan, stores: Mapping[str, Store], ledger: Ledger | None = None) -> tuple[int, float]:
     """Measured peak and seconds of a real step."""
     flow = NativeFlow(build(SMALL.config, seed=0), plan)
-    job = Job(flow, plan, AdamW(), ledger=ledger, stores=stores)
+    job = Job(flow, plan, Recipe(AdamW()), Here(ledger=ledger, stores=stores))
     job.step(batch_of(plan.sequence), 1e-4)
     return job.report.trace.peak(), job.report.seconds
 
@@ -173,7 +174,7 @@ def run(plan: Plan, stores: Mapping[str, Store], ledger: Ledger | None = None) -
 def steps(plan: Plan, stores: Mapping[str, Store]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of two steps in float64."""
     model = build(SMALL.config, seed=0, dtype=torch.float64)
-    job = Job(NativeFlow(model, plan), plan, AdamW(weight_decay=0.0), stores=stores)
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW(weight_decay=0.0)), Here(stores=stores))
     losses = [float(job.step(batch_of(plan.sequence, step), 1e-3)) for step in range(2)]
     return losses, {name: w.clone() for name, w in job.weights()}
 

@@ -31,6 +31,8 @@ from outsize.train.batches import cut
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gnnpipe as example
 
+from outsize.runtime.recipe import Here, Recipe
+
 LAYERS, DIM, WORKERS, CHUNKS = 16, 32, 4, 8
 STEPS, CHECKED = 40, 3
 RATE = 3e-3
@@ -58,7 +60,7 @@ def trained(
         part = cut(batch, 0, plan.microbatch_rows)
         reach = reach_of(mine, blocks, example.loss_sum, part) if workers > 1 else None
         flow = AdoptedFlow(mine, blocks, plan, example.loss_sum, cut, counted, reach)
-        job = Job(flow, plan, AdamW(weight_decay=0.01), world=world)
+        job = Job(flow, plan, Recipe(AdamW(weight_decay=0.01)), Here(world))
         losses, had = [], 0
         for step in range(steps):
             before = received(job)

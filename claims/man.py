@@ -31,6 +31,7 @@ from outsize.optim import AdamW
 from outsize.plan import Local, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.local import LocalJob
 
 LAYERS, HIDDEN, ROWS, SEQUENCE, GROUPS = 12, 64, 16, 128, 4
@@ -68,7 +69,7 @@ def batches(data: Tensor, count: int, seed: int) -> list[Batch]:
 def job_of(way: str, seed: int, ledger: Ledger | None = None) -> Job | LocalJob:
     model, optimizer = build(parse(CONFIG), seed=seed), AdamW(weight_decay=0.1)
     if way == "end to end":
-        return Job(NativeFlow(model, EXACT), EXACT, optimizer, clip=1.0, ledger=ledger)
+        return Job(NativeFlow(model, EXACT), EXACT, Recipe(optimizer, 1.0), Here(ledger=ledger))
     local = {"approximate": ("local-learning",), "local": Local(GROUPS, way, MOMENTUM)}
     plan = Plan(**{**vars(EXACT), **local})
     return LocalJob(model, plan, optimizer, clip=1.0, ledger=ledger)

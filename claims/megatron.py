@@ -39,6 +39,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 LAYERS, ROWS, SEQUENCE, HIDDEN, HEADS, INNER, VOCAB, CHUNK = 3, 2, 96, 128, 8, 344, 1000, 64
 TOKENS = ROWS * SEQUENCE
@@ -126,7 +127,7 @@ def seconds_a_step(world: World, size: int) -> float:
     plan = plan_of(world.mesh, named="float32")
     model = build(config, seed=1)
     cuts = split(model, along(world, "tensor"))
-    job = Job(NativeFlow(model, plan), plan, AdamW(), world=world, cuts=cuts)
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(world), cuts=cuts)
     batch, best = batch_of(), float("inf")
     for _ in range(8):
         along(world, "tensor").barrier()

@@ -27,6 +27,7 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule.pipelined import bounds_of
 from outsize.schedule.pipelines import Pipeline, interleaved, one_f_one_b
 from outsize.schedule.pipelines.uniform import uniform
@@ -93,7 +94,9 @@ def trained(plan: Plan) -> list[tuple[float, int, dict[str, Tensor]]]:
             host = MemoryStore("host", tiered.GIB)
             stack.callback(host.close)
             flow = NativeFlow(build(config, seed=0), plan)
-            job = Job(flow, plan, AdamW(), ledger=Ledger(), world=world, stores={"host": host})
+            job = Job(
+                flow, plan, Recipe(AdamW()), Here(world, ledger=Ledger(), stores={"host": host})
+            )
             losses = [float(job.step(batch, 1e-3)) for batch in batches]
             events = job.report.trace.events
             live = max(n for e in events for k, n in e.live.items() if k.endswith("activations"))

@@ -38,6 +38,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind, Lane, Schedule
 from outsize.search import PlanRequest
 from outsize.search.request import Forecaster, facts_of_model
@@ -94,7 +95,7 @@ def job_of(config: DecoderConfig, plan: Plan, world: World) -> Job:
     dtype = getattr(torch, plan.precision.master or plan.precision.compute)
     model = build(config, seed=0, dtype=dtype)
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel)
-    return Job(NativeFlow(model, plan), plan, AdamW(), clip=1.0, world=world, cuts=cuts)
+    return Job(NativeFlow(model, plan), plan, Recipe(AdamW(), 1.0), Here(world), cuts=cuts)
 
 
 # -- real workers ----------------------------------------------------------------------------------

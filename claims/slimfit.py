@@ -32,6 +32,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.freezing import Freezing
 
 LAYERS, HIDDEN, ROWS, SEQUENCE = 6, 64, 8, 64
@@ -72,7 +73,7 @@ def batches(data: Tensor, count: int, seed: int) -> list[Batch]:
 
 def trained(model: Decoder, data: Sequence[Batch], share: float, keep: Keep) -> Job:
     """The job behind its last step. The learning rate falls to 0."""
-    job = Job(NativeFlow(model, PLAN), PLAN, AdamW(weight_decay=0.0), clip=1.0)
+    job = Job(NativeFlow(model, PLAN), PLAN, Recipe(AdamW(weight_decay=0.0), 1.0))
     freezing = Freezing(job, share, keep=keep)
     for step, batch in enumerate(data):
         freezing.step(batch, RATE * (1 - step / len(data)))
@@ -83,7 +84,7 @@ def trained(model: Decoder, data: Sequence[Batch], share: float, keep: Keep) -> 
 def activations(model: Decoder, batch: Batch, share: float, keep: Keep) -> int:
     """Bytes at the peak of a step beyond what the job holds between steps."""
     ledger = Ledger()
-    job = Job(NativeFlow(model, PLAN), PLAN, AdamW(), ledger=ledger)
+    job = Job(NativeFlow(model, PLAN), PLAN, Recipe(AdamW()), Here(ledger=ledger))
     Freezing(job, share, keep=keep).step(batch, 0.0)
     trace = job.report.trace
     return trace.peak() - sum(trace.events[-1].live.values())

@@ -20,6 +20,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
@@ -72,7 +73,7 @@ def job_of(plan: Plan, ledger: Ledger | None = None) -> tuple[Job, Batch]:
     model = build(CONFIG, seed=0)
     ids = torch.randint(0, CONFIG.vocab, (1, plan.sequence))
     batch = Batch(ids, torch.roll(ids, -1, 1), ((0, plan.sequence),))
-    return Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger), batch
+    return Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger)), batch
 
 
 def seconds(tokens: int) -> dict[str, float]:

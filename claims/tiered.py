@@ -21,6 +21,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
@@ -125,7 +126,9 @@ def train(
     with open_stores(tiers) as stores:
         ledger = Ledger()
         model = build(config, seed=0)
-        job = Job(NativeFlow(model, plan), plan, AdamW(), clip=clip, ledger=ledger, stores=stores)
+        job = Job(
+            NativeFlow(model, plan), plan, Recipe(AdamW(), clip), Here(ledger=ledger, stores=stores)
+        )
         losses, seconds, peak = [], [], 0
         for step in range(steps):
             losses.append(float(job.step(batch_of(config, plan, step), 1e-3)))

@@ -28,6 +28,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule.pipelines import Costs, Pipeline, one_f_one_b, v_half
 from outsize.schedule.pipelines.costs import VocabularyCosts
 from outsize.schedule.pipelines.vocabulary import with_vocabulary
@@ -151,7 +152,9 @@ def trained(variant: int) -> list[tuple[int, float]]:
     def run(world: World) -> tuple[int, float]:
         model, ledger = build(config, seed=0), Ledger()
         cuts = divide(model, world, plan)
-        job = Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger, world=world, cuts=cuts)
+        job = Job(
+            NativeFlow(model, plan), plan, Recipe(AdamW()), Here(world, ledger=ledger), cuts=cuts
+        )
         peaks, loss = [], 0.0
         for batch in batches:
             loss = float(job.step(batch, 1e-3))

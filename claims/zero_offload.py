@@ -26,6 +26,7 @@ from outsize.models.config import DecoderConfig
 from outsize.optim import AdamW
 from outsize.plan import Rest, Stream
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.simulate import Forecast
 
 HOST = frozenset({"host"})
@@ -90,7 +91,10 @@ def confirmed(layers: int) -> bool:
     with open_stores([spec]) as stores:
         ledger = Ledger(SMALL_BUDGET)
         job = Job(
-            NativeFlow(build(config, seed=0), plan), plan, AdamW(), ledger=ledger, stores=stores
+            NativeFlow(build(config, seed=0), plan),
+            plan,
+            Recipe(AdamW()),
+            Here(ledger=ledger, stores=stores),
         )
         try:
             job.step(tiered.batch_of(config, plan, 0), 1e-3)

@@ -19,7 +19,6 @@ KNOWN = frozenset(
     {
         "runtime/job.py",
         "runtime/job.py:Job",
-        "runtime/job.py:__init__",
         "runtime/special/local.py:LocalJob",
         "runtime/special/zeroth.py:ZerothJob",
         "train/prepare.py:prepare",

@@ -16,6 +16,7 @@ from outsize.memory import format_bytes
 from outsize.optim import AdamW
 from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
@@ -39,7 +40,7 @@ def job_of(task: Task) -> tuple[Job, Forecast]:
     forecast = choose(config, request, probe("cpu"))
     model = hub.load(task.weights, getattr(torch, precision.master or precision.compute))
     flow = NativeFlow(model, forecast.plan)
-    return Job(flow, forecast.plan, optimizer, clip=task.clip), forecast
+    return Job(flow, forecast.plan, Recipe(optimizer, task.clip)), forecast
 
 
 def describe(forecast: Forecast) -> str:

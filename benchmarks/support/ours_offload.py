@@ -18,6 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Precision
 from outsize.plan.text import from_yaml
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.tokens.streamed import Streamed
 from outsize.schedule import Kind
 from outsize.search import PlanRequest, choose
@@ -48,9 +49,12 @@ def trained(task: Task) -> Answer:
         model = streaming.shells(config, torch.float32)
         stored = hub.describe(task.weights).fill(torch.float32)
         job = Job(
-            NativeFlow(model, plan), plan, optimizer(task), stores=stores,
+            NativeFlow(model, plan),
+            plan,
+            Recipe(optimizer(task)),
+            Here(stores=stores),
             fill=lambda name, out: out.copy_(stored(name, out)),
-        )  # fmt: skip
+        )
         for step in range(task.steps):
             ids = task.ids(step, config.vocab)
             targets = ids.roll(-1, 1)

@@ -21,6 +21,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.text import from_yaml, to_yaml
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose
 from outsize.train.filling import hub_fill
 
@@ -54,9 +55,13 @@ class Worker:
         model = shells(config, torch.float32, "cpu")
         cuts = split(model, along(self.world, "tensor"), task.sequence_parallel)
         self.job = Job(
-            NativeFlow(model, self.plan), self.plan, optimizer_of(task), clip=task.clip,
-            fill=hub_fill(Path(task.weights), config), world=self.world, cuts=cuts,
-        )  # fmt: skip
+            NativeFlow(model, self.plan),
+            self.plan,
+            Recipe(optimizer_of(task), task.clip),
+            Here(self.world),
+            cuts=cuts,
+            fill=hub_fill(Path(task.weights), config),
+        )
         self.before: dict[str, int] = {}
 
     def step(self, ids_BS: Tensor) -> float:

@@ -19,6 +19,7 @@ from outsize.models.names import layout
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.train.filling import hub_fill
 
 SUFFIX = ".exp_avg"
@@ -42,9 +43,12 @@ class Worker:
         self.world = join(self.plan.mesh, rank, meeting(os.environ))
         model = shells(config, torch.float32, "cpu")
         self.job = Job(
-            NativeFlow(model, self.plan), self.plan, optimizer_of(task), clip=task.clip,
-            fill=hub_fill(Path(task.weights), config), world=self.world,
-        )  # fmt: skip
+            NativeFlow(model, self.plan),
+            self.plan,
+            Recipe(optimizer_of(task), task.clip),
+            Here(self.world),
+            fill=hub_fill(Path(task.weights), config),
+        )
         self.steps = 0
 
     def step(self, ids_BS: Tensor) -> float:

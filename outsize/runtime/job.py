@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outsize.collectives import Lone, World, along
+from outsize.collectives import along
 from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.memory import Meter, tables
-from outsize.memory.store import Store
 from outsize.models.cuts import NO_CUTS, Cut
-from outsize.optim import Optimizer
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan
 from outsize.runtime.checks import (
@@ -40,6 +37,7 @@ from outsize.runtime.generating import TokenSteps, native, proved
 from outsize.runtime.handlers.norm import Diverged as Diverged
 from outsize.runtime.handlers.training import Training
 from outsize.runtime.points import Points
+from outsize.runtime.recipe import ALONE, Group, Here, Recipe
 from outsize.runtime.report import Report as Report
 from outsize.runtime.spill import Spills
 from outsize.runtime.stage_links import StageLinks
@@ -48,7 +46,7 @@ from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.storage.states import Fill as Fill
 from outsize.runtime.storage.states import Stateful, States
 from outsize.runtime.storage.update import Updates
-from outsize.runtime.storage.weight_pool import NO_STORES, WeightPool
+from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
 from outsize.runtime.wrapped import wrapped
@@ -56,53 +54,34 @@ from outsize.schedule import Schedule, prove
 from outsize.schedule.programs import evaluate, train
 
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters that share settings. lr: factor on the step's learning rate."""
-
-    weight_decay: float
-    lr: float = 1.0
-
-
 class Job(Stateful):
     """Holds the chunks of a model and plays schedules over them.
 
-    flow: the model. plan: how a step runs. optimizer: the update. groups and group_of: settings by
-    parameter name (matrices decay, vectors do not, where none are given). clip: largest gradient
-    norm. ledger: counts bytes while the job works, and raises over its budget.
-    stores: by name, the tiers below the device; the caller closes them. fill: writes the values of
-    the parameter of a name into a tensor, for parameters that have no memory of their own
-    (outsize/models/build.py, `shells`). world: the workers, this one among them; each makes a Job
-    of the same plan and calls the same methods in the same order. cuts: which part of a parameter
-    the model has here, where the tensor axis has several workers; `fill` still writes whole ones.
-    at: told what each thread is about to do, for who watches the workers
-    (outsize/launch/heartbeat.py).
+    flow: the model. plan: how a step runs. recipe: how it trains. here: what this worker has.
+    cuts: which part of a parameter the model has here, where the tensor axis has several workers.
+    fill: writes the whole values of the parameter of a name into a tensor, for parameters that have
+    no memory of their own (outsize/models/build.py, `shells`).
     """
 
     def __init__(
         self,
         flow: Flow,
         plan: Plan,
-        optimizer: Optimizer,
-        groups: Sequence[Group] | None = None,
-        group_of: Mapping[str, int] | None = None,
-        clip: float | None = None,
-        ledger: Meter | None = None,
-        stores: Mapping[str, Store] = NO_STORES,
-        fill: Fill | None = None,
-        world: World | None = None,
+        recipe: Recipe,
+        here: Here = ALONE,
         cuts: Mapping[str, Cut] = NO_CUTS,
-        at: Callable[[str], None] | None = None,
+        fill: Fill | None = None,
     ) -> None:
+        optimizer, clip, stores = recipe.optimizer, recipe.clip, here.stores
         self.flow, self.plan, self.optimizer, self.clip = flow, plan, optimizer, clip
-        self.stores = stores
-        self.world, self.watch, self.rows = world or Lone(), Watch(ledger, at), flow.rows
+        self.world, self.stores = here.world, stores
+        self.watch, self.rows = Watch(here.ledger, here.at), flow.rows
         check_world(plan, self.world, cuts)
         named = [params for _, params in flow.segments]
         self.owners = {name: p for params in named for name, p in params}
         check(flow, plan, optimizer, clip)
         layout = tables(
-            named, group_of or by_shape(self.owners), flow.wide,
+            named, recipe.group_of or by_shape(self.owners), flow.wide,
             taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer),
         )  # fmt: skip
         self.place = plan.mesh.rows_index(self.world.rank)
@@ -130,7 +109,7 @@ class Job(Stateful):
             self.states = States(self.weight_pool, self.whole_tensors, self.owners, line)
             self.states.adopt(fill)
         self.chunks = self.weight_pool.chunks
-        groups = groups or (Group(optimizer.weight_decay), Group(0.0))
+        groups = recipe.groups or (Group(optimizer.weight_decay), Group(0.0))
         self.updates = Updates(self.weight_pool, optimizer, groups, self.whole_tensors)
         self.gradients = Gradients(self.chunks, self.owners)
         flow.attach(self.gradients)

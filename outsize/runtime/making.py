@@ -9,13 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from outsize.collectives import Collective, Lone, World, along
+from outsize.collectives import along
 from outsize.kernels.entropy import PLAIN, Loss, LossOptions
-from outsize.memory import Meter
-from outsize.memory.store import Store
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.models.decoder import Decoder
-from outsize.optim import Optimizer
 from outsize.parallel.automatic.apply import spread
 from outsize.parallel.automatic.derive import Derived
 from outsize.parallel.divide import divide
@@ -25,33 +22,12 @@ from outsize.plan import Plan
 from outsize.runtime.adopted.flow import AdoptedFlow
 from outsize.runtime.adopted.reach import Reach
 from outsize.runtime.flow import Flow
-from outsize.runtime.job import Group, Job
+from outsize.runtime.job import Job
 from outsize.runtime.native import NativeFlow
+from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.runtime.storage.states import Fill
 
 Cuts = Mapping[str, Cut]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is trained, whatever its plan. clip: largest gradient norm. groups, group_of: as
-    a Job has them."""
-
-    optimizer: Optimizer
-    clip: float | None = None
-    groups: Sequence[Group] | None = None
-    group_of: Mapping[str, int] | None = None
-
-
-@dataclass(frozen=True)
-class Here:
-    """What one worker has for its job; each as a Job has it. line: as `divide` has it."""
-
-    world: World = field(default_factory=Lone)
-    ledger: Meter | None = None
-    stores: Mapping[str, Store] = field(default_factory=dict)
-    at: Callable[[str], None] | None = None
-    line: Collective | None = None
 
 
 class Trainable(Protocol):
@@ -105,11 +81,7 @@ class AdoptedModel:
         ), cuts
 
 
-def make_job(model: Trainable, plan: Plan, recipe: Recipe, here: Here | None = None) -> Job:
+def make_job(model: Trainable, plan: Plan, recipe: Recipe, here: Here = ALONE) -> Job:
     """The job that trains a model under a plan, on one of its workers."""
-    mine = here or Here()
-    flow, cuts = model.part(plan, mine)
-    return Job(
-        flow, plan, recipe.optimizer, recipe.groups, recipe.group_of, recipe.clip, mine.ledger,
-        mine.stores, model.fill, mine.world, cuts, mine.at,
-    )  # fmt: skip
+    flow, cuts = model.part(plan, here)
+    return Job(flow, plan, recipe, here, cuts, model.fill)

@@ -23,7 +23,8 @@ from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job
-from outsize.runtime.making import Here, NativeModel, Recipe, make_job
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule.starting import Filling
 from outsize.search.settled import composed
 from outsize.simulate import Forecast

@@ -24,6 +24,7 @@ from outsize.optim import Optimizer
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Sharding, Stage
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 from outsize.schedule import Kind, Lane
 
 WARM, COUNTED = 1, 3  # steps; the first of a process pays for page faults and kernel set-up
@@ -104,7 +105,7 @@ def durations(
     times: dict[tuple[str, int], list[float]] = {}
     for apart in (False, True):
         each = replace(chosen.plan, split_backward=apart)
-        job = Job(NativeFlow(model, each), each, optimizer, clip=clip, cuts=cuts)
+        job = Job(NativeFlow(model, each), each, Recipe(optimizer, clip), cuts=cuts)
         _measure(job, batch, chosen, times)
         job.close()
     found: dict[tuple[str, int], float] = {}
@@ -148,5 +149,5 @@ def work(
     chosen = few(plan, config)
     short = replace(chosen.plan, rows=chosen.plan.microbatch_rows)
     (model, cuts), batch = chosen.build(device), batch_of(short.rows)
-    job = Job(NativeFlow(model, short), short, optimizer, cuts=cuts)
+    job = Job(NativeFlow(model, short), short, Recipe(optimizer), cuts=cuts)
     return lambda: job.step(batch, lr=0.0)

@@ -16,7 +16,8 @@ from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.optim import Optimizer
 from outsize.runtime import Job
-from outsize.runtime.making import NativeModel, Recipe, make_job
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.recipe import Recipe
 from outsize.schedule import Action, Kind
 from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import play

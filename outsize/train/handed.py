@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from outsize.optim import Optimizer
 from outsize.runtime import Job
-from outsize.runtime.making import Recipe
+from outsize.runtime.recipe import Recipe
 from outsize.torch_private import mark_stepped
 from outsize.train import kept
 from outsize.train.optimizers import converted, group_of, groups_now

@@ -7,7 +7,7 @@ from torch import nn
 
 from outsize.errors import OutsizeError
 from outsize.optim import SGD, AdamW, Optimizer, parse
-from outsize.runtime.job import Group
+from outsize.runtime.recipe import Group
 
 
 def converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:

@@ -26,7 +26,8 @@ from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.runtime.adopted.flow import reach_of
 from outsize.runtime.adopted.reach import Reach
-from outsize.runtime.making import AdoptedModel, Here, NativeModel, Trainable, make_job
+from outsize.runtime.making import AdoptedModel, NativeModel, Trainable, make_job
+from outsize.runtime.recipe import Here
 from outsize.search import PlanRequest, chosen, pick
 from outsize.search.candidates import candidates
 from outsize.simulate import Forecast

@@ -6,7 +6,7 @@ from outsize.data import Data, TrainStream
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
 from outsize.plan import Plan
-from outsize.runtime.making import Recipe
+from outsize.runtime.recipe import Recipe
 from outsize.train.config import RunConfig
 from outsize.train.resolve import optimizer_of
 

@@ -36,7 +36,8 @@ from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.build import shells
 from outsize.plan import from_yaml, to_yaml
-from outsize.runtime.making import Here, NativeModel
+from outsize.runtime.making import NativeModel
+from outsize.runtime.recipe import Here
 from outsize.runtime.trains import Trains
 from outsize.train.config import MAY_CHANGE
 from outsize.train.derive import warmup_now

@@ -22,7 +22,8 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.plan import DEVICE, Local, Plan, Rest, Stream
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.making import Here, NativeModel, Recipe, make_job
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.forwards import Zeroth
 from outsize.runtime.special.freezing import Freezing
 from outsize.runtime.special.local import LocalJob

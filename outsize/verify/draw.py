@@ -27,8 +27,8 @@ from outsize.models.random import fill_normal
 from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.runtime.job import Fill
-from outsize.runtime.making import Here
 from outsize.runtime.native import check_noise
+from outsize.runtime.recipe import Here
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
 from outsize.verify.draw_data import Data, masked

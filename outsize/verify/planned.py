@@ -16,7 +16,8 @@ from outsize.errors import OutsizeError
 from outsize.memory.store import Store
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
-from outsize.runtime.making import Here, Recipe, make_job
+from outsize.runtime.making import make_job
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.weight_pool import NO_STORES
 from outsize.schedule.pipelined import channels
 from outsize.verify.case import Case

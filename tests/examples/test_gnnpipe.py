@@ -25,6 +25,8 @@ from outsize.train.batches import cut
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gnnpipe as example
 
+from outsize.runtime.recipe import Here, Recipe
+
 LAYERS, CHUNKS, STEPS, RATE = 4, 5, 3, 1e-2
 
 
@@ -121,7 +123,7 @@ def test_workers_of_a_pipeline_give_the_same_whatever_the_schedule(schedule, chu
             mine, blocks, plan, example.loss_sum, cut,
             lambda batch: torch.tensor(example.known(batch), dtype=torch.float64), reach,
         )  # fmt: skip
-        job = Job(flow, plan, AdamW(betas=(0.9, 0.999), weight_decay=0.0), world=world)
+        job = Job(flow, plan, Recipe(AdamW(betas=(0.9, 0.999), weight_decay=0.0)), Here(world))
         losses = [
             float(job.step(example.batch_of(graph, chunks, step), RATE)) for step in range(STEPS)
         ]

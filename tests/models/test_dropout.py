@@ -22,6 +22,7 @@ from outsize.optim import AdamW
 from outsize.parallel.tensor.decoder import split
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 RATE = 0.3
 
@@ -212,7 +213,7 @@ def test_a_mesh_gives_the_plain_numbers(way):
         model = streamed.model_of("llama", "float64")
         cuts = split(model, along(world, "tensor"), sequence)
         optimizer = AdamW(weight_decay=0.1)
-        job = Job(NativeFlow(model, plan), plan, optimizer, clip=0.5, world=world, cuts=cuts)
+        job = Job(NativeFlow(model, plan), plan, Recipe(optimizer, 0.5), Here(world), cuts=cuts)
         return numbers(job, plan)
 
     def numbers(job, plan):

@@ -9,6 +9,7 @@ from threads import play
 
 from outsize.collectives import Mesh, along
 from outsize.models.adopt import find_blocks
+from outsize.models.cuts import NO_CUTS
 from outsize.optim import AdamW, Muon
 from outsize.parallel.automatic.apply import Fan, spread
 from outsize.parallel.automatic.derive import derive
@@ -16,6 +17,7 @@ from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job
 from outsize.runtime.adopted.flow import AdoptedFlow
+from outsize.runtime.recipe import Here, Recipe
 
 ROWS = IDS.shape[0]
 OPTIMIZERS = {"adamw": AdamW(weight_decay=0.1), "muon": Muon()}
@@ -31,7 +33,7 @@ def loss_of(output, batch):
     return torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
 
 
-def trained(model, plan, optimizer, ids=IDS, **more):
+def trained(model, plan, optimizer, ids=IDS, cuts=NO_CUTS, **here):
     flow = AdoptedFlow(
         model,
         find_blocks(model),
@@ -40,7 +42,7 @@ def trained(model, plan, optimizer, ids=IDS, **more):
         split=lambda batch, a, b: {k: v[a:b] for k, v in batch.items()},
         counter=lambda batch: torch.tensor(float(batch["input_ids"][:, 1:].numel())).double(),
     )
-    job = Job(flow, plan, optimizer, clip=0.5, **more)
+    job = Job(flow, plan, Recipe(optimizer, 0.5), Here(**here), cuts)
     steps = []
     for _ in range(3):
         loss = job.step({"input_ids": ids}, 1e-2)

@@ -21,6 +21,7 @@ from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 2,
@@ -300,7 +301,7 @@ def test_a_job_overlaps_as_its_plan_says():
         plan = plan_of(mesh=mesh, overlap=chunks, stages=per_segment(4, ("mlp",)))
         mine, axis = copy.deepcopy(model), along(world, "tensor")
         cuts = split(mine, axis, overlap=overlap_of(world, plan.overlap))
-        job = Job(NativeFlow(mine, plan), plan, AdamW(lr=1e-2), world=world, cuts=cuts)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW(lr=1e-2)), Here(world), cuts=cuts)
         for batch in batches_here:
             job.step(batch)
         return {name: (cuts[name], p.detach().clone()) for name, p in mine.named_parameters()}

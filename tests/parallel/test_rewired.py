@@ -21,6 +21,7 @@ from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search.request import PlanRequest
 from outsize.train.setup import check_layouts
 
@@ -118,7 +119,7 @@ def test_jobs_with_dropout(name):
         mine, axis = copy.deepcopy(model), along(world, "tensor")
         cuts = split(mine, axis, overlap=overlap_of(world, plan.overlap))
         optimizer = AdamW(lr=1e-2)
-        job = Job(NativeFlow(mine, plan), plan, optimizer, clip=0.5, world=world, cuts=cuts)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(optimizer, 0.5), Here(world), cuts=cuts)
         for step, batch in enumerate(batches(2, ROWS, TOKENS, 61)):
             job.step(
                 batch.__class__(batch.ids_BS, batch.targets_BS, batch.bounds, Noise(0.2, 1, step))

@@ -15,6 +15,7 @@ from outsize.memory import Ledger, OverBudget
 from outsize.models.build import build
 from outsize.optim import AdamW
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind
 
 PLAN = base_plan(
@@ -38,7 +39,9 @@ def fresh():
 
 
 def job_of(plan=PLAN, ledger=None) -> Job:
-    return Job(NativeFlow(fresh(), plan), plan, AdamW(weight_decay=0.1), clip=0.5, ledger=ledger)
+    return Job(
+        NativeFlow(fresh(), plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5), Here(ledger=ledger)
+    )
 
 
 def snapshot(job: Job) -> list[torch.Tensor]:

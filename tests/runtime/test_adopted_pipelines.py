@@ -19,6 +19,7 @@ from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.adopted.flow import reach_of
+from outsize.runtime.recipe import Here, Recipe
 from outsize.train.batches import cut
 
 ROWS, STEPS = 7, 3  # four microbatches of two rows, the last one of one
@@ -70,7 +71,7 @@ def check(model, plan):
         blocks = find_blocks(mine)
         reach = reach_of(mine, blocks, cross_entropy, data[0][:2])
         flow = AdoptedFlow(mine, blocks, plan, cross_entropy, cut, count, reach)
-        job = Job(flow, plan, AdamW(weight_decay=0.1), clip=0.5, world=world)
+        job = Job(flow, plan, Recipe(AdamW(weight_decay=0.1), 0.5), Here(world))
         rows = plan.rows_at(job.place)
         found = []
         for ids in data:
@@ -105,7 +106,7 @@ def test_each_block_lets_its_input_go_in_its_backward():
     model = made(Chain)
     plan = replace(plan_of(model, Mesh(), "1f1b", ("block",)), rows=2)
     flow = AdoptedFlow(model, find_blocks(model), plan, cross_entropy)
-    job = Job(flow, plan, AdamW(), ledger=Ledger())
+    job = Job(flow, plan, Recipe(AdamW()), Here(ledger=Ledger()))
     job.step(tokens(2)[0])
     events = [event for event in job.report.trace.events if event.kind == "BACKWARD"]
     job.close()

@@ -18,6 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.compressed import GROUP, MOST, compressing, rounded
 from outsize.runtime.special.freezing import Freezing
 
@@ -79,7 +80,7 @@ def peak_of(keep, rate, layers=6):
     model = build(config_of("llama, untied", **shape), seed=1)
     plan = plan_of(segments=layers + 2, stages=per_segment(layers + 2))
     ledger = Ledger()
-    job = Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger)
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger))
     freezing = Freezing(job, rate, keep=keep)
     for batch in plain.batches(2, ROWS, SEQUENCE, VOCAB):
         freezing.step(batch, 1e-3)
@@ -99,7 +100,7 @@ def test_it_learns_as_with_whole_activations_and_gives_blocks_back():
     data, ends = plain.batches(1, ROWS, SEQUENCE, VOCAB), []
     for keep in ("whole", "int8"):
         plan = plan_of()
-        job = Job(NativeFlow(copy.deepcopy(model), plan), plan, AdamW())
+        job = Job(NativeFlow(copy.deepcopy(model), plan), plan, Recipe(AdamW()))
         freezing = Freezing(job, 0.0, keep=keep)
         ends.append([float(freezing.step(data[0], 3e-3)) for _ in range(25)])
         freezing.close()
@@ -111,7 +112,7 @@ def test_it_learns_as_with_whole_activations_and_gives_blocks_back():
 
 def test_what_is_refused():
     plan = plan_of()
-    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, AdamW())
+    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, Recipe(AdamW()))
     with pytest.raises(OutsizeError, match="keep is 'int4'"):
         Freezing(job, 0.5, keep="int4")
     job.plan = replace(

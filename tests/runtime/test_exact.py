@@ -14,6 +14,7 @@ from outsize.optim import AdamW, LearningRate
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 
 FLOAT64 = Precision.named("float64")
 STEPS, ROWS, SEQUENCE, VOCAB = 20, 3, 24, 61
@@ -77,7 +78,7 @@ def reference(data, rates):
 
 def job_of(plan: Plan, **changes) -> Job:
     model = build(config(**changes), seed=1, dtype=torch.float64)
-    return Job(NativeFlow(model, plan), plan, AdamW(weight_decay=0.1), clip=0.5)
+    return Job(NativeFlow(model, plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5))
 
 
 def worst(a: torch.Tensor, b: torch.Tensor) -> float:

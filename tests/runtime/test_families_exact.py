@@ -13,6 +13,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 
 STEPS, CLIP = 4, 0.01
 RATES = [1e-2 / (i + 1) for i in range(STEPS)]
@@ -48,7 +49,7 @@ def check(model, plan: Plan, data, reference) -> None:
     """Train under the plan and compare with what the plain loop gave."""
     losses, norms, expected = reference
     assert any(norm > CLIP for norm in norms), "the test must clip"
-    job = Job(NativeFlow(model, plan), plan, AdamW(weight_decay=0.1), clip=CLIP)
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW(weight_decay=0.1), CLIP))
     for step, (batch, lr) in enumerate(zip(data, RATES, strict=True)):
         assert abs(float(job.step(batch, lr)) - losses[step]) <= 1e-10 * losses[step]
         assert abs(job.report.norm - norms[step]) <= 1e-10 * norms[step]
@@ -108,7 +109,7 @@ def test_frozen_parameters(name, plan, data):
 
 def test_frozen_parts_need_no_backward_pass_and_no_states(data):
     plan = base_plan(**PLANS["recompute-block"])
-    job = Job(NativeFlow(built("llama", ("prologue", "blocks.0")), plan), plan, AdamW())
+    job = Job(NativeFlow(built("llama", ("prologue", "blocks.0")), plan), plan, Recipe(AdamW()))
     stages = {(a.kind.value, a.stage) for a in job.schedule.workers[0]}
     assert {s for k, s in stages if k != "FORWARD" and s >= 0} == {2, 3, 4}
     trained = {name.rpartition(".")[0] for name, _ in job.optimizer_state()}
@@ -119,10 +120,10 @@ def test_nothing_to_train_is_refused():
     model = built("llama", ("prologue", "blocks", "epilogue"))
     plan = base_plan()
     with pytest.raises(OutsizeError, match="no parameter requires a gradient; nothing to train"):
-        Job(NativeFlow(model, plan), plan, AdamW())
+        Job(NativeFlow(model, plan), plan, Recipe(AdamW()))
 
 
 def test_a_part_that_no_block_has_is_refused():
     plan = base_plan(stages=per_segment(5, ("mpl",)))
     with pytest.raises(OutsizeError, match=r"recompute holds 'mpl', .*did you mean 'mlp'"):
-        Job(NativeFlow(built("llama"), plan), plan, AdamW())
+        Job(NativeFlow(built("llama"), plan), plan, Recipe(AdamW()))

@@ -18,6 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.freezing import UNKNOWN, Freezing, distance
 
 STEPS, RATE = 10, 0.6
@@ -80,7 +81,7 @@ def test_a_native_decoder_follows_the_plain_loop(family, recompute):
     batches = plain.batches(STEPS, ROWS, 20, VOCAB)
     model = build(config_of(family), seed=1, dtype=torch.float64)
     plan = plan_of(stages=per_segment(5, recompute))
-    job = Job(NativeFlow(copy.deepcopy(model), plan), plan, AdamW(weight_decay=0.1), clip=0.5)
+    job = Job(NativeFlow(copy.deepcopy(model), plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5))
     check(job, Freezing(job, RATE, seed=3), model, batches, plain.loss_of)
 
 
@@ -104,7 +105,7 @@ def test_an_adopted_module_follows_the_plain_loop():
     mine = copy.deepcopy(model)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(mine.blocks)]
     flow = AdoptedFlow(mine, blocks, plan, lambda out, _: out)
-    job = Job(flow, plan, AdamW(weight_decay=0.1), clip=0.5)
+    job = Job(flow, plan, Recipe(AdamW(weight_decay=0.1), 0.5))
     check(job, Freezing(job, RATE), model, batches, lambda m, batch: m(*batch))
     assert all(p.requires_grad for p in mine.parameters())
 
@@ -117,7 +118,7 @@ def test_what_is_frozen_keeps_no_input_and_makes_no_gradient():
     for rate in (0.0, 0.99):
         ledger = Ledger()
         model = build(config_of("llama, untied"), seed=1, dtype=torch.float64)
-        job = Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger)
+        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger))
         seen = made[rate] = []
         for module in model.modules():
             if "sink" in module.__dict__:
@@ -144,7 +145,9 @@ def test_every_layer_has_its_turn_before_any_has_a_second():
     batches = plain.batches(6, ROWS, 20, VOCAB)
     plan = plan_of()
     job = Job(
-        NativeFlow(build(config_of("llama"), seed=1, dtype=torch.float64), plan), plan, AdamW()
+        NativeFlow(build(config_of("llama"), seed=1, dtype=torch.float64), plan),
+        plan,
+        Recipe(AdamW()),
     )
     freezing, seen = Freezing(job, 0.75), []
     while any(far >= UNKNOWN for far in freezing.distances.values()):
@@ -164,8 +167,8 @@ def test_what_is_refused():
     exact, plan = base_plan(), plan_of()
     flow = NativeFlow(build(config_of("llama"), seed=1, dtype=torch.float64), exact)
     with pytest.raises(OutsizeError, match="name frozen-by-dynamics there"):
-        Freezing(Job(flow, exact, AdamW()), 0.5)
+        Freezing(Job(flow, exact, Recipe(AdamW())), 0.5)
     with pytest.raises(OutsizeError, match=r"rate is 1.0; expected 0 or more and less than 1"):
-        Freezing(Job(flow, plan, AdamW()), 1.0)
+        Freezing(Job(flow, plan, Recipe(AdamW())), 1.0)
     with pytest.raises(OutsizeError, match="frozen-by-dynamics and the plan has parameters or opt"):
         plan_of(stages=tuple(replace(s, rest=Rest(optimizer="disk")) for s in exact.stages))

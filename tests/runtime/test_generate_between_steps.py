@@ -29,6 +29,7 @@ from outsize.plan import Local, Pipelined, Plan, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.generating import Generated
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.local import LocalJob
 from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 from outsize.runtime.trains import Trains
@@ -87,9 +88,12 @@ def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
         losses, answers, weights = [], [], {}
         with memory() as stores:
             job = Job(
-                flow, plan, AdamW(), clip=0.5, ledger=Ledger(), stores=stores, world=world,
+                flow,
+                plan,
+                Recipe(AdamW(), 0.5),
+                Here(world, ledger=Ledger(), stores=stores),
                 cuts=cuts,
-            )  # fmt: skip
+            )
             for step, batch in enumerate(data):
                 losses.append(float(job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)))
                 if asks:
@@ -187,7 +191,7 @@ def test_ends_samplings_and_refusals() -> None:
     """One sampler for all, log-probabilities only where asked for, an end where a token is one."""
     plan = PLANS["from a disk"]
     with memory() as stores:
-        job = Job(NativeFlow(model("llama"), plan), plan, AdamW(), stores=stores)
+        job = Job(NativeFlow(model("llama"), plan), plan, Recipe(AdamW()), Here(stores=stores))
         found = job.generate(PROMPTS, NEW)
         assert [len(each.tokens) for each in found] == [NEW] * 3
         assert not any(each.logprobs for each in found)
@@ -225,7 +229,7 @@ def programs(plan: Plan, kind: Kind) -> Program:
         mine = model("llama, untied")
         with memory() as stores:
             flow, cuts = NativeFlow(mine, plan), divide(mine, world, plan)
-            job = Job(flow, plan, AdamW(), stores=stores, world=world, cuts=cuts)
+            job = Job(flow, plan, Recipe(AdamW()), Here(world, stores=stores), cuts=cuts)
             job.close()
         return generate(job.placement, kind)
 

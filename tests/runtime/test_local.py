@@ -21,6 +21,7 @@ from outsize.optim import AdamW
 from outsize.plan import Local, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.local import LocalJob
 
 STEPS, LR, CLIP = 4, 1e-2, 0.3
@@ -212,7 +213,9 @@ def test_activations_of_one_group_exist_at_once(data):
     plan = plan_of("head", 4, segments=layers + 2, stages=stages, microbatch_rows=ROWS)
     job = job_of(plan, layers=layers, ledger=ledger)
     exact = replace(plan, approximate=())
-    end_to_end = Job(NativeFlow(model_of(layers=layers), exact), exact, AdamW(), ledger=other)
+    end_to_end = Job(
+        NativeFlow(model_of(layers=layers), exact), exact, Recipe(AdamW()), Here(ledger=other)
+    )
     for each in (job, end_to_end):
         each.step(data[0], LR)
     own, whole = (
@@ -241,7 +244,7 @@ def test_what_is_refused():
     with pytest.raises(OutsizeError, match="name local-learning there"):
         LocalJob(model_of(), base_plan(), AdamW())
     with pytest.raises(OutsizeError, match=r"use outsize\.runtime\.special\.local\.LocalJob, or"):
-        Job(NativeFlow(model_of(), plan_of()), plan_of(), AdamW())
+        Job(NativeFlow(model_of(), plan_of()), plan_of(), Recipe(AdamW()))
     with pytest.raises(OutsizeError, match="the head is tied"):
         LocalJob(build(config_of("llama"), seed=1), plan_of(), AdamW())
     with pytest.raises(OutsizeError, match="groups is 4, but the model has 3 blocks"):

@@ -16,6 +16,7 @@ from outsize.models.build import build
 from outsize.optim import SGD, AdamW
 from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 from outsize.schedule import Kind
 
 STEPS, RATE = 6, 0.3
@@ -78,7 +79,7 @@ def test_training_follows_the_loop_by_hand(plan, data):
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     losses, expected = by_hand(model, data, torch.float32)
     chosen = base_plan("bfloat16", **PLANS[plan])
-    job = Job(NativeFlow(model, chosen), chosen, SGD(RATE, 0.9))
+    job = Job(NativeFlow(model, chosen), chosen, Recipe(SGD(RATE, 0.9)))
     got = [float(job.step(batch)) for batch in data]
     assert got == pytest.approx(losses, rel=2e-3)
     assert away(dict(job.weights()), start, expected) < 0.02
@@ -86,7 +87,7 @@ def test_training_follows_the_loop_by_hand(plan, data):
 
 def test_what_is_held_has_the_dtypes_of_the_plan(data):
     plan = base_plan("bfloat16")
-    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, AdamW())
+    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, Recipe(AdamW()))
     job.step(data[0])
     assert all(p.dtype == torch.bfloat16 for p in job.flow.model.parameters())
     assert all(w.dtype == torch.float32 for _, w in job.weights())
@@ -99,7 +100,9 @@ def test_what_is_held_has_the_dtypes_of_the_plan(data):
 def test_the_update_is_bitwise_that_of_torch_on_the_master(data):
     """From the job's own gradients, float32 AdamW by PyTorch gives the same bits."""
     plan = base_plan("bfloat16", **PLANS["everything"])
-    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, AdamW(weight_decay=0.2))
+    job = Job(
+        NativeFlow(build(config_of("llama"), seed=1), plan), plan, Recipe(AdamW(weight_decay=0.2))
+    )
     twins = {n: torch.nn.Parameter(w.clone()) for n, w in job.weights()}
     optimizer = torch.optim.AdamW(
         [
@@ -130,7 +133,7 @@ def test_small_updates_survive_in_the_master_alone(data):
         approximate = () if master else ("bfloat16-weights",)
         plan = base_plan(precision=precision, approximate=approximate, microbatch_rows=3)
         model = build(config_of("llama"), seed=1)
-        job = Job(NativeFlow(model, plan), plan, AdamW(weight_decay=0.0))
+        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW(weight_decay=0.0)))
         before = model.blocks[0].mlp.up.weight.detach().clone()
         for _ in range(15):
             job.step(data[0], 8e-6)
@@ -152,7 +155,7 @@ def test_a_router_correction_is_not_rounded():
         correction.copy_(torch.linspace(0.001, 1.2345, 8))
     before = correction.detach().clone()
     plan = base_plan("bfloat16")
-    job = Job(NativeFlow(model, plan), plan, AdamW())
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()))
     job.step(plain.batches(1, ROWS, SEQUENCE, VOCAB)[0])
     name = "blocks.1.mlp.router.correction"
     assert torch.equal(dict(model.named_parameters())[name], before)

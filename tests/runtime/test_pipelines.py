@@ -21,6 +21,7 @@ from outsize.optim.parse import parse
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Stage, zero
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind, Schedule, prove
 
 SCHEDULES = (
@@ -107,7 +108,7 @@ def lists(plan: Plan, family="llama, untied") -> list[Schedule]:
 
     def run(world):
         mine = model(family)
-        job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
         job.close()
         return job.schedule
 
@@ -159,7 +160,7 @@ def test_what_a_worker_does_not_hold_has_no_memory():
     def run(world):
         mine = model("llama, untied")
         plan = piped("1f1b")
-        job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
         mine_too = sum(table.numel for table in job.placement.chunks.tables)
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in mine.parameters()}
         bytes_held = sum(storage.nbytes() for storage in storages.values())
@@ -185,7 +186,7 @@ def test_partial_paths_train_what_they_visit(devices, number, vocabulary):
     def run(world):
         mine = model("llama, untied")
         optimizer, cuts = parse("sgd", 1e-2, 0.0, (0.0, 0.0)), divide(mine, world, plan)
-        job = Job(NativeFlow(mine, plan), plan, optimizer, world=world, cuts=cuts)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(optimizer), Here(world), cuts=cuts)
         evaluated = job.evaluate(batch, plan.rows)
         loss = float(job.step(batch, 1e-2))
         weights = {name: w.clone() for name, w in job.weights()}
@@ -234,7 +235,7 @@ def test_a_message_that_fails_ends_the_step(monkeypatch):
 
     def run(world):
         mine, plan = model("llama, untied"), piped("1f1b")
-        job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
         if world.rank == 0:
             for sender in job.passing._senders.values():
                 sender._pair = None  # every message fails, before the next is sent
@@ -259,6 +260,6 @@ def test_workers_that_would_play_different_schedules_are_refused():
     def run(world):
         with pytest.raises(OutsizeError, match="would play different schedules"):
             mine = plans[world.rank]
-            Job(NativeFlow(model("llama"), mine), mine, AdamW(), world=world)
+            Job(NativeFlow(model("llama"), mine), mine, Recipe(AdamW()), Here(world))
 
     play(Mesh(pipeline=2), run)

@@ -18,6 +18,7 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind, State
 from outsize.schedule.pipelined import bounds_of
 from outsize.schedule.pipelines import Shape
@@ -52,7 +53,7 @@ def ran(plan: Plan):
     def run(world):
         with memory() as stores:
             flow = NativeFlow(model_of("llama", "float64", num_hidden_layers=SEGMENTS - 2), plan)
-            job = Job(flow, plan, AdamW(), clip=0.5, ledger=Ledger(), world=world, stores=stores)
+            job = Job(flow, plan, Recipe(AdamW(), 0.5), Here(world, ledger=Ledger(), stores=stores))
             found = [(float(job.step(batch, 1e-2)), job.report.norm) for batch in data]
             events = job.report.trace.events
             live = max(n for e in events for k, n in e.live.items() if k.endswith("activations"))

@@ -23,6 +23,7 @@ from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import Rest, per_segment
 from outsize.runtime import Job, NativeFlow, spill
 from outsize.runtime.adopted.flow import AdoptedFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
 from outsize.simulate.counter import Counter
 
@@ -81,7 +82,7 @@ def check(model, plan, data, reference, stores: Any = MappingProxyType({})) -> N
     losses, norms, expected = reference
     assert any(norm > CLIP for norm in norms), "the test must clip"
     flow, optimizer = NativeFlow(model, plan), AdamW(weight_decay=0.1)
-    job = Job(flow, plan, optimizer, clip=CLIP, stores=stores)
+    job = Job(flow, plan, Recipe(optimizer, CLIP), Here(stores=stores))
     for step, (batch, lr) in enumerate(zip(data, RATES, strict=True)):
         assert abs(float(job.step(batch, lr)) - losses[step]) <= 1e-10 * losses[step]
         assert abs(job.report.norm - norms[step]) <= 1e-10 * norms[step]
@@ -156,7 +157,7 @@ def test_frozen_parameters(name, stages, data):
 
 
 def test_evaluation_runs_in_chunks_too(data):
-    job = Job(NativeFlow(built("llama"), plan_of()), plan_of(), AdamW())
+    job = Job(NativeFlow(built("llama"), plan_of()), plan_of(), Recipe(AdamW()))
     total, count = job.evaluate(data[0], ROWS)
     expected = float(plain.loss_of(job.flow.model, data[0]).detach())
     assert abs(total / count - expected) <= 1e-12 * expected
@@ -165,7 +166,7 @@ def test_evaluation_runs_in_chunks_too(data):
 def test_bitwise_equal_run_to_run(data):
     runs = []
     for _ in range(2):
-        job = Job(NativeFlow(built("mixtral"), plan_of()), plan_of(), AdamW())
+        job = Job(NativeFlow(built("mixtral"), plan_of()), plan_of(), Recipe(AdamW()))
         losses = [job.step(batch, lr) for batch, lr in zip(data, RATES, strict=True)]
         runs.append([*losses, *(w.clone() for _, w in job.weights())])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
@@ -213,7 +214,9 @@ def test_predicted_is_measured(chunk):
     config, plan = config_of("llama", **WIDE), long_plan(chunk)
     made = predict(config, request(), plan, catalogue("H200"))
     ledger = Ledger(made.peak)
-    job = Job(NativeFlow(build(config, seed=0), plan), plan, AdamW(), clip=1.0, ledger=ledger)
+    job = Job(
+        NativeFlow(build(config, seed=0), plan), plan, Recipe(AdamW(), 1.0), Here(ledger=ledger)
+    )
     ids = torch.randint(0, VOCAB, (1, LONG))
     batch = plain.Batch(ids, torch.roll(ids, -1, 1), ((0, LONG),))
     peaks = []
@@ -226,7 +229,7 @@ def test_predicted_is_measured(chunk):
 def attended(chunk: int) -> float:
     """Operations of attention in a step."""
     plan = long_plan(chunk)
-    job = Job(NativeFlow(build(config_of("llama", **WIDE), seed=0), plan), plan, AdamW())
+    job = Job(NativeFlow(build(config_of("llama", **WIDE), seed=0), plan), plan, Recipe(AdamW()))
     ids = torch.randint(0, VOCAB, (1, LONG))
     with Counter() as counter:
         job.step(plain.Batch(ids, ids, ((0, LONG),)))

@@ -19,6 +19,7 @@ from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, spill
 from outsize.runtime.flow import Record
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.spill import Handle, Spills, spilling
 
 DATA = data_of(2)
@@ -137,7 +138,7 @@ def test_a_stage_of_several_blocks_lets_all_of_them_go():
             split=lambda x, a, b: x[a:b],
         )  # fmt: skip
         tier, ledger = store(), Ledger()
-        job = Job(flow, plan, SGD(), stores={"disk": tier}, ledger=ledger)
+        job = Job(flow, plan, Recipe(SGD()), Here(ledger=ledger, stores={"disk": tier}))
         x = torch.linspace(-1, 1, 16 * 40 * 4).view(16, 40, 4)
         losses = [float(job.step(x, 1e-3)) for _ in range(3)]
         peak = job.report.trace.peak()

@@ -28,6 +28,8 @@ from outsize.runtime import AdoptedFlow, Job
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import test_prepare as modules
 
+from outsize.runtime.recipe import Here, Recipe
+
 DATA = data_of()
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 HOST = {"gradients": "host", "optimizer": "host"}
@@ -251,7 +253,7 @@ def adopted(name: str, stages, rest: dict[str, str], stores, **changes) -> Job:
     )
     flow = AdoptedFlow(model, blocks, plan, modules.cross_entropy)
     clip = 0.7 if plan.update == "apart" else None
-    return Job(flow, plan, AdamW(weight_decay=0.05), clip=clip, stores=stores)
+    return Job(flow, plan, Recipe(AdamW(weight_decay=0.05), clip), Here(stores=stores))
 
 
 def adopted_run(name: str, job: Job):

@@ -13,7 +13,7 @@ from streamed import memory, plan_of, resting, small
 from subjects import SEQUENCE, VOCAB, config_of
 from threads import play
 
-from outsize.collectives import Mesh
+from outsize.collectives import Lone, Mesh
 from outsize.models.build import build
 from outsize.optim import AdamW
 from outsize.optim.parse import parse
@@ -21,6 +21,7 @@ from outsize.plan import Plan, Precision, Sharding, Stream, zero
 from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Lane
 from outsize.search import PlanRequest
 from outsize.search.request import facts_of_model
@@ -57,10 +58,8 @@ def worker(plan: Plan, optimizer, data):
     def run(world=None):
         model = build(config_of("llama, untied", num_hidden_layers=3), 1, torch.float64)
         with memory() as stores:
-            own = {} if world is None else {"world": world}
-            job = Job(
-                NativeFlow(model, plan), plan, optimizer, clip=0.5, stores=stores, **own
-            )  # fmt: skip
+            here = Here(world or Lone(), stores=stores)
+            job = Job(NativeFlow(model, plan), plan, Recipe(optimizer, 0.5), here)
             found = numbers(job, plan, data)
             parts = [p for some in job.placement.items.pieces.values() for p in some]
             job.close()

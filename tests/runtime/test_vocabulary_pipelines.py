@@ -22,6 +22,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision, Stage, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 BOTH = pytest.mark.parametrize("variant", [1, 2])
 
@@ -116,7 +117,7 @@ def job_of(world: World, plan: Plan, family: str = "gpt2") -> Job:
     mine = model(family)
     cuts = divide(mine, world, plan)
     return Job(
-        NativeFlow(mine, plan), plan, AdamW(weight_decay=0.1), clip=0.5, world=world, cuts=cuts
+        NativeFlow(mine, plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5), Here(world), cuts=cuts
     )
 
 
@@ -132,7 +133,7 @@ def test_states_go_on_under_other_plans(variant):
     plans = [cut("1f1b", variant, 3, 6), cut("zb-h1", 3 - variant, 2, 6)]
     plans.append(one(plans[0]))
     data = batches(3, plans[0].rows, SEQUENCE, VOCAB)
-    alone = Job(NativeFlow(model("gpt2"), plans[2]), plans[2], AdamW(weight_decay=0.1), clip=0.5)
+    alone = Job(NativeFlow(model("gpt2"), plans[2]), plans[2], Recipe(AdamW(weight_decay=0.1), 0.5))
     wanted, saved = [], None
     for batch in data:
         alone.step(batch, 1e-2)
@@ -182,7 +183,9 @@ def test_half_precision_is_the_same_run_to_run(variant):
     assert all(torch.equal(w, second[1][name]) for name, w in first[1].items())
     assert all(torch.equal(s, second[2][name]) for name, s in first[2].items())
     alone = one(plan)
-    job = Job(NativeFlow(model("llama, untied"), alone), alone, AdamW(weight_decay=0.1), clip=0.5)
+    job = Job(
+        NativeFlow(model("llama, untied"), alone), alone, Recipe(AdamW(weight_decay=0.1), 0.5)
+    )
     wanted = numbers(job, alone, data)
     assert first[0][0] == pytest.approx(wanted[0][0], rel=2e-3)
 
@@ -251,7 +254,7 @@ def test_what_cannot_be_is_refused_in_a_line(changes, said):
     def run(world: World):
         mine = model("llama, untied")
         cuts = divide(mine, world, plan) if changes else {}
-        Job(NativeFlow(mine, plan), plan, AdamW(), world=world, cuts=cuts)
+        Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world), cuts=cuts)
 
     with pytest.raises(OutsizeError, match=said) as caught:
         play(plan.mesh, run)
@@ -264,7 +267,7 @@ def test_rows_that_nobody_has_handed_over_are_refused():
     def run(world: World):
         mine = model("llama, untied")
         divide(mine, world, plan)
-        Job(NativeFlow(mine, plan), plan, AdamW(), world=world)
+        Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world))
 
     with pytest.raises(OutsizeError, match="hand over what that gives"):
         play(plan.mesh, run)

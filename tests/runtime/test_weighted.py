@@ -24,6 +24,7 @@ from outsize.parallel.execution import execution_of
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 RATE, CLIP, DECAY = 1e-2, 0.5, 0.1
 
@@ -74,9 +75,8 @@ def trained(plan: Plan, data: list[Batch], loss=None):
         job = Job(
             NativeFlow(mine, plan, execution=replace(execution_of(plan.mesh, world), loss=loss)),
             plan,
-            optimizer,
-            clip=CLIP,
-            world=world,
+            Recipe(optimizer, CLIP),
+            Here(world),
             cuts=cuts,
         )
         steps = []
@@ -158,7 +158,7 @@ def test_weights_that_are_none(value, said):
     plan = PLANS["alone"]
     (batch,) = plain.batches(1, plan.rows, SEQUENCE, VOCAB)
     batch = replace(batch, weights_BS=torch.full(batch.targets_BS.shape, value))
-    job = Job(NativeFlow(model("llama"), plan), plan, AdamW())
+    job = Job(NativeFlow(model("llama"), plan), plan, Recipe(AdamW()))
     with pytest.raises(OutsizeError, match=said):
         job.step(batch)
 

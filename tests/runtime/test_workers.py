@@ -18,6 +18,7 @@ from outsize.optim import AdamW
 from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Rest, Sharding, zero
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 STEPS = 3
 
@@ -35,7 +36,7 @@ def worker(plan: Plan, data, family: str, clip, optimizer, frozen=None):
         cuts = split(model, axis, plan.sequence_parallel)
         flow = NativeFlow(model, plan)
         with memory() as stores:
-            job = Job(flow, plan, optimizer, clip=clip, world=world, cuts=cuts, stores=stores)
+            job = Job(flow, plan, Recipe(optimizer, clip), Here(world, stores=stores), cuts=cuts)
             result = numbers(job, plan, data)
             job.close()
         return result, job.shard_groups.received
@@ -50,7 +51,7 @@ def check(plan: Plan, family="llama, untied", clip=0.5, optimizer=None, frozen=N
     stages = tuple(replace(stage, rest=Rest()) for stage in plan.stages)
     alone = replace(plan, mesh=Mesh(), shards=Sharding(), sequence_parallel=False, stages=stages)
     model = model_of(family, plan.precision.compute, frozen)
-    job = Job(NativeFlow(model, alone), alone, optimizer, clip=clip)
+    job = Job(NativeFlow(model, alone), alone, Recipe(optimizer, clip))
     wanted = numbers(job, alone, data)
     every = play(plan.mesh, worker(plan, data, family, clip, optimizer, frozen))
     for result, _ in every:
@@ -137,7 +138,10 @@ def test_bytes_are_those_of_the_formulas(name):
 
     def run(world):
         job = Job(
-            NativeFlow(model_of("llama, untied", "float64"), plan), plan, AdamW(), world=world
+            NativeFlow(model_of("llama, untied", "float64"), plan),
+            plan,
+            Recipe(AdamW()),
+            Here(world),
         )
         job.step(data[0].rows(*plan.rows_at(job.place)))
         before = sum(job.shard_groups.received.values())
@@ -158,7 +162,7 @@ def test_static_memory_is_that_of_the_formula(name):
 
     def run(world):
         model = model_of("llama, untied", "float64")
-        job = Job(NativeFlow(model, plan), plan, AdamW(), world=world)
+        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(world))
         held = []
         for chunk in job.chunks:
             pooled = set(chunk.shards)
@@ -189,7 +193,7 @@ def test_closing_gives_back_what_parts_did_before():
     model = model_of("llama, untied", "float64")
     mlp = model.blocks[0].mlp
     mlp.forward = own = mlp.forward
-    job = Job(NativeFlow(model, plan), plan, AdamW())
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()))
     assert mlp.forward is not own
     job.close()
     assert mlp.forward is own

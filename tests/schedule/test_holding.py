@@ -24,6 +24,7 @@ from outsize.optim import SGD
 from outsize.plan import Plan, Precision, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.schedule import prove
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
@@ -70,10 +71,10 @@ def cases() -> dict[str, Plan]:
     }
 
 
-def job_of(plan: Plan, stores, world=None) -> Job:
+def job_of(plan: Plan, stores, world=ALONE.world) -> Job:
     model = build(parse(CONFIG), seed=1, dtype=torch.float64)
     optimizer = SGD(0.5, momentum=0.9)
-    return Job(NativeFlow(model, plan), plan, optimizer, stores=stores, world=world)
+    return Job(NativeFlow(model, plan), plan, Recipe(optimizer), Here(world, stores=stores))
 
 
 NAMES = [

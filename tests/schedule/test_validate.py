@@ -20,6 +20,7 @@ from outsize.optim import SGD
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Recipe
 from outsize.schedule import Action, Kind, Schedule, compile_plan, compile_tokens, prove
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
@@ -87,7 +88,7 @@ class Judge:
             for n, p in model.named_parameters()
         }
         model.zero_grad()
-        self.job = Job(NativeFlow(model, plan), plan, SGD(0.5))
+        self.job = Job(NativeFlow(model, plan), plan, Recipe(SGD(0.5)))
         self.start = {n: w.clone() for n, w in self.job.weights()}
 
     def exact(self, schedule: Schedule) -> bool:

@@ -16,6 +16,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.waits import waits
 
@@ -38,7 +39,7 @@ def list_of(schedule: str, variant: int, worker: int, family: str = "llama, unti
     )  # fmt: skip
     world, mine = PretendWorld(mesh, worker), model(family)
     cuts = divide(mine, world, plan)
-    job = Job(NativeFlow(mine, plan), plan, AdamW(), world=world, cuts=cuts)
+    job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world), cuts=cuts)
     job.close()
     return job.schedule
 

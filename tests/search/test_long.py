@@ -20,6 +20,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose
 
 LAYERS, TOKENS, BUDGET = 8, 1024, 9 << 19
@@ -46,7 +47,7 @@ def measured(plan: Plan, budget: int | None) -> tuple[list[float], int]:
     """Losses and the highest peak of two steps."""
     host, ledger = MemoryStore("host", 1 << 27), Ledger(budget)
     flow = NativeFlow(build(CONFIG, seed=0), plan)
-    job = Job(flow, plan, AdamW(), clip=1.0, ledger=ledger, stores={"host": host})
+    job = Job(flow, plan, Recipe(AdamW(), 1.0), Here(ledger=ledger, stores={"host": host}))
     losses, peak = [], 0
     for _ in range(2):
         losses.append(float(job.step(batch(), 1e-3)))

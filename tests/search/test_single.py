@@ -19,6 +19,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers, predict
 from outsize.search.candidates import candidates as candidates_of
 from outsize.search.request import facts_of_model
@@ -120,7 +121,7 @@ def test_the_smallest_plan_runs_in_what_it_was_predicted(candidates):
     plan = candidates[-1].plan
     ledger = Ledger(candidates[-1].peak)
     flow = NativeFlow(build(CONFIG, seed=0), plan)
-    job = Job(flow, plan, WISH.optimizer, clip=1.0, ledger=ledger)
+    job = Job(flow, plan, Recipe(WISH.optimizer, 1.0), Here(ledger=ledger))
     ids = torch.randint(0, 53, (4, 32))
     for _ in range(2):
         job.step(Batch(ids, ids.clone(), ((0, 9, 32), (0, 32), (0, 1, 2, 32), (0, 31, 32))))

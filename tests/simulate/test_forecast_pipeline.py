@@ -21,6 +21,7 @@ from outsize.plan import Pipelined, Plan, Precision, zero
 from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind
 from outsize.schedule.compile.train import computing
 from outsize.schedule.passes.pipeline import linked
@@ -73,7 +74,9 @@ def measured(plan: Plan, config=CONFIG) -> list[tuple[int, int]]:
     def work(world) -> tuple[int, int]:
         model, ledger = build(config, seed=0), Ledger()
         cuts = divide(model, world, plan)
-        job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, ledger=ledger, cuts=cuts)
+        job = Job(
+            NativeFlow(model, plan), plan, Recipe(OPTIMIZER), Here(world, ledger=ledger), cuts=cuts
+        )
         own = batch.rows(*plan.rows_at(job.place))  # in memory of its own, as a worker reads it
         mine, had = own.changed(torch.clone, own.bounds), []
         for _ in range(2):
@@ -130,7 +133,9 @@ def test_an_evaluation_holds_no_more_than_was_predicted(case):
     def work(world) -> int:
         model, ledger = build(CONFIG, seed=0), Ledger()
         cuts = divide(model, world, plan)
-        job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, ledger=ledger, cuts=cuts)
+        job = Job(
+            NativeFlow(model, plan), plan, Recipe(OPTIMIZER), Here(world, ledger=ledger), cuts=cuts
+        )
         rows = batch.rows(job.place * size, (job.place + 1) * size)
         mine = replace(rows, ids_BS=rows.ids_BS.clone(), targets_BS=rows.targets_BS.clone())
         job.evaluate(mine, size)

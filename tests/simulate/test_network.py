@@ -20,6 +20,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
 from outsize.simulate.network import Message, workers_of_a_machine
 
@@ -54,7 +55,7 @@ def counted(plan: Plan) -> list[int]:
         axis = along(world, "tensor")
         model = build(CONFIG, seed=0, dtype=torch.float64)
         cuts = split(model, axis, plan.sequence_parallel)
-        job = Job(NativeFlow(model, plan), plan, OPTIMIZER, world=world, cuts=cuts)
+        job = Job(NativeFlow(model, plan), plan, Recipe(OPTIMIZER), Here(world), cuts=cuts)
         mine, had = batch.rows(*plan.rows_at(job.place)), []
         for _ in range(3):
             had.append(sum(job.shard_groups.received.values()) + sum(axis.received.values()))

@@ -24,6 +24,7 @@ from outsize.optim import SGD, AdamW, Optimizer
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
 
 HARDWARE, ADAMW = catalogue("H200"), AdamW()
@@ -128,7 +129,7 @@ def measured(case: Case, plan: Plan, batch: Batch) -> tuple[dict[str, int], int,
     dtype = torch.float64 if case.precision == "float64" else torch.float32
     model = build(config_of(case.family, **case.model), seed=0, dtype=dtype)
     ledger = Ledger()
-    job = Job(NativeFlow(model, plan), plan, case.optimizer, clip=1.0, ledger=ledger)
+    job = Job(NativeFlow(model, plan), plan, Recipe(case.optimizer, 1.0), Here(ledger=ledger))
     static = {kind: count for kind, count in ledger.live.items() if count}
     peaks = []
     for _ in range(2):
@@ -239,6 +240,6 @@ def test_predicted_for_experts_holds_for_an_uneven_load():
     with torch.no_grad():
         for block in model.blocks:
             block.mlp.router.score.weight.zero_()  # ties: the first ones are taken
-    job = Job(NativeFlow(model, plan), plan, case.optimizer, clip=1.0, ledger=ledger)
+    job = Job(NativeFlow(model, plan), plan, Recipe(case.optimizer, 1.0), Here(ledger=ledger))
     job.step(batch_of(case, same=True), 0.0)
     assert made.peak - job.report.trace.peak() <= scalars(plan)

@@ -22,6 +22,7 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import State
 from outsize.search import PlanRequest, native_makers
 from outsize.search.request import facts_of_model
@@ -90,7 +91,7 @@ def measured(config: DecoderConfig, plan: Plan) -> int:
     batch = Batch(ids, torch.roll(ids, -1, 1), ((0, plan.sequence),) * plan.rows)
     with memory() as stores:
         flow = NativeFlow(build(config, seed=0), plan)
-        job = Job(flow, plan, AdamW(), ledger=ledger, stores=stores)
+        job = Job(flow, plan, Recipe(AdamW()), Here(ledger=ledger, stores=stores))
         peaks = []
         for _ in range(2):
             job.step(batch, 1e-3)
@@ -108,7 +109,12 @@ def test_stages_before_the_first_that_is_trained_keep_nothing_that_could_leave()
         model = Decoder(config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(("prologue", "blocks.0")))
-        return Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger, stores=nowhere(plan))
+        return Job(
+            NativeFlow(model, plan),
+            plan,
+            Recipe(AdamW()),
+            Here(ledger=ledger, stores=nowhere(plan)),
+        )
 
     costs = rehearse(plan, job_of, native_makers(config, request, request.documents)[1])
     away = {stage for _, state, stage in costs.actions if state is State.ACTIVATIONS}

@@ -24,6 +24,7 @@ from outsize.plan import Pipelined, Plan, Precision, Stage
 from outsize.plan.plan import per_segment
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
@@ -208,7 +209,7 @@ def run_once(name: str):
     def work(world):
         model = model_of("llama", num_hidden_layers=8)
         cuts = divide(model, world, plan)
-        job = Job(NativeFlow(model, plan), plan, AdamW(), clip=1.0, world=world, cuts=cuts)
+        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW(), 1.0), Here(world), cuts=cuts)
         job.step(batch)
         found = job.schedule, job.report.trace
         job.close()

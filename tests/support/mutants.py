@@ -25,6 +25,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import DEVICE, Pipelined, Plan, Precision, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Program, Schedule, State, prove
 from outsize.schedule.programs import evaluate, generate
 
@@ -145,9 +146,12 @@ def job_of(plan: Plan, stores: Mapping[str, Any], world: World) -> Job:
     model = build(parse({**CONFIG, "tie_word_embeddings": tied}), seed=1, dtype=torch.float64)
     cuts = divide(model, world, plan)
     return Job(
-        NativeFlow(model, plan), plan, SGD(0.5, momentum=0.9), stores=stores, world=world,
+        NativeFlow(model, plan),
+        plan,
+        Recipe(SGD(0.5, momentum=0.9)),
+        Here(world, stores=stores),
         cuts=cuts,
-    )  # fmt: skip
+    )
 
 
 class Judge:

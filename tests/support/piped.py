@@ -25,6 +25,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 
 LAYERS, SEGMENTS = 6, 8
 DEPTH = {"gpt2": {"n_layer": LAYERS}}
@@ -87,7 +88,7 @@ def check(
     if key not in _ALONE:  # one worker's numbers do not depend on how the others share the work
         alone = one(plan)
         whole = NativeFlow(model(family, frozen), alone, options)
-        _ALONE[key] = numbers(Job(whole, alone, optimizer, clip=clip), alone, data)
+        _ALONE[key] = numbers(Job(whole, alone, Recipe(optimizer, clip)), alone, data)
     wanted = _ALONE[key] if key else _ALONE.pop(key)
 
     def run(world: World) -> Numbers:
@@ -95,9 +96,12 @@ def check(
         cuts = divide(mine, world, plan)
         with memory() as made:
             job = Job(
-                NativeFlow(mine, plan, options), plan, optimizer, clip=clip, world=world, cuts=cuts,
-                stores=made,
-            )  # fmt: skip
+                NativeFlow(mine, plan, options),
+                plan,
+                Recipe(optimizer, clip),
+                Here(world, stores=made),
+                cuts=cuts,
+            )
             result = numbers(job, plan, data)
             job.close()
         return result

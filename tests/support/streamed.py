@@ -26,6 +26,7 @@ from outsize.plan import Plan, Rest
 from outsize.plan import plan as plan_module
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime import spill as spill_module
+from outsize.runtime.recipe import Here, Recipe
 
 STEPS = 6
 PIECE = 1 << 9  # elements of a part, where `small` is in force
@@ -132,7 +133,10 @@ def job_of(
     model = model or model_of(family, plan.precision.compute)
     optimizer = optimizer or AdamW(weight_decay=0.1)
     return Job(
-        NativeFlow(model, plan), plan, optimizer, clip=clip, stores=stores or {}, ledger=ledger
+        NativeFlow(model, plan),
+        plan,
+        Recipe(optimizer, clip),
+        Here(ledger=ledger, stores=stores or {}),
     )
 
 

@@ -19,6 +19,7 @@ from outsize.models.config import DecoderConfig
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.search import PlanRequest, choose
 from outsize.simulate import Forecast
 
@@ -50,15 +51,17 @@ def losses(
     plan: Plan,
     request: PlanRequest,
     steps: int,
-    world: World | None = None,
+    world: World = ALONE.world,
     capacity: int = 64 * MIB,
 ) -> tuple[list[float], int]:
     """(loss and norm of each step, the peak of the last)."""
     store, ledger = MemoryStore("disk", capacity), Ledger()
     job = Job(
-        NativeFlow(build(config, seed=0, dtype=torch.float64), plan), plan, request.optimizer,
-        clip=request.clip, ledger=ledger, stores={"disk": store}, world=world,
-    )  # fmt: skip
+        NativeFlow(build(config, seed=0, dtype=torch.float64), plan),
+        plan,
+        Recipe(request.optimizer, request.clip),
+        Here(world, ledger=ledger, stores={"disk": store}),
+    )
     found = []
     for batch in batches(steps, ROWS, SEQUENCE, config.vocab):
         own = batch.rows(*plan.rows_at(job.place))  # in memory of its own, as a worker reads it

@@ -31,6 +31,7 @@ from outsize.parallel.shards import at_borders
 from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
 from outsize.techniques.optim.adamw8bit import NAME, AdamW8Bit, Settings
 from outsize.train.prepare import prepare
@@ -262,9 +263,12 @@ def run_of(plan, data, optimizer=OPTIMIZER, resumed=None, keep=None, family="lla
         cuts = divide(model, world, plan)
         with streamed.memory() as stores:
             job = Job(
-                NativeFlow(model, plan), plan, optimizer, clip=0.5, world=world, cuts=cuts,
-                stores=stores,
-            )  # fmt: skip
+                NativeFlow(model, plan),
+                plan,
+                Recipe(optimizer, 0.5),
+                Here(world, stores=stores),
+                cuts=cuts,
+            )
             if resumed is not None:
                 weights, states, counts = resumed
                 job.load(lambda n, out: out.copy_(weights[n]), lambda n, out: out.copy_(states[n]))

@@ -33,6 +33,7 @@ from outsize.parallel.divide import divide
 from outsize.plan import Pipelined
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.techniques.data.chat import KEY, Chat
 
 SEQUENCE = 160
@@ -335,7 +336,7 @@ def test_a_step_is_that_of_every_chat_by_itself(tmp_path, name):
         mine = model(vocab)
         cuts = divide(mine, world, plan)
         optimizer = SGD(0.5, weight_decay=0.0)
-        job = Job(NativeFlow(mine, plan), plan, optimizer, world=world, cuts=cuts)
+        job = Job(NativeFlow(mine, plan), plan, Recipe(optimizer), Here(world), cuts=cuts)
         made = float(job.step(batch.rows(*plan.rows_at(job.place))))
         return made, {n: value.clone() for n, value in job.weights()}
 

@@ -27,6 +27,7 @@ from outsize.optim import AdamW
 from outsize.parallel.execution import execution_of
 from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest
 from outsize.search.candidates import candidates
 from outsize.techniques.axes.context import Mirrored, stretches
@@ -146,14 +147,14 @@ def test_evaluation_and_states_are_those_of_one_worker() -> None:
     data = batches(2, 3, SEQUENCE, VOCAB)
     plan = plan_of("float64", rows=3, microbatch_rows=2, mesh=Mesh(context=2))
     alone = replace(plan, mesh=Mesh())
-    job = Job(NativeFlow(model_of("llama", "float64"), alone), alone, AdamW(), clip=0.5)
+    job = Job(NativeFlow(model_of("llama", "float64"), alone), alone, Recipe(AdamW(), 0.5))
     wanted = numbers(job, alone, data)
 
     def run(world):
         flow = NativeFlow(
             model_of("llama", "float64"), plan, execution=execution_of(plan.mesh, world)
         )
-        return numbers(Job(flow, plan, AdamW(), clip=0.5, world=world), plan, data)
+        return numbers(Job(flow, plan, Recipe(AdamW(), 0.5), Here(world)), plan, data)
 
     for steps, *states in play(plan.mesh, run):
         for here, there in zip(steps, wanted[0], strict=True):

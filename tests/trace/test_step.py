@@ -15,6 +15,7 @@ from threads import play
 from outsize.collectives import Mesh
 from outsize.optim import AdamW
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.trace import merged
 from outsize.trace.gather import gathered
 
@@ -30,7 +31,7 @@ def test_steps_lie_to_each_other_as_they_ran(monkeypatch: pytest.MonkeyPatch) ->
 
     def work(world):
         model = model_of("llama, untied", "float64")
-        job = Job(NativeFlow(model, plan), plan, AdamW(), world=world)
+        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(world))
         if world.rank:
             assert begun.wait(600), "the second worker comes later"
         else:

@@ -28,6 +28,7 @@ from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan, Precision, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage import update
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.storage.update import Updates
@@ -310,7 +311,7 @@ def budgeted(budget):
     case = case_of(rows=3, microbatch_rows=3, loss_chunk=5, stages=MIXED)
     model = case.subject.plain(case.plan.precision).model
     ledger = Ledger(budget)
-    job = Job(NativeFlow(model, case.plan), case.plan, AdamW(), ledger=ledger)
+    job = Job(NativeFlow(model, case.plan), case.plan, Recipe(AdamW()), Here(ledger=ledger))
     job.step(case.batch(0))
     return max(event.peak for event in job.report.trace.events)
 

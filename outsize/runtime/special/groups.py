@@ -29,7 +29,8 @@ from outsize.models.seams import Context
 from outsize.plan import Plan, Stage
 from outsize.runtime.engine import Ran
 from outsize.runtime.job import Fill, Job
-from outsize.runtime.making import Here, NativeModel, Recipe, make_job
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.recipe import Here, Recipe
 from outsize.trace.trace import Event, Trace
 
 LEARNED, AVERAGE = "learned", "average"

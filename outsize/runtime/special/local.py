@@ -39,10 +39,10 @@ from outsize.runtime.generating import TokenSteps
 from outsize.runtime.handlers.passes import Forward
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.job import Fill, Job, Report
-from outsize.runtime.making import Recipe
 from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.native import NativeFlow
 from outsize.runtime.points import Points
+from outsize.runtime.recipe import Recipe
 from outsize.runtime.special.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
 from outsize.runtime.storage.weight_pool import NO_STORES
 from outsize.runtime.watch import Watch

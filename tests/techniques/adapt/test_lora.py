@@ -31,6 +31,7 @@ from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.local import LocalJob
 from outsize.search.request import PlanRequest
 from outsize.search.single import forecaster_of
@@ -220,7 +221,7 @@ def test_states_follow_from_what_is_trained(tmp_path):
     model, ledger = build(config, seed=1, dtype=torch.float64), Ledger()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    job = Job(NativeFlow(model, plan := base_plan()), plan, AdamW(), ledger=ledger)
+    job = Job(NativeFlow(model, plan := base_plan()), plan, Recipe(AdamW()), Here(ledger=ledger))
     job.step(batches(1, plan.rows, SEQUENCE, VOCAB)[0])
     chunks = job.chunks
     assert sum(c.parameters.nbytes for c in chunks) == 8 * (trained + frozen)
@@ -243,7 +244,7 @@ def test_the_forecast_is_what_is_measured(recompute):
     plan = base_plan("float32", stages=per_segment(5, recompute))
     made, ledger = predicted(config, plan), Ledger()
     model = build(config, seed=1)
-    job = Job(NativeFlow(model, plan), plan, AdamW(), ledger=ledger)
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger))
     assert {k: n for k, n in ledger.live.items() if n} == {
         k: n for k, n in made.static.items() if k not in ("data", "window")
     }

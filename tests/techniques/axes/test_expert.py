@@ -31,6 +31,7 @@ from outsize.parallel.execution import execution_of
 from outsize.plan import Pipelined, Precision, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest
 from outsize.search.candidates import candidates
 from outsize.simulate.network import Message
@@ -142,14 +143,14 @@ def test_evaluation_and_states_are_those_of_one_worker() -> None:
     data = batches(2, 5, SEQUENCE, VOCAB)
     plan = plan_of("float64", rows=5, microbatch_rows=2, mesh=Mesh(2, expert=2))
     alone = replace(plan, mesh=Mesh())
-    job = Job(NativeFlow(model_of("mixtral", "float64"), alone), alone, AdamW(), clip=0.5)
+    job = Job(NativeFlow(model_of("mixtral", "float64"), alone), alone, Recipe(AdamW(), 0.5))
     wanted = numbers(job, alone, data)
 
     def run(world):
         model = model_of("mixtral", "float64")
         cuts = divide(model, world, plan)
         flow = NativeFlow(model, plan, execution=execution_of(plan.mesh, world))
-        return numbers(Job(flow, plan, AdamW(), clip=0.5, world=world, cuts=cuts), plan, data)
+        return numbers(Job(flow, plan, Recipe(AdamW(), 0.5), Here(world), cuts=cuts), plan, data)
 
     for steps, *states in play(plan.mesh, run):
         for here, there in zip(steps, wanted[0], strict=True):
@@ -187,7 +188,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         divide(model_of("mixtral", "float64"), PretendWorld(many.mesh), many)
     flow = NativeFlow(model_of("mixtral", "float64"), plan)
     with pytest.raises(OutsizeError, match=r"model: whole, while mesh\.expert is 2"):
-        Job(flow, plan, AdamW(), world=PretendWorld(plan.mesh))
+        Job(flow, plan, Recipe(AdamW()), Here(PretendWorld(plan.mesh)))
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     with pytest.raises(OutsizeError, match="expert is 2, but Sequential is an adopted module"):
         outsize.prepare(model, "adamw", mesh="expert=2")

@@ -1,0 +1,51 @@
+"""How a job trains, and what one of its workers has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outsize.collectives import Collective, Lone, World
+from outsize.memory import Meter
+from outsize.memory.store import Store
+from outsize.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share settings. lr: factor on the step's learning rate."""
+
+    weight_decay: float
+    lr: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever its plan. clip: largest gradient norm. groups and group_of:
+    settings by parameter name; matrices decay, vectors do not, where none are given."""
+
+    optimizer: Optimizer
+    clip: float | None = None
+    groups: Sequence[Group] | None = None
+    group_of: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Here:
+    """What one worker has for its job.
+
+    world: the workers, this one among them; each makes a Job of the same plan and calls the same
+    methods in the same order. ledger: counts bytes while the job works, and raises over its budget.
+    stores: by name, the tiers below the device; the caller closes them. at: told what each thread
+    is about to do, for who watches the workers (outsize/launch/heartbeat.py). line: as
+    outsize.parallel.divide.divide has it.
+    """
+
+    world: World = field(default_factory=Lone)
+    ledger: Meter | None = None
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    at: Callable[[str], None] | None = None
+    line: Collective | None = None
+
+
+ALONE = Here()
