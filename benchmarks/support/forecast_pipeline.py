@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from support.bench_parallel import Bench, Contest
 from support.bench_pipeline import WORKERS, costs_of, cuts_of, ready
 from support.figures_parallel import Verdict
 
-from outsize.schedule import Schedule
 from outsize.simulate.shared_cores import by_stage, predict
 from outsize.trace import Trace, merged, read, write
 
@@ -67,7 +67,7 @@ def _one(bench: Bench, schedule: str, microbatches: int, keep: Path | None) -> P
             world.step(number)
         world.end()
     lists = [
-        Schedule.from_text((bench.folder / f"schedule-{rank}.txt").read_text(encoding="utf-8"))
+        pickle.loads((bench.folder / f"schedule-{rank}.pickle").read_bytes())
         for rank in range(WORKERS)
     ]
     known = {

@@ -7,6 +7,7 @@ compute at once, for the pace of each. Everything is left in the task's folder.
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ class Watched:
         self.worker, self.rank, self.folder = Worker(task, rank), rank, Path(task.weights).parent
         self.steps = 0
         self._measure(task)
-        text = self.worker.job.schedule.to_text()
-        (self.folder / f"schedule-{rank}.txt").write_text(text, encoding="utf-8")
+        lists = pickle.dumps(self.worker.job.schedule)
+        (self.folder / f"schedule-{rank}.pickle").write_bytes(lists)
 
     def _measure(self, task: Task) -> None:
         """Before the first step, since a run would predict itself then too."""

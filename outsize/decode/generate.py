@@ -132,27 +132,6 @@ def stream_tokens(
     return (one.token for _, one in steps)
 
 
-def generate_many(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    samplings: Sequence[Sampler],
-    stop: Collection[int] = (),
-    forward: Forward | None = None,
-) -> list[list[int]]:
-    """`generate` for several prompts at once, each with its sampler; the same tokens as one by one
-    (up to the rounding that a batch's shape may change)."""
-    requests = []
-    for ids, sampling in zip(prompts, samplings, strict=True):
-        check_request(model, ids, max_new_tokens)
-        requests.append(Request(tuple(ids), max_new_tokens, sampling, frozenset(stop)))
-    new: list[list[int]] = [[] for _ in requests]
-    device = model.prologue.tokens.weight.device
-    for index, token in run(requests, forward or direct(model), device):
-        new[index].append(token)
-    return new
-
-
 @dataclass(frozen=True)
 class Request:
     """A prompt and how it is gone on with. scored: log-probabilities are asked for too."""
@@ -188,24 +167,14 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
         )
 
 
-def run(
-    requests: Sequence[Request],
-    forward: Forward,
-    device: torch.device,
-    prefill_tokens: int = PREFILL_TOKENS,
-) -> Iterator[tuple[int, int]]:
-    """(index of the request, token) in the order in which tokens are drawn."""
-    steps = play(requests, drawing(forward), device, prefill_tokens)
-    return ((index, one.token) for index, one in steps)
-
-
 def play(
     requests: Sequence[Request],
     step: TokenStep,
     device: torch.device,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Iterator[tuple[int, Drawn]]:
-    """The same by steps that end in tokens."""
+    """(index of the request, what was drawn) in the order in which tokens are drawn, by steps that
+    end in tokens."""
     capacity = max((len(r.ids) + max(r.max_new_tokens - 1, 0) for r in requests), default=0)
     cache = StateCache(len(requests), capacity)
     waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from outsize.schedule.action import WHOLE, State
-
-_FORM = re.compile(r"(parameters|gradients|optimizer) (\d+)(?:#(\d+))?")
 
 
 class Item(NamedTuple):
@@ -20,12 +17,3 @@ class Item(NamedTuple):
     def __str__(self) -> str:
         name = f"{self.state.value} {self.stage}"
         return name if self.part == WHOLE else f"{name}#{self.part}"
-
-    @staticmethod
-    def read(text: str) -> Item:
-        """The item that `str` wrote."""
-        match = _FORM.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} names no item, as 'optimizer 3#1' does")
-        state, stage, part = match.groups()
-        return Item(State(state), int(stage), WHOLE if part is None else int(part))

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-
-from outsize.errors import OutsizeError
-
-_LIST = r"\d+(?:,\d+)*"
-_PATHS = rf"-|{_LIST}(?:;{_LIST})*"
-_PLAYS = rf"-|\d+/{_LIST}(?:;\d+/{_LIST})*"
-_FORM = re.compile(
-    rf"role plays=({_PLAYS}) holds=(-|{_LIST}) paths=({_PATHS})(?: others=({_LIST}))?"
-)
 
 
 @dataclass(frozen=True)
@@ -56,21 +46,3 @@ class Role:
         paths = ";".join(",".join(map(str, path)) for path in self.paths)
         others = f" others={','.join(map(str, self.others))}" if self.others else ""
         return f"role plays={plays or '-'} holds={holds or '-'} paths={paths or '-'}{others}"
-
-    @staticmethod
-    def read(line: str, number: int) -> Role:
-        """The role that a line of a schedule's text says."""
-        match = _FORM.fullmatch(line.strip())
-        if match is None:
-            raise OutsizeError(
-                f"schedule line {number}: {line.strip()!r}; expected 'role plays=-|s/m,m;..."
-                " holds=-|s,s... paths=-|s,s;...', perhaps with ' others=w,w...'"
-            )
-        plays, holds, paths, rest = match.groups()
-        words = (word.split("/") for word in plays.split(";") if word != "-")
-        pairs = {(int(stage), int(m)) for stage, ms in words for m in ms.split(",")}
-        held = {int(word) for word in holds.split(",") if word != "-"}
-        way = (word.split(",") for word in paths.split(";") if word != "-")
-        visits = tuple(tuple(map(int, stages)) for stages in way)
-        others = tuple(map(int, rest.split(","))) if rest else ()
-        return Role(frozenset(pairs), frozenset(held), visits, others)

@@ -12,12 +12,10 @@ passes through the pool follows in lines of its own (lines.py).
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from outsize.errors import OutsizeError, nearest
-from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
-from outsize.schedule.lines import Collected, lines_of, numbers, read_numbers
+from outsize.schedule.action import Action
+from outsize.schedule.lines import lines_of, numbers
 from outsize.schedule.residency import Residency
 from outsize.schedule.role import Role
 
@@ -65,7 +63,7 @@ class Schedule:
         return paths[microbatch][-1] if paths else self.stages - 1
 
     def to_text(self) -> str:
-        """The stable text form; `from_text` gives back an equal schedule."""
+        """The stable text form."""
         lines = [
             f"schedule stages={self.stages} microbatches={self.microbatches}"
             f" recompute={numbers(self.recompute)} first={self.first} workers={len(self.workers)}"
@@ -81,86 +79,5 @@ class Schedule:
             lines += [f"{worker} {action}" for action in actions]
         return "\n".join(lines) + "\n"
 
-    @staticmethod
-    def from_text(text: str) -> Schedule:
-        """Read the text form; errors name the line."""
-        lines = text.splitlines()
-        made = _head(lines[0] if lines else "")
-        workers: list[list[Action]] = [[] for _ in made.workers]
-        collected, role = Collected(made.stages), None
-        for number, line in enumerate(lines[1:], start=2):
-            if line.startswith("role "):
-                role = Role.read(line, number)
-                continue
-            if not line.strip() or collected.line(line, number):
-                continue
-            worker, action = _action(line, number)
-            if not 0 <= worker < len(workers):
-                raise OutsizeError(
-                    f"schedule line {number}: worker is {worker}; expected 0 to {len(workers) - 1}"
-                )
-            workers[worker].append(action)
-        return replace(
-            made, workers=tuple(map(tuple, workers)), residency=collected.made, role=role
-        )
-
 
 _PLAIN = Role(frozenset(), frozenset())
-_HEAD = re.compile(
-    r"schedule stages=(\d+) microbatches=(\d+) recompute=(-|\d+(?:,\d+)*) first=(\d+)"
-    r" workers=(\d+)( update=behind)?(?: vocabulary=([12]))?"
-    r"(?: ahead=(\d+(?:,\d+)*))?"
-)
-
-
-def _head(line: str) -> Schedule:
-    """The schedule without its actions."""
-    match = _HEAD.fullmatch(line.strip())
-    if match is None:
-        raise OutsizeError(
-            f"schedule line 1: {line!r}; expected 'schedule stages=S microbatches=M"
-            " recompute=-|s,s... first=F workers=W', perhaps with ' update=behind',"
-            " ' vocabulary=1' or ' ahead=s,s...'"
-        )
-    stages, microbatches, again, first, workers, behind, vocabulary, ahead = match.groups()
-    return Schedule(
-        int(stages), int(microbatches), ((),) * int(workers), frozenset(read_numbers(again)),
-        int(first), None, bool(behind), int(vocabulary or 0),
-        ahead=frozenset(read_numbers(ahead or "-")),
-    )  # fmt: skip
-
-
-def _action(line: str, number: int) -> tuple[int, Action]:
-    words = line.split()
-    try:
-        worker, kind, stage, microbatch, lane = words[:5]
-        allocates, workspace = [], 0
-        for word in words[5:]:
-            if word.startswith("workspace="):
-                workspace = int(word.partition("=")[2])
-            else:
-                cut = max(word.rfind("+"), word.rfind("-"))
-                if cut < 1:
-                    raise ValueError(f"{word!r} has no signed number of bytes")
-                allocates.append((word[:cut], int(word[cut:])))
-        kind, _, state = kind.partition(".")
-        stage, _, part = stage.partition("#")
-        if kind not in Kind.__members__:
-            known = tuple(Kind.__members__)
-            raise OutsizeError(f"schedule line {number}: kind {kind!r}{nearest(kind, known)}")
-        action = Action(
-            Kind(kind), _number(stage), _number(microbatch), Lane(lane), tuple(allocates),
-            workspace, State(state), _number(part or "*"),
-        )  # fmt: skip
-        return int(worker), action
-    except OutsizeError:
-        raise
-    except ValueError as error:
-        raise OutsizeError(
-            f"schedule line {number}: {line!r} is not 'worker KIND stage microbatch lane ...':"
-            f" {error}"
-        ) from None
-
-
-def _number(word: str) -> int:
-    return WHOLE if word == "*" else int(word)

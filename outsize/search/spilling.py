@@ -13,10 +13,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outsize.errors import OutsizeError
-from outsize.plan import Plan
 from outsize.schedule.action import Action, Kind, Lane
 from outsize.schedule.pipelines.offloaded import Offloaded, offloaded
 from outsize.schedule.pipelines.pipeline import Pair, Pipeline
@@ -83,28 +82,6 @@ def spilled(
         if found.slower <= 1 + negligible:
             return found
     return _tried(kept, times, moving, [0.0] * len(room), lives, pieces)
-
-
-def spills(made: Offloaded, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """By worker, the plan's stages whose `rest.activations` is the host. bounds: the plan's stages
-    at which the pipeline's begin, and their end; the first ones of a stage go, for they wait
-    longest for their gradients."""
-    found: list[set[int]] = [set() for _ in made.pipeline.schedule.workers]
-    for (worker, stage), part in made.parts.items():
-        first, last = bounds[stage], bounds[stage + 1]
-        found[worker].update(range(first, first + round(part * (last - first))))
-    return tuple(map(frozenset, found))
-
-
-def with_spills(plan: Plan, made: Offloaded, bounds: Sequence[int], tier: str = "host") -> Plan:
-    """The plan with the activations of these stages on a tier. A stage of the plan that two
-    workers play rests there on both."""
-    away = frozenset[int]().union(*spills(made, bounds))
-    stages = tuple(
-        replace(stage, rest=replace(stage.rest, activations=tier)) if i in away else stage
-        for i, stage in enumerate(plan.stages)
-    )
-    return replace(plan, stages=stages)
 
 
 def lives_of(played: Played) -> dict[tuple[int, int], float]:

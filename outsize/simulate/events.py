@@ -42,7 +42,6 @@ class Run:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     workers: int
-    before: tuple[int, ...]  # the node whose end set a node's start; -1 where nothing did
 
     @cached_property
     def makespan(self) -> float:
@@ -89,14 +88,6 @@ class Run:
         return tuple(peaks)
 
     @cached_property
-    def critical_path(self) -> tuple[int, ...]:
-        """The nodes that set the makespan, first to last, each started by the end of the last."""
-        path = [max(range(len(self.nodes)), key=self.ends.__getitem__)] if self.nodes else []
-        while path and self.before[path[-1]] >= 0:
-            path.append(self.before[path[-1]])
-        return tuple(reversed(path))
-
-    @cached_property
     def _computing(self) -> list[int]:
         chosen = enumerate(self.nodes)
         return [i for i, n in chosen if n.lane == COMPUTE and self.ends[i] > self.starts[i]]
@@ -135,7 +126,7 @@ def run(
             " for it; break the circle"
         )
     workers = 1 + max((node.worker for node in nodes), default=-1)
-    return Run(tuple(nodes), tuple(graph.starts), tuple(graph.ends), workers, tuple(graph.before))
+    return Run(tuple(nodes), tuple(graph.starts), tuple(graph.ends), workers)
 
 
 class _Graph:
@@ -144,7 +135,7 @@ class _Graph:
     def __init__(self, nodes: Sequence[Node]) -> None:
         count = len(nodes)
         self.nodes, self.done = nodes, 0
-        self.starts, self.ends, self.before = [-1.0] * count, [-1.0] * count, [-1] * count
+        self.starts, self.ends = [-1.0] * count, [-1.0] * count
         self.waits, self.ahead = [0] * count, [-1] * count
         self.after: list[list[int]] = [[] for _ in range(count)]
         lanes: dict[tuple[int, str], int] = {}
@@ -166,12 +157,8 @@ class _Graph:
     def ready(self, i: int) -> float:
         """When node i may start; everything before it has ended."""
         node, ahead = self.nodes[i], self.ahead[i]
-        when, before = (self.ends[ahead], ahead) if ahead >= 0 else (0.0, -1)
-        for j in node.needs:
-            if self.ends[j] + node.lag > when:
-                when, before = self.ends[j] + node.lag, j
-        self.before[i] = before
-        return when
+        when = self.ends[ahead] if ahead >= 0 else 0.0
+        return max(when, *(self.ends[j] + node.lag for j in node.needs)) if node.needs else when
 
     def end(self, i: int, when: float) -> list[int]:
         """Node i ends; gives the nodes that now wait for nothing more."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from many import generate_many, run
 from torch import Tensor
 
 from outsize.checkpoint import hub
@@ -19,8 +20,6 @@ from outsize.decode.generate import (
     direct,
     drawing,
     generate,
-    generate_many,
-    run,
     stream_tokens,
 )  # fmt: skip
 from outsize.decode.samplers import Sampling

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from many import generate_many
 from piped import SEGMENTS, model
 from plain import batches
 from streamed import memory, plan_of, resting
@@ -18,7 +19,6 @@ from threads import play
 
 from outsize import prepare
 from outsize.collectives import Mesh, World
-from outsize.decode.generate import generate_many
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.memory import Ledger

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from away import spills, with_spills
 from plain import batches
 from streamed import memory, model_of, plan_of, small, snapshot
 from subjects import SEQUENCE, VOCAB
@@ -23,7 +24,7 @@ from outsize.schedule import Kind, State
 from outsize.schedule.pipelined import bounds_of
 from outsize.schedule.pipelines import Shape
 from outsize.schedule.pipelines.registry import named
-from outsize.search.spilling import spilled, spills, with_spills
+from outsize.search.spilling import spilled
 from outsize.simulate.away import Moving
 from outsize.simulate.steps import Times
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from many import run
 from threads import play
 
 from outsize.collectives import Mesh, World
-from outsize.decode.generate import Request, direct, generate, run
+from outsize.decode.generate import Request, direct, generate
 from outsize.decode.generate import play as answers
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError

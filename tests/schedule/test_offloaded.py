@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from away import spills
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import Action, Kind, State
@@ -14,7 +15,7 @@ from outsize.schedule.pipelines import Pipeline, Shape, interleaved, make, one_f
 from outsize.schedule.pipelines.offloaded import MOVED, bare, offloaded
 from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.proof import prove
-from outsize.search.spilling import spilled, spills
+from outsize.search.spilling import spilled
 from outsize.simulate.away import Moving, play_away
 from outsize.simulate.steps import MIB, Times, play
 

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from schedule_text import read_schedule
 
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
@@ -171,7 +172,7 @@ def test_a_mutation_is_refused_with_its_reason_or_gives_the_exact_result(name):
 
 def text(*lines: str, stages: int = 2, microbatches: int = 1, workers: int = 2) -> Schedule:
     head = f"schedule stages={stages} microbatches={microbatches} recompute=- first=0"
-    return Schedule.from_text(f"{head} workers={workers}\n" + "\n".join(lines))
+    return read_schedule(f"{head} workers={workers}\n" + "\n".join(lines))
 
 
 STEP = (

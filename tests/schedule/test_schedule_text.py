@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_text import read_schedule
 from streamed import ALL, job_of, memory, plan_of, resting
 
-from outsize.errors import OutsizeError
 from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, prove
@@ -70,8 +69,8 @@ SCHEDULES = st.builds(
 @given(SCHEDULES)
 def test_what_is_written_is_read_back(schedule):
     text = schedule.to_text()
-    assert Schedule.from_text(text) == schedule
-    assert Schedule.from_text(text).to_text() == text
+    assert read_schedule(text) == schedule
+    assert read_schedule(text).to_text() == text
 
 
 def test_the_form_is_what_the_documentation_says():
@@ -102,7 +101,7 @@ def test_a_text_written_by_hand_is_read_and_proved():
 0 NORM * * compute
 0 UPDATE 1 * compute
 """
-    assert prove(Schedule.from_text(text), static=1000).peaks[0] == 1000 + 120 + 15
+    assert prove(read_schedule(text), static=1000).peaks[0] == 1000 + 120 + 15
 
 
 def test_a_streamed_schedule_is_read_back_and_proved():
@@ -110,8 +109,8 @@ def test_a_streamed_schedule_is_read_back_and_proved():
     with memory() as stores:
         schedule = job_of(plan, stores, clip=None).schedule
     text = schedule.to_text()
-    assert Schedule.from_text(text) == schedule
-    assert prove(Schedule.from_text(text)).peaks[0] == prove(schedule).peaks[0]
+    assert read_schedule(text) == schedule
+    assert prove(read_schedule(text)).peaks[0] == prove(schedule).peaks[0]
     lines = text.splitlines()
     assert lines[0].endswith(" workers=1 update=behind")
     assert lines[1] == (
@@ -125,50 +124,6 @@ def test_a_streamed_schedule_is_read_back_and_proved():
     assert [line for line in lines if line.startswith("start ")] == [
         f"start {name}" for name in sorted(schedule.residency.start)
     ]
-
-
-STREAMS = (
-    "schedule stages=1 microbatches=1 recompute=- first=0 workers=1\n"
-    "residency parameters=0 gradients=- own=0 spills=- fixed=- hosts=- gathered=- summed=-"
-    " collected=- merged=- direct=0\n"
-)
-HEAD = "schedule stages=2 microbatches=1 recompute=- first=0 workers=1\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "line 1: ''; expected 'schedule stages="),
-        ("schedule stages=two microbatches=1 recompute=- first=0 workers=1", "line 1"),
-        ("schedule stages=2 microbatches=1 recompute=a first=0 workers=1", "line 1"),
-        ("schedule stages=2 microbatches=1", "line 1"),
-        (HEAD + "0 FORWRD 0 0 compute", "line 2: kind 'FORWRD'; did you mean 'FORWARD'"),
-        (HEAD + "\n0 FORWARD 0 0 nowhere", "line 3: .*nowhere"),
-        (HEAD + "0 FORWARD 0", "line 2: '0 FORWARD 0' is not 'worker KIND stage"),
-        (HEAD + "0 FORWARD x 0 compute", "line 2"),
-        (HEAD + "1 FORWARD 0 0 compute", "line 2: worker is 1; expected 0 to 0"),
-        (HEAD + "0 FORWARD 0 0 compute device/activations", "has no signed number of bytes"),
-        (HEAD + "0 FORWARD 0 0 compute device/activations5", "has no signed number of bytes"),
-        (HEAD + "0 FORWARD 0 0 compute workspace=much", "line 2"),
-        (HEAD.replace("\n", " update=ahead\n"), "line 1: .*perhaps with ' update=behind'"),
-        (HEAD + "uses 0 0", "line 2: 'uses 0 0'; expected one line 'residency"),
-        (STREAMS + STREAMS.splitlines()[1], "line 3: .*expected one line 'residency"),
-        (STREAMS.replace("own=0", "own=x"), r"line 2: .*expected 'residency parameters=-\|s,s"),
-        (STREAMS.replace("own=0", "own=1"), "line 2: .*expected stages from 0 to 0"),
-        (STREAMS, "line 2: the residency has 'uses' lines of 0 stages; expected one for each of 1"),
-        (STREAMS + "uses 0 1", "line 3: 'uses 0 1'; expected stages from 0 to 0"),
-        (STREAMS + "uses 0 0\nuses 0 0", "line 4: 'uses 0 0'; expected one line for each"),
-        (STREAMS + "parts 0", "line 3: 'parts 0'; expected 'parts STAGE NUMBER'"),
-        (STREAMS + "parts 7 2", "line 3: 'parts 7 2'; expected stages from 0 to 0"),
-        (STREAMS + "room weights 0 0 9", "line 3: .*expected 'room STATE STAGE"),
-        (STREAMS + "room parameters 0 0", "line 3: .*expected 'room STATE STAGE"),
-        (STREAMS + "start parameters 0", "line 3: .*expected an item that has a room"),
-    ],
-)
-def test_what_is_not_the_form_is_refused_with_its_line(text, message):
-    with pytest.raises(OutsizeError, match=message) as caught:
-        Schedule.from_text(text)
-    assert "\n" not in str(caught.value)
 
 
 def test_stages_per_segment_compile_to_an_action_each():

@@ -18,6 +18,7 @@ from mutants import (
     judged_tokens,
     refusal,
 )
+from schedule_text import read_schedule
 from subjects import config_of
 
 from outsize.collectives import Mesh
@@ -25,7 +26,7 @@ from outsize.optim import AdamW
 from outsize.plan import Pipelined, Plan, Precision, Stream, zero
 from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
-from outsize.schedule import Action, Kind, Lane, Program, Schedule, State, prove
+from outsize.schedule import Action, Kind, Lane, Program, State, prove
 from outsize.schedule.items import Items
 from outsize.schedule.layout import Placement
 from outsize.schedule.programs import train
@@ -172,7 +173,7 @@ def test_the_text_form_names_each_list_once():
     heads = [line for line in text.splitlines() if line.startswith("workers ")]
     assert heads == ["workers 0,1", "workers 2,3"]
     lists = text.split("workers 2,3\n")[1]
-    assert Schedule.from_text(lists) == program.worker(3)
+    assert read_schedule(lists) == program.worker(3)
 
 
 # -- damaged at random -----------------------------------------------------------------------------

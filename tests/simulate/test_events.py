@@ -23,12 +23,12 @@ def test_lanes_run_in_order_and_wait_for_what_they_need():
     got = run(nodes)
     assert got.starts == (0.0, 2.0, 2.75, 2.75, 2.0)
     assert got.ends == (2.0, 2.5, 2.75, 3.75, 5.0)
-    assert got.makespan == 5.0 and got.critical_path == (0, 4)
+    assert got.makespan == 5.0
     assert got.busy == (5.0, 1.0) and got.idle_in_makespan == (0.0, 4.0)
     assert got.idle_in_span == (0.0, 0.0)
 
 
-def test_critical_path_goes_over_links():
+def test_links_take_time():
     nodes = [
         Node(0, "compute", 1.0),
         Node(1, "compute", 0.5),
@@ -36,7 +36,6 @@ def test_critical_path_goes_over_links():
         Node(0, "compute", 1.0, (2,)),
     ]
     got = run(nodes)
-    assert got.critical_path == (0, 2, 3)
     assert got.makespan == pytest.approx(4.1)
     assert got.idle_in_span == pytest.approx((2.1, 0.6))
 
@@ -118,7 +117,7 @@ def test_ten_thousand_actions_are_played():
     """benchmarks/planning.py says how long it takes."""
     nodes = graph(10_000, 0)
     got = run(nodes)
-    assert got.peaks and got.idle_in_span and got.critical_path
+    assert got.peaks and got.idle_in_span
     assert got.makespan >= max(got.busy) > 0
 
 

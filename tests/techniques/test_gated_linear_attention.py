@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from many import generate_many
 from safetensors.torch import load_file
 from subjects import VOCAB
 from torch import Tensor
@@ -19,7 +20,7 @@ from verifying import case_of, fill
 import outsize
 from outsize.collectives import Mesh
 from outsize.decode.cache import StateCache
-from outsize.decode.generate import direct, generate_many
+from outsize.decode.generate import direct
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.kernels import recurrence
