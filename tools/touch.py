@@ -36,7 +36,7 @@ SUBJECTS: dict[str, Subject] = {
             "parallel/tensor/piped_vocabulary", "runtime/vocabulary", "schedule/vocabulary",
             "schedule/pipelines/vocabulary",
         ),
-        30,
+        19,
     ),
     "overlap": Subject(
         r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/tensor/overlap",

@@ -20,7 +20,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from outsize.collectives.axes import axis_of
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim.declared import WHOLE
 
@@ -78,11 +77,6 @@ class ChunkTable:
     partial: bool = False
     axis: str = "tensor"
     grain: int = 1
-
-    @property
-    def piped(self) -> bool:
-        """Every worker of a pipeline has elements of its own."""
-        return axis_of(self.axis).cuts == "stages"
 
     @cached_property
     def numel(self) -> int:

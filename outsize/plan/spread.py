@@ -64,6 +64,11 @@ class Pipelined:
         behind = f"+{VOCABULARY}:{self.vocabulary}" if self.vocabulary else ""
         return f"{self.schedule}{behind}"
 
+    @property
+    def cutting(self) -> Pipelined:
+        """What is left of it where a worker has all stages: what it cuts inside of them."""
+        return Pipelined(vocabulary=self.vocabulary)
+
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
             raise OutsizeError(

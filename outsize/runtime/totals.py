@@ -99,7 +99,7 @@ def _counts(world: World, chunks: Chunks, table: ChunkTable) -> bool:
     """Whether this worker counts what it updates of a chunk: the first of those that hold it."""
     if chunks.shards.levels[3].digit:  # others on the sharded axis hold the same
         return False
-    if not table.piped and chunks.holders(table)[0] != chunks.turn:
+    if chunks.holders(table)[0] != chunks.turn:
         return False
     if world.mesh.index(table.axis, world.rank) % table.shared:
         return False

@@ -18,6 +18,7 @@ from outsize.plan import DEVICE, Plan
 from outsize.schedule.kept import GRADIENTS, PARAMETERS, Kept
 from outsize.schedule.pipelined import Pipelining, pipelining_of
 
+LINE = "pipeline"  # the axis whose places have stages, and elements of chunks that it cuts
 _DEPTHS = {PARAMETERS: 1, GRADIENTS: 2}  # of cuts: optimizer states lie at 3
 
 
@@ -47,15 +48,14 @@ class Chunks:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """The stages of whose parameters every worker of a pipeline has rows of its own."""
-        return tuple(sorted({self.stage_of[t.segment] for t in self.every if t.piped}))
+        return tuple(sorted({self.stage_of[t.segment] for t in self.every if t.axis == LINE}))
 
     def holders(self, table: ChunkTable) -> tuple[int, ...]:
-        """The places of the pipeline axis that have a chunk, or rows of their own of it."""
+        """The places of the pipeline axis that have the elements of a chunk that are here: of one
+        that is cut over that axis this place alone."""
         line = self.pipelining
-        if line is None:
-            return (0,)
-        if table.piped:
-            return tuple(range(self.plan.mesh.pipeline))
+        if line is None or table.axis == LINE:
+            return (self.turn,)
         return line.holders[self.stage_of[table.segment]]
 
     @cached_property

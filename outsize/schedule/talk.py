@@ -179,10 +179,8 @@ class Spoken:
 
     def _merge(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):
-            table = self.chunks.tables[chunk]
-            if not table.piped:
-                ranks = self.groups.of_stages(self.chunks.holders(table))
-                yield Talk(ranks, "merge", "all_reduce", self._bytes(chunk, GRADIENTS, MASTER))
+            ranks = self.groups.of_stages(self.chunks.holders(self.chunks.tables[chunk]))
+            yield Talk(ranks, "merge", "all_reduce", self._bytes(chunk, GRADIENTS, MASTER))
 
     def _exchange(self, action: Action) -> Iterator[Talk]:
         every = self.groups.of_stages(range(self.chunks.plan.mesh.pipeline))

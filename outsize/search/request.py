@@ -29,7 +29,7 @@ from outsize.schedule.starting import Filling
 from outsize.search.settled import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts, facts_of
-from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, unpiped
+from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
 from outsize.simulate.sample import Sample, expand, sample
 from outsize.torch_private import FakeTensorMode
 
@@ -79,11 +79,6 @@ class PlanRequest:
     frozen: float | None = None
     tiled: bool = True
     few: bool = False
-
-    @property
-    def vocabulary(self) -> int:
-        """How it is cut over the workers of the pipeline, as a Pipelined has it."""
-        return self.schedule.vocabulary if self.mesh.pipeline > 1 else 0
 
     @property
     def schedule(self) -> Pipelined:
@@ -151,7 +146,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     plan = Plan(
         segments, per_segment(segments), mesh.rows, precision=request.precision, approximate=exact,
         mesh=mesh, sequence_parallel=request.sequence_parallel,
-        pipeline=Pipelined(vocabulary=request.vocabulary),
+        pipeline=request.schedule.cutting if request.mesh.pipeline > 1 else Pipelined(),
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
     with FakeTensorMode():
@@ -183,7 +178,7 @@ class Forecaster:
 
     def costs(self, plan: Plan) -> list[Costs]:
         """Costs of a plan's actions, for each of the request's `layouts`."""
-        chosen, splits = sample(self.config, unpiped(plan)), splits_of(plan)
+        chosen, splits = sample(self.config, stacked(plan)), splits_of(plan)
         return [
             expand(self._rehearsed(chosen, bounds, splits), chosen, plan, self.facts)
             for bounds in layouts(self.request)

@@ -11,6 +11,7 @@ from outsize.errors import OutsizeError
 from outsize.hardware import Hardware
 from outsize.plan import Plan
 from outsize.schedule import Kind
+from outsize.schedule.chunks import LINE
 from outsize.schedule.pipelined import coarse_of
 from outsize.schedule.starting import of_chunk
 from outsize.search.block_costs import costs_of
@@ -18,7 +19,7 @@ from outsize.search.partition import Cost, in_flight, partition, tightest
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import splits_of, unpiped
+from outsize.simulate.rehearse import splits_of, stacked
 
 _DIGITS = 3  # of seconds that a schedule is made for
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -50,7 +51,7 @@ def settled(
     Where no cuts seem to fit, the balanced ones are taken: a forecast says what is missing. below:
     states may rest below the device, so that activations alone must fit. least: with the cuts that
     hold least, whatever the times."""
-    alone = replace(unpiped(plan), split_backward=any(splits_of(plan)))
+    alone = replace(stacked(plan), split_backward=any(splits_of(plan)))
     made = compose(alone, costs, hardware)
     devices, variant = plan.mesh.pipeline, plan.pipeline.vocabulary
     line = replace(plan.pipeline, costs=_seconds(made, devices), head=_head(made, devices, variant))
@@ -77,10 +78,10 @@ def settled(
 
 
 def _rows(plan: Plan, costs: Costs) -> list[int]:
-    """By stage, bytes of the states of a cut vocabulary's rows, which every worker has."""
+    """By stage, bytes of the states that the pipeline axis cuts: every worker has some of them."""
     placement, found = costs.facts.placement(plan), [0] * len(plan.stages)
     for index, table in enumerate(placement.chunks.tables):
-        for what, _ in placement.chunks.held(index) if table.piped else ():
+        for what, _ in placement.chunks.held(index) if table.axis == LINE else ():
             found[placement.chunks.stage_of[table.segment]] += placement.chunks.nbytes(index, what)
     return found
 

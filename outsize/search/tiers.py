@@ -21,7 +21,7 @@ from outsize.plan.plan import PART
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.simulate.costs import Facts
-from outsize.simulate.rehearse import unpiped
+from outsize.simulate.rehearse import stacked
 
 OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
 APART = (OPTIMIZER, GRADIENTS, PARAMETERS)
@@ -67,7 +67,7 @@ class States:
 def states(facts: Facts, plan: Plan) -> States:
     """Those of a model under a plan's precision, whichever workers of a pipeline have them; each
     segment is a stage."""
-    return states_of(facts.placement(unpiped(plan)))
+    return states_of(facts.placement(stacked(plan)))
 
 
 def states_of(placement: Placement) -> States:

@@ -22,7 +22,7 @@ from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.divide import divide
-from outsize.plan import Pipelined, Plan, Sharding, Stage
+from outsize.plan import Plan, Sharding, Stage
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
 from outsize.schedule import Kind, Lane
@@ -78,7 +78,7 @@ def few(plan: Plan, config: DecoderConfig) -> Few:
     stages = tuple(replace(how[i], first=n, last=n + 1) for n, i in enumerate(taken))
     single = replace(
         plan, segments=len(taken), stages=stages, budget=None, mesh=Mesh(), shards=Sharding(),
-        pipeline=Pipelined(vocabulary=plan.pipeline.vocabulary), order="microbatch",
+        pipeline=plan.pipeline.cutting, order="microbatch",
         rows=plan.microbatch_size * min(TURNS, plan.microbatches),
         microbatch_rows=plan.microbatch_size,
     )  # fmt: skip

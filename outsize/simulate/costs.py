@@ -15,7 +15,7 @@ from outsize.runtime import Job
 from outsize.runtime.checks import dtypes_of
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.chunks import Chunks
+from outsize.schedule.chunks import LINE, Chunks
 from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
@@ -78,7 +78,7 @@ class Facts:
         them. turn: the place on the pipeline axis."""
         every = self.tables
         if plan.mesh.pipeline > 1:
-            every = tuple(_cut(t, plan.mesh.pipeline, turn) if t.piped else t for t in every)
+            every = tuple(_cut(t, plan.mesh[LINE], turn) if t.axis == LINE else t for t in every)
         last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
         kept = Kept(dtypes_of(plan.precision), self.states, self.main)
         made = Chunks(plan, every, self.uses, kept, last, turn)
@@ -94,7 +94,7 @@ def _share(chunks: Chunks, place: int) -> int:
 
 
 def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
-    """A table of rows that every worker of a pipeline has some of, as one of them has it."""
+    """A table that the pipeline axis cuts by rows, as one of its workers has it."""
     slots, offset = list[Slot](), 0
     for slot in table.slots:
         each = slot.numel // slot.shape[0]

@@ -88,7 +88,7 @@ def _of_chunk(chunks: Chunks, index: int, kind: Kind, last: bool) -> Iterator[Me
     if kind is Kind.MERGE:
         first, end = chunks.extent(index, MASTER)
         turns = chunks.holders(table)
-        if len(turns) > 1 and not table.piped:
+        if len(turns) > 1:
             mine = 2 * (end - first) * dtypes[GRADIENTS].itemsize
             yield Message(mine, len(turns), (turns[1] - turns[0]) * mesh.stride("pipeline"))
         return

@@ -17,7 +17,7 @@ from outsize.collectives import inside
 from outsize.data import Batch
 from outsize.memory import Ledger
 from outsize.memory.store import Place
-from outsize.plan import Pipelined, Plan, Rest, Sharding, Stream
+from outsize.plan import Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.engine import Loaded
@@ -94,12 +94,12 @@ def splits_of(plan: Plan) -> tuple[bool, ...]:
     return tuple(split for kind, split in ways if kind in kinds)
 
 
-def unpiped(plan: Plan) -> Plan:
+def stacked(plan: Plan) -> Plan:
     """The plan with all stages on every worker, one after the other; what is cut over the pipeline
     stays cut."""
     rest = tuple(name for name in plan.approximate if name != PARTIAL)
-    mesh, kept = plan.mesh.having(pipeline=1), Pipelined(vocabulary=plan.pipeline.vocabulary)
-    return replace(plan, mesh=mesh, pipeline=kept, approximate=rest)
+    mesh = plan.mesh.having(pipeline=1)
+    return replace(plan, mesh=mesh, pipeline=plan.pipeline.cutting, approximate=rest)
 
 
 def _rehearsed(
@@ -144,7 +144,7 @@ def bare(plan: Plan) -> Plan:
     themselves. Activations leave as they do in the plan; a pipeline's stages follow one another."""
     rows = plan.microbatch_size
     stages = tuple(replace(s, rest=Rest(activations=s.rest.activations)) for s in plan.stages)
-    one = unpiped(plan)
+    one = stacked(plan)
     mesh = one.mesh.having(data=1)
     return replace(
         one, rows=rows * mesh.rows, microbatch_rows=rows, budget=None, stages=stages,

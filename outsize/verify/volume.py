@@ -151,8 +151,6 @@ def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
     if kind is Kind.COLLECT:
         return _apart(whole / own.parameters, own.optimizer // own.parameters)
     whole = float(table.numel * dtypes[GRADIENTS].itemsize)
-    if kind is Kind.MERGE and table.piped:
-        return 0.0
     if kind is Kind.MERGE:
         return _around(whole / own.optimizer, len(job.placement.chunks.holders(table)))
     total = _apart(whole, own.gradients)

@@ -37,8 +37,7 @@ class ShardGroups:
         self.sharing = {one: world.group(groups.sharing(*one), "network") for one in shared}
         lying = sorted({table.axis for table in chunks.tables})
         self.batch = {axis: world.group(groups.batch(axis), "network") for axis in lying}
-        whole = (t for t in chunks.tables if t.trainable and not t.piped)
-        mine = sorted({chunks.holders(table) for table in whole})
+        mine = sorted({chunks.holders(table) for table in chunks.tables if table.trainable})
         several = [turns for turns in mine if len(turns) > 1]
         self.merging = {turns: world.group(groups.of_stages(turns), "merge") for turns in several}
 
@@ -103,9 +102,8 @@ class ShardGroups:
 
     def merge(self, index: int, gradients: Tensor) -> None:
         """Sum what this worker updates of a chunk over the workers of a pipeline that have it."""
-        table = self.chunks.tables[index]
-        turns = self.chunks.holders(table)
-        if len(turns) > 1 and not table.piped:
+        turns = self.chunks.holders(self.chunks.tables[index])
+        if len(turns) > 1:
             self.merging[turns].all_reduce(gradients)
 
     def collect(self, index: int, chunk: Chunk) -> None:
