@@ -18,7 +18,7 @@ from outsize.kernels import native
 
 @dataclass(frozen=True)
 class Activation:
-    """y = forward(x) and gx = backward(gy, x)."""
+    """y = forward(x) and gx = backward(gy, x). A copied model has a copy: compare by ==."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +38,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        if activation is SILU and native.alike(gate, up):
+        if activation == SILU and native.alike(gate, up):
             y: Tensor = torch.ops.outsize.gate.default(gate, up)
             return y
         return plain(gate, up, activation)
@@ -46,7 +46,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        if ctx.activation is SILU and native.alike(g, gate, up):
+        if ctx.activation == SILU and native.alike(g, gate, up):
             ggate, gup = torch.ops.outsize.gate_backward.default(g, gate, up)
             return ggate, gup, None
         return *plain_backward(g, gate, up, ctx.activation), None

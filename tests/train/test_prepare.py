@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.models.presets import PRESETS
 from outsize.train.prepare import prepare
 
 STEPS = 6
@@ -265,6 +268,16 @@ def test_memory_is_predicted_to_the_byte_and_kept():
     assert any(stage.whole for stage in job.plan.stages)
     measured = max(event.peak for event in job.report.trace.events)
     assert 0.95 * job.forecast.peak <= measured <= job.forecast.peak <= budget
+
+
+def test_memory_of_a_native_decoder_is_predicted_to_the_byte():
+    """Over a copy of it, whose kernels are the model's own."""
+    job = prepare(build(parse(PRESETS["tiny"]), seed=0), "adamw", "1GiB")
+    for _ in range(2):
+        job.step(torch.randint(0, 256, (2, 32)))
+    measured = {e.stage: e.peak for e in job.report.trace.events if e.kind == "BACKWARD"}
+    found = {e.stage: e.peak for e in job.forecast.trace.events if e.kind == "BACKWARD"}
+    assert len(found) == 4 and found == measured
 
 
 def test_a_budget_that_nothing_fits_says_what_is_missing():
