@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.crc import file_crc32
-from outsize.checkpoint.files import CODES
+from outsize.checkpoint.files import CODES, file_crc32
 from outsize.checkpoint.manifest import (
     JSON,
     MANIFEST_NAME,
@@ -101,8 +100,7 @@ def _sync_and_describe(path: Path) -> FileEntry:
         size = os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
-    checksum = file_crc32(path)
-    return FileEntry(size, checksum, None, checksum, {})
+    return FileEntry(size, file_crc32(path), None, {})
 
 
 @dataclass
@@ -168,7 +166,7 @@ def _describe(group: str, specs: Iterable[Spec], written: Written) -> FileEntry:
         spec.name: TensorEntry(CODES[spec.dtype], spec.shape, *written.tensors[spec.name])
         for spec in specs
     }
-    return FileEntry(written.bytes, written.crc32, group, written.header_crc32, tensors)
+    return FileEntry(written.bytes, written.header_crc32, group, tensors)
 
 
 def _part(group: str, index: int) -> str:

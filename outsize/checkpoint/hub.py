@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +31,7 @@ from outsize.models.names import Stored, alternatives, ignorable, layout
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 << 30
-WEIGHT_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # of weights as they are
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not quantised
 
 
 def read_config(path: str | Path) -> DecoderConfig:
@@ -254,7 +249,7 @@ def _reader(
         entry = source[name]
         first = shards.entry(names[entry.theirs[0]])
         target = rest(name, dtype or first.dtype)
-        if _unchanged(entry, parameter):
+        if entry.unchanged:
             out = torch.empty(parameter.shape, dtype=target, device=device)
             return shards.read(first.name, out)
         for ours, x in zip(entry.ours, entry.split(stage(entry, target)), strict=True):
@@ -262,12 +257,6 @@ def _reader(
         return waiting.pop(name)
 
     return fill
-
-
-def _unchanged(entry: Stored, parameter: Tensor) -> bool:
-    """Whether the stored tensor is the native one: its split gives back what it is given."""
-    probe = parameter.detach().to("meta")
-    return len(entry.ours) == 1 and entry.merge((probe,))[0] is probe
 
 
 def _own(x: Tensor, staging: Tensor) -> Tensor:
@@ -321,7 +310,7 @@ def _write(model: Decoder, directory: Path, max_shard_bytes: int) -> None:
         where = {name: file for file, w in written.items() for name in w.tensors}
         total = sum(spec.bytes for specs in shards for spec in specs)
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    write_json(directory / CONFIG, _config_json(model))
+    write_config(directory, model.config, model.prologue.tokens.weight.dtype)
     write_json(directory / SUMS, sums_json(written))
 
 
@@ -338,9 +327,8 @@ def _cut(specs: Iterable[Spec], max_bytes: int) -> Iterator[list[Spec]]:
     yield run
 
 
-def _config_json(model: Decoder) -> dict[str, Any]:
-    """config.json as it was read, with the dtype as it is now."""
-    source = dict(model.config.source)
-    name = str(model.prologue.tokens.weight.dtype).removeprefix("torch.")
-    keys = [key for key in ("dtype", "torch_dtype") if key in source] or ["torch_dtype"]
-    return source | dict.fromkeys(keys, name)
+def write_config(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> None:
+    """config.json as it was read, with the dtype of the weights as it is now."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config.source] or ["torch_dtype"]
+    said = dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    write_json(directory / CONFIG, {**config.source, **said})

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from outsize.checkpoint.crc import crc32
-from outsize.checkpoint.files import DTYPES
 from outsize.errors import OutsizeError
 
 MANIFEST_NAME = "manifest.json"
@@ -36,15 +35,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file: one of a group's tensor files (safetensors), or any other (group is None).
-
-    `header_crc32` is that of the bytes before the tensors.
-    """
+    """A file: one of a group's tensor files (safetensors), or any other (group is None). crc32: of
+    all that is not a tensor: the bytes before them, or the whole file."""
 
     bytes: int
     crc32: int
     group: str | None
-    header_crc32: int
     tensors: Mapping[str, TensorEntry]
 
 
@@ -78,25 +74,15 @@ def encode(manifest: Manifest) -> bytes:
 
 def _spell(body: Mapping[str, Any]) -> bytes:
     text = json.dumps(body, indent=1, allow_nan=False)
-    return f'{{"crc32": "{_hex(crc32(text.encode()))}",\n"manifest": {text}}}\n'.encode()
+    return f'{{"crc32": "{_hex(zlib.crc32(text.encode()))}",\n"manifest": {text}}}\n'.encode()
 
 
 def _file_json(entry: FileEntry) -> dict[str, Any]:
-    plain: dict[str, Any] = {"bytes": entry.bytes, "crc32": _hex(entry.crc32)}
-    if entry.group is not None:
-        plain["group"] = entry.group
-        plain["header_crc32"] = _hex(entry.header_crc32)
-        plain["tensors"] = {name: _tensor_json(tensor) for name, tensor in entry.tensors.items()}
-    return plain
-
-
-def _tensor_json(tensor: TensorEntry) -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.bytes,
-        "crc32": _hex(tensor.crc32),
-    }
+    if entry.group is None:
+        return {"bytes": entry.bytes, "crc32": _hex(entry.crc32)}
+    tensors = {n: {**vars(one), "crc32": _hex(one.crc32)} for n, one in entry.tensors.items()}
+    head = {"bytes": entry.bytes, "group": entry.group, "header_crc32": _hex(entry.crc32)}
+    return {**head, "tensors": tensors}
 
 
 def _hex(crc: int) -> str:
@@ -126,7 +112,8 @@ def as_json(value: object, where: str) -> JSON:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest in `data`, wholly checked; MalformedError when it is not one."""
+    """The manifest in `data`, which has its own checksum; MalformedError when it is not one. What
+    it says of files is compared with them when they are opened."""
     try:
         body = json.loads(data)["manifest"]
         spelt = _spell(body)
@@ -136,9 +123,11 @@ def decode(data: bytes) -> Manifest:
     _expect(isinstance(body, dict) and body.get("format") == FORMAT, f"format is not {FORMAT!r}")
     version = body.get("version")
     _expect(version == VERSION, f"version is {version!r}; this Outsize reads version {VERSION}")
-    files, meta = _dict(body, "files", "the manifest"), _dict(body, "meta", "the manifest")
-    entries = {path: _file(path, entry) for path, entry in files.items()}
-    return Manifest(_count(body, "step", "the manifest"), meta, entries)
+    try:
+        files = {path: _file(path, entry) for path, entry in body["files"].items()}
+        return Manifest(body["step"], dict(body["meta"]), files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MalformedError(f"it is not of version {VERSION}: {error!r}") from error
 
 
 def safe_path(path: str) -> bool:
@@ -147,61 +136,17 @@ def safe_path(path: str) -> bool:
     return plain and path.isprintable() and "\\" not in path and ":" not in path
 
 
-def _file(path: str, plain: object) -> FileEntry:
+def _file(path: str, plain: dict[str, Any]) -> FileEntry:
     _expect(safe_path(path) and path != MANIFEST_NAME, f"{path!r} is not the name of a file in it")
-    where = f"file {path!r}"
-    if not isinstance(plain, dict):
-        raise MalformedError(f"{where} is not described")
-    size, crc = _count(plain, "bytes", where), _crc(plain, "crc32", where)
     if "group" not in plain:
-        return FileEntry(size, crc, None, crc, {})
-    group = plain["group"]
-    _expect(isinstance(group, str), f"the group of {where} is {group!r}")
+        return FileEntry(plain["bytes"], int(plain["crc32"], 16), None, {})
     tensors = {
-        name: _tensor(f"{where}, tensor {name!r}", entry)
-        for name, entry in _dict(plain, "tensors", where).items()
+        name: TensorEntry(one["dtype"], tuple(one["shape"]), one["bytes"], int(one["crc32"], 16))
+        for name, one in plain["tensors"].items()
     }
-    return FileEntry(size, crc, group, _crc(plain, "header_crc32", where), tensors)
-
-
-def _tensor(where: str, plain: object) -> TensorEntry:
-    if not isinstance(plain, dict):
-        raise MalformedError(f"{where} is not described")
-    dtype, shape, size = plain.get("dtype"), plain.get("shape"), _count(plain, "bytes", where)
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise MalformedError(f"{where} has the unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_count(extent) for extent in shape):
-        raise MalformedError(f"{where} has no shape")
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
-    _expect(size == expected, f"{where} has {size} bytes; its shape has {expected}")
-    return TensorEntry(dtype, tuple(shape), size, _crc(plain, "crc32", where))
+    return FileEntry(plain["bytes"], int(plain["header_crc32"], 16), plain["group"], tensors)
 
 
 def _expect(condition: bool, complaint: str) -> None:
     if not condition:
         raise MalformedError(complaint)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _count(plain: Mapping[str, Any], key: str, where: str) -> int:
-    value = plain.get(key)
-    if not isinstance(value, int) or not _is_count(value):
-        raise MalformedError(f"{key!r} of {where} is {value!r}; expected a count")
-    return value
-
-
-def _crc(plain: Mapping[str, Any], key: str, where: str) -> int:
-    value = plain.get(key)
-    if not isinstance(value, str) or len(value) != 8 or set(value) - set("0123456789abcdef"):
-        raise MalformedError(f"{key!r} of {where} is {value!r}; expected a checksum")
-    return int(value, 16)
-
-
-def _dict(plain: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = plain.get(key)
-    if not isinstance(value, dict):
-        raise MalformedError(f"{where} has no {key!r}")
-    return value

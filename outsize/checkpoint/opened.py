@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from torch import Tensor
 
-from outsize.checkpoint.crc import crc32, file_crc32
-from outsize.checkpoint.files import CODES, Header, read_header, read_tensor
+from outsize.checkpoint.files import CODES, Header, file_crc32, read_header, read_tensor
 from outsize.checkpoint.manifest import (
     JSON,
     MANIFEST_NAME,
@@ -169,7 +169,7 @@ def _checked_header(path: Path, entry: FileEntry) -> Header:
     expected = {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}
     if header.bytes != entry.bytes:
         raise DamageError(f"{path} is damaged: {header.bytes} bytes, expected {entry.bytes}")
-    if header.crc32 != entry.header_crc32 or found != expected:
+    if header.crc32 != entry.crc32 or found != expected:
         raise DamageError(f"{path} is damaged: its header is not the one that was written")
     return header
 

@@ -78,7 +78,6 @@ def sums_json(files: Mapping[str, Written]) -> dict[str, Any]:
         "files": {
             name: {
                 "bytes": file.bytes,
-                "crc32": file.crc32,
                 "header_crc32": file.header_crc32,
                 "tensors": {
                     tensor: {"bytes": size, "crc32": crc}

@@ -1,6 +1,5 @@
 """Writing files that are complete or absent: synced before they get their name, and a safetensors
-file tensor by tensor, with the checksum of each tensor, of the header and of the whole made in the
-same pass over the bytes."""
+file tensor by tensor, with the checksum of each tensor and of the header made in the same pass."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.crc import crc32, join_crc32
 from outsize.checkpoint.files import CODES, memory_of
 from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
@@ -39,10 +38,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Written:
-    """A file as it was written: sizes in bytes and CRC-32 of the whole, the header, each tensor."""
+    """A file as it was written: sizes in bytes and CRC-32 of the header and of each tensor."""
 
     bytes: int
-    crc32: int
     header_crc32: int
     tensors: Mapping[str, tuple[int, int]]  # name -> (bytes, CRC-32)
 
@@ -73,10 +71,7 @@ def write_tensors(
             sums[name] = (spec.bytes, _write_from(tensor.detach(), fd, len(head) + spans[name]))
             del tensor  # before the next is made
         assert not left, f"not given: {sorted(left)}"
-    checksum = crc32(head)
-    body = ((sums[spec.name][1], spec.bytes) for spec in ordered)
-    whole = join_crc32([(checksum, len(head)), *body])
-    return Written(size, whole, checksum, MappingProxyType(sums))
+    return Written(size, crc32(head), MappingProxyType(sums))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,7 +7,6 @@ of a native decoder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint import adapters
 from outsize.checkpoint.contents import Later, Named
+from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
@@ -78,9 +78,7 @@ def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
 
     def files(directory: Path) -> None:
         if isinstance(model, Decoder):
-            dtype = str(job.weights_dtype).removeprefix("torch.")
-            text = json.dumps({**model.config.source, "torch_dtype": dtype}, indent=2)
-            (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+            write_config(directory, model.config, job.weights_dtype)
             if model.config.adapter is not None:
                 said = adapters.to_json(model.config, adapters.base_of(model))
                 write_json(directory / adapters.ADAPTER_CONFIG, said)

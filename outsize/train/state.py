@@ -7,7 +7,6 @@ from (seed, name or sample), so the seed and the step are the whole random state
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
 from outsize.checkpoint.contents import Later, Named
+from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
@@ -68,11 +68,7 @@ def save(
     OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:
-        source = dict(config.source)
-        dtype = str(job.weights_dtype).removeprefix("torch.")
-        keys = [key for key in ("dtype", "torch_dtype") if key in source] or ["torch_dtype"]
-        text = json.dumps(source | dict.fromkeys(keys, dtype), indent=2)
-        (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+        write_config(directory, config, job.weights_dtype)
         write_tokenizer(resolved.get("data.tokenizer"), directory)
         if config.adapter is not None:
             said = to_json(config, Path(resolved.get("model.name")).expanduser())
