@@ -45,20 +45,4 @@ __all__ = [
 
 
 # They come with PyTorch, which takes a second. `plan` and `simulate` are packages that are called.
-__getattr__ = importing(
-    __name__,
-    {
-        "Hardware": "outsize.hardware",
-        "Plan": "outsize.plan",
-        "Program": "outsize.schedule.program",
-        "Trace": "outsize.trace.trace",
-        "adapt": "outsize.api",
-        "generate": "outsize.api",
-        "load": "outsize.api",
-        "merge": "outsize.api",
-        "plan": "outsize.plan",
-        "prepare": "outsize.train.prepare",
-        "save": "outsize.api",
-        "simulate": "outsize.simulate",
-    },
-)
+__getattr__ = importing(__name__, ("plan", "simulate"))

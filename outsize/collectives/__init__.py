@@ -39,32 +39,4 @@ __all__ = [
     "together",
 ]
 
-__getattr__ = importing(
-    __name__,
-    {
-        "AXES": "outsize.collectives.axes",
-        "Alone": "outsize.collectives.collective",
-        "Axis": "outsize.collectives.axes",
-        "Collective": "outsize.collectives.collective",
-        "Joined": "outsize.collectives.joined",
-        "Lone": "outsize.collectives.world",
-        "Mesh": "outsize.collectives.mesh",
-        "Operation": "outsize.collectives.collective",
-        "Pretend": "outsize.collectives.pretend",
-        "PretendWorld": "outsize.collectives.pretend",
-        "Span": "outsize.collectives.collective",
-        "Use": "outsize.collectives.world",
-        "World": "outsize.collectives.world",
-        "along": "outsize.collectives.world",
-        "axis_of": "outsize.collectives.axes",
-        "everyone": "outsize.collectives.world",
-        "from_device_mesh": "outsize.collectives.mesh",
-        "from_environment": "outsize.collectives.joined",
-        "inside": "outsize.collectives.world",
-        "join": "outsize.collectives.joined",
-        "meeting": "outsize.collectives.joined",
-        "parse_mesh": "outsize.collectives.mesh",
-        "to_device_mesh": "outsize.collectives.mesh",
-        "together": "outsize.collectives.world",
-    },
-)
+__getattr__ = importing(__name__)

@@ -57,35 +57,4 @@ __all__ = [
     "sourced",
 ]
 
-__getattr__ = importing(
-    __name__,
-    {
-        "BackgroundData": "outsize.data.open",
-        "Batch": "outsize.data.batch",
-        "ByteTokenizer": "outsize.data.tokenizer",
-        "Cursor": "outsize.data.stream",
-        "Data": "outsize.data.open",
-        "DataConfig": "outsize.data.open",
-        "Dataset": "outsize.data.dataset",
-        "Document": "outsize.data.source",
-        "FileTokenizer": "outsize.data.tokenizer",
-        "Given": "outsize.data.source",
-        "IGNORE": "outsize.data.batch",
-        "Prefetch": "outsize.data.stream",
-        "SOURCES": "outsize.data.source",
-        "Skip": "outsize.data.sources",
-        "SkipReport": "outsize.data.sources",
-        "Source": "outsize.data.source",
-        "SourceKind": "outsize.data.source",
-        "TextStream": "outsize.data.tokenizer",
-        "Tokenizer": "outsize.data.tokenizer",
-        "TrainStream": "outsize.data.stream",
-        "ValidationStream": "outsize.data.stream",
-        "check_paths": "outsize.data.files",
-        "check_vocabulary": "outsize.data.tokenizer",
-        "dataset_of": "outsize.data.dataset",
-        "open_data": "outsize.data.open",
-        "open_tokenizer": "outsize.data.tokenizer",
-        "sourced": "outsize.data.source",
-    },
-)
+__getattr__ = importing(__name__)

@@ -11,12 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AdoptedFlow", "Job", "NativeFlow", "Report"]
 
-__getattr__ = importing(
-    __name__,
-    {
-        "AdoptedFlow": "outsize.runtime.adopted.flow",
-        "Job": "outsize.runtime.job",
-        "NativeFlow": "outsize.runtime.native",
-        "Report": "outsize.runtime.job",
-    },
-)
+__getattr__ = importing(__name__)

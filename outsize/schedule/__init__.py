@@ -26,18 +26,4 @@ __all__ = [
     "prove",
 ]
 
-__getattr__ = importing(
-    __name__,
-    {
-        "Action": "outsize.schedule.action",
-        "Kind": "outsize.schedule.action",
-        "Lane": "outsize.schedule.action",
-        "Program": "outsize.schedule.program",
-        "Schedule": "outsize.schedule.schedule",
-        "State": "outsize.schedule.action",
-        "compile_forward": "outsize.schedule.compile.forward",
-        "compile_plan": "outsize.schedule.compile.train",
-        "compile_tokens": "outsize.schedule.compile.tokens",
-        "prove": "outsize.schedule.proof",
-    },
-)
+__getattr__ = importing(__name__)

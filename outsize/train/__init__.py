@@ -10,11 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Resolved", "RunConfig", "resolve"]
 
-__getattr__ = importing(
-    __name__,
-    {
-        "Resolved": "outsize.train.resolve",
-        "RunConfig": "outsize.train.config",
-        "resolve": "outsize.train.resolve",
-    },
-)
+__getattr__ = importing(__name__)
