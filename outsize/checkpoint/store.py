@@ -24,7 +24,7 @@ from outsize.checkpoint.contents import Named, write_contents, write_synced
 from outsize.checkpoint.lock import DirectoryLock
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint, DamageError, open_contents, read_manifest
-from outsize.checkpoint.writing import sync_directory
+from outsize.checkpoint.writing import remove, sync_directory
 from outsize.errors import OutsizeError
 
 OnDamage = Literal["refuse", "previous"]
@@ -73,7 +73,7 @@ class Store:
             ) from error
         for name in self._entries():  # holding the lock, whoever made these is gone
             if _LEFT_BEHIND.fullmatch(name):
-                _remove(self.directory / name)
+                remove(self.directory / name)
 
     def release(self) -> None:
         self._lock.release()
@@ -193,8 +193,8 @@ class Store:
             os.rename(pointer, self.directory / POINTER_NAME)
             sync_directory(self.directory)
         except BaseException as error:
-            _remove(temporary)
-            _remove(pointer)
+            remove(temporary)
+            remove(pointer)
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
                 raise OutsizeError(self._failure(step, error)) from error
             raise
@@ -287,14 +287,3 @@ def _step_of(name: str) -> int | None:
     match = _STEP.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and _step_name(step) == name else None
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a directory as far as the system lets us: it is rubbish by its name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            return

@@ -12,9 +12,9 @@ from outsize.lazy import importing
 
 if TYPE_CHECKING:
     from outsize.data.batch import IGNORE, Batch
-    from outsize.data.dataset import Dataset, dataset_of
+    from outsize.data.dataset import Dataset
     from outsize.data.files import check_paths
-    from outsize.data.open import BackgroundData, Data, DataConfig, open_data
+    from outsize.data.open import Data, DataConfig, open_data
     from outsize.data.source import SOURCES, Document, Given, Source, SourceKind, sourced
     from outsize.data.sources import Skip, SkipReport
     from outsize.data.stream import Cursor, Prefetch, TrainStream, ValidationStream
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE",
     "SOURCES",
-    "BackgroundData",
     "Batch",
     "ByteTokenizer",
     "Cursor",
@@ -51,7 +50,6 @@ __all__ = [
     "ValidationStream",
     "check_paths",
     "check_vocabulary",
-    "dataset_of",
     "open_data",
     "open_tokenizer",
     "sourced",

@@ -9,8 +9,7 @@ aside and built anew. Nothing in it is executed or unpickled: flat arrays and a 
 
 Everything is tokenised before training begins. Training on what is there so far would make the
 order depend on how fast tokenising is; here it depends on (seed, sample) only. Bytes take about a
-second for 30 MB; for larger data the work runs in threads and, through `BackgroundData`,
-beside the building of the model.
+second for 30 MB.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.checkpoint.files import file_crc32
+from outsize.checkpoint.writing import remove, sync_directory
 from outsize.data.build import Progress, Recipe, Written, build, token_dtype
 from outsize.data.dataset import Dataset
 from outsize.data.files import SourceFile
@@ -118,9 +119,9 @@ def _publish(folder: Path, entry: Path, recipe: Recipe) -> None:
                 os.rename(entry, aside)
             except FileNotFoundError:
                 continue
-            _remove(aside)
+            remove(aside)
         else:
-            _sync(entry.parent)
+            sync_directory(entry.parent)
             return
 
 
@@ -133,7 +134,7 @@ def _write_manifest(folder: Path, written: dict[str, Written], report: SkipRepor
         file.write(json.dumps({"checksum": checksum, "manifest": text}))
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync_directory(folder)
 
 
 def _open(entry: Path, recipe: Recipe) -> Opened | None:
@@ -159,7 +160,9 @@ def _map(entry: Path, name: str, split: dict[str, Any], recipe: Recipe) -> Datas
         path = entry / file
         if path.stat().st_size != size:
             raise ValueError(f"{path}: size")
-        if sum(split["sizes"].values()) <= CHECKED_BYTES and _crc(path) != split["checksums"][file]:
+
+        checked = sum(split["sizes"].values()) <= CHECKED_BYTES
+        if checked and file_crc32(path) != split["checksums"][file]:
             raise ValueError(f"{path}: checksum")
 
     def array(kind: str, dtype: str) -> NDArray[Any] | None:
@@ -182,14 +185,6 @@ def _array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
-
-
-def _crc(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _refuse_empty(recipe: Recipe, written: dict[str, Written], report: SkipReport) -> None:
@@ -224,22 +219,6 @@ def _sweep(cache: Path) -> None:
     for folder in cache.glob(".*.*"):
         try:
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-                _remove(folder)
+                remove(folder)
         except FileNotFoundError:
             continue
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring a directory's names to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

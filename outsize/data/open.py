@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from outsize.data.build import Progress, Recipe
 from outsize.data.cache import open_cached
@@ -17,7 +16,6 @@ from outsize.data.texts import TextSource
 from outsize.data.tokenizer import BYTES, Tokenizer, check_vocabulary, open_tokenizer
 from outsize.errors import OutsizeError, nearest
 
-AUTO = "auto"
 _MOST_VALIDATION = 0.5
 
 
@@ -36,7 +34,7 @@ class DataConfig:
     """
 
     path: str | tuple[str, ...] = STDLIB
-    kind: str = AUTO
+    kind: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     field: str = "text"
     tokenizer: str = BYTES
     validation: float = 0.03
@@ -45,7 +43,7 @@ class DataConfig:
     sequence: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in (known := (AUTO, *get_args(Kind))):
+        if self.kind not in (known := ("auto", *get_args(Kind))):
             raise OutsizeError(f"data.kind {self.kind!r} is unknown{nearest(self.kind, known)}")
         if not 0 <= self.validation <= _MOST_VALIDATION:
             raise OutsizeError(
@@ -87,7 +85,7 @@ def open_data(
     tokenizer = open_tokenizer(config.tokenizer)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-    found = find_files(config.paths(), None if config.kind == AUTO else _kind(config.kind))
+    found = find_files(config.paths(), None if config.kind == "auto" else config.kind)
     recipe = Recipe(found.files, tokenizer, _source(config, found.files, tokenizer))
     cache = config.cache_directory()
     train, validation, skipped = open_cached(recipe, found.ignored, cache, progress)
@@ -102,64 +100,3 @@ def _source(config: DataConfig, files: tuple[SourceFile, ...], tokenizer: Tokeni
     directory = None if config.tokenizer == BYTES else config.tokenizer
     given = Given(files, tokenizer, directory, config.sequence, config.validation, config.field)
     return kind.open(settings, given)
-
-
-def _kind(name: str) -> Kind:
-    (kind,) = (one for one in get_args(Kind) if one == name)
-    found: Kind = kind
-    return found
-
-
-class _ClosedError(Exception):
-    """Ends the work of a BackgroundData that nobody waits for any more."""
-
-
-class BackgroundData:
-    """`open_data` in a thread, for what else a run has to prepare meanwhile.
-
-    `progress` is called from that thread. Close it, or use it in `with`, so that the thread ends
-    when the result is no longer wanted; it then leaves nothing behind.
-    """
-
-    def __init__(
-        self,
-        config: DataConfig,
-        vocab_size: int | None = None,
-        progress: Progress = lambda done, total: None,
-    ) -> None:
-        self._closed = threading.Event()
-        self._found: Data | BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._work, args=(config, vocab_size, progress), name="outsize-data", daemon=True
-        )
-        self._thread.start()
-
-    def result(self) -> Data:
-        """Wait for the data. Raises what `open_data` raised."""
-        self._thread.join()
-        if isinstance(self._found, BaseException):
-            raise self._found
-        assert self._found is not None
-        return self._found
-
-    def close(self) -> None:
-        """Give up, if it is not done yet, and wait for the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def __enter__(self) -> BackgroundData:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close()
-
-    def _work(self, config: DataConfig, vocab_size: int | None, progress: Progress) -> None:
-        def watched(done: int, total: int) -> None:
-            if self._closed.is_set():
-                raise _ClosedError
-            progress(done, total)
-
-        try:
-            self._found = open_data(config, vocab_size, watched)
-        except BaseException as error:  # handed to whoever waits for the data
-            self._found = error

@@ -15,6 +15,7 @@ document and 8 a row; finding a row in it is a binary search.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,18 +23,6 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORE
 from outsize.data.dataset import Dataset
-from outsize.data.order import permutation
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where everything is in the stream of one epoch. `documents`: (documents,) int64, document
-    numbers in the order of the stream; `ends`: (documents,) int64, where each ends in the stream;
-    `rows`: (rows,) int64, the row of the stream that is i-th to be read."""
-
-    documents: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,6 +37,43 @@ class Row:
     weights_S: NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in the stream of one epoch. `documents`: (documents,) int64, document
+    numbers in the order of the stream; `ends`: (documents,) int64, where each ends in the stream;
+    `rows`: (rows,) int64, the row of the stream that is i-th to be read."""
+
+    documents: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    def read(self, data: Dataset, row: int, sequence: int) -> Row:
+        """Row `row` of the stream (not of the reading order). Past the end of the stream the row is
+        filled with one piece of start tokens without targets, so that validation loses nothing."""
+        ids_S = np.full(sequence, data.start, dtype=np.int64)
+        targets_S = np.full(sequence, IGNORE, dtype=np.int64)
+        bounds, filled, width = [0], 0, 0
+        at = row * sequence
+        place = int(np.searchsorted(self.ends, at, side="right"))
+        while filled < sequence and place < len(self.documents):
+            left = int(self.ends[place]) - at  # tokens of this document not yet read
+            take = min(left, sequence - filled)
+            document = int(self.documents[place])
+            begin = int(data.ends[document]) - left
+            piece = data.tokens_N[begin : begin + take]
+            targets_S[filled : filled + take] = piece
+            ids_S[filled + 1 : filled + take] = piece[:-1]
+            if left < data.lengths[document]:  # else the start token stands there already
+                ids_S[filled] = data.tokens_N[begin - 1]
+            if data.widths_N is not None:
+                width += int(data.widths_N[begin : begin + take].sum())
+            filled, at, place = filled + take, at + take, place + 1
+            bounds.append(filled)
+        if filled < sequence:
+            bounds.append(sequence)
+        return Row(ids_S, targets_S, tuple(bounds), width)
+
+
 def layout(data: Dataset, seed: int, epoch: int, sequence: int) -> Layout:
     """The layout of an epoch in whole rows of `sequence` tokens."""
     documents = permutation("documents", seed, epoch, data.documents)
@@ -55,28 +81,10 @@ def layout(data: Dataset, seed: int, epoch: int, sequence: int) -> Layout:
     return Layout(documents, np.cumsum(data.lengths[documents], dtype=np.int64), rows)
 
 
-def read_row(data: Dataset, order: Layout, row: int, sequence: int) -> Row:
-    """Row `row` of the stream (not of the reading order). Past the end of the stream the row is
-    filled with one piece of start tokens without targets, so that validation loses nothing."""
-    ids_S = np.full(sequence, data.start, dtype=np.int64)
-    targets_S = np.full(sequence, IGNORE, dtype=np.int64)
-    bounds, filled, width = [0], 0, 0
-    at = row * sequence
-    place = int(np.searchsorted(order.ends, at, side="right"))
-    while filled < sequence and place < len(order.documents):
-        left = int(order.ends[place]) - at  # tokens of this document not yet read
-        take = min(left, sequence - filled)
-        document = int(order.documents[place])
-        begin = int(data.ends[document]) - left
-        piece = data.tokens_N[begin : begin + take]
-        targets_S[filled : filled + take] = piece
-        ids_S[filled + 1 : filled + take] = piece[:-1]
-        if left < data.lengths[document]:  # else the start token stands there already
-            ids_S[filled] = data.tokens_N[begin - 1]
-        if data.widths_N is not None:
-            width += int(data.widths_N[begin : begin + take].sum())
-        filled, at, place = filled + take, at + take, place + 1
-        bounds.append(filled)
-    if filled < sequence:
-        bounds.append(sequence)
-    return Row(ids_S, targets_S, tuple(bounds), width)
+def permutation(purpose: str, seed: int, epoch: int, n: int) -> NDArray[np.int64]:
+    """A permutation of 0 .. n - 1, (n,) int64, the same on every machine and under any numpy, whose
+    own `permutation` may change: only the raw output of Philox ("Parallel random numbers: as easy
+    as 1, 2, 3", 2011) and a stable sort are used."""
+    digest = hashlib.blake2b(f"{purpose}/{seed}/{epoch}".encode(), digest_size=16).digest()
+    raw = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(n)
+    return np.argsort(raw, kind="stable").astype(np.int64, copy=False)

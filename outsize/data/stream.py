@@ -11,17 +11,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from types import TracebackType
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from outsize import typed
 from outsize.data.batch import IGNORE, Batch, Span
 from outsize.data.dataset import Dataset
-from outsize.data.packing import Layout, Row, layout, read_row
-from outsize.data.whole import Whole, pack, read_whole
+from outsize.data.packing import Layout, Row, layout
+from outsize.data.whole import Whole, pack
 from outsize.errors import OutsizeError, counted
 from outsize.plan.spread import share
 
@@ -45,15 +45,8 @@ class Cursor:
     @classmethod
     def from_json(cls, found: Any) -> Cursor:
         """Raises OutsizeError when `found` is not what `to_json` gave."""
-        kinds = {one.name: int if one.type == "int" else str for one in fields(cls)}
-        if not isinstance(found, dict) or set(found) != set(kinds):
-            raise OutsizeError(f"data cursor {found!r}: expected the keys {', '.join(kinds)}")
-        for name, kind in kinds.items():
-            if type(found[name]) is not kind:
-                raise OutsizeError(
-                    f"data cursor: {name} is {found[name]!r}, expected {kind.__name__}"
-                )
-        return cls(**found)
+        made: Cursor = typed.read(cls, found, "data cursor")
+        return made
 
 
 class TrainStream:
@@ -88,7 +81,7 @@ class TrainStream:
         """Row number `sample` of the run."""
         epoch, index = divmod(sample, self.rows_per_epoch)
         order = self._layout(epoch)
-        return _read(self.data, order, int(order.rows[index]), self.sequence)
+        return order.read(self.data, int(order.rows[index]), self.sequence)
 
     def cursor(self, step: int) -> Cursor:
         """The cursor after `step` steps (before batch number `step`)."""
@@ -175,12 +168,7 @@ class Prefetch:
     def __enter__(self) -> Prefetch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _work(self, batch_of: Callable[[int], Batch], step: int, stop: int | None) -> None:
@@ -252,13 +240,7 @@ class ValidationStream:
         return nats / (np.log(2.0) * self.bytes) if self.bytes else float("nan")
 
     def _row(self, row: int) -> Row:
-        return _read(self.data, self._layout, row, self.sequence)
-
-
-def _read(data: Dataset, order: Layout | Whole, row: int, sequence: int) -> Row:
-    if isinstance(order, Whole):
-        return read_whole(data, order, row, sequence)
-    return read_row(data, order, row, sequence)
+        return self._layout.read(self.data, row, self.sequence)
 
 
 def _collate(rows: list[Row]) -> Batch:

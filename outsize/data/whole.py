@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORE
 from outsize.data.dataset import Dataset
-from outsize.data.order import permutation
-from outsize.data.packing import Row
+from outsize.data.packing import Row, permutation
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,28 @@ class Whole:
     def of(self, seed: int, epoch: int) -> Whole:
         """The same rows in the order of an epoch."""
         return replace(self, rows=permutation("rows", seed, epoch, len(self.documents)))
+
+    def read(self, data: Dataset, row: int, sequence: int) -> Row:
+        """Row number `row`."""
+        ids_S = np.full(sequence, data.start, dtype=np.int64)
+        targets_S = np.full(sequence, IGNORE, dtype=np.int64)
+        weights_S = None if data.weights_N is None else np.zeros(sequence, dtype=np.float32)
+        bounds, filled, width = [0], 0, 0.0
+        for document in self.documents[row]:
+            stop = int(data.ends[document])
+            said = slice(stop - int(data.lengths[document]) + 1, stop)
+            here = slice(filled, filled + said.stop - said.start)
+            ids_S[here] = data.tokens_N[said.start - 1 : said.stop - 1]
+            targets_S[here] = data.tokens_N[said]
+            if weights_S is not None and data.weights_N is not None:
+                weights_S[here] = data.weights_N[said]
+                targets_S[here][weights_S[here] == 0] = IGNORE
+            width += _bytes(data, said)
+            filled = here.stop
+            bounds.append(filled)
+        if filled < sequence:
+            bounds.append(sequence)
+        return Row(ids_S, targets_S, tuple(bounds), width, weights_S)
 
 
 def pack(data: Dataset, seed: int, sequence: int) -> Whole:
@@ -52,37 +73,9 @@ def pack(data: Dataset, seed: int, sequence: int) -> Whole:
     return Whole(tuple(map(tuple, rows)), np.arange(len(rows)))
 
 
-def read_whole(data: Dataset, packed: Whole, row: int, sequence: int) -> Row:
-    """Row number `row`."""
-    ids_S = np.full(sequence, data.start, dtype=np.int64)
-    targets_S = np.full(sequence, IGNORE, dtype=np.int64)
-    weights_S = None if data.weights_N is None else np.zeros(sequence, dtype=np.float32)
-    bounds, filled, width = [0], 0, 0.0
-    for document in packed.documents[row]:
-        stop = int(data.ends[document])
-        said = slice(stop - int(data.lengths[document]) + 1, stop)
-        here = slice(filled, filled + said.stop - said.start)
-        ids_S[here] = data.tokens_N[said.start - 1 : said.stop - 1]
-        targets_S[here] = data.tokens_N[said]
-        if weights_S is not None:
-            weights_S[here] = _weights(data, said)
-            targets_S[here][weights_S[here] == 0] = IGNORE
-        width += _bytes(data, said)
-        filled = here.stop
-        bounds.append(filled)
-    if filled < sequence:
-        bounds.append(sequence)
-    return Row(ids_S, targets_S, tuple(bounds), width, weights_S)
-
-
-def _weights(data: Dataset, said: slice) -> NDArray[np.float32]:
-    assert data.weights_N is not None
-    return data.weights_N[said]
-
-
 def _bytes(data: Dataset, said: slice) -> float:
     """What the targets stand for, by their weights."""
     if data.widths_N is None:
         return 0.0
-    widths = data.widths_N[said]
-    return float(widths.sum() if data.weights_N is None else widths @ _weights(data, said))
+    widths, weights = data.widths_N[said], data.weights_N
+    return float(widths.sum() if weights is None else widths @ weights[said])

@@ -8,14 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from outsize.data import BackgroundData, Data, DataConfig, Dataset, FileTokenizer, open_data
+from outsize.data import Data, DataConfig, Dataset, FileTokenizer, open_data
 from outsize.data import cache as cache_module
 from outsize.errors import OutsizeError
 
@@ -321,35 +320,6 @@ def test_many_threads_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts_of(data.train) == texts
     size = (tmp_path / "in" / "d.jsonl").stat().st_size
     assert done == sorted(done) and len(done) > 50 and done[-1] == (size, size)
-
-
-def test_in_the_background(tmp_path: Path) -> None:
-    write_lines(tmp_path, [f"document {number}" for number in range(50)])
-    with BackgroundData(config(tmp_path)) as work:
-        assert same(work.result(), open_data(config(tmp_path)))
-    with (
-        BackgroundData(config(tmp_path, path="nowhere")) as work,
-        pytest.raises(OutsizeError, match="nowhere does not exist"),
-    ):
-        work.result()
-
-
-def test_background_work_can_be_given_up(tmp_path: Path) -> None:
-    write_lines(tmp_path, ["one", "two"])
-    inside, closing = threading.Event(), threading.Event()
-
-    def progress(done: int, total: int) -> None:
-        inside.set()
-        assert closing.wait(600)
-
-    work = BackgroundData(config(tmp_path), progress=progress)
-    assert inside.wait(600)
-    closer = threading.Thread(target=work.close)
-    closer.start()
-    assert work._closed.wait(600)
-    closing.set()
-    closer.join()
-    assert entries(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from datasets import dataset_of
 
-from outsize.data import IGNORE, Dataset, dataset_of
-from outsize.data.order import permutation
-from outsize.data.packing import layout, read_row
+from outsize.data import IGNORE, Dataset
+from outsize.data.packing import layout, permutation
 
 EOS, START = 0, 1
 
@@ -28,7 +28,7 @@ def documents(count: int, seed: int = 5, longest: int = 40) -> list[list[int]]:
 
 def rows_of(data: Dataset, seed: int, epoch: int, sequence: int) -> list[tuple]:
     order = layout(data, seed, epoch, sequence)
-    found = [read_row(data, order, int(row), sequence) for row in order.rows]
+    found = [order.read(data, int(row), sequence) for row in order.rows]
     return [(row.ids_S.tolist(), row.targets_S.tolist(), row.bounds) for row in found]
 
 
@@ -98,7 +98,7 @@ def test_rows_of_one_long_document_are_spread() -> None:
 def test_a_row_past_the_end_is_filled_without_targets() -> None:
     data = dataset_of([[5, 6, 7], [8]], eos=EOS, start=START)
     order = layout(data, 0, 0, 4)
-    row = read_row(data, order, 1, 4)
+    row = order.read(data, 1, 4)
     assert row.targets_S.tolist()[2:] == [IGNORE, IGNORE]
     assert row.ids_S.tolist()[2:] == [START, START]
     assert row.bounds == (0, 2, 4)

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from datasets import dataset_of
 
 from outsize.data import (
     Batch,
@@ -18,7 +19,6 @@ from outsize.data import (
     Dataset,
     TrainStream,
     ValidationStream,
-    dataset_of,
 )
 from outsize.data.packing import Row
 from outsize.errors import OutsizeError
