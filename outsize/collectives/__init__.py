@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     from outsize.collectives.joined import Joined, from_environment, join, meeting
     from outsize.collectives.mesh import Mesh, from_device_mesh, parse_mesh, to_device_mesh
     from outsize.collectives.pretend import Pretend, PretendWorld
-    from outsize.collectives.world import Lone, Use, World, along, everyone, inside, together
+    from outsize.collectives.world import (
+        Lone,
+        Use,
+        World,
+        along,
+        everyone,
+        inside,
+        received,
+        together,
+    )
 
 __all__ = [
     "AXES",
@@ -35,6 +44,7 @@ __all__ = [
     "join",
     "meeting",
     "parse_mesh",
+    "received",
     "to_device_mesh",
     "together",
 ]

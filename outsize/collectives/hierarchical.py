@@ -9,7 +9,7 @@ bfloat16 and float16 travel as float32, since they are summed twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
@@ -116,6 +116,13 @@ class Hierarchical:
 
     def _bytes(self) -> int:
         return sum(self.inner.received.values()) + sum(self.outer.received.values())
+
+
+def own(group: Collective) -> Mapping[str, int]:
+    """What a group has had, less what groups inside it count."""
+    if isinstance(group, Hierarchical):
+        return {"all_to_all": group.received.get("all_to_all", 0)}
+    return group.received
 
 
 def _laid(lengths: Iterator[int]) -> tuple[Span, ...]:

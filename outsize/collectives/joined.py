@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from outsize.collectives.c10d import C10d, over_gloo, over_nccl
 from outsize.collectives.collective import Alone, Collective
-from outsize.collectives.hierarchical import Hierarchical
+from outsize.collectives.hierarchical import Hierarchical, own
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.shared import MOST, Shared, over_memory, usable
 from outsize.collectives.watch import Process, this_process
@@ -73,21 +73,13 @@ class Joined:
             self.groups[key] = self._made(key[0], use)
         return self.groups[key]
 
-    def received(self) -> dict[str, int]:
-        """Bytes that this worker has had from others, over all groups, by operation."""
-        counted: dict[str, int] = {}
-        for group in list(self.groups.values()):
-            for name, count in _own(group).items():
-                counted[name] = counted.get(name, 0) + count
-        return counted
-
     def across(self) -> float:
-        """Of these, bytes from other hosts; of a group that several hosts have unequal parts of,
+        """Bytes from other hosts; of a group that several hosts have unequal parts of,
         their share of its workers."""
         here, total = self.seats[self.rank].host, 0.0
         for (ranks, _), group in list(self.groups.items()):
             away = sum(self.seats[rank].host != here for rank in ranks)
-            total += sum(_own(group).values()) * away / max(1, len(ranks) - 1)
+            total += sum(own(group).values()) * away / max(1, len(ranks) - 1)
         return total
 
     def abort(self, reason: str) -> None:
@@ -163,13 +155,6 @@ class Joined:
     def _address(self, ranks: Sequence[int]) -> str:
         """The loopback interface where no other host is in the group."""
         return "127.0.0.1" if len({self.seats[r].host for r in ranks}) == 1 else ""
-
-
-def _own(group: Collective) -> Mapping[str, int]:
-    """What a group has had, less what groups inside it count."""
-    if isinstance(group, Hierarchical):
-        return {"all_to_all": group.received.get("all_to_all", 0)}
-    return group.received
 
 
 def join(

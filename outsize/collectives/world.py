@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,9 +10,11 @@ from typing import Literal, Protocol
 
 from outsize.collectives.axes import Axis
 from outsize.collectives.collective import Alone, Collective
+from outsize.collectives.hierarchical import own
 from outsize.collectives.mesh import Mesh
 
 Use = Literal["compute", "network", "overlap", "stages", "merge", "exchange", "agreement"]
+LAYERS: tuple[Use, Use] = ("compute", "overlap")  # the thread that computes, and one beside it
 Key = tuple[tuple[int, ...], Use]  # ranks in their order, and who calls them
 
 
@@ -67,12 +70,20 @@ class Within:
 
 def inside(world: World) -> Iterator[Within]:
     """The collectives that actions of the computing lane have used by now."""
-    uses: tuple[Use, Use] = ("compute", "overlap")
     for axis in world.mesh.axes:
-        for use in uses if axis.inside else ():
+        for use in LAYERS if axis.inside else ():
             found = world.groups.get((world.mesh.ranks(axis.name, world.rank), use))
             if found is not None:
-                yield Within(axis.name, use == "overlap", found)
+                yield Within(axis.name, use == LAYERS[True], found)
+
+
+def received(world: World, *uses: Use) -> Counter[str]:
+    """Bytes by operation that this worker has had from others, through collectives of some uses."""
+    total = Counter[str]()
+    for (_, use), group in list(world.groups.items()):
+        if use in uses:
+            total.update(own(group))
+    return total
 
 
 def everyone(world: World, use: Use = "compute") -> Collective:

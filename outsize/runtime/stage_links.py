@@ -59,11 +59,9 @@ class StageLinks:
         ranks = world.mesh.ranks("pipeline", world.rank)
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
-        self._pairs = []
         for source, target in channels(line):  # in one order everywhere: groups are made by both
             if self.turn in (source, target):
                 pair = world.group((ranks[source], ranks[target]), "stages")
-                self._pairs.append(pair)
                 if self.turn == source:
                     self._senders[target] = Sender(pair, device, f"lane send {target}")
                 else:
@@ -78,11 +76,6 @@ class StageLinks:
         self._here: dict[_Name, list[Tensor]] = {}
         self._gone: dict[_Name, threading.Event] = {}
         self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}  # of what has come
-
-    @property
-    def received(self) -> int:
-        """Bytes that have come from other workers."""
-        return sum(sum(pair.received.values()) for pair in self._pairs)
 
     def leave(self, move: Action, walk: Walk, shapes: Hashable) -> threading.Event:
         """Send what a walk has for another worker; in the calling thread. Gives what is set once it

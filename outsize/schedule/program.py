@@ -22,7 +22,20 @@ class Talk(NamedTuple):
     ranks: tuple[int, ...]
     channel: str
     operation: str
-    bytes: int = 0
+    bytes: float = 0
+
+    @property
+    def carried(self) -> float:
+        """Bytes of which every worker has the shares of the others: an all-reduce carries each
+        twice; who sends a tensor has nothing."""
+        return {"all_reduce": 2, "recv": 2, "send": 0}.get(self.operation, 1) * self.bytes
+
+    @property
+    def received(self) -> float:
+        """Bytes that a worker has from the others, on average where their shares are uneven: of B
+        bytes over n workers an all-gather or a reduce-scatter brings B (n - 1) / n, an all-reduce
+        twice as many."""
+        return self.carried * (len(self.ranks) - 1) / len(self.ranks)
 
 
 Says = Sequence[tuple[Talk, ...]]  # by an action's place in its list

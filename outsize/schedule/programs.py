@@ -36,7 +36,7 @@ def program_of(
             made[outline] = len(lists)
             lists.append(list_of(here))
         which.append(made[outline])
-        voices.append(Spoken(here.chunks, rank, evaluating))
+        voices.append(Spoken(here.items, rank, evaluating))
     turns = [mesh.index("pipeline", rank) for rank in range(mesh.size)]
     alike = tuple(range(mesh.size))
     if len(lists) == mesh.pipeline:

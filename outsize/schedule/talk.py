@@ -1,8 +1,8 @@
 """What an action says to other workers: to whom, over which channel, what, and how many bytes.
 
 The one place where groups of workers follow from a layout: the runtime makes its collectives from
-them, the prover plays them, the forecast may count them. Bytes are those of the whole operation;
-0 where they depend on a microbatch's shape.
+them, the prover plays them, the forecast and `verify` count them. Bytes are those of the whole
+operation; those that depend on a microbatch's shape are 0 where nobody has rehearsed it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from outsize.collectives.world import LAYERS
 from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
 from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items, Piece
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.pipelined import peer
 from outsize.schedule.program import Says, Talk
@@ -24,6 +26,25 @@ _WALKS = (
     *AHEAD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *PASSES,
 )  # fmt: skip
 _NUMBER = 8  # bytes of one of the few numbers on which all agree
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the workers of an axis say inside an action by one operation: the bytes that each has
+    from the others. beside: by a thread beside the one that computes."""
+
+    axis: str
+    operation: str
+    bytes: int
+    beside: bool = False
+
+
+Rehearsed = Callable[[Action], Sequence[Said]]
+
+
+def unknown(action: Action) -> tuple[Said, ...]:
+    """Nobody has rehearsed it."""
+    return ()
 
 
 class Neighbours(NamedTuple):
@@ -101,11 +122,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class Spoken:
-    """The voice of a worker of a mesh. evaluating: its list is an evaluation's."""
+    """The voice of a worker of a mesh. items: of the worker. evaluating: its list is an
+    evaluation's. inside: what a rehearsal has heard inside actions on a microbatch."""
 
-    chunks: Chunks
+    items: Items
     rank: int
     evaluating: bool = False
+    inside: Rehearsed = unknown
+
+    @property
+    def chunks(self) -> Chunks:
+        return self.items.chunks
 
     @cached_property
     def groups(self) -> Groups:
@@ -184,7 +211,8 @@ class Spoken:
 
     def _exchange(self, action: Action) -> Iterator[Talk]:
         every = self.groups.of_stages(range(self.chunks.plan.mesh.pipeline))
-        yield Talk(every, "exchange", "all_reduce")
+        had = sum(said.bytes for said in self.inside(action))
+        yield Talk(every, "exchange", "all_reduce", _whole(had, "all_reduce", len(every)))
 
     def _pass(self, action: Action) -> Iterator[Talk]:
         line = self.chunks.pipelining
@@ -192,7 +220,8 @@ class Spoken:
             return
         turns = self.chunks.turn, peer(line, action, self.evaluating)
         ends = turns if action.kind is Kind.SEND else turns[::-1]
-        yield Talk(self.groups.of_stages(ends), "stages", action.kind.value.lower())
+        size = sum(said.bytes for said in self.inside(action))
+        yield Talk(self.groups.of_stages(ends), "stages", action.kind.value.lower(), size)
 
     def _norm(self, action: Action) -> Iterator[Talk]:
         slots = sum(len(t.slots) for t in self.chunks.every if t.trainable)
@@ -206,7 +235,38 @@ class Spoken:
         if self.chunks.plan.update == "behind" and action.part in (WHOLE, 0):
             slots = sum(len(self.chunks.tables[c].slots) for c in self._trained(action.stage))
             yield Talk(self.groups.everyone, "agreement", "all_reduce", (2 + slots) * _NUMBER)
+        if action.part == WHOLE:
+            trained = self._trained(action.stage)
+            pieces = tuple(Piece(c, *self.chunks.extent(c, MASTER)) for c in trained)
+        else:
+            pieces = self.items.pieces.get(action.stage, ())[action.part : action.part + 1]
+        for piece in pieces:
+            yield from self._matrices(piece)
+
+    def _matrices(self, piece: Piece) -> Iterator[Talk]:
+        """Parameters that every worker of an axis updates whole, of which parts lie on them: what
+        has their shape is put together, with every copy (outsize/parallel/whole.py)."""
+        table, dtypes = self.chunks.tables[piece.chunk], dict(self.chunks.held(piece.chunk))
+        main = MASTER if MASTER in dtypes else PARAMETERS
+        shaped = [s.name for s in self.chunks.kept.specs(table) if s.per == 1]
+        ranks = self.chunks.plan.mesh.ranks(table.axis, self.rank)
+        for slot in table.slots:
+            if slot.parted and table.whole(slot) and piece.first <= slot.offset < piece.last:
+                for what in (main, *shaped, GRADIENTS):
+                    size = table.shared * slot.whole * dtypes[what].itemsize
+                    yield Talk(ranks, "compute", "all_gather", size)
 
     def _walk(self, action: Action) -> Iterator[Talk]:
         """What workers that share a pass say inside of it."""
-        yield Talk(self.groups.inside, "compute", "inside")
+        heard, mesh = self.inside(action), self.chunks.plan.mesh
+        if not heard:
+            yield Talk(self.groups.inside, "compute", "inside")
+        for said in heard:
+            ranks = mesh.ranks(said.axis, self.rank)
+            channel, whole = LAYERS[said.beside], len(ranks)
+            yield Talk(ranks, channel, said.operation, _whole(said.bytes, said.operation, whole))
+
+
+def _whole(had: float, operation: str, count: int) -> float:
+    """Bytes of an operation of which each of `count` workers has so many from others."""
+    return had * count / max(1, count - 1) / (2 if operation == "all_reduce" else 1)

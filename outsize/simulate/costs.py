@@ -20,6 +20,7 @@ from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.starting import OWN, Filling
+from outsize.schedule.talk import Said as Said
 from outsize.simulate.counter import Work
 
 Moved = tuple[Kind, State, int]  # kind, what is moved, stage
@@ -31,17 +32,6 @@ def moved(action: Action) -> Moved:
     """What an action's costs are filed under."""
     ends = action.part != WHOLE and action.kind in _PASSED
     return action.kind, action.state, PARTS if ends else action.stage
-
-
-@dataclass(frozen=True)
-class Said:
-    """What the workers of an axis say inside an action by one operation: the bytes that each has
-    from the others. beside: by a thread beside the one that computes."""
-
-    axis: str
-    operation: str
-    bytes: int
-    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
+from outsize.collectives.world import LAYERS
 from outsize.hardware import Device, Hardware
 from outsize.memory import Ledger
 from outsize.plan import Plan
@@ -13,10 +13,12 @@ from outsize.runtime import Job
 from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.action import WHOLE
 from outsize.schedule.layout import Placement
+from outsize.schedule.program import Says
 from outsize.schedule.residency import moved as item_of
 from outsize.schedule.starting import starting
+from outsize.schedule.talk import Spoken
 from outsize.simulate import network
-from outsize.simulate.costs import ActionCost, Costs
+from outsize.simulate.costs import Costs
 from outsize.simulate.counter import Work
 from outsize.simulate.handing import absent, evaluating, with_handing
 from outsize.simulate.rehearse import rehearse
@@ -101,7 +103,7 @@ def forecast(
 def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     """The forecast of a plan whose actions' costs are known."""
     places = [_Place.of(plan, costs, turn) for turn in range(plan.mesh.pipeline)]
-    clocks = [Clock(place.placement, costs, hardware) for place in places]
+    clocks = [Clock(place.placement, costs, hardware, place.says) for place in places]
     players = [Player(p.schedule, p.static, turn) for turn, p in enumerate(places)]
     trace = play_together(players, [clock.seconds for clock in clocks])
     turns = tuple(one.told(trace, costs, hardware, i) for i, one in enumerate(places))
@@ -134,10 +136,11 @@ def _most(turns: Sequence[Turn]) -> dict[str, int]:
 class _Place:
     """One place of the pipeline axis: all there is where the plan has no pipeline. held: by
     segment, bytes by kind of the states that are there throughout; static: with what else is.
-    copied: of these, what is there in a step alone."""
+    copied: of these, what is there in a step alone. says: to others, by action."""
 
     placement: Placement
     schedule: Schedule
+    says: Says
     held: tuple[Mapping[str, int], ...]
     static: Mapping[str, int]
     copied: int
@@ -160,7 +163,10 @@ class _Place:
         static["optimizer"] = static.get("optimizer", 0) + (more := copied(placement, frozen))
         static = {kind: count for kind, count in static.items() if count}
         prove(schedule, static=sum(static.values()))
-        return _Place(placement, schedule, tuple(held), static, more)
+        rank = placement.chunks.index * plan.mesh.stride("data")
+        rank += turn * plan.mesh.stride("pipeline")
+        says = Spoken(placement.items, rank, inside=costs.said).says(schedule)
+        return _Place(placement, schedule, says, tuple(held), static, more)
 
     def evaluation(self, costs: Costs) -> tuple[int, dict[str, int]]:
         """What an evaluation of one microbatch will hold: the peak, and bytes by kind at it. 0
@@ -190,7 +196,8 @@ class _Place:
         """Its part of the forecast."""
         role, count = self.schedule.role, len(self.placement.plan.stages)
         stages = range(count) if role is None else sorted(role.holds)
-        received = network.received(self.placement.chunks, self.schedule, costs.said, hardware)
+        mesh = self.placement.plan.mesh
+        received = network.received(self.schedule.workers[0], self.says, mesh, hardware)
         peak = max(event.peak for event in trace.events if event.worker == turn)
         kinds = kinds_at_peak(trace, self.static, turn)
         if (first := self.begun(costs)) and sum(first.values()) > peak:
@@ -212,35 +219,29 @@ class Clock:
     placement: Placement
     costs: Costs
     hardware: Hardware
-
-    @cached_property
-    def _last_sums(self) -> frozenset[int]:
-        return network.last_sums(self.placement.schedule)
+    says: Says
 
     def seconds(self, index: int, action: Action) -> float:
         """Of one action alone on its lane, at a place of the schedule."""
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self._moving(action)
-        if action.kind in network.SAID:
-            said = network.messages(self.placement.chunks, action, index in self._last_sums)
-            return sum(message.seconds(self.hardware) for message in said)
-        if action.kind in (Kind.SEND, Kind.RECV):
-            return self._passing(action)
+        saying, beside = (self._saying(index, beside) for beside in (False, True))
         cost = self.costs.of(action)
-        if cost is None:
-            return 0.0
+        if cost is None or action.kind in (Kind.SEND, Kind.RECV):
+            return saying
         whole = duration(cost.work, self.hardware.devices[0])
-        whole = max(whole + self._saying(cost, False), self._saying(cost, True))
         whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
         if action.kind is Kind.UPDATE:
             whole *= network.updated(self.placement.chunks, action.stage)
-        return whole if action.part == WHOLE else whole * self._share(action)
+            whole *= 1.0 if action.part == WHOLE else self._share(action)
+        return max(whole + saying, beside)
 
-    def _saying(self, cost: ActionCost, beside: bool) -> float:
-        """What is said inside an action, in the thread that computes or beside it."""
-        said = [one for one in cost.said if one.beside == beside]
-        mesh = self.placement.plan.mesh
-        return sum(network.within(one, mesh).seconds(self.hardware) for one in said)
+    def _saying(self, index: int, beside: bool) -> float:
+        """What is said inside an action, in its own thread or in one beside it. Of a tensor that
+        is sent: what a RECV waits for from the start of its SEND, which itself waits for
+        nothing."""
+        said = (talk for talk in self.says[index] if (talk.channel == LAYERS[True]) == beside)
+        return sum(network.seconds(talk, self.hardware) for talk in said)
 
     def _share(self, action: Action) -> float:
         """The part of its stage that an update of a part is."""
@@ -248,11 +249,6 @@ class Clock:
         here = pieces[action.part]
         every = sum(piece.last - piece.first for piece in pieces)
         return (here.last - here.first) / max(1, every)
-
-    def _passing(self, action: Action) -> float:
-        """What a RECV waits for from the start of its SEND, which itself waits for nothing."""
-        cost = self.costs.of(action)
-        return 0.0 if cost is None else self._saying(cost, False)
 
     def _moving(self, action: Action) -> float:
         fetch = action.kind is Kind.FETCH

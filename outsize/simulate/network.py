@@ -1,119 +1,61 @@
-"""What sharing states takes of the network, action by action: bytes by level, and seconds.
+"""What workers that talk take of the network: bytes by level, and seconds.
 
-What one worker has from others: of B bytes over n workers an all-gather or a reduce-scatter brings
-B (n - 1) / n, an all-reduce twice as many. Workers of one machine are neighbours; a group that has
-k of them on each of m machines talks inside the machines and between ranks of the same place on all
-of them (outsize/collectives/hierarchical.py), so that B (m - 1) / (m k) cross the network.
+Who says what is in outsize/schedule/talk.py. Workers of one machine are neighbours; a group that
+has k of them on each of m machines talks inside the machines and between ranks of the same place on
+all of them (outsize/collectives/hierarchical.py), so that of B bytes B (m - 1) / (m k) cross the
+network. In an all-to-all every two workers say something of their own: nothing is summed or handed
+on inside a machine before it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from outsize.collectives import Mesh
+from outsize.collectives.world import LAYERS
 from outsize.hardware import Hardware
-from outsize.schedule import Action, Kind, Schedule
+from outsize.schedule import Action
 from outsize.schedule.chunks import Chunks
-from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
-from outsize.schedule.residency import SHARED
-from outsize.simulate.costs import Said
+from outsize.schedule.kept import MASTER
+from outsize.schedule.program import Says, Talk
 
-SAID = (*SHARED, Kind.MERGE)  # actions in which workers share what they hold
-STAGES = "stages"  # what passes between the stages of a pipeline
-EXCHANGED = "exchange"  # what all workers of a pipeline sum for a cut vocabulary
+AGREED = "agreement"  # the channel of the few numbers on which all agree: they are not told
+ALONE = ("stages", "exchange")  # channels that have a name of their own
 
 
-@dataclass(frozen=True)
-class Message:
-    """One collective. bytes: of the whole tensor, twice for an all-reduce; its group: `count`
-    workers whose ranks lie `stride` apart. direct: every two of them say something of their own, so
-    that nothing is summed or handed on inside a machine before it leaves."""
-
-    bytes: float
-    count: int
-    stride: int = 1
-    direct: bool = False
-
-    @property
-    def received(self) -> float:
-        """Bytes that a worker has from others."""
-        return self.bytes * (self.count - 1) / self.count
-
-    def near(self, machine: int) -> float:
-        """Of these, bytes from workers of its own machine, where `machine` workers are one."""
-        inside = self._inside(machine)
-        return self.bytes * (inside - 1) / (self.count if self.direct else inside)
-
-    def far(self, machine: int) -> float:
-        """Bytes from other machines."""
-        return self.received - self.near(machine)
-
-    def _inside(self, machine: int) -> int:
-        """Workers of the group on one machine."""
-        return max(1, min(self.count, machine // self.stride))
-
-    def seconds(self, hardware: Hardware) -> float:
-        """How long it takes, one level after the other."""
-        machine = workers_of_a_machine(hardware)
-        inside = self._inside(machine)
-        bandwidth, wait = _inner(hardware, inside * self.stride)
-        total = self.near(machine) / bandwidth + wait * (inside - 1)
-        if inside == self.count:
-            return total
-        bandwidth, wait = _outer(hardware)
-        return total + self.far(machine) / bandwidth + wait * (self.count / inside - 1)
+def near(talk: Talk, machine: int) -> float:
+    """Of the bytes that a worker has from others, those of its own machine, where `machine` workers
+    are one."""
+    inside = _inside(talk, machine)
+    direct = talk.operation == "all_to_all"
+    return talk.carried * (inside - 1) / (len(talk.ranks) if direct else inside)
 
 
-def messages(chunks: Chunks, action: Action, last: bool = True) -> Iterator[Message]:
-    """What is said in an action of SAID. last: of a REDUCE, the last of its stage in the step."""
-    for index in chunks.of_stage[action.stage]:
-        yield from _of_chunk(chunks, index, action.kind, last)
+def far(talk: Talk, machine: int) -> float:
+    """Those of other machines."""
+    return talk.received - near(talk, machine)
 
 
-def _of_chunk(chunks: Chunks, index: int, kind: Kind, last: bool) -> Iterator[Message]:
-    table, own = chunks.tables[index], chunks.shards
-    dtypes = dict(chunks.held(index))
-    mesh = chunks.plan.mesh
-    apart = mesh.stride("data")
-    if kind is Kind.GATHER:
-        yield Message(table.numel * dtypes[PARAMETERS].itemsize, own.parameters, apart)
-    if kind is Kind.GATHER or not table.trainable:
-        return
-    if kind is Kind.COLLECT:
-        mine = table.numel * dtypes[PARAMETERS].itemsize / own.parameters
-        yield Message(mine, own.optimizer // own.parameters, own.parameters * apart)
-        return
-    if kind is Kind.MERGE:
-        first, end = chunks.extent(index, MASTER)
-        turns = chunks.holders(table)
-        if len(turns) > 1:
-            mine = 2 * (end - first) * dtypes[GRADIENTS].itemsize
-            yield Message(mine, len(turns), (turns[1] - turns[0]) * mesh.stride("pipeline"))
-        return
-    whole = table.numel * dtypes[GRADIENTS].itemsize
-    yield Message(whole, own.gradients, apart)
-    if last:
-        mine = whole / own.gradients
-        yield Message(mine, own.optimizer // own.gradients, own.gradients * apart)
-        mine = 2 * whole / own.optimizer
-        yield Message(mine, own.size // own.optimizer, own.optimizer * apart)
-        if table.partial:
-            yield Message(mine, table.shared, mesh.stride(table.axis))
-        others = [axis for axis in mesh.axes if axis.sums(table.axis)]
-        if others:  # their order is that of the ranks: the last one's workers lie next to others
-            count = prod(mesh[axis.name] for axis in others)
-            yield Message(mine, count, mesh.stride(others[-1].name))
+def _inside(talk: Talk, machine: int) -> int:
+    """Workers of the group on the machine of its first."""
+    here = talk.ranks[0] // machine
+    return sum(1 for rank in talk.ranks if rank // machine == here)
 
 
-def within(said: Said, mesh: Mesh) -> Message:
-    """What is said inside an action."""
-    if said.operation == "receive":
-        return Message(2 * said.bytes, 2, mesh.stride(said.axis))
-    count = mesh[said.axis]
-    whole, direct = said.bytes * count / max(1, count - 1), said.operation == "all_to_all"
-    return Message(whole, count, mesh.stride(said.axis), direct)
+def seconds(talk: Talk, hardware: Hardware) -> float:
+    """How long it takes, one level after the other."""
+    if not talk.carried:
+        return 0.0
+    machine, count = workers_of_a_machine(hardware), len(talk.ranks)
+    inside = _inside(talk, machine)
+    stride = talk.ranks[1] - talk.ranks[0] if count > 1 else 1
+    bandwidth, wait = _inner(hardware, inside * stride)
+    total = near(talk, machine) / bandwidth + wait * (inside - 1)
+    if inside == count:
+        return total
+    bandwidth, wait = _outer(hardware)
+    return total + far(talk, machine) / bandwidth + wait * (count / inside - 1)
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -130,38 +72,31 @@ class Received:
     def total(self) -> float:
         return self.near + self.far
 
-    def plus(self, message: Message, machine: int) -> Received:
-        return Received(self.near + message.near(machine), self.far + message.far(machine))
-
-
-def last_sums(schedule: Schedule) -> frozenset[int]:
-    """Places of the REDUCEs that are the last of their stage."""
-    found = ((a.stage, i) for i, a in enumerate(schedule.workers[0]) if a.kind is Kind.REDUCE)
-    return frozenset(dict(found).values())
-
 
 def received(
-    chunks: Chunks,
-    schedule: Schedule,
-    inside: Callable[[Action], Iterable[Said]],
-    hardware: Hardware,
+    actions: tuple[Action, ...], says: Says, mesh: Mesh, hardware: Hardware
 ) -> Mapping[str, Received]:
-    """By kind of action, or by axis what layers say over it ("stages": what passes between those of
-    a pipeline), the bytes of a step. inside: what is said inside an action."""
-    machine, last = workers_of_a_machine(hardware), last_sums(schedule)
-    found: dict[str, Received] = {}
+    """By kind of action, or by axis what workers say over it while they compute ("stages": what
+    passes between those of a pipeline), the bytes of a step."""
+    machine, found = workers_of_a_machine(hardware), dict[str, Received]()
+    for action, said in zip(actions, says, strict=True):
+        for talk in said:
+            if talk.received and talk.channel != AGREED:
+                name, had = _name(action, talk, mesh), found
+                before = had.get(name, Received())
+                had[name] = Received(
+                    before.near + near(talk, machine), before.far + far(talk, machine)
+                )
+    return found
 
-    def count(name: str, message: Message) -> None:
-        found[name] = found.get(name, Received()).plus(message, machine)
 
-    for index, action in enumerate(schedule.workers[0]):
-        if action.kind in SAID:
-            for message in messages(chunks, action, index in last):
-                count(action.kind.value.lower(), message)
-        for said in inside(action):
-            name = {"receive": STAGES, "exchange": EXCHANGED}.get(said.operation, said.axis)
-            count(name, within(said, chunks.plan.mesh))
-    return {name: count for name, count in found.items() if count.total}
+def _name(action: Action, talk: Talk, mesh: Mesh) -> str:
+    """What brings the bytes of a talk."""
+    if talk.channel in ALONE:
+        return talk.channel
+    if talk.channel not in LAYERS:
+        return action.kind.value.lower()
+    return next(a.name for a in mesh.axes if mesh.ranks(a.name, talk.ranks[0]) == talk.ranks)
 
 
 # -- the machine -----------------------------------------------------------------------------------

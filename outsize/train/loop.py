@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from outsize.checkpoint.store import Store
-from outsize.collectives import everyone, inside
+from outsize.collectives import everyone, inside, received
 from outsize.data import Batch, Data, TrainStream, ValidationStream
 from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import memory
@@ -240,12 +240,9 @@ def moved_by(job: Trains) -> dict[str, int]:
     which it shares states and products, as metrics name them."""
     found = {}
     if isinstance(job, Job) and job.world.mesh.size > 1:
-        had = list(job.shard_groups.received.values())
-        had += [n for one in inside(job.world) for n in one.group.received.values()]
-        if job.rows is not None:
-            had.append(job.rows.received)
-        passed = 0 if job.passing is None else job.passing.received
-        found[f"workers{READ}"] = sum(had) + passed
+        layers = sum(sum(one.group.received.values()) for one in inside(job.world))
+        between = received(job.world, "network", "merge", "stages", "exchange")
+        found[f"workers{READ}"] = layers + between.total()
     for name, store in job.stores.items():
         found[f"{name}{READ}"], found[f"{name}{WRITTEN}"] = store.bytes_read, store.bytes_written
     return found

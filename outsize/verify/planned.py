@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.collectives import Collective, World, along, everyone, inside, together
+from outsize.collectives import Use, World, everyone, received
+from outsize.collectives.world import LAYERS
 from outsize.errors import OutsizeError
 from outsize.memory.store import Store
 from outsize.runtime import Job
@@ -19,7 +20,6 @@ from outsize.runtime.job import Fill
 from outsize.runtime.making import make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.weight_pool import NO_STORES
-from outsize.schedule.pipelined import channels
 from outsize.verify.case import Case
 from outsize.verify.kept import GRADIENT, Kept
 from outsize.verify.plain import Step
@@ -111,12 +111,12 @@ def _step(
     job: Job, batch: Any, rate: float, world: World
 ) -> tuple[float, float, frozenset[str], Bytes]:
     """Loss, norm, the names of what was updated, and what came from others."""
-    before, had = job.update_counts(), _received(job, world)
+    before, had = job.update_counts(), _received(world)
     try:
         loss = float(job.step(batch, rate))
     except OutsizeError as error:
         raise Stopped(str(error)) from error
-    network, compute, stages = (b - a for a, b in zip(had, _received(job, world), strict=True))
+    network, compute, stages = (b - a for a, b in zip(had, _received(world), strict=True))
     counts = job.update_counts()
     touched = frozenset(name for name, n in counts.items() if n > before.get(name, 0))
     return loss, job.report.norm, touched, (network, compute, stages)
@@ -185,35 +185,13 @@ def _from(values: Mapping[str, Tensor]) -> Fill:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def _received(job: Job, world: World) -> Bytes:
+def _received(world: World) -> Bytes:
     """So far."""
-    layers = [one.group for one in inside(world)]
-    axes = (along(world, axis.name) for axis in world.mesh.axes)
-    agreed = (
-        together(world, lambda axis: axis.batch, "agreement"), everyone(world, "agreement"),
-        along(world, "pipeline", "agreement"),
+    uses: tuple[tuple[Use, ...], ...] = (
+        ("network", "merge"), (*LAYERS, "agreement"), ("stages", "exchange"),
     )  # fmt: skip
-    every = (*layers, *axes, *agreed, everyone(world))
-    groups: dict[int, Collective] = {id(group): group for group in every}
-    computing, between = map(_bytes, (groups.values(), _pairs(job, world)))
-    return sum(job.shard_groups.received.values()), computing, between
-
-
-def _bytes(groups: Iterable[Collective]) -> int:
-    return sum(sum(group.received.values()) for group in groups)
-
-
-def _pairs(job: Job, world: World) -> list[Collective]:
-    """Of this worker and those that have the stages next to its own, or other rows of the
-    vocabulary; and of all that have such rows."""
-    line, turn = job.placement.chunks.pipelining, job.placement.chunks.turn
-    if line is None:
-        return []
-    ranks = world.mesh.ranks("pipeline", world.rank)
-    found = [
-        world.group((ranks[a], ranks[b]), "stages") for a, b in channels(line) if turn in (a, b)
-    ]
-    return [*found, along(world, "pipeline", "exchange")] if line.tables else found
+    network, compute, stages = (received(world, *some).total() for some in uses)
+    return network, compute, stages
 
 
 def _sum(job: Job, world: World, mine: Sequence[int], fresh: bool) -> Sent:

@@ -1,8 +1,8 @@
 """Bytes that a step of a plan should take, by formula.
 
-What one worker has from others: of B bytes over n workers an all-gather or a reduce-scatter brings
-B (n - 1) / n, an all-reduce twice as many. States: by their shards, action by action (Rajbhandari
-et al., "ZeRO", 2019, section 7; worked out here apart from the planner's). Tensor parallelism: the
+States, matrices that are updated as wholes, and the few numbers on which all agree: what the
+program's actions say (outsize/schedule/talk.py). What depends on a microbatch's tokens is worked
+out here, apart from the planner's rehearsal. Tensor parallelism: the
 hidden states cross twice a layer and direction (Shoeybi et al., "Megatron-LM", 2019, section 3;
 with tokens cut a gather and a scatter take the place of each sum, Korthikanti et al., 2022), once
 more each where a block is recomputed; the loss exchanges three numbers a token (four where it is
@@ -16,13 +16,14 @@ say, and the formula a bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from outsize.collectives import Mesh
 from outsize.kernels.entropy import LossOptions
-from outsize.memory import ChunkTable
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.parallel.execution import execution_of
@@ -30,9 +31,7 @@ from outsize.plan import Plan
 from outsize.runtime import Job, NativeFlow
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import WHOLE
-from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.schedule.pipelined import peer
-from outsize.verify.kept import Kept
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 NUMBER = 8  # bytes of a number that workers agree on
@@ -73,7 +72,6 @@ def volume(job: Job, fresh: bool = False) -> Volume:
             _segment(model.config, job.plan, segment, _tokens(job, m), numbers)
             for segment, m in _computed(job)
         )
-        tensor += _matrices(job)
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and gathers > 1:
         exact = exact and all(t.trainable for t in job.placement.chunks.tables)
         tensor += sum(
@@ -83,14 +81,30 @@ def volume(job: Job, fresh: bool = False) -> Volume:
         )
     if isinstance(model, Decoder) and any(axis.parts for axis in job.plan.mesh.axes):
         exact = False
-        tensor += _matrices(job) * (size == 1) + sum(
+        tensor += sum(
             _dispatched(model.config, job.plan, segment, _tokens(job, m))
             for segment, m in _computed(job)
             if 0 < segment < job.plan.segments - 1
         )
     sums = sum(1 for a in job.schedule.workers[0] if a.kind is Kind.EXCHANGE)
     rounded = 1 + sums * job.plan.mesh.size / 2
-    return Volume(_states(job), tensor, _agreement(job), exact, _stages(job, fresh), rounded)
+    said = _said(job)
+    states, agreement = said["network"] + said["merge"], said["agreement"] + _counting(job)
+    return Volume(states, tensor + said["compute"], agreement, exact, _stages(job, fresh), rounded)
+
+
+def _said(job: Job) -> Mapping[str, float]:
+    """Bytes by channel that actions say whatever the tokens."""
+    found = defaultdict[str, float](float)
+    for talk in chain(*job.program.voices[job.world.rank].says(job.schedule)):
+        found[talk.channel] += talk.received
+    return found
+
+
+def _counting(job: Job) -> float:
+    """Of the weight and the number of all targets, before a step."""
+    mesh = job.plan.mesh
+    return _around(2 * NUMBER, prod(mesh[axis.name] for axis in mesh.axes if axis.batch))
 
 
 def _computed(job: Job) -> Iterator[tuple[int, int]]:
@@ -123,48 +137,6 @@ def _gathers(mesh: Mesh) -> int:
 def _around(nbytes: float, count: int) -> float:
     """Of an all-reduce, or of a gather and a scatter."""
     return 2 * nbytes * (count - 1) / count
-
-
-# -- states ----------------------------------------------------------------------------------------
-
-
-def _states(job: Job) -> float:
-    actions = job.schedule.workers[0]
-    sums = job.loaded.points.sums
-    return sum(
-        _of_chunk(job, chunk, action.kind, index in sums)
-        for index, action in enumerate(actions)
-        if action.kind in (Kind.GATHER, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
-        for chunk in job.placement.chunks.of_stage[action.stage]
-    )
-
-
-def _of_chunk(job: Job, index: int, kind: Kind, last: bool) -> float:
-    """A chunk's part of an action: on average over the workers, who may have uneven shares."""
-    table, own = job.placement.chunks.tables[index], job.placement.chunks.shards
-    dtypes = dict(job.placement.chunks.held(index))
-    whole = float(table.numel * dtypes[PARAMETERS].itemsize)
-    if kind is Kind.GATHER:
-        return _apart(whole, own.parameters)
-    if not table.trainable:
-        return 0.0
-    if kind is Kind.COLLECT:
-        return _apart(whole / own.parameters, own.optimizer // own.parameters)
-    whole = float(table.numel * dtypes[GRADIENTS].itemsize)
-    if kind is Kind.MERGE:
-        return _around(whole / own.optimizer, len(job.placement.chunks.holders(table)))
-    total = _apart(whole, own.gradients)
-    if last:
-        total += _apart(whole / own.gradients, own.optimizer // own.gradients)
-        total += _around(whole / own.optimizer, own.size // own.optimizer)
-        total += _around(whole / own.optimizer, table.shared) if table.partial else 0.0
-        total += _around(whole / own.optimizer, _summing(job.plan.mesh, table.axis))
-    return total
-
-
-def _apart(nbytes: float, count: int) -> float:
-    """Of an all-gather, or of a reduce-scatter."""
-    return nbytes * (count - 1) / count
 
 
 # -- between stages --------------------------------------------------------------------------------
@@ -251,7 +223,7 @@ def _keys_values(config: DecoderConfig, plan: Plan, segment: int, tokens: int, s
     heads = max(1.0, heads / plan.mesh.tensor)
     times = 2 + (here.whole or "attention" in here.recompute)
     wide = heads * (config.head_size + config.value_size) * BYTES[plan.precision.compute]
-    return times * _apart(tokens * wide, size)
+    return times * tokens * wide * (size - 1) / size
 
 
 def _dispatched(config: DecoderConfig, plan: Plan, segment: int, tokens: int) -> float:
@@ -263,46 +235,3 @@ def _dispatched(config: DecoderConfig, plan: Plan, segment: int, tokens: int) ->
     forward = 1 + (here.whole or "mlp" in here.recompute)
     rows = tokens * facts.chosen * config.hidden * BYTES[plan.precision.compute]
     return 2 * (forward + 1) * rows + forward * facts.count * NUMBER
-
-
-def _matrices(job: Job) -> float:
-    """Weights, gradients and states of matrices that every worker updates whole."""
-    if job.optimizer.rest is None:
-        return 0.0
-    kept = isinstance(job.optimizer, Kept)
-    each = len(job.optimizer.states) - kept + 2 + kept
-    total = 0.0
-    for index, table in enumerate(job.placement.chunks.tables):
-        first, last = job.placement.chunks.extent(index, "master")
-        for slot in table.slots if table.main and table.trainable else ():
-            if not first <= slot.offset < last:
-                continue
-            whole = prod(job.shape(slot.name))
-            if slot.numel < whole:  # of what several workers hold alike, every copy comes
-                total += each * NUMBER * (table.shared * whole - slot.numel)
-    return total
-
-
-# -- agreement -------------------------------------------------------------------------------------
-
-
-def _agreement(job: Job) -> float:
-    mesh, behind = job.plan.mesh, job.plan.update == "behind"
-    numbers = 0
-    for action in job.schedule.workers[0]:
-        if action.kind is Kind.NORM:
-            numbers += 2 + _names(job.placement.chunks.every)
-        elif behind and action.kind is Kind.UPDATE and action.part in (WHOLE, 0):
-            chunks = job.placement.chunks.of_stage[action.stage]
-            numbers += 2 + _names(job.placement.chunks.tables[index] for index in chunks)
-    counting = prod(mesh[axis.name] for axis in mesh.axes if axis.batch)
-    return _around(2 * NUMBER, counting) + _around(NUMBER * numbers, mesh.size)
-
-
-def _summing(mesh: Mesh, own: str) -> int:
-    """Workers that sum whole gradients of parameters that lie on the axis `own`."""
-    return prod(mesh[axis.name] for axis in mesh.axes if axis.sums(own))
-
-
-def _names(tables: Iterable[ChunkTable]) -> int:
-    return sum(len(table.slots) for table in tables if table.trainable)

@@ -12,7 +12,7 @@ from streamed import data_of, job_of, memory, model_of, plan_of, resting
 from subjects import MIXED, SEQUENCE, VOCAB
 from threads import play
 
-from outsize.collectives import Mesh, along
+from outsize.collectives import Mesh, along, received
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
 from outsize.parallel.tensor.decoder import split
@@ -39,7 +39,7 @@ def worker(plan: Plan, data, family: str, clip, optimizer, frozen=None):
             job = Job(flow, plan, Recipe(optimizer, clip), Here(world, stores=stores), cuts=cuts)
             result = numbers(job, plan, data)
             job.close()
-        return result, job.shard_groups.received
+        return result, received(world, "network")
 
     return run
 
@@ -144,9 +144,9 @@ def test_bytes_are_those_of_the_formulas(name):
             Here(world),
         )
         job.step(data[0].rows(*plan.rows_at(job.place)))
-        before = sum(job.shard_groups.received.values())
+        before = received(world, "network").total()
         job.step(data[1].rows(*plan.rows_at(job.place)))
-        return sum(job.shard_groups.received.values()) - before
+        return received(world, "network").total() - before
 
     had, wanted = sum(play(plan.mesh, run)), 4 * volume(name, 4, numel)
     assert had <= wanted

@@ -10,7 +10,7 @@ import torch
 from subjects import config_of
 from threads import play
 
-from outsize.collectives import Mesh
+from outsize.collectives import Mesh, received
 from outsize.data import Batch
 from outsize.hardware import catalogue
 from outsize.memory import Ledger
@@ -62,8 +62,7 @@ def predicted(plan: Plan, config=CONFIG):
 
 
 def heard(job: Job) -> int:
-    exchanged = 0 if job.rows is None else job.rows.received
-    return sum(job.shard_groups.received.values()) + job.passing.received + exchanged
+    return received(job.world, "network", "merge", "stages", "exchange").total()
 
 
 def measured(plan: Plan, config=CONFIG) -> list[tuple[int, int]]:

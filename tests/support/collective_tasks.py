@@ -13,7 +13,7 @@ import torch
 from forked import until
 from torch import Tensor
 
-from outsize.collectives import Joined, everyone
+from outsize.collectives import Joined, everyone, received
 
 Spans = Sequence[tuple[int, int]]
 
@@ -175,10 +175,10 @@ def states_of_a_wait(world: Joined) -> Any:
 def levels(world: Joined, numel: int) -> tuple[dict[str, int], float]:
     """Bytes of one all-gather of everybody's part, in all and from other hosts."""
     group, part = everyone(world), numel // world.mesh.size
-    before, far = world.received(), world.across()
+    before, far = received(world, "compute"), world.across()
     spans = [(i * part, i * part + part) for i in range(world.mesh.size)]
     group.all_gather(torch.ones(part), spans, torch.empty(numel))
-    now = world.received()
+    now = received(world, "compute")
     return {n: now[n] - before.get(n, 0) for n in now if now[n] > before.get(n, 0)}, (
         world.across() - far
     )

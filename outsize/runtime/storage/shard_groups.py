@@ -21,7 +21,7 @@ from outsize.schedule.talk import Groups, Neighbours
 
 
 class ShardGroups:
-    """The groups of one worker. received: bytes that it has had from others."""
+    """The groups of one worker."""
 
     def __init__(self, world: World, chunks: Chunks) -> None:
         self.chunks, self._world = chunks, world
@@ -44,24 +44,6 @@ class ShardGroups:
     def _group(self, said: Neighbours) -> tuple[Collective, tuple[int, ...]]:
         """A collective, and its workers' places on the data axis."""
         return self._world.group(said.ranks, "network"), said.places
-
-    @property
-    def received(self) -> dict[str, int]:
-        """Bytes by operation, of all groups; those of the same workers are one."""
-        total: dict[str, int] = {}
-        groups = {
-            places: group
-            for group, places in (
-                self.gathering, self.reducing, self.outer, self.replicas, self.collecting,
-                self.whole,
-            )
-        }  # fmt: skip
-        batch = {id(group): group for group in self.batch.values()}.values()
-        others = (*batch, *self.sharing.values(), *self.merging.values())
-        for group in (*groups.values(), *others):
-            for name, count in group.received.items():
-                total[name] = total.get(name, 0) + count
-        return total
 
     def _spans(self, index: int, what: str, places: Sequence[int], base: int = 0) -> list[Span]:
         """What of a chunk's state each worker has, counted from the element `base`."""

@@ -32,9 +32,10 @@ from outsize.plan import Pipelined, Precision, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
+from outsize.schedule.program import Talk
 from outsize.search import PlanRequest
 from outsize.search.candidates import candidates
-from outsize.simulate.network import Message
+from outsize.simulate.network import far, near
 from outsize.techniques.axes.expert import dealt
 from outsize.verify import verify
 from outsize.verify.draw import draws
@@ -203,9 +204,12 @@ def test_the_planner_calls_every_layer_once() -> None:
 
 def test_what_is_said_to_each_crosses_machines_itself() -> None:
     """Eight workers on machines of two: six of the seven others are on other machines."""
-    direct, handed = Message(800.0, 8, direct=True), Message(800.0, 8)
-    assert (direct.near(2), direct.far(2)) == (100.0, 600.0)
-    assert (handed.near(2), handed.far(2)) == (400.0, 300.0)
+    direct, handed = (
+        Talk(tuple(range(8)), "compute", operation, 800.0)
+        for operation in ("all_to_all", "all_gather")
+    )
+    assert (near(direct, 2), far(direct, 2)) == (100.0, 600.0)
+    assert (near(handed, 2), far(handed, 2)) == (400.0, 300.0)
 
 
 def test_it_is_drawn() -> None:
