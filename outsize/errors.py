@@ -8,6 +8,10 @@ class OutsizeError(ValueError):
     expected and what to do. The command line prints it without a traceback and exits with 2."""
 
 
+class Everywhere(OutsizeError):
+    """One that all workers of a run raise at once: it follows from numbers that all have."""
+
+
 def counted(count: int, thing: str, form: str = "") -> str:
     """A number of things: "1 byte", "2 bytes". form: of the number, as format() has it."""
     ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"

@@ -82,10 +82,13 @@ class Joined:
             total += sum(own(group).values()) * away / max(1, len(ranks) - 1)
         return total
 
-    def abort(self, reason: str) -> None:
-        """Make whoever waits in any group of this worker, here and elsewhere, fail at once."""
+    def abort(self, reason: str) -> str:
+        """Make whoever waits in any group of this worker, here and elsewhere, fail at once. Gives
+        the reason of the first worker that called it."""
+        first = self._store.compare_set("aborted", "", reason).decode()
         for group in self._open:
-            group.abort(reason)
+            group.abort(first)
+        return first
 
     def close(self) -> None:
         """Give back memory and connections. The groups must not be used any more."""
@@ -183,16 +186,33 @@ def from_environment(
 ) -> Joined:
     """The world that torchrun, or whoever sets the same variables, has started this process in. A
     process may have several, one after another or at once: all workers make them in one order."""
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    size = _number(environment, "WORLD_SIZE")
     if size != mesh.size:
         raise OutsizeError(
             f"mesh {mesh} has {counted(mesh.size, 'worker')}, WORLD_SIZE is {size}; start"
             f" {counted(mesh.size, 'worker')}"
             f" or give a mesh of {size}, such as data={size}"
         )
-    store = meeting(environment)
+    rank, store = _turn(environment)
+    return join(mesh, rank, store, backend)
+
+
+def stay_away(environment: Mapping[str, str], reason: str) -> None:
+    """Say that this worker does not come to the world that the others make next: they are refused
+    for the same reason. The one that serves the meeting point waits for them to have read it."""
+    rank, store = _turn(environment)
+    store.set(f"seat/{rank}", json.dumps(reason))
+    _read(store, rank)
+    if rank == 0 and not _served(environment):
+        for other in range(_number(environment, "WORLD_SIZE")):
+            store.get(f"read/{other}")
+
+
+def _turn(environment: Mapping[str, str]) -> tuple[int, Store]:
+    """This worker's rank, and the keys of the world that it makes next."""
+    rank, store = _number(environment, "RANK"), meeting(environment)
     turn = store.add(f"joins/{rank}", 1)  # what the one before has written is not read again
-    return join(mesh, rank, PrefixStore(f"join/{turn}", store), backend)
+    return rank, PrefixStore(f"join/{turn}", store)
 
 
 def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
@@ -200,7 +220,7 @@ def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
     not read what the attempt before wrote. Served by rank 0, unless torchrun's agent serves it."""
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT")
-    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = rank == 0 and not _served(environment)
     try:
         store = TCPStore(
             address, port, size, serves, timedelta(seconds=seconds), wait_for_workers=False
@@ -209,6 +229,11 @@ def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
         raise OutsizeError(_unreachable(rank, address, port, serves, error)) from error
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"outsize/{attempt}", store)
+
+
+def _served(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent serves the meeting point."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _unreachable(rank: int, address: str, port: int, serves: bool, error: Exception) -> str:
@@ -256,15 +281,25 @@ def _built(store: Store, machine: str) -> bool:
 
 
 def _seated(store: Store, rank: int, size: int, seat: Seat) -> tuple[Seat, ...]:
-    """Where everybody runs; waits until all have said so."""
+    """Where everybody runs; waits until all have said so. OutsizeError in the words of the first
+    that stays away."""
     store.set(f"seat/{rank}", json.dumps(asdict(seat)))
-    seats = []
+    said = []
     for other in range(size):
         try:
-            seats.append(Seat(**json.loads(store.get(f"seat/{other}"))))
+            said.append(json.loads(store.get(f"seat/{other}")))
         except RuntimeError as error:
             raise OutsizeError(
                 f"rank {rank}: rank {other} of {size} has not come to the meeting point"
                 f" ({str(error).strip().splitlines()[0]}); see what that rank printed"
             ) from error
-    return tuple(seats)
+    reasons = [one for one in said if isinstance(one, str)]
+    if reasons:
+        _read(store, rank)
+        raise OutsizeError(reasons[0])
+    return tuple(Seat(**one) for one in said)
+
+
+def _read(store: Store, rank: int) -> None:
+    """A worker knows who stays away, and why."""
+    store.set(f"read/{rank}", "")

@@ -11,7 +11,7 @@ from torch import nn
 
 from outsize.collectives import Collective, World
 from outsize.collectives.axes import axis_of
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import Everywhere, OutsizeError, nearest
 from outsize.memory import ChunkTable
 from outsize.memory.chunk import Dtypes
 from outsize.memory.store import MemoryStore, Store
@@ -43,9 +43,9 @@ def dtypes_of(precision: Precision) -> Dtypes:
 def check_weight(weight: float) -> None:
     """Of all targets of a step."""
     if not weight:
-        raise OutsizeError("batch: no valid target in the whole step; expected one at least")
+        raise Everywhere("batch: no valid target in the whole step; expected one at least")
     if not 0 < weight < float("inf"):
-        raise OutsizeError(
+        raise Everywhere(
             f"batch: its targets weigh {weight} together; expected a finite number above 0"
         )
 

@@ -4,14 +4,16 @@ measures itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from outsize.collectives import World, everyone
-from outsize.errors import OutsizeError
+from outsize.collectives.joined import stay_away
+from outsize.errors import Everywhere, OutsizeError
 from outsize.hardware.probe import probe
 from outsize.plan import Pipelined, Plan, from_yaml, to_yaml
 from outsize.search.settled import settled
@@ -39,6 +41,30 @@ def alike(work: Callable[[], T], world: World, device: torch.device) -> T:
         return found
     line = _told(str(refused or ""), world, device, group.size - first)
     raise refused if refused is not None and str(refused) == line else OutsizeError(line)
+
+
+@contextmanager
+def leaving(abort: Callable[[str], str]) -> Iterator[None]:
+    """Inside, workers wait for each other. One that cannot go on ends that for all of them, in its
+    own words; they do not work together again. abort: as outsize.collectives.Joined has it."""
+    try:
+        yield
+    except Everywhere:
+        raise
+    except BaseException as error:
+        name = "" if isinstance(error, OutsizeError) else f"{type(error).__name__}: "
+        mine = f"{name}{error}"
+        first = abort(mine)
+        if first != mine:
+            raise OutsizeError(first) from error
+        raise
+
+
+def refused_alone(environment: Mapping[str, str], error: OutsizeError) -> None:
+    """`prepare` has refused on this worker: those that would wait for it are refused too."""
+    with suppress(OutsizeError):  # nobody waits where there is no meeting point
+        if environment.get("WORLD_SIZE", "1") != "1":
+            stay_away(environment, str(error))
 
 
 def balanced(

@@ -6,6 +6,7 @@ loss = job.step(batch)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from outsize.collectives import Mesh
+from outsize.errors import OutsizeError
 from outsize.kernels.entropy import Loss as ByTarget
 from outsize.optim import Optimizer
 from outsize.plan import Pipelined, Plan
+from outsize.train.alike import refused_alone
 from outsize.train.asked import Asked, Spreading, settings_of
 from outsize.train.prepared import Prepared
 from outsize.train.settings import Loss
@@ -101,4 +104,8 @@ def prepare(
         memory, loss, count, blocks, microbatches, clip, recompute, precision,
         (host_memory, disk, tuple(tiers)), Spreading(mesh, zero, sequence_parallel, pipeline),
     )  # fmt: skip
-    return Prepared(model, optimizer, settings_of(model, asked, plan))
+    try:
+        return Prepared(model, optimizer, settings_of(model, asked, plan))
+    except OutsizeError as error:
+        refused_alone(os.environ, error)
+        raise

@@ -19,11 +19,13 @@ from outsize.optim import Optimizer
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job, Report
 from outsize.runtime.adopted.reach import Uncut
+from outsize.runtime.checks import check_rate
 from outsize.runtime.generating import Generated
 from outsize.schedule.kept import PARAMETERS
 from outsize.simulate import Forecast
 from outsize.train import kept
 from outsize.train.adopting import Guard, without_caches
+from outsize.train.alike import leaving
 from outsize.train.batches import refuse_empty, tokens_of
 from outsize.train.handed import Handed
 from outsize.train.preparing import Preparing
@@ -116,9 +118,9 @@ class Prepared:
             return self._stepped(batch, lr)
 
     def _stepped(self, batch: Any, lr: float | None) -> Tensor:
-        batch, job = self._ready(batch)
+        batch, job = self._ready(batch, lr)
         lr = self._handed.ready(job, lr)
-        with self._guard.computing():
+        with self._guard.computing(), leaving(self._preparing.abort):
             loss = job.step(batch, lr)
         self._handed.steps += 1
         whole = not self.settings.tiers and self.settings.mesh.size == 1
@@ -130,7 +132,7 @@ class Prepared:
         first step."""
         job = self._made
         batch, _ = self._ready(batch)
-        with self._guard.computing():
+        with self._guard.computing(), leaving(self._preparing.abort):
             return job.evaluate(batch, rows_in(batch))
 
     def generate(
@@ -179,7 +181,7 @@ class Prepared:
             job = self._job
             self._handed.steps.fill_(self._preparing.alike(lambda: states(job)))
 
-    def _ready(self, batch: Any) -> tuple[Any, Job]:
+    def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
         """A batch that no worker refuses, and the job, which the first one makes."""
         preparing = self._preparing
         if self._closed:
@@ -188,7 +190,7 @@ class Prepared:
                 " now; make the model anew and call outsize.prepare"
             )
         preparing.join()
-        made = preparing.alike(lambda: _checked(self.model, batch))
+        made = preparing.alike(lambda: _checked(self.model, batch, lr))
         if self._job is None:
             self._job = self._make(made)
         preparing.meet(made)
@@ -219,8 +221,9 @@ class Prepared:
             self._stack.close()
 
 
-def _checked(model: nn.Module, batch: Any) -> Any:
-    """A batch as a job takes it."""
+def _checked(model: nn.Module, batch: Any, lr: float | None) -> Any:
+    """A batch as a job takes it, and a rate that it can have."""
+    check_rate(lr)
     made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else batch
     refuse_empty(made)
     return made

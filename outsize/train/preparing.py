@@ -51,7 +51,7 @@ Blocks = Sequence[tuple[str, nn.Module]]
 class Preparing:
     """A model on its way to a job, on one of its workers. stack: closes what is opened. derived:
     what of an adopted module the tensor axis cuts; reach: what the code between its blocks reads,
-    on a pipeline."""
+    on a pipeline. abort: ends the work of all workers, for a reason; see Joined."""
 
     model: nn.Module
     handed: Handed
@@ -61,6 +61,7 @@ class Preparing:
     forecast: Forecast | None = None
     derived: dict[str, Derived] = field(default_factory=dict)
     reach: Reach | None = None
+    abort: Callable[[str], str] = str
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +79,7 @@ class Preparing:
         if mesh.size == self.world.mesh.size:
             return
         world = from_environment(mesh, os.environ, _backend(self.device))
-        self.world = world
+        self.world, self.abort = world, world.abort
         self.stack.callback(self._leave, world.close)
 
     def _leave(self, close: Callable[[], None]) -> None:

@@ -4,7 +4,9 @@ a process can import by its name."""
 from __future__ import annotations
 
 import os
+from functools import partial
 
+import pytest
 import torch
 from between import Skips, made
 from torch import nn
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import outsize
 from outsize.collectives import parse_mesh
+from outsize.errors import OutsizeError
 
 _SMALL = {"vocab_size": 40, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 4,
           "intermediate_size": 36}  # fmt: skip
@@ -118,3 +121,36 @@ def worker(rank, port, pipe):
     place = {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pipe.send(piped("own", model_of("own", seed=rank)))  # the first worker's weights are all's
+
+
+def refused(rank, port, pipe):
+    """What a worker is told where the second alone is refused: inside prepare, before a step, in
+    one."""
+    torch.set_num_threads(1)
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    batch, told = next(batches("own")), []
+
+    def failing(output, batch):
+        if len(told) == 2:
+            raise RuntimeError("this loss is lost")
+        return loss(output, batch)
+
+    def refusal(call, **settings):
+        with pytest.raises((OutsizeError, RuntimeError)) as caught:
+            call(**settings)
+        told.append(str(caught.value))
+
+    def made(loss=loss, clip=None):
+        settings = {"loss": loss, "count": count, "clip": clip, "mesh": "data=2"}
+        return outsize.prepare(model_of("own"), "adamw", **settings)
+
+    def first_step(**settings):
+        made(**settings).step(batch)
+
+    refusal(first_step, clip=-1.0 if rank else None)
+    job = made(failing if rank else loss)
+    job.step(batch)
+    refusal(partial(job.step, batch), lr=-1.0 if rank else 0.0)
+    refusal(partial(job.step, batch))
+    pipe.send(told)

@@ -124,6 +124,9 @@ class Open:
     def close(self) -> None:
         pass
 
+    def abort(self, reason: str) -> str:
+        return reason
+
 
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], Work]:

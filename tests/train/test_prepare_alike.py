@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from pipeline_workers import batches, count, loss, model_of
+from pipeline_workers import refused as refused_alone
+from torch.distributed import TCPStore
+from torchrun import started
 
 import outsize
 from outsize.collectives import Mesh, parse_mesh
@@ -94,3 +97,12 @@ def test_memory_and_states(near, tmp_path) -> None:
         job.load_state_dict(state)
 
     assert "lacks tensor" in refused(near, Mesh(data=2), states)[0]
+
+
+def test_where_the_others_would_wait() -> None:
+    """In processes, of which one is refused inside `prepare`, before a step, or in the middle of
+    one: the others stop at once, in its words, and those of its loss end the run for both."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = started(refused_alone, 2, agent.port)()
+    for said in zip(*told, ("clip is -1.0", "lr is -1.0", "this loss is lost"), strict=True):
+        assert said[2] in said[0] and said[2] in said[1]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError
+from outsize.errors import Everywhere
 from outsize.runtime.engine import Deed
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
@@ -24,7 +24,7 @@ from outsize.schedule import Action, Kind
 from outsize.torch_private import disable_current_modes
 
 
-class Diverged(OutsizeError):
+class Diverged(Everywhere):
     """The gradient norm is not finite; the weights were left as they are."""
 
 
