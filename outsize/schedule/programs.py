@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outsize.schedule.action import Kind
 from outsize.schedule.compile.tokens import sampled
@@ -13,9 +13,13 @@ from outsize.schedule.talk import Spoken
 
 
 def program_of(
-    placement: Placement, list_of: Callable[[Placement], Schedule], evaluating: bool = False
+    placement: Placement,
+    list_of: Callable[[Placement], Schedule],
+    evaluating: bool = False,
+    others: Sequence[Placement] = (),
 ) -> Program:
-    """The lists of all workers of a plan's mesh, from what one of them knows.
+    """The lists of all workers of a plan's mesh, from what one of them knows. others: what is at
+    hand of other places of the pipeline.
 
     Workers of the data axis have one list where everything that a list is made from is equal
     (`Items.outline`); those of axes inside a layer always: their chunks differ in numbers
@@ -23,20 +27,21 @@ def program_of(
     pipeline, and only where the whole data axis is alike.
     """
     mesh, which, voices = placement.plan.mesh, list[int](), list[Spoken]()
-    made = {(placement.chunks.turn, placement.items.outline): 0}
-    lists = [list_of(placement)]  # made first: this worker has the rest of it at hand
-    known = {(placement.chunks.index, placement.chunks.turn): placement}
+    here = (placement, *others)  # made first: the rest of them is at hand
+    made = {(one.chunks.turn, one.items.outline): i for i, one in enumerate(here)}
+    lists = [list_of(one) for one in here]
+    known = {(one.chunks.index, one.chunks.turn): one for one in here}
     for rank in range(mesh.size):
         index, turn = (mesh.index(axis, rank) for axis in ("data", "pipeline"))
         if (index, turn) not in known:
             known[index, turn] = placement.elsewhere(index, turn)
-        here = known[index, turn]
-        outline = (turn, here.items.outline)
+        mine = known[index, turn]
+        outline = (turn, mine.items.outline)
         if outline not in made:
             made[outline] = len(lists)
-            lists.append(list_of(here))
+            lists.append(list_of(mine))
         which.append(made[outline])
-        voices.append(Spoken(here.items, rank, evaluating))
+        voices.append(Spoken(mine.items, rank, evaluating))
     turns = [mesh.index("pipeline", rank) for rank in range(mesh.size)]
     alike = tuple(range(mesh.size))
     if len(lists) == mesh.pipeline:
@@ -45,14 +50,14 @@ def program_of(
     return Program(tuple(lists), tuple(which), tuple(voices), alike, replicas)
 
 
-def train(placement: Placement) -> Program:
+def train(placement: Placement, others: Sequence[Placement] = ()) -> Program:
     """What every worker of a plan's mesh does in a step."""
-    return program_of(placement, lambda here: here.schedule)
+    return program_of(placement, lambda here: here.schedule, others=others)
 
 
-def evaluate(placement: Placement, microbatches: int) -> Program:
+def evaluate(placement: Placement, microbatches: int, others: Sequence[Placement] = ()) -> Program:
     """What every worker does to have the losses of so many microbatches."""
-    return program_of(placement, lambda here: here.evaluation(microbatches), evaluating=True)
+    return program_of(placement, lambda here: here.evaluation(microbatches), True, others)
 
 
 def generate(placement: Placement, kind: Kind) -> Program:

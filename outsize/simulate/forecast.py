@@ -14,6 +14,7 @@ from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.action import WHOLE
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Says
+from outsize.schedule.programs import evaluate, train
 from outsize.schedule.residency import moved as item_of
 from outsize.schedule.starting import starting
 from outsize.schedule.talk import Spoken
@@ -61,7 +62,7 @@ class Forecast:
 
     Of a pipeline, turns: its workers. Schedule, bytes and parameters are of the worker with the
     highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
-    for each tier, of the worker that has most there.
+    for each tier, of the worker that has most there. placements: by place of the pipeline axis.
     """
 
     plan: Plan
@@ -78,6 +79,14 @@ class Forecast:
     received: Mapping[str, network.Received] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
     evaluation: int = 0
+    placements: tuple[Placement, ...] = field(default=(), repr=False, compare=False)
+
+    def prove(self) -> None:
+        """Refuse a step or an evaluation that all workers together cannot run exactly."""
+        if self.placements:
+            first, *others = self.placements
+            prove(train(first, others))
+            prove(evaluate(first, 1, others))
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -120,6 +129,7 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
         plan, place.schedule, top.static, segments_of(plan, costs, held), top.peak,
         top.peak_by_kind, trace.span(), flops, trace, _most(turns), top.parameters, top.received,
         turns if len(turns) > 1 else (), max(turn.evaluation for turn in turns),
+        tuple(place.placement for place in places),
     )  # fmt: skip
 
 

@@ -118,6 +118,7 @@ def set_up(
         predicted = _chosen(model, request, hardware, fit, way)
     else:
         predicted = _continued(model, request, plan, hardware, way)
+    predicted.prove()
     return Setup(resolved, model, hardware, predicted, specs)
 
 

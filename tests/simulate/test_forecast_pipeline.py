@@ -12,6 +12,7 @@ from threads import play
 
 from outsize.collectives import Mesh, received
 from outsize.data import Batch
+from outsize.errors import OutsizeError
 from outsize.hardware import catalogue
 from outsize.memory import Ledger
 from outsize.models.build import build
@@ -144,6 +145,19 @@ def test_an_evaluation_holds_no_more_than_was_predicted(case):
     for rank, peak in enumerate(play(plan.mesh, work)):
         turn = made.turns[plan.mesh.index("pipeline", rank)]
         assert peak <= turn.evaluation <= 1.05 * peak, (rank, peak, turn.evaluation)
+
+
+def test_a_forecast_is_refused_where_one_worker_would_wait_for_another():
+    """Each list alone could run: two tensors are sent in the other order."""
+    made = predicted(plan_of("1f1b", Mesh(pipeline=2)))
+    made.prove()
+    first = made.placements[0]
+    actions = list(first.schedule.workers[0])
+    one, two, *_ = (i for i, a in enumerate(actions) if a.kind is Kind.SEND)
+    actions.insert(two, actions.pop(one))
+    vars(first)["schedule"] = replace(first.schedule, workers=(tuple(actions),))
+    with pytest.raises(OutsizeError, match="worker 0 sent activations 2 1 before it"):
+        made.prove()
 
 
 def test_a_tied_embedding_is_on_both_ends():
