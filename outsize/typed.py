@@ -92,6 +92,26 @@ def read(kind: Any, value: Any, source: str, path: str = "") -> Any:
     return found
 
 
+def plain(value: Any, defaults: bool = True) -> Any:
+    """A value as YAML and JSON can say it, without tuples and classes; `read` gives back an equal
+    one. defaults: fields at their default are said too."""
+    if isinstance(value, Written):
+        return value.written()
+    if dataclasses.is_dataclass(value):
+        said = (f for f in dataclasses.fields(value) if defaults or not _at_default(value, f))
+        return {field.name: plain(getattr(value, field.name), defaults) for field in said}
+    if isinstance(value, Mapping):
+        return {key: plain(item, defaults) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item, defaults) for item in value]
+    return value
+
+
+def _at_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    own, factory = getattr(value, field.name), field.default_factory
+    return bool(own == (field.default if factory is dataclasses.MISSING else factory()))
+
+
 def place(source: str, path: str) -> str:
     """ "run.yaml: train.steps"."""
     return f"{source}: {path}" if path else source

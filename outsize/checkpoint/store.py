@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from outsize.checkpoint.contents import Named, write_contents, write_synced
@@ -82,12 +81,7 @@ class Store:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     # --- what there is ----------------------------------------------------------------------------

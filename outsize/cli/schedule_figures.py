@@ -24,7 +24,7 @@ def show(
     import json
 
     from outsize.cli.show import console
-    from outsize.trace.text import write_text
+    from outsize.texts import write_text
 
     figures = _figures(played)
     if spilling is not None:

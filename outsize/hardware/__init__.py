@@ -3,7 +3,7 @@
 `outsize.hardware.probe` imports PyTorch and is imported by its users themselves.
 """
 
-from outsize.hardware.catalogue import FACTORS, Factor, catalogue, names
+from outsize.hardware.catalogue import catalogue, names
 from outsize.hardware.form import dumps, loads, read
 from outsize.hardware.hardware import (
     Attention,
@@ -17,10 +17,8 @@ from outsize.hardware.hardware import (
 )
 
 __all__ = [
-    "FACTORS",
     "Attention",
     "Device",
-    "Factor",
     "Hardware",
     "Link",
     "Matmul",

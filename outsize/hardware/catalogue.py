@@ -146,37 +146,6 @@ ROWS = {
 }
 
 
-@dataclass(frozen=True)
-class Factor:
-    """What part of a catalogue rate is reached in practice, or what a call costs besides."""
-
-    what: str
-    low: float
-    high: float
-    unit: Literal["of peak", "s", "B", "B/s", "times"]
-    source: str
-
-
-FACTORS = (
-    Factor("A100 matmul", 0.6, 0.95, "of peak", "Calculon; 0.95 from 128 GFLOP"),
-    Factor("A100 matmul by shape", 0.45, 0.80, "of peak", "SimuMax"),
-    Factor("NVLink", 0.65, 0.65, "of peak", "Calculon"),
-    Factor("InfiniBand", 0.9, 0.9, "of peak", "Calculon"),
-    Factor("link latency", 10e-6, 20e-6, "s", "Calculon"),
-    Factor("memory bandwidth", 0.8, 0.8, "of peak", "AIC"),
-    Factor("operator overhead", 3e-6, 3e-6, "s", "AIC"),
-    Factor("point-to-point latency", 10e-6, 10e-6, "s", "AIC"),
-    Factor("memory of NCCL", 0.34e9, 0.39e9, "B", "AIC"),
-    Factor("memory of the rest", 3.5e9, 3.5e9, "B", "AIC"),
-    Factor("bus bandwidth, 8 A100 of a node", 154e9, 154e9, "B/s", "Galvatron"),
-    Factor("bus bandwidth, 2 nodes", 44.7e9, 44.7e9, "B/s", "Galvatron"),
-    Factor("bus bandwidth, ranks apart", 20.8e9, 20.8e9, "B/s", "Galvatron"),
-    Factor("point to point inside a node", 109e9, 164e9, "B/s", "Galvatron"),
-    Factor("point to point between nodes", 8e9, 8e9, "B/s", "Galvatron; about"),
-    Factor("compute slowed by overlap", 1.1, 1.3, "times", "Galvatron, SimuMax"),
-)
-
-
 def catalogue(name: str, count: int = 1) -> Hardware:
     """count devices of this name (upper or lower case) with their links.
 

@@ -12,18 +12,18 @@ import datetime
 import hashlib
 import json
 import os
-import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from outsize import typed
 from outsize.errors import OutsizeError
 from outsize.hardware import host, measure
 from outsize.hardware.disk import disk_rates
-from outsize.hardware.form import from_plain, to_plain
 from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Tier
+from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
 FORMAT = 2  # raised when what is measured, or how, changes
@@ -123,23 +123,19 @@ def _kept(path: Path, key: dict[str, Any]) -> Hardware | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("key") != key:
             return None
-        return from_plain(Hardware, data.get("hardware"), str(path))
+        found: Hardware = typed.read(Hardware, data.get("hardware"), str(path))
+        return found
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def _keep(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
-    """Under its final name in one step. A folder that cannot be written costs the next probe a
-    second, which is no reason to fail this one."""
-    text = json.dumps({"key": key, "hardware": to_plain(hardware)}, indent=1)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
+    """A folder that cannot be written costs the next probe a second, which is no reason to fail
+    this one."""
+    text = json.dumps({"key": key, "hardware": typed.plain(hardware)}, indent=1)
+    with contextlib.suppress(OSError, OutsizeError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(text, path)
 
 
 def _measure(

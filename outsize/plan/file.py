@@ -21,8 +21,7 @@ import yaml
 
 from outsize.errors import OutsizeError
 from outsize.plan.plan import Plan
-from outsize.plan.text import to_plain
-from outsize.typed import load_yaml, read
+from outsize.typed import load_yaml, plain, read
 
 VERSION = 2
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -60,7 +59,7 @@ def digest_of(shapes: Shapes) -> str:
 def write_plan(path: Path, file: PlanFile) -> None:
     """OutsizeError where the system refuses."""
     said = {"version": file.version, "model": file.model, "parameters": file.parameters}
-    text = yaml.safe_dump({**said, "plan": to_plain(file.plan)}, sort_keys=False)
+    text = yaml.safe_dump({**said, "plan": plain(file.plan)}, sort_keys=False)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
 from outsize.errors import counted
 from outsize.plan.plan import BYTES, DEVICE, Plan
 from outsize.registry import TECHNIQUES
-from outsize.typed import Written, load_yaml, read
+from outsize.typed import load_yaml, plain, read
 
 
 def to_yaml(plan: Plan) -> str:
     """A plan as YAML; `from_yaml` gives back an equal plan."""
-    return yaml.safe_dump(to_plain(plan), sort_keys=False)
+    return yaml.safe_dump(plain(plan), sort_keys=False)
 
 
 def from_yaml(text: str) -> Plan:
     """Read a plan, refusing unknown keys, wrong types and what a Plan refuses."""
     plan: Plan = read(Plan, load_yaml(text, "plan"), "plan")
     return plan
-
-
-def to_plain(value: Any) -> Any:
-    """A value as YAML can say it: it has no tuples and no classes."""
-    if isinstance(value, Written):
-        return value.written()
-    if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name: to_plain(getattr(value, name)) for name in names}
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
-    return value
 
 
 def explain(plan: Plan) -> list[tuple[str, str, str]]:

@@ -22,8 +22,8 @@ from outsize.errors import OutsizeError, counted
 from outsize.report.tables import beyond_card, kinds_card, meta_card, workers_card
 from outsize.report.totals import busy
 from outsize.report.units import binary_bytes, seconds, signed_percent
+from outsize.texts import write_text
 from outsize.trace import Event, Trace, differences, pairs, waiting
-from outsize.trace.text import write_text
 
 KINDS = (  # the order of the legend, whatever state follows a dot; others follow by name
     *("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),

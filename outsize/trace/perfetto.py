@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outsize.texts import write_text
 from outsize.trace.match import differences, messages
-from outsize.trace.text import write_text
 from outsize.trace.trace import Event, Trace
 
 Row = dict[str, Any]  # one trace event, ready for JSON

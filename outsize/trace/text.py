@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from outsize.errors import OutsizeError
+from outsize.texts import write_text
 from outsize.trace.trace import Event, Trace
 
 FORMAT = "outsize-trace"
@@ -82,28 +81,6 @@ def read(path: str | Path) -> Trace:
 def write(trace: Trace, path: str | Path) -> Path:
     """Write trace.json under its final name in one step; the file is never half there."""
     return write_text(dumps(trace), path)
-
-
-def write_text(text: str, path: str | Path) -> Path:
-    """Write text beside its place, then rename: a reader sees the old file or the new one.
-
-    Raises OutsizeError naming the path when it cannot be written.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutsizeError(
-            f"{target}: cannot write ({reason}); choose a folder that can be written"
-        ) from None
-    return target
 
 
 def _line(number: int, event: Event) -> str:

@@ -9,10 +9,10 @@ from rich.console import Console
 from outsize.decode.samplers import Sampling
 from outsize.launch import WorkerGroup
 from outsize.runtime.trains import Trains
+from outsize.texts import write_text
 from outsize.train.loop import Loop, resume_command
 from outsize.train.sample import sample
 from outsize.train.setup import Setup
-from outsize.train.texts import write_text
 
 SAMPLE = "sample.txt"
 
@@ -51,7 +51,7 @@ def _sample(
     sampling = Sampling(own.temperature, seed=setup.config.train.seed)
     text = sample(job, setup.subject.tokenizer, own.prompt, own.tokens, sampling)
     if worker_group.first:
-        write_text(directory / SAMPLE, text)
+        write_text(text, directory / SAMPLE)
     console.rule("sample")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.rule()

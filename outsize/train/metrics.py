@@ -13,10 +13,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from outsize.errors import OutsizeError
+from outsize.texts import write_text
 
 FILE = "metrics.jsonl"
 TIMED = frozenset(
@@ -66,7 +66,7 @@ class Metrics:
         self.path = directory / FILE
         try:
             kept = "".join(f"{line}\n" for line in _lines(self.path, start))
-            self._replace(kept)
+            write_text(kept, self.path)
             self._file = self.path.open("a", encoding="utf-8")
             self._events = _events(directory, start)
         except OSError as error:
@@ -100,19 +100,8 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _replace(self, text: str) -> None:
-        """Whole or not at all: a kill here must not lose the record."""
-        fresh = self.path.with_name(f".{FILE}-{os.getpid()}")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, self.path)
 
     def _refused(self, error: OSError) -> OutsizeError:
         return OutsizeError(f"cannot write metrics to {self.path}: {error.strerror or error}")

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from outsize import typed
 from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
@@ -30,7 +31,6 @@ from outsize.data import DataConfig, check_paths
 from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
-from outsize.hardware.form import from_plain, to_plain
 from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
@@ -39,6 +39,7 @@ from outsize.plan import from_yaml, to_yaml
 from outsize.runtime.making import NativeModel
 from outsize.runtime.recipe import Here
 from outsize.runtime.trains import Trains
+from outsize.texts import read_text, write_text
 from outsize.train.config import MAY_CHANGE
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
@@ -53,7 +54,6 @@ from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
 from outsize.train.state import Place, distances_of, place_of, restore, same_run
 from outsize.train.stop import Stop
-from outsize.train.texts import read_text, write_text
 from outsize.train.tiers import opened
 from outsize.train.timing import keep_pace, no_pace
 from outsize.train.values import first_values
@@ -88,8 +88,8 @@ def start(resolved: Resolved, console: Console, worker_group: WorkerGroup | None
                 f"output {store.directory} holds a run already (step {store.latest()}): go on with"
                 f" {resume_command(store.directory)}, or choose another directory"
             )
-        write_text(store.directory / RUN, ready.setup.resolved.to_yaml())
-        write_text(store.directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
+        write_text(ready.setup.resolved.to_yaml(), store.directory / RUN)
+        write_text(to_yaml(replace(setup.plan, budget=None)), store.directory / PLAN)
         _say(ready, store, None, worker_group)
         return _train(ready, store, None, console, worker_group)
 
@@ -149,8 +149,8 @@ def _go_on(
     _tell_threads(recorded, resolved, console)
     setup = set_up(resolved, from_yaml(read_text(directory / PLAN)), model)
     ready = ready_of(setup, console, worker_group)
-    write_text(directory / RUN, ready.setup.resolved.to_yaml())
-    write_text(directory / PLAN, to_yaml(replace(setup.plan, budget=None)))
+    write_text(ready.setup.resolved.to_yaml(), directory / RUN)
+    write_text(to_yaml(replace(setup.plan, budget=None)), directory / PLAN)
     _say(ready, store, found, worker_group)
     return _train(ready, store, found, console, worker_group)
 
@@ -168,7 +168,7 @@ def follow(console: Console, worker_group: WorkerGroup) -> int:
     worker_group.output(store.directory)
     found = None if said["step"] is None else store.load(said["step"])
     model = None if found is None else subject_of(found.path, resolved)
-    hardware = from_plain(Hardware, said["hardware"], "rank 0")
+    hardware = typed.read(Hardware, said["hardware"], "rank 0")
     setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware)
     ready = streamed(setup, data_of(setup, console, worker_group))
     return _train(ready, store, found, console, worker_group)
@@ -181,7 +181,7 @@ def _say(
     said = {
         "values": ready.setup.resolved.to_yaml(),
         "plan": to_yaml(ready.setup.plan),
-        "hardware": to_plain(ready.setup.hardware),
+        "hardware": typed.plain(ready.setup.hardware),
         "directory": str(store.directory.resolve()),
         "step": None if found is None else found.step,
     }

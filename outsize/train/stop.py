@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 ASKED = (signal.SIGINT, signal.SIGTERM)
@@ -40,12 +40,7 @@ class Stop:
             self._before = {number: signal.signal(number, self._handle) for number in ASKED}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outsize import typed
 from outsize.errors import OutsizeError
 from outsize.hardware import (
     Attention,
@@ -26,7 +27,7 @@ from outsize.hardware import (
     names,
     read,
 )
-from outsize.hardware.form import from_plain, to_plain
+from outsize.typed import plain
 
 
 def rate(value: float, unit: Any = "FLOP/s", **more: Any) -> Rate:
@@ -63,7 +64,7 @@ def example() -> Hardware:
 def test_round_trip_through_yaml_and_json(tmp_path: Path) -> None:
     for hardware in (example(), *(catalogue(name, 8) for name in names())):
         assert loads(dumps(hardware)) == hardware
-        assert loads(json.dumps(to_plain(hardware))) == hardware
+        assert loads(json.dumps(plain(hardware))) == hardware
     path = tmp_path / "h.yaml"
     path.write_text(dumps(example()), encoding="utf-8")
     assert read(path) == example()
@@ -114,8 +115,9 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "none.yaml")
 
 
-def test_from_plain_of_a_part() -> None:
-    assert from_plain(Rate, to_plain(rate(3.0)), "rate") == rate(3.0)
+def test_defaults_may_be_left_out() -> None:
+    assert "sparsity" not in plain(rate(3.0), defaults=False)
+    assert typed.read(Rate, plain(rate(3.0), defaults=False), "rate") == rate(3.0)
 
 
 def test_matmul_rate_between_measured_shapes() -> None:
