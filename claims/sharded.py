@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import FileStore, PrefixStore
 
 from outsize.collectives import (
     Collective,
     Joined,
     Mesh,
-    Operation,
     Use,
     World,
     along,
     everyone,
     join,
 )
+from outsize.collectives.collective import DONE, Call, Handle
 from outsize.data import Batch
 from outsize.hardware import Hardware, Rate, catalogue
 from outsize.hardware.hardware import Link
@@ -203,42 +202,19 @@ def held_by(job: Job) -> int:
     return total
 
 
-class Waiting:
+class Waiting(Collective):
     """A collective after whose every operation its worker waits as long as a link would take."""
 
     def __init__(self, inner: Collective, rate: float) -> None:
-        self.inner, self.rate, self.size, self.rank = inner, rate, inner.size, inner.rank
+        self.inner, self.rate = inner, rate
+        self.size, self.rank, self.received = inner.size, inner.rank, inner.received
 
-    @property
-    def received(self) -> Mapping[str, int]:
-        return self.inner.received
-
-    def _wait(self, name: str, arguments: Sequence[Any]) -> Any:
-        before, begin = sum(self.inner.received.values()), time.perf_counter()
-        found = getattr(self.inner, name)(*arguments)
-        had = sum(self.inner.received.values()) - before
+    def start(self, call: Call) -> Handle:
+        before, begin = sum(self.received.values()), time.perf_counter()
+        self.inner.start(call).wait()
+        had = sum(self.received.values()) - before
         time.sleep(max(0.0, had / self.rate - (time.perf_counter() - begin)))
-        return found
-
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        self._wait("all_reduce", (tensor, operation))
-        return tensor
-
-    def reduce_scatter(self, flat: Tensor, spans: Any, out: Tensor) -> None:
-        self._wait("reduce_scatter", (flat, spans, out))
-
-    def all_gather(self, mine: Tensor, spans: Any, out: Tensor) -> None:
-        self._wait("all_gather", (mine, spans, out))
-
-    def all_to_all(self, given: Any, out: Any) -> None:
-        self._wait("all_to_all", (given, out))
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        self._wait("broadcast", (tensor, source))
-        return tensor
-
-    def barrier(self) -> None:
-        self.inner.barrier()
+        return DONE
 
 
 class Slow:

@@ -11,7 +11,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from outsize.collectives import Collective, Mesh, Span, World, along
-from outsize.collectives.collective import Operation
+from outsize.collectives import Collective, Mesh, World, along
+from outsize.collectives.collective import DONE, Call, Handle
 from outsize.collectives.joined import join
 from outsize.decode.cache import StateCache
 from outsize.decode.generate import Forward
@@ -52,40 +52,19 @@ class Link:
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
-class Slow:
+class Slow(Collective):
     """A collective over a link."""
 
     def __init__(self, inner: Collective, link: Link) -> None:
         self.inner, self.link = inner, link
-        self.size, self.rank = inner.size, inner.rank
+        self.size, self.rank, self.received = inner.size, inner.rank, inner.received
 
-    @property
-    def received(self) -> Mapping[str, int]:
-        return self.inner.received
-
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        return self._slowly(lambda: self.inner.all_reduce(tensor, operation))
-
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self._slowly(lambda: self.inner.reduce_scatter(flat, spans, out))
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self._slowly(lambda: self.inner.all_gather(mine, spans, out))
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        self._slowly(lambda: self.inner.all_to_all(given, out))
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return self._slowly(lambda: self.inner.broadcast(tensor, source))
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def _slowly(self, operation: Callable[[], Any]) -> Any:
-        before = sum(self.inner.received.values())
-        result = operation()
-        self.link.carry(sum(self.inner.received.values()) - before)
-        return result
+    def start(self, call: Call) -> Handle:
+        before = sum(self.received.values())
+        self.inner.start(call).wait()
+        if call.name != "barrier":
+            self.link.carry(sum(self.received.values()) - before)
+        return DONE
 
 
 def cut(model: Decoder, world: World, link: Link, chunks: int, **more: bool) -> Overlap | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor
 
 from outsize.collectives.c10d import C10d
-from outsize.collectives.collective import Operation, Span
+from outsize.collectives.collective import DONE, AllReduce, Call, Collective, Handle, Operation
 from outsize.collectives.pieces import flattened, joined, wider
 from outsize.errors import OutsizeError
 
+Message = tuple[int, Tensor]  # a worker, what is sent or where it is put
 Algorithm = Callable[[C10d, Tensor, Operation], None]  # in place, on a 1-D tensor
 SIZES = (256, 4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)  # bytes
 
@@ -36,13 +36,13 @@ def doubling(group: C10d, flat: Tensor, operation: Operation) -> None:
     most = 1 << (group.size.bit_length() - 1)
     rank, mine = group.rank, flat.to(wider(flat.dtype))
     if rank >= most:
-        group.messages("all_reduce", [(rank - most, mine)], [])
-        group.messages("all_reduce", [], [(rank - most, mine)])
+        _trade(group, [(rank - most, mine)], []).wait()
+        _trade(group, [], [(rank - most, mine)]).wait()
     else:
         beyond = [rank + most] if rank + most < group.size else []
         peers = [rank ^ (1 << bit) for bit in range(most.bit_length() - 1)]
         _add_up(group, mine, beyond, peers, operation)
-        group.messages("all_reduce", [(peer, mine) for peer in beyond], [])
+        _trade(group, [(peer, mine) for peer in beyond], []).wait()
     if mine is not flat:
         flat.copy_(mine)
 
@@ -52,12 +52,19 @@ def _add_up(
 ) -> None:
     """Take from those beyond, then trade with one peer after another."""
     come = [(peer, torch.empty_like(mine)) for peer in (*beyond, *peers)]
-    early = [group.begin("all_reduce", [], [one]) for one in come] if group.early else []
+    early = [_trade(group, [], [one]) for one in come] if group.early else []
     for at, (peer, theirs) in enumerate(come):
         sent = [] if peer in beyond else [(peer, mine)]
-        works = group.begin("all_reduce", sent, [] if early else [(peer, theirs)])
-        group.finish("all_reduce", [*works, *(early[at] if early else ())])
+        _trade(group, sent, [] if early else [(peer, theirs)]).wait()
+        if early:
+            early[at].wait()
         joined(mine, theirs, operation)
+
+
+def _trade(group: C10d, sent: list[Message], had: list[Message]) -> Handle:
+    """Messages under way, counted."""
+    group.received["all_reduce"] += sum(tensor.nbytes for _, tensor in had)
+    return group.post("all_reduce", sent, had)
 
 
 def star(group: C10d, flat: Tensor, operation: Operation) -> None:
@@ -65,17 +72,17 @@ def star(group: C10d, flat: Tensor, operation: Operation) -> None:
     to all."""
     others = range(1, group.size)
     if group.rank:
-        group.messages("all_reduce", [(0, flat)], [])
-        group.messages("all_reduce", [], [(0, flat)])
+        _trade(group, [(0, flat)], []).wait()
+        _trade(group, [], [(0, flat)]).wait()
         return
     parts = flat.new_empty(group.size - 1, flat.numel())
-    group.messages("all_reduce", [], [(peer, parts[peer - 1]) for peer in others])
+    _trade(group, [], [(peer, parts[peer - 1]) for peer in others]).wait()
     total = flat.to(wider(flat.dtype))
     for part in parts:
         joined(total, part, operation)
     if total is not flat:
         flat.copy_(total)
-    group.messages("all_reduce", [(peer, flat) for peer in others], [])
+    _trade(group, [(peer, flat) for peer in others], []).wait()
 
 
 def ring(group: C10d, flat: Tensor, operation: Operation) -> None:
@@ -141,7 +148,7 @@ def _least(group: C10d, algorithm: Algorithm, size: int, rounds: int) -> float:
     return least
 
 
-class Chosen:
+class Chosen(Collective):
     """A group whose all-reduces take the algorithm that a table of it says is quickest."""
 
     def __init__(self, group: C10d, table: Table) -> None:
@@ -151,29 +158,12 @@ class Chosen:
                 " measure it again"
             )
         self.group, self.table = group, table
-        self.size, self.rank = group.size, group.rank
+        self.size, self.rank, self.received = group.size, group.rank, group.received
 
-    @property
-    def received(self) -> Counter[str]:
-        return self.group.received
-
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        algorithm = ALGORITHMS[self.table.best(tensor.nbytes)]
-        with flattened(tensor) as flat:
-            algorithm(self.group, flat, operation)
-        return tensor
-
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self.group.reduce_scatter(flat, spans, out)
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self.group.all_gather(mine, spans, out)
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        self.group.all_to_all(given, out)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return self.group.broadcast(tensor, source)
-
-    def barrier(self) -> None:
-        self.group.barrier()
+    def start(self, call: Call) -> Handle:
+        if not isinstance(call, AllReduce):
+            return self.group.start(call)
+        flat, back = flattened(call.tensor)
+        ALGORITHMS[self.table.best(flat.nbytes)](self.group, flat, call.operation)
+        back()
+        return DONE

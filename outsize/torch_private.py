@@ -127,3 +127,16 @@ def end_coalescing(group: Any) -> Work:
     """Begin them; gives the one handle of all."""
     work: Work = group._end_coalescing()
     return work
+
+
+def sums_of_parts(group: Any, out: Tensor, flat: Tensor) -> Work:
+    """A process group's own reduce-scatter of equal parts, in the order of ranks."""
+    options = importlib.import_module(_C10D).ReduceScatterOptions()
+    work: Work = group._reduce_scatter_base(out, flat, options)
+    return work
+
+
+def parts_of_all(group: Any, out: Tensor, mine: Tensor) -> Work:
+    """A process group's own all-gather of equal parts, in the order of ranks."""
+    work: Work = group._allgather_base(out, mine, importlib.import_module(_C10D).AllgatherOptions())
+    return work

@@ -151,6 +151,10 @@ def test_a_group_of_one_speaks_over_a_named_interface():
     group = private.ProcessGroupGloo(HashStore(), 0, 1, options)
     x = torch.ones(2)
     group.allreduce([x]).wait()
+    part, whole = torch.zeros(2), torch.zeros(2)
+    private.sums_of_parts(group, part, x).wait()
+    private.parts_of_all(group, whole, part).wait()
+    assert whole.tolist() == [1.0, 1.0]
     assert isinstance(private.Store, type) and issubclass(private.TCPStore, private.Store)
     assert issubclass(private.PrefixStore, private.Store)
     assert private.ReduceOp.SUM is not None and isinstance(private.Work, type)

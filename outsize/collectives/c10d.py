@@ -17,21 +17,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outsize.collectives.collective import Operation, Span
-from outsize.collectives.pieces import (
-    NARROW,
-    agree,
+from outsize.collectives.collective import (
+    DONE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Handle,
+    Operation,
+    ReduceScatter,
+    Span,
     even,
-    flattened,
-    gathered,
-    joined,
     length,
-    outside,
-    raw,
-    reduced,
-    scattered,
-    wider,
+    put,
 )
+from outsize.collectives.pieces import NARROW, flattened, joined, raw, wider
 from outsize.errors import OutsizeError
 from outsize.torch_private import (
     ProcessGroupGloo,
@@ -40,7 +42,9 @@ from outsize.torch_private import (
     Work,
     end_coalescing,
     gloo_options,
+    parts_of_all,
     start_coalescing,
+    sums_of_parts,
 )
 
 # Bytes of a message of a reduction: few enough for a processor's caches, many for a GPU's launches.
@@ -62,85 +66,114 @@ class Transport(Protocol):
     def shutdown(self) -> None: ...
 
 
-class C10d:
-    """The workers `members` (ranks of the run) over a transport, which numbers them from 0."""
+class C10d(Collective):
+    """The workers `members` (ranks of the run) over a transport, which numbers them from 0.
+
+    device: whose tensors it carries; those of another are copied there and back. own: equal parts
+    are summed and gathered by the transport's own operations; NCCL's are the quickest there are.
+    """
 
     def __init__(self, transport: Transport, members: Sequence[int], device: str = "cpu") -> None:
         self.members = tuple(members)
         self.size, self.rank = transport.size(), transport.rank()
-        self.received: Counter[str] = Counter()
+        self.received = Counter()
+        self.device = torch.device(device)
         # NCCL carries what belongs together at once, in the order of a stream.
         self.early = not transport.supports_coalescing
+        self.own = not self.early
         self._transport: Transport | None = transport
         self._room: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._nothing = torch.zeros(1, device=device)
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        spans = even(tensor.numel(), self.size)
-        numel = reduced(tensor.numel(), self.size, self.rank)
-        self.received["all_reduce"] += numel * tensor.element_size()
-        with flattened(tensor) as flat:
-            if operation == "max" or flat.dtype in NARROW:  # gloo's largest loses a NaN
-                mine = flat[slice(*spans[self.rank])]
-                self._reduce("all_reduce", flat, spans, mine, operation)
-                self._gather("all_reduce", mine, spans, flat)
-            elif flat.numel():
-                work = self._open().allreduce(flat, ReduceOp.SUM)
-                self._finish("all_reduce", self.rank, work)
-        return tensor
+    def start(self, call: Call) -> Handle:
+        """A sum whose parts are added here is over when this returns."""
+        self.count(call)
+        elsewhere = call.device not in (None, self.device)
+        return self._sent(call) if elsewhere else self._begin(call)
 
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("reduce_scatter", self, spans, out, flat)
-        self.received["reduce_scatter"] += scattered(spans, self.rank) * out.element_size()
-        self._reduce("reduce_scatter", flat, spans, out, "sum")
+    def _sent(self, call: Call) -> Handle:
+        """An operation on tensors of another device: small numbers, which stay with the host."""
+        placed: list[tuple[Tensor, Tensor]] = []
 
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("all_gather", self, spans, mine, out)
-        self.received["all_gather"] += gathered(spans, self.rank) * out.element_size()
-        here = out[slice(*spans[self.rank])]
-        if here.data_ptr() != mine.data_ptr():
-            here.copy_(mine)
-        self._gather("all_gather", mine, spans, out)
+        def place(tensor: Tensor) -> Tensor:
+            placed.append((tensor, tensor.to(self.device, copy=True)))
+            return placed[-1][1]
 
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        assert len(given) == len(out) == self.size, "one tensor for and from every worker"
-        self.received["all_to_all"] += outside(out, self.rank)
-        out[self.rank].copy_(given[self.rank])
-        self._trade("all_to_all", lambda peer: given[peer], lambda peer: out[peer])
+        handle = self._begin(call.mapped(place))
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        if self.rank != source:
-            self.received["broadcast"] += tensor.nbytes
-        with flattened(tensor) as flat:
-            work = self._open().broadcast(raw(flat), source)
-            self._finish("broadcast", source, work)
-        return tensor
+        def back() -> None:
+            handle.wait()
+            for tensor, there in placed:
+                tensor.copy_(there)
 
-    def barrier(self) -> None:
-        self._trade("barrier", lambda _: self._nothing, lambda _: torch.zeros_like(self._nothing))
-        if self._nothing.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        return Handle(back)
 
-    def messages(
+    def _begin(self, call: Call) -> Handle:
+        match call:
+            case AllReduce(tensor, operation):
+                return self._all_reduce(tensor, operation)
+            case ReduceScatter(flat, spans, out):
+                if self.own and _equal(spans) and flat.dtype not in NARROW:
+                    here = flat[spans[0][0] : spans[-1][1]]
+                    return self._under_way(call.name, sums_of_parts(self._open(), out, here))
+                self._reduce(call.name, flat, spans, out, "sum")
+                return DONE
+            case AllGather(mine, spans, out):
+                put(mine, out[slice(*spans[self.rank])])
+                if self.own and _equal(spans):
+                    here = out[spans[0][0] : spans[-1][1]]
+                    return self._under_way(call.name, parts_of_all(self._open(), here, mine))
+                return self._gather(call.name, mine, spans, out)
+            case AllToAll(given, parts):
+                parts[self.rank].copy_(given[self.rank])
+                return self._trade(call.name, given.__getitem__, parts.__getitem__)
+            case Broadcast(tensor, source):
+                flat, back = flattened(tensor)
+                work = self._open().broadcast(raw(flat), source)
+                return self._under_way(call.name, work, source, back)
+            case _:
+                nothing = torch.zeros(1, device=self.device)
+                self._trade(call.name, lambda _: nothing, lambda _: nothing.clone()).wait()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+                return DONE
+
+    def _all_reduce(self, tensor: Tensor, operation: Operation) -> Handle:
+        flat, back = flattened(tensor)
+        if operation == "max" or flat.dtype in NARROW:  # gloo's largest loses a NaN
+            spans = even(flat.numel(), self.size)
+            mine = flat[slice(*spans[self.rank])]
+            self._reduce("all_reduce", flat, spans, mine, operation)
+            self._gather("all_reduce", mine, spans, flat).wait()
+            back()
+            return DONE
+        if not flat.numel():
+            return DONE
+        work = self._open().allreduce(flat, ReduceOp.SUM)
+        return self._under_way("all_reduce", work, back=back)
+
+    def post(
         self, name: str, sent: Sequence[tuple[int, Tensor]], had: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        """Contiguous tensors to and from workers by their place, counted under a name; both ends
-        say so. Waits for all of them."""
-        self.finish(name, self.begin(name, sent, had))
-
-    def begin(
-        self, name: str, sent: Sequence[tuple[int, Tensor]], had: Sequence[tuple[int, Tensor]]
-    ) -> list[tuple[int, Work]]:
-        """As `messages`, without waiting: the tensors are left alone until `finish` has had what
-        this gives. Where `early`, a receiver that says so before its turn saves a latency: gloo
-        sends when it knows that it is awaited."""
-        self.received[name] += sum(tensor.nbytes for _, tensor in had)
-        return self._post(name, sent, had)
-
-    def finish(self, name: str, works: Sequence[tuple[int, Work]]) -> None:
-        """Wait for what was begun."""
-        for peer, work in works:
-            self._finish(name, peer, work)
+    ) -> Handle:
+        """Contiguous tensors to and from workers by their place; both ends say so, under a name.
+        Empty ones are left out, as both ends know. Nothing is counted. Where `early`, a receiver
+        that says so before its turn saves a latency: gloo sends when it knows that it is awaited.
+        """
+        transport, works, peer = self._open(), list[tuple[int, Work]](), self.rank
+        together = not self.early
+        try:
+            if together:
+                start_coalescing(transport)
+            for peer, tensor in had:
+                if tensor.numel():
+                    works.append((peer, transport.recv([raw(tensor)], peer, 0)))
+            for peer, tensor in sent:
+                if tensor.numel():
+                    works.append((peer, transport.send([raw(tensor)], peer, 0)))
+            if together:
+                works = [(peer, end_coalescing(transport))]
+        except RuntimeError as error:
+            raise self._failed(name, peer, error) from error
+        return Handle(lambda: self._finish(name, works))
 
     def abort(self, reason: str) -> None:
         """Cut the connections: whoever waits for this worker in this group fails at once."""
@@ -169,7 +202,7 @@ class C10d:
             mine = _piece(flat, spans[self.rank], at, step)
             theirs = room[:, : len(mine)]
             pieces = [_piece(flat, span, at, step) for span in spans]
-            self._trade(name, pieces.__getitem__, theirs.__getitem__)
+            self._trade(name, pieces.__getitem__, theirs.__getitem__).wait()
             parts = [mine if r == self.rank else theirs[r] for r in range(self.size)]
             total = self._kept(wider(flat.dtype), "total", step, flat)[: len(mine)].copy_(parts[0])
             for part in parts[1:]:
@@ -183,44 +216,38 @@ class C10d:
             kept = self._room[use, dtype] = torch.empty(numel, dtype=dtype, device=like.device)
         return kept[:numel]
 
-    def _gather(self, name: str, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self._trade(name, lambda _: mine, lambda peer: out[slice(*spans[peer])])
+    def _gather(self, name: str, mine: Tensor, spans: Sequence[Span], out: Tensor) -> Handle:
+        return self._trade(name, lambda _: mine, lambda peer: out[slice(*spans[peer])])
 
     def _trade(
         self, name: str, given: Callable[[int], Tensor], out: Callable[[int], Tensor]
-    ) -> None:
+    ) -> Handle:
         """Something to and from everyone else, nearest first; not counted."""
         apart = range(1, self.size)
         sent = [(peer, given(peer)) for peer in ((self.rank + d) % self.size for d in apart)]
         had = [(peer, out(peer)) for peer in ((self.rank - d) % self.size for d in apart)]
-        self.finish(name, self._post(name, sent, had))
+        return self.post(name, sent, had)
 
-    def _post(
-        self, name: str, sent: Sequence[tuple[int, Tensor]], had: Sequence[tuple[int, Tensor]]
-    ) -> list[tuple[int, Work]]:
-        """Messages under way; empty ones are left out, as both ends know."""
-        transport, works, peer = self._open(), list[tuple[int, Work]](), self.rank
-        together = not self.early
-        try:
-            if together:
-                start_coalescing(transport)
-            for peer, tensor in had:
-                if tensor.numel():
-                    works.append((peer, transport.recv([raw(tensor)], peer, 0)))
-            for peer, tensor in sent:
-                if tensor.numel():
-                    works.append((peer, transport.send([raw(tensor)], peer, 0)))
-            if together:
-                works = [(peer, end_coalescing(transport))]
-        except RuntimeError as error:
-            raise self._failed(name, peer, error) from error
-        return works
+    def _under_way(
+        self, name: str, work: Work, peer: int = -1, back: Callable[[], object] | None = None
+    ) -> Handle:
+        """peer: who is waited for, where the transport says so; back: what comes after."""
+        works = [(self.rank if peer < 0 else peer, work)]
+        return Handle(lambda: self._finish(name, works, back))
 
-    def _finish(self, name: str, peer: int, work: Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failed(name, peer, error) from error
+    def _finish(
+        self,
+        name: str,
+        works: Sequence[tuple[int, Work]],
+        back: Callable[[], object] | None = None,
+    ) -> None:
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failed(name, peer, error) from error
+        if back is not None:
+            back()
 
     def _failed(self, name: str, peer: int, error: RuntimeError) -> OutsizeError:
         """peer: who was waited for; this worker itself where the transport does not say."""
@@ -258,7 +285,7 @@ def over_nccl(store: Store, rank: int, members: Sequence[int], seconds: float) -
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=seconds)
     transport: Any = ProcessGroupNCCL(store, rank, len(members), options)
-    return C10d(transport, members, "cuda")
+    return C10d(transport, members, f"cuda:{torch.cuda.current_device()}")
 
 
 def _cause(error: RuntimeError) -> str:
@@ -269,3 +296,10 @@ def _cause(error: RuntimeError) -> str:
 def _piece(flat: Tensor, span: Span, at: int, step: int) -> Tensor:
     first, last = span
     return flat[min(first + at, last) : min(first + at + step, last)]
+
+
+def _equal(spans: Sequence[Span]) -> bool:
+    """Whether spans of one length, which is not 0, lie one behind another in the order of ranks."""
+    (first, last), size = spans[0], length(spans[0])
+    ends = [(first + i * size, last + i * size) for i in range(len(spans))]
+    return size > 0 and list(spans) == ends

@@ -10,20 +10,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from outsize.collectives.collective import Collective, Operation, Span
-from outsize.collectives.pieces import agree, even, flattened, length, wider
+from outsize.collectives.collective import (
+    DONE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Handle,
+    Operation,
+    ReduceScatter,
+    Span,
+    even,
+    length,
+)
+from outsize.collectives.pieces import flattened, wider
 
 
-class Hierarchical:
+class Hierarchical(Collective):
     """hosts: the places of the group's workers, host by host, as many on each; rank: this one's
     place. inner: the group of this host, outer: of this place on every host; both in that order.
-    flat: makes the group of all, which alone exchanges all to all; by all at their first call."""
+    flat: makes the group of all, which alone exchanges all to all; by all at their first call.
+    The two levels wait for one another: an operation is over when `start` returns."""
 
     def __init__(
         self,
@@ -35,14 +49,39 @@ class Hierarchical:
     ) -> None:
         self.rank, self.size = rank, len(hosts) * len(hosts[0])
         self.inner, self.outer = inner, outer
-        self.received: Counter[str] = Counter()
+        self.received = Counter()
         self._hosts, self._make, self._flat = hosts, flat, list[Collective]()
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        with self._counted("all_reduce"), flattened(tensor) as flat:
-            if operation == "max":
-                self.outer.all_reduce(self.inner.all_reduce(flat, "max"), "max")
-                return tensor
+    def start(self, call: Call) -> Handle:
+        if isinstance(call, AllToAll):
+            if not self._flat:
+                self._flat.append(self._make())
+            self.count(call)
+            return self._flat[0].start(call)
+        call.had(self.size, self.rank)  # checks it; the levels count
+        before = self._bytes()
+        match call:
+            case AllReduce(tensor, operation):
+                self._all_reduce(tensor, operation)
+            case ReduceScatter(flat, spans, out):
+                self._reduce_scatter(flat, spans, out)
+            case AllGather(mine, spans, out):
+                self._all_gather(mine, spans, out)
+            case Broadcast(tensor, source):
+                self._broadcast(tensor, source)
+            case _:
+                self.inner.barrier()
+                self.outer.barrier()
+                self.inner.barrier()
+        if had := self._bytes() - before:
+            self.received[call.name] += had
+        return DONE
+
+    def _all_reduce(self, tensor: Tensor, operation: Operation) -> None:
+        flat, back = flattened(tensor)
+        if operation == "max":
+            self.outer.all_reduce(self.inner.all_reduce(flat, "max"), "max")
+        else:
             wide = flat.to(wider(flat.dtype))
             spans = even(wide.numel(), self.inner.size)
             mine = wide[slice(*spans[self.inner.rank])]
@@ -51,51 +90,34 @@ class Hierarchical:
             self.inner.all_gather(mine, spans, wide)
             if wide is not flat:
                 flat.copy_(wide)
-        return tensor
+        back()
 
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("reduce_scatter", self, spans, out, flat)
-        with self._counted("reduce_scatter"):
-            order, inner, outer = self._order(spans)
-            packed = torch.cat([flat[slice(*spans[place])] for place in order])
-            packed = packed.to(wider(flat.dtype))
-            mine = packed[slice(*inner[self.inner.rank])]
-            self.inner.reduce_scatter(packed, inner, mine)
-            result = mine[slice(*outer[self.outer.rank])]
-            self.outer.reduce_scatter(mine, outer, result)
-            out.copy_(result)
+    def _reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        order, inner, outer = self._order(spans)
+        packed = torch.cat([flat[slice(*spans[place])] for place in order])
+        packed = packed.to(wider(flat.dtype))
+        mine = packed[slice(*inner[self.inner.rank])]
+        self.inner.reduce_scatter(packed, inner, mine)
+        result = mine[slice(*outer[self.outer.rank])]
+        self.outer.reduce_scatter(mine, outer, result)
+        out.copy_(result)
 
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("all_gather", self, spans, mine, out)
-        with self._counted("all_gather"):
-            order, inner, outer = self._order(spans)
-            packed = out.new_empty(inner[-1][1])
-            part = packed[slice(*inner[self.inner.rank])]
-            self.outer.all_gather(mine, outer, part)
-            self.inner.all_gather(part, inner, packed)
-            places = zip(order, packed.split([length(spans[p]) for p in order]), strict=True)
-            for place, piece in places:
-                out[slice(*spans[place])] = piece
+    def _all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
+        order, inner, outer = self._order(spans)
+        packed = out.new_empty(inner[-1][1])
+        part = packed[slice(*inner[self.inner.rank])]
+        self.outer.all_gather(mine, outer, part)
+        self.inner.all_gather(part, inner, packed)
+        places = zip(order, packed.split([length(spans[p]) for p in order]), strict=True)
+        for place, piece in places:
+            out[slice(*spans[place])] = piece
 
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        if not self._flat:
-            self._flat.append(self._make())
-        before = self._flat[0].received.get("all_to_all", 0)
-        self._flat[0].all_to_all(given, out)
-        self.received["all_to_all"] += self._flat[0].received["all_to_all"] - before
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        with self._counted("broadcast"):
-            host = next(h for h, places in enumerate(self._hosts) if source in places)
-            place = self._hosts[host].index(source)
-            if self.inner.rank == place:
-                self.outer.broadcast(tensor, host)
-            return self.inner.broadcast(tensor, place)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-        self.outer.barrier()
-        self.inner.barrier()
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        host = next(h for h, places in enumerate(self._hosts) if source in places)
+        place = self._hosts[host].index(source)
+        if self.inner.rank == place:
+            self.outer.broadcast(tensor, host)
+        self.inner.broadcast(tensor, place)
 
     def _order(
         self, spans: Sequence[Span]
@@ -106,13 +128,6 @@ class Hierarchical:
         inner = _laid(sum(length(spans[p]) for p in run) for run in runs)
         outer = _laid(length(spans[p]) for p in runs[self.inner.rank])
         return tuple(p for run in runs for p in run), inner, outer
-
-    @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        """Counts what the two levels count meanwhile."""
-        before = self._bytes()
-        yield
-        self.received[name] += self._bytes() - before
 
     def _bytes(self) -> int:
         return sum(self.inner.received.values()) + sum(self.outer.received.values())

@@ -9,47 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from outsize.collectives.collective import Operation, Span
+from outsize.collectives.collective import DONE, Call, Collective, Handle
 from outsize.collectives.mesh import Mesh
-from outsize.collectives.pieces import agree, gathered, outside, reduced, scattered
 from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError
 
 
-class Pretend:
+class Pretend(Collective):
     """The worker `rank` of a group of `size` that is not there. Lengths are checked as they are in
     a real group, where a wrong one would be a wrong sum or a hang."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
-        self.received: Counter[str] = Counter()
+        self.received = Counter()
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        numel = reduced(tensor.numel(), self.size, self.rank)
-        self.received["all_reduce"] += numel * tensor.element_size()
-        return tensor
-
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("reduce_scatter", self, spans, out, flat)
-        numel = scattered(spans, self.rank)
-        self.received["reduce_scatter"] += numel * out.element_size()
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("all_gather", self, spans, mine, out)
-        self.received["all_gather"] += gathered(spans, self.rank) * out.element_size()
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        assert len(given) == len(out) == self.size, "one tensor for and from every worker"
-        self.received["all_to_all"] += outside(out, self.rank)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        self.received["broadcast"] += tensor.nbytes * (self.rank != source)
-        return tensor
-
-    def barrier(self) -> None:
-        return None
+    def start(self, call: Call) -> Handle:
+        self.count(call)
+        return DONE
 
 
 class PretendWorld:

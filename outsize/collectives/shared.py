@@ -16,20 +16,25 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outsize.collectives.collective import Operation, Span
-from outsize.collectives.pieces import (
-    agree,
-    flattened,
-    gathered,
-    outside,
-    reduced,
-    scattered,
-    wider,
+from outsize.collectives.collective import (
+    DONE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Handle,
+    ReduceScatter,
+    Span,
+    put,
 )
+from outsize.collectives.pieces import flattened, wider
 from outsize.collectives.watch import Process, State, Watch
 from outsize.errors import OutsizeError
 from outsize.kernels import native
@@ -44,7 +49,7 @@ _YIELDS = 30  # times a worker gives way before it sleeps: some 10 us of an idle
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32)
 
 
-class Shared:
+class Shared(Collective):
     """The workers `members` (ranks of the run) over one region; `rank`: the place of this one.
 
     Made by `over_memory`. An all-reduce of up to 16 KiB is one exchange of everything, quicker than
@@ -60,7 +65,7 @@ class Shared:
         patience: float,
     ) -> None:
         self.members, self.size, self.rank = tuple(members), len(members), rank
-        self.received: Counter[str] = Counter()
+        self.received = Counter()
         self._watch = Watch(self, processes, patience)
         self._look = _WAIT(self._watch.look)
         self._region = region
@@ -71,78 +76,42 @@ class Shared:
             ctypes.cast(self._look, ctypes.c_void_p),
         )
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        numel = reduced(tensor.numel(), self.size, self.rank)
-        self.received["all_reduce"] += numel * tensor.element_size()
-        if tensor.dtype not in _DTYPES:
-            tensor.copy_(self._all_reduce(tensor.to(wider(tensor.dtype)), operation))
-            return tensor
-        return self._all_reduce(tensor, operation)
+    def start(self, call: Call) -> Handle:
+        """Over when this returns: the caller is who moves the bytes."""
+        self.count(call)
+        match call:
+            case AllReduce(tensor, operation):
+                wide = tensor if tensor.dtype in _DTYPES else tensor.to(wider(tensor.dtype))
+                flat, back = flattened(wide)
+                code = _code(flat)
+                self._play(call, code, operation == "max", flat.data_ptr(), flat.numel())
+                back()
+                put(wide, tensor)
+            case ReduceScatter(flat, spans, out):
+                wide = flat if flat.dtype in _DTYPES else flat.to(wider(flat.dtype))
+                sums = out if wide is flat else torch.empty_like(out, dtype=wide.dtype)
+                ends = _spans(spans, 1)
+                self._play(call, _code(wide), wide.data_ptr(), ends, sums.data_ptr())
+                put(sums, out)
+            case AllGather(mine, spans, out):
+                ends = _spans(spans, out.element_size())
+                self._play(call, mine.data_ptr(), ends, out.data_ptr())
+            case AllToAll(given, out):
+                self._play(call, *_parts(given), *_parts(out))
+            case Broadcast(tensor, source):
+                flat, back = flattened(tensor)
+                self._play(call, flat.data_ptr(), flat.nbytes, source)
+                back()
+            case _:
+                self._play(call)
+        return DONE
 
-    def _all_reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
-        with flattened(tensor) as flat:
-            self._done(
-                "all_reduce",
-                self._library.outsize_shared_all_reduce(
-                    *(self._open(), 1, _code(flat), operation == "max"),
-                    *(flat.data_ptr(), flat.numel()),
-                ),
-            )
-        return tensor
-
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("reduce_scatter", self, spans, out, flat)
-        self.received["reduce_scatter"] += scattered(spans, self.rank) * out.element_size()
-        wide = flat if flat.dtype in _DTYPES else flat.to(wider(flat.dtype))
-        result = out if wide is flat else torch.empty_like(out, dtype=wide.dtype)
-        self._done(
-            "reduce_scatter",
-            self._library.outsize_shared_reduce_scatter(
-                *(self._open(), 2, _code(wide), wide.data_ptr(), _spans(spans, 1)),
-                result.data_ptr(),
-            ),
-        )
-        if result is not out:
-            out.copy_(result)
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        agree("all_gather", self, spans, mine, out)
-        self.received["all_gather"] += gathered(spans, self.rank) * out.element_size()
-        self._done(
-            "all_gather",
-            self._library.outsize_shared_all_gather(
-                *(self._open(), 3, mine.data_ptr(), _spans(spans, out.element_size())),
-                out.data_ptr(),
-            ),
-        )
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        assert len(given) == len(out) == self.size, "one tensor for and from every worker"
-        self.received["all_to_all"] += outside(out, self.rank)
-        pointers, numbers = ctypes.c_void_p * self.size, ctypes.c_int64 * self.size
-        self._done(
-            "all_to_all",
-            self._library.outsize_shared_all_to_all(
-                *(self._open(), 4),
-                *(pointers(*(x.data_ptr() for x in given)), numbers(*(x.nbytes for x in given))),
-                *(pointers(*(x.data_ptr() for x in out)), numbers(*(x.nbytes for x in out))),
-            ),
-        )
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        if self.rank != source:
-            self.received["broadcast"] += tensor.nbytes
-        with flattened(tensor) as flat:
-            self._done(
-                "broadcast",
-                self._library.outsize_shared_broadcast(
-                    self._open(), 5, flat.data_ptr(), flat.nbytes, source
-                ),
-            )
-        return tensor
-
-    def barrier(self) -> None:
-        self._done("barrier", self._library.outsize_shared_barrier(self._open(), 0))
+    def _play(self, call: Call, *arguments: object) -> None:
+        """shared.cpp's function of an operation."""
+        function = getattr(self._library, f"outsize_shared_{call.name}")
+        if function(self._open(), _NAMES.index(call.name), *arguments):
+            assert self._watch.trouble is not None
+            raise self._watch.trouble
 
     def states(self) -> tuple[State, ...]:
         """What every worker of the group is doing, read from the region."""
@@ -185,11 +154,6 @@ class Shared:
             raise self._watch.trouble
         assert self._group is not None, "a group that was closed"
         return self._group
-
-    def _done(self, name: str, code: int) -> None:
-        if code:
-            assert self._watch.trouble is not None
-            raise self._watch.trouble
 
 
 def usable() -> bool:
@@ -251,3 +215,9 @@ def _code(tensor: Tensor) -> int:
 def _spans(spans: Sequence[Span], width: int) -> ctypes.Array[ctypes.c_int64]:
     numbers = [end * width for span in spans for end in span]
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _parts(parts: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[Any]]:
+    """Where tensors lie, and their bytes."""
+    pointers, numbers = ctypes.c_void_p * len(parts), ctypes.c_int64 * len(parts)
+    return pointers(*(x.data_ptr() for x in parts)), numbers(*(x.nbytes for x in parts))

@@ -18,7 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outsize.collectives.collective import Operation, Span
+from outsize.collectives.collective import (
+    DONE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Handle,
+    ReduceScatter,
+)
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.world import Key, Use, World
 
@@ -47,98 +57,74 @@ class Meeting:
         return found
 
 
-class Threads:
+class Threads(Collective):
     """The Collective of one worker. calls: (operation, bytes of the whole tensor), as they came."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank = meeting, rank
         self.size = len(meeting.slots)
-        self.received: Counter[str] = Counter()
+        self.received = Counter()
         self.calls: list[tuple[str, int]] = []
 
-    def _exchange(
-        self, name: str, mine: Any, use: Callable[[list[Any]], T], nbytes: int, had: float
-    ) -> T:
-        """`name` goes along: workers that ask for different things are at fault."""
-        self.calls.append((name, nbytes))
-        self.received[name] += round(had)
+    @torch.no_grad()
+    def start(self, call: Call) -> Handle:
+        """Over when this returns. Workers that ask for different things are at fault."""
+        self.calls.append((call.name, _whole(call)))
+        self.count(call)
+        heard = self._meeting.exchange(self.rank, call, lambda calls: _heard(calls, self.rank))
+        for part, place in zip(heard, _places(call), strict=True):
+            place.copy_(part)
+        return DONE
 
-        def checked(found: list[Any]) -> T:
-            said = [what for what, _ in found]
-            _agree(said)
-            return use([value for _, value in found])
 
-        return self._meeting.exchange(self.rank, (name, mine), checked)
+def _heard(calls: Sequence[Any], rank: int) -> list[Tensor]:
+    """What a worker has of what all say, in tensors of its own."""
+    _agree([call.name for call in calls])
+    match calls[rank]:
+        case AllReduce(operation=operation):
+            _agree([(call.tensor.shape, call.tensor.dtype) for call in calls])
+            join = torch.add if operation == "sum" else torch.maximum
+            return [reduce(join, [call.tensor for call in calls])]
+        case ReduceScatter(spans=spans):
+            _agree([call.flat.shape for call in calls])
+            here = slice(*spans[rank])
+            return [reduce(torch.add, [call.flat[here] for call in calls]).clone()]
+        case AllGather(spans=spans):
+            _agree([[len(call.mine) for call in calls], [b - a for a, b in spans]])
+            return [call.mine.clone() for call in calls]
+        case AllToAll():
+            return [call.given[rank].clone() for call in calls]
+        case Broadcast(source=source):
+            return [calls[source].tensor.clone()]
+    return []
 
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        def combine(found: list[Tensor]) -> Tensor:
-            _agree([(x.shape, x.dtype) for x in found])
-            with torch.no_grad():
-                return reduce(torch.add if operation == "sum" else torch.maximum, found)
 
-        n = self.size
-        had = 2 * (n - 1) / n * tensor.nbytes
-        with torch.no_grad():
-            total = self._exchange("all_reduce", tensor, combine, tensor.nbytes, had)
-            return tensor.copy_(total)
+def _places(call: Call) -> Sequence[Tensor]:
+    """Where that belongs."""
+    match call:
+        case AllReduce(tensor) | Broadcast(tensor):
+            return [tensor]
+        case ReduceScatter(out=out):
+            return [out]
+        case AllGather(spans=spans, out=out):
+            return [out[first:last] for first, last in spans]
+        case AllToAll(out=parts):
+            return parts
+    return []
 
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        _as_many(spans, self.size)
-        here = slice(*spans[self.rank])
 
-        def combine(found: list[Tensor]) -> Tensor:
-            _agree([x.shape for x in found])
-            return reduce(torch.add, [x[here] for x in found]).clone()
-
-        had = (self.size - 1) * out.nbytes
-        with torch.no_grad():
-            out.copy_(self._exchange("reduce_scatter", flat, combine, flat.nbytes, had))
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        _as_many(spans, self.size)
-
-        def combine(found: list[Tensor]) -> list[Tensor]:
-            _agree([[len(x) for x in found], [b - a for a, b in spans]])
-            return [x.clone() for x in found]
-
-        with torch.no_grad():
-            had = (sum(b - a for a, b in spans) - len(mine)) * out.element_size()
-            parts = self._exchange("all_gather", mine, combine, out.nbytes, had)
-            for (first, last), part in zip(spans, parts, strict=True):
-                out[first:last] = part
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        nbytes = sum(x.nbytes for x in given)
-        had = sum(x.nbytes for i, x in enumerate(out) if i != self.rank)
-
-        def take(found: list[Sequence[Tensor]]) -> list[Tensor]:
-            return [x[self.rank].clone() for x in found]
-
-        with torch.no_grad():
-            parts = self._exchange("all_to_all", given, take, nbytes, had)
-            for target, part in zip(out, parts, strict=True):
-                target.copy_(part)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        had = 0 if self.rank == source else tensor.nbytes
-        with torch.no_grad():
-            whole = self._exchange(
-                "broadcast", tensor, lambda found: found[source].clone(), tensor.nbytes, had
-            )
-            return tensor.copy_(whole)
-
-    def barrier(self) -> None:
-        self._exchange("barrier", None, lambda _: None, 0, 0)
+def _whole(call: Call) -> int:
+    match call:
+        case AllReduce(tensor) | Broadcast(tensor) | ReduceScatter(tensor) | AllGather(out=tensor):
+            return tensor.nbytes
+        case AllToAll(given):
+            return sum(x.nbytes for x in given)
+    return 0
 
 
 def _agree(said: Sequence[Any]) -> None:
     if any(one != said[0] for one in said):
         raise Disagreement(f"workers ask for different things: {list(said)}")
-
-
-def _as_many(spans: Sequence[Span], size: int) -> None:
-    if len(spans) != size:
-        raise Disagreement(f"{len(spans)} spans in a group of {size}")
 
 
 class Board:

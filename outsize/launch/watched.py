@@ -6,15 +6,16 @@ happened to another one, and is not the first fault.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from torch import Tensor
-
-from outsize.collectives.collective import Collective, Operation, Span
+from outsize.collectives.collective import DONE, Call, Collective, Handle
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.world import Key, Use, World
 from outsize.launch.heartbeat import Heartbeat
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,57 +45,27 @@ class WatchedWorld:
         return made if made.size == 1 else Watched(made, self.pulse, who)
 
 
-@dataclass(frozen=True)
-class Watched:
+class Watched(Collective):
     """`inner`, telling `pulse` what it waits in and with whom."""
 
-    inner: Collective
-    pulse: Heartbeat
-    who: str
+    def __init__(self, inner: Collective, pulse: Heartbeat, who: str) -> None:
+        self.inner, self.size, self.rank, self.received = (
+            inner,
+            inner.size,
+            inner.rank,
+            inner.received,
+        )
+        self._pulse, self._who = pulse, who
 
-    @property
-    def size(self) -> int:
-        return self.inner.size
+    def start(self, call: Call) -> Handle:
+        handle = self._telling(call, lambda: self.inner.start(call))
+        return DONE if handle is DONE else Handle(lambda: self._telling(call, handle.wait))
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def received(self) -> Mapping[str, int]:
-        return self.inner.received
-
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        self.pulse.wait(f"all_reduce {self.who}")
-        result = self.inner.all_reduce(tensor, operation)
-        self.pulse.go()
-        return result
-
-    def reduce_scatter(self, flat: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self.pulse.wait(f"reduce_scatter {self.who}")
-        self.inner.reduce_scatter(flat, spans, out)
-        self.pulse.go()
-
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        self.pulse.wait(f"all_gather {self.who}")
-        self.inner.all_gather(mine, spans, out)
-        self.pulse.go()
-
-    def all_to_all(self, given: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        self.pulse.wait(f"all_to_all {self.who}")
-        self.inner.all_to_all(given, out)
-        self.pulse.go()
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        self.pulse.wait(f"broadcast {self.who}")
-        result = self.inner.broadcast(tensor, source)
-        self.pulse.go()
-        return result
-
-    def barrier(self) -> None:
-        self.pulse.wait(f"barrier {self.who}")
-        self.inner.barrier()
-        self.pulse.go()
+    def _telling(self, call: Call, work: Callable[[], T]) -> T:
+        self._pulse.wait(f"{call.name} {self._who}")
+        found = work()
+        self._pulse.go()
+        return found
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -7,13 +7,12 @@ into a cache that a worker's layers do not fit into, it would not.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from torch import Tensor
-
-from outsize.collectives import Lone, Mesh, Span
+from outsize.collectives import Lone, Mesh
+from outsize.collectives.collective import AllGather, Call, Handle
 from outsize.collectives.pretend import Pretend
 from outsize.data import Batch
 from outsize.models.build import build
@@ -53,10 +52,11 @@ class Few:
 class _Alike(Pretend):
     """A group whose other workers have what this one has: there are numbers to compute with."""
 
-    def all_gather(self, mine: Tensor, spans: Sequence[Span], out: Tensor) -> None:
-        super().all_gather(mine, spans, out)
-        for first, last in spans:
-            out[first:last] = mine[: last - first]
+    def start(self, call: Call) -> Handle:
+        if isinstance(call, AllGather):
+            for first, last in call.spans:
+                call.out[first:last] = call.mine[: last - first]
+        return super().start(call)
 
 
 def few(plan: Plan, config: DecoderConfig) -> Few:

@@ -152,6 +152,25 @@ def test_broadcast_from_everyone(crew: WorkerGroup, kind: str) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize(("own", "elsewhere"), [(False, False), (True, False), (False, True)])
+def test_operations_are_begun_before_one_is_waited_for(
+    crew: WorkerGroup, kind: str, own: bool, elsewhere: bool
+) -> None:
+    """own: as NCCL would, by gloo's operations of the same names."""
+    if kind != "C10d" and (own or elsewhere):
+        return
+    numel = 30_000
+    whole = [numpy(values(r, SIZE * numel, torch.float64)) for r in range(SIZE)]
+    for rank, found in enumerate(crew.run(tasks.several, numel, own, elsewhere, hosts=HOSTS[kind])):
+        total, part, out, said = found
+        np.testing.assert_allclose(total, sum(x[:numel] for x in whole), rtol=1e-12, atol=1e-12)
+        here = slice(rank * numel, (rank + 1) * numel)
+        np.testing.assert_allclose(part, sum(x[here] for x in whole), rtol=1e-12, atol=1e-12)
+        assert np.array_equal(out, np.concatenate([x[:numel] for x in whole]))
+        assert np.array_equal(said, numpy(values(1, numel, torch.float32)))
+
+
+@KINDS
 def test_bytes_of_an_all_reduce_are_the_formula(crew: WorkerGroup, kind: str) -> None:
     for numel, dtype in ((1 << 20, torch.float32), (4096, torch.int64)):
         found = crew.run(tasks.all_reduce, numel, dtype, "sum", hosts=HOSTS[kind])

@@ -14,6 +14,8 @@ from forked import until
 from torch import Tensor
 
 from outsize.collectives import Joined, everyone, received
+from outsize.collectives.c10d import C10d
+from outsize.collectives.collective import AllGather, AllReduce, Broadcast, Call, ReduceScatter
 
 Spans = Sequence[tuple[int, int]]
 
@@ -81,6 +83,27 @@ def broadcast(world: Joined, numel: int, dtype: torch.dtype, source: int) -> Any
     before = group.received["broadcast"]
     group.broadcast(x, source)
     return numpy(x), group.received["broadcast"] - before
+
+
+def several(world: Joined, numel: int, own: bool, elsewhere: bool) -> Any:
+    """A sum, a scattered sum, a gathering and what rank 1 says, all begun before one is waited for.
+    own: by the transport's own operations; elsewhere: as if the tensors were of another device."""
+    group, size, me = everyone(world), world.mesh.size, world.rank
+    if isinstance(group, C10d):
+        group.own, group.device = own, torch.device("cpu:0" if elsewhere else "cpu")
+    spans = [(r * numel, (r + 1) * numel) for r in range(size)]
+    flat, out = values(me, size * numel, torch.float64), torch.zeros(size * numel).double()
+    mine, said = flat[:numel].clone(), values(me, numel, torch.float32)
+    total, part = mine.clone(), torch.zeros(numel).double()
+    calls: list[Call] = [
+        AllReduce(total), ReduceScatter(flat, spans, part), AllGather(mine, spans, out),
+        Broadcast(said, 1),
+    ]  # fmt: skip
+    for handle in [group.start(call) for call in calls]:
+        handle.wait()
+    if isinstance(group, C10d):
+        group.own, group.device = False, torch.device("cpu")
+    return [numpy(x) for x in (total, part, out, said)]
 
 
 def kind(world: Joined) -> str:
