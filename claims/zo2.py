@@ -34,9 +34,10 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import Rest, per_segment
-from outsize.runtime import NativeFlow
+from outsize.runtime import Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.special.forwards import Zeroth
 from outsize.runtime.special.perturb import Direction
-from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 from outsize.simulate.rehearse import Nowhere
 
 PAPER = 18e9  # bytes
@@ -103,7 +104,8 @@ def predict(config: DecoderConfig, rows: int, sequence: int, precision: Precisio
         model = Decoder(config)
         torch.set_default_dtype(torch.float32)
         need = beside(model, rows * sequence, sequence, dtype)
-        job = ZerothJob(NativeFlow(model, plan), plan, ledger=ledger, stores={"host": Nowhere()})
+        here = Here(ledger=ledger, stores={"host": Nowhere()})
+        job = Job(NativeFlow(model, plan), plan, Recipe(Zeroth()), here)
     numel = sum(table.numel for table in job.placement.chunks.tables)
     live = ledger.live
     return Predicted(numel * dtype.itemsize, live["window"], live["workspace"], need, numel)
@@ -126,9 +128,8 @@ def measured(config: DecoderConfig, told: Predicted) -> tuple[dict[str, float], 
         for tier in ("device", "host", "disk"):
             plan = plan_of(config, tier, ROWS, SEQUENCE, precision)
             flow = NativeFlow(build(config, seed=1), plan)
-            jobs[tier] = ZerothJob(
-                flow, plan, Zeroth(1e-4), ledger if tier == "disk" else None, stores
-            )
+            here = Here(ledger=ledger if tier == "disk" else None, stores=stores)
+            jobs[tier] = Job(flow, plan, Recipe(Zeroth(1e-4)), here)
         seconds: dict[str, list[float]] = {tier: [] for tier in jobs}
         losses: dict[str, list[Tensor]] = {tier: [] for tier in jobs}
         for _ in range(ROUNDS):

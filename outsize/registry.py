@@ -75,8 +75,8 @@ class Technique:
     fields made by `setting`. meaning: what it does, in a line. exact: the numbers are those of the
     plain run; else `approximate` must name it. touches: what it changes the meaning of ("optimizer
     states", "the backward pass", ...): two that touch the same thing do not go together. clashes:
-    what else does not, and whether a plan has it. alone: it runs on one worker. job: the class that
-    makes its steps, where that is not Job.
+    what else does not, and whether a plan has it. alone: it runs on one worker. method: what makes
+    its steps, by import path (outsize/runtime/method.py), where that is no backward pass.
     """
 
     key: str
@@ -86,7 +86,7 @@ class Technique:
     touches: frozenset[str] = frozenset()
     clashes: tuple[Clash, ...] = ()
     alone: bool = False
-    job: str = ""
+    method: str = ""
 
 
 TECHNIQUES: Registry[Technique] = Registry("technique")
@@ -100,10 +100,10 @@ def technique(
     touches: frozenset[str] = frozenset(),
     clashes: tuple[Clash, ...] = (),
     alone: bool = False,
-    job: str = "",
+    method: str = "",
 ) -> Technique:
     """Register a technique under its key."""
-    made = Technique(key, settings, meaning, exact, touches, clashes, alone, job)
+    made = Technique(key, settings, meaning, exact, touches, clashes, alone, method)
     return TECHNIQUES.add(key, made)
 
 

@@ -12,19 +12,15 @@ from torch import nn
 from outsize.collectives import Collective, World
 from outsize.collectives.axes import axis_of
 from outsize.errors import Everywhere, OutsizeError, nearest
-from outsize.memory import ChunkTable
 from outsize.memory.chunk import Dtypes
-from outsize.memory.store import MemoryStore, Store
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.registry import TECHNIQUES
 from outsize.runtime.flow import Flow
+from outsize.runtime.recipe import Recipe
 from outsize.schedule import Kind
-from outsize.schedule.chunks import Chunks
-from outsize.schedule.items import Items
-from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
 
@@ -84,15 +80,16 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
         )
 
 
-def check(flow: Flow, plan: Plan, optimizer: Optimizer, clip: float | None) -> None:
+def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
     """Refuse what cannot be, before anything is allocated."""
-    check_approximate(optimizer, plan.approximate)
+    own, clip = recipe.optimizer.approximate, recipe.clip
+    check_approximate(recipe.optimizer, plan.approximate)
     for name in plan.approximate:
         one = TECHNIQUES.find(name)
-        if one is not None and one.job:
+        if one is not None and one.method and name != own:
             raise OutsizeError(
                 f"plan: approximate holds {name}, whose steps this job does not make; use"
-                f" {one.job}, or leave the name out"
+                f" {one.method}, or leave the name out"
             )
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))
@@ -203,19 +200,3 @@ def grains_of(optimizer: Optimizer) -> tuple[int, int]:
     for one in both:
         check_grain(one.grain, one.states)
     return both[0].grain, both[1].grain
-
-
-def placement_of(
-    flow: Flow,
-    plan: Plan,
-    layout: tuple[ChunkTable, ...],
-    optimizer: Optimizer,
-    stores: Mapping[str, Store],
-    world: World,
-) -> Placement:
-    uses = tuple(tuple(others) for others in flow.uses)
-    memory = frozenset(n for n, store in stores.items() if isinstance(store, MemoryStore))
-    rest, main = (taker(optimizer, main).states for main in (False, True))
-    place, turn = (plan.mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
-    kept = Kept(dtypes_of(plan.precision), rest, main)
-    return Placement(Items(Chunks(plan, layout, uses, kept, place, turn), memory))

@@ -13,45 +13,28 @@ from torch import Tensor
 from outsize.collectives import along
 from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
-from outsize.errors import OutsizeError
-from outsize.memory import Meter, tables
+from outsize.memory import Meter
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan
-from outsize.runtime.checks import (
-    by_shape,
-    check,
-    check_pipeline,
-    check_rate,
-    check_same,
-    check_weight,
-    check_world,
-    grains_of,
-    placement_of,
-    taken_by,
-)
+from outsize.runtime.checks import check, check_rate, check_same, check_weight, check_world
 from outsize.runtime.engine import Engine, Loaded, Ran
-from outsize.runtime.flow import Flow
+from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.generating import Generated as Generated
 from outsize.runtime.generating import TokenSteps, native, proved
-from outsize.runtime.handlers.norm import Diverged as Diverged
-from outsize.runtime.handlers.training import Training
+from outsize.runtime.method import Method, method_of
 from outsize.runtime.points import Points
-from outsize.runtime.recipe import ALONE, Group, Here, Recipe
+from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.runtime.report import Report as Report
-from outsize.runtime.spill import Spills
 from outsize.runtime.stage_links import StageLinks
-from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.storage.states import Fill as Fill
 from outsize.runtime.storage.states import Stateful, States
-from outsize.runtime.storage.update import Updates
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
-from outsize.runtime.wrapped import wrapped
 from outsize.schedule import Schedule, prove
-from outsize.schedule.programs import evaluate, train
+from outsize.schedule.programs import evaluate
 
 
 class Job(Stateful):
@@ -72,51 +55,33 @@ class Job(Stateful):
         cuts: Mapping[str, Cut] = NO_CUTS,
         fill: Fill | None = None,
     ) -> None:
-        optimizer, clip, stores = recipe.optimizer, recipe.clip, here.stores
-        self.flow, self.plan, self.optimizer, self.clip = flow, plan, optimizer, clip
-        self.world, self.stores = here.world, stores
-        self.watch, self.rows = Watch(here.ledger, here.at), flow.rows
+        self.flow, self.plan, self.recipe, self.optimizer = flow, plan, recipe, recipe.optimizer
+        self.world, self.stores, self.rows = here.world, here.stores, flow.rows
+        self.watch, method = Watch(here.ledger, here.at), method_of(recipe)
         check_world(plan, self.world, cuts)
-        named = [params for _, params in flow.segments]
-        self.owners = {name: p for params in named for name, p in params}
-        check(flow, plan, optimizer, clip)
-        layout = tables(
-            named, recipe.group_of or by_shape(self.owners), flow.wide,
-            taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer),
-        )  # fmt: skip
+        check(flow, plan, recipe)
+        self.owners = {name: p for _, params in flow.segments for name, p in params}
         self.place = plan.mesh.rows_index(self.world.rank)
-        self.placement = placement_of(flow, plan, layout, optimizer, stores, self.world)
-        check_pipeline(self.placement)
-        if self.placement.chunks.first == len(plan.stages):
-            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        self.program = train(self.placement)
+        self.placement = method.placement(flow, plan, recipe, here, cuts)
+        self.program = method.program(flow, self.placement)
         prove(self.program)
         device = next(iter(self.owners.values())).device
-        self._totals = Totals(self.world, self.placement.chunks)
-        self.shard_groups = ShardGroups(self.world, self.placement.chunks)
-        line = along(self.world, "pipeline")
+        chunks, kind, line = self.placement.chunks, self.watch.kind, along(self.world, "pipeline")
+        self.totals, self.shard_groups = Totals(self.world, chunks), ShardGroups(self.world, chunks)
         check_same(self.placement, line)
         self.whole_tensors = WholeTensors(cuts, self.world)
         self.passing: StageLinks | None = None
-        if self.placement.chunks.pipelining is not None:
-            self.passing = StageLinks(
-                self.world, self.placement.chunks, device, self.watch.kind, self.rows
-            )
+        if chunks.pipelining is not None:
+            self.passing = StageLinks(self.world, chunks, device, kind, self.rows)
         with self.watch.on():
             self.weight_pool = WeightPool(
-                self.placement, stores, device, self.watch.kind, self.shard_groups
+                self.placement, self.stores, device, kind, self.shard_groups
             )
-            self.states = States(self.weight_pool, self.whole_tensors, self.owners, line)
-            self.states.adopt(fill)
+            self._states = States(self.weight_pool, self.whole_tensors, self.owners, line)
+            self._states.adopt(fill)
         self.chunks = self.weight_pool.chunks
-        groups = recipe.groups or (Group(optimizer.weight_decay), Group(0.0))
-        self.updates = Updates(self.weight_pool, optimizer, groups, self.whole_tensors)
-        self.gradients = Gradients(self.chunks, self.owners)
-        flow.attach(self.gradients)
-        spills = Spills((self.weight_pool.pool, *(chunk.parameters for chunk in self.chunks)))
-        self._wrapped = list(wrapped(flow, plan, spills))
-        self.training = Training(self, spills, self._totals, clip)
-        self.engine: Engine = self.training.engine
+        self.method: Method = method(self)
+        self.engine: Engine = self.method.engine
         self.loaded = self.playable(self.program.own)
         self._evaluations: dict[int, Loaded] = {}
         self.evaluated: Sequence[Ran] = ()  # the actions that evaluated last
@@ -135,6 +100,12 @@ class Job(Stateful):
         """One step."""
         return self.loaded.schedule
 
+    @property
+    def states(self) -> States:
+        """Of the weights after all steps made so far."""
+        self.method.settle()
+        return self._states
+
     def playable(self, schedule: Schedule) -> Loaded:
         """A list that the job's engine can play: one that `prove` has passed, over the same
         rooms."""
@@ -147,10 +118,7 @@ class Job(Stateful):
         Of what rests below the device, the parameters have the values that happen to be in the
         pool, and of stages on other workers none: read `weights` before.
         """
-        for undo in reversed(self._wrapped):
-            undo()
-        self.flow.attach(None)
-        self.gradients.close()
+        self.method.close()
         self.engine.close()
         if self.passing is not None:
             self.passing.close()
@@ -162,28 +130,26 @@ class Job(Stateful):
         """
         begin = time.perf_counter()
         check_rate(lr)
-        self.training.update.check()
-        weight, count = self._totals.count(self.flow.count(batch))
+        self.method.check()
+        weight, count = self.totals.count(self.flow.count(batch))
         check_weight(weight)
         self.ready(batch, weight, lr)
-        ran = self.engine.play(self.loaded, begin)
-        loss = self.training.microbatches.loss
-        assert loss is not None
+        ran = self.method.play(self.loaded, begin)
+        loss, norm = self.method.found()
         seconds = time.perf_counter() - begin
-        norm = self.training.norm.value
         self.report = Report(float(loss), norm, count, seconds, ran, begin)
         return loss
 
     def ready(self, batch: Any, count: float, lr: float | None = None) -> None:
         """Set out on a step: its batch, the one number that losses are divided by, its rate."""
         cuts = [self.plan.rows_of(m, self.place) for m in range(self.plan.microbatches)]
-        self.training.microbatches.ready(batch, cuts, 1.0 / count)
-        self.training.update.lr = self.optimizer.lr if lr is None else lr
+        self.method.ready(batch, cuts, 1.0 / count, lr)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, rows: int) -> tuple[float, float]:
         """Sum of losses over a batch of `rows` rows, and the weight of its valid targets (their
         count, where they have none); of all workers' batches, of one row at least each."""
+        self.method.settle()
         size, found = self.plan.microbatch_rows, list[Tensor]()
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         # What streams passes once for all microbatches, and a pipeline is full of them; what is
@@ -192,7 +158,7 @@ class Job(Stateful):
         for group in [cuts] if together else [[cut] for cut in cuts]:
             found += self._losses(batch, group)
         total = sum(torch.stack(found).double().tolist()) if found else 0.0
-        return self._totals.evaluated(total, float(self.flow.count(batch)[0]))
+        return self.totals.evaluated(total, float(self.flow.count(batch)[0]))
 
     def _losses(self, batch: Any, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Of the microbatches that this worker books."""
@@ -200,7 +166,7 @@ class Job(Stateful):
             program = evaluate(self.placement, len(cuts))
             prove(program)
             self._evaluations[len(cuts)] = self.playable(program.own)
-        microbatches = self.training.microbatches
+        microbatches = self.method.microbatches
         microbatches.ready(batch, cuts, 1.0)
         self.evaluated = self.engine.play(self._evaluations[len(cuts)], time.perf_counter())
         losses = [loss for _, loss in sorted(microbatches.losses.items())]
@@ -211,9 +177,13 @@ class Job(Stateful):
     @cached_property
     def tokens(self) -> TokenSteps:
         """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
-        training, playable = self.training, proved(self.placement, self.playable)
-        begin = training.microbatches.carry
-        return TokenSteps(native(self.flow), self.engine, training.sample, playable, begin)
+
+        def begin(walk: Walk, shapes: tuple[int, int]) -> None:
+            self.method.settle()
+            self.method.microbatches.carry(walk, shapes)
+
+        playable = proved(self.placement, self.playable)
+        return TokenSteps(native(self.flow), self.engine, self.method.sample, playable, begin)
 
     def generate(
         self,
@@ -236,4 +206,4 @@ class Job(Stateful):
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; the weights were loaded before."""
         super().restore_counts(counts)
-        self.training.update.torn = False
+        self.method.mend()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from outsize.memory import Meter
@@ -14,7 +13,7 @@ from outsize.plan import Plan
 from outsize.runtime.flow import Flow
 from outsize.runtime.generating import TokenSteps
 from outsize.runtime.report import Report
-from outsize.runtime.storage.states import Fill
+from outsize.runtime.storage.states import Stated
 from outsize.schedule.layout import Placement
 
 
@@ -23,33 +22,6 @@ class Rated(Protocol):
 
     @property
     def lr(self) -> float: ...
-
-
-class Stated(Protocol):
-    """Weights and optimizer states by name, to be saved and restored."""
-
-    @property
-    def weights_dtype(self) -> torch.dtype: ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def state_names(self) -> Iterator[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]: ...
-
-    def weight_reader(self) -> Callable[[str], Tensor]: ...
-
-    def reader(self) -> Callable[[str, str | None], Tensor]: ...
-
-    def load(self, value: Fill | None, state: Fill) -> None: ...
-
-    def update_counts(self) -> dict[str, int]: ...
-
-    def restore_counts(self, counts: Mapping[str, int]) -> None: ...
 
 
 class Trains(Stated, Protocol):

@@ -129,7 +129,7 @@ def _rehearsed(
 def _begin(job: Job, ledger: Ledger, played: _Played) -> None:
     """Take up the microbatch, apart from its first action."""
     before = dict(ledger.live)
-    job.training.microbatches.of(0)
+    job.method.microbatches.of(0)
     ledger.settle()
     played.begun.update(_change(ledger, before))
 
@@ -189,7 +189,7 @@ def _weights_last(schedule: Schedule) -> Schedule:
 def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bool) -> None:
     """One microbatch forward, as an evaluation has it."""
     program = job.playable(job.placement.evaluation(1))
-    microbatches = job.training.microbatches
+    microbatches = job.method.microbatches
     if isinstance(batch, Batch):
         batch = replace(batch, noise=None)
     microbatches.ready(batch, [(0, job.plan.microbatch_size)], 1.0)
@@ -276,7 +276,7 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
 
 def _loss_bytes(job: Job) -> int:
     """Of the loss that the microbatch keeps, once the last stage has run forward."""
-    loss = job.training.microbatches.of(0).loss
+    loss = job.method.microbatches.of(0).loss
     return 0 if loss is None else loss.nbytes
 
 
@@ -289,7 +289,7 @@ def _ends(job: Job, schedule: Schedule, action: Action) -> bool:
 
 def _crossing(job: Job, stage: int, played: _Played) -> None:
     """Note what crosses behind a stage; nothing of it is held."""
-    walk = job.training.microbatches.of(0)
+    walk = job.method.microbatches.of(0)
     outputs = walk.take(stage)
     walk.put(stage, outputs)
     played.actions |= _handed_on(State.ACTIVATIONS, stage, outputs)

@@ -31,7 +31,7 @@ class LocalLearning:
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
     touches=frozenset({"the backward pass"}), alone=True,
-    job="outsize.runtime.special.local.LocalJob",
+    method="outsize.runtime.special.local.LocalJob",
     clashes=(
         (
             "states below the device: every group would have a pool of its own",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outsize.hardware import Hardware
     from outsize.memory import Ledger
     from outsize.plan import Plan
-    from outsize.runtime.special.zeroth import ZerothJob
+    from outsize.runtime import Job
     from outsize.schedule import Action
     from outsize.schedule.starting import Filling
     from outsize.simulate.counter import Work
@@ -39,7 +39,7 @@ class ZerothOrder:
 technique(
     KEY, ZerothOrder, "settings of plan.approximate: [zeroth-order]", exact=False,
     touches=frozenset({"the backward pass", "optimizer states"}), alone=True,
-    job="outsize.runtime.special.zeroth.ZerothJob",
+    method="outsize.runtime.special.zeroth.Losses",
     clashes=(
         (
             "states other than parameters below the device: there are none",
@@ -54,7 +54,7 @@ technique(
 
 def predicted(
     plan: Plan,
-    job_of: Callable[[Plan, Ledger], ZerothJob],
+    job_of: Callable[[Plan, Ledger], Job],
     batch_of: Callable[[int], object],
     hardware: Hardware,
     filling: Filling,
@@ -81,7 +81,8 @@ def predicted(
     return forecast_of(plan, made, static, segments, [job.placement], filling)
 
 
-def _seconds(job: ZerothJob, hardware: Hardware, action: Action, work: Work) -> float:
+def _seconds(job: Job, hardware: Hardware, action: Action, work: Work) -> float:
+    from outsize.runtime.special.zeroth import learning
     from outsize.schedule import Kind, Lane
     from outsize.schedule.residency import moved
     from outsize.simulate.forecast import duration, rate
@@ -94,6 +95,7 @@ def _seconds(job: ZerothJob, hardware: Hardware, action: Action, work: Work) -> 
             for span in placement.items.spans[moved(action)]
         )
     draws = action.kind is Kind.UPDATE or not action.microbatch
-    chunks = (c for c in placement.chunks.of_stage[stage] if job.learns[c])
+    learns = learning(job.flow, placement)
+    chunks = (c for c in placement.chunks.of_stage[stage] if learns[c])
     numel = sum(placement.chunks.tables[c].numel for c in chunks) if draws else 0
     return duration(work, hardware.devices[0]) + numel / DRAWN

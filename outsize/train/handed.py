@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from outsize.optim import Optimizer
 from outsize.runtime import Job
+from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Recipe
 from outsize.torch_private import mark_stepped
 from outsize.train import kept
@@ -46,7 +47,8 @@ class Handed:
         """Set out on a step; gives its learning rate."""
         if self._theirs is None:
             return lr
-        job.updates.groups = groups_now(self._theirs)
+        assert isinstance(job.method, Training), "an optimizer of torch's takes gradients"
+        job.method.updates.groups = groups_now(self._theirs)
         mark_stepped(self._theirs)
         return 1.0
 

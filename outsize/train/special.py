@@ -21,13 +21,12 @@ from outsize.memory import Ledger
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.plan import DEVICE, Local, Plan, Rest, Stream
-from outsize.runtime import Job, NativeFlow
+from outsize.runtime import Job
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.forwards import Zeroth
 from outsize.runtime.special.freezing import Freezing
 from outsize.runtime.special.local import LocalJob
-from outsize.runtime.special.zeroth import ZerothJob
 from outsize.runtime.trains import Trains
 from outsize.search import PlanRequest, pick
 from outsize.search.candidates import candidates
@@ -85,8 +84,7 @@ class Special:
                     "zeroth-order: train.label_smoothing and train.z_loss change gradients, and"
                     " there are none; set both to 0"
                 )
-            flow = NativeFlow(decoder, plan)
-            return ZerothJob(flow, plan, self.zeroth, ledger, here.stores, fill)
+            return make_job(model, plan, Recipe(self.zeroth), here)
         if LOCAL in self.names:
             return LocalJob(
                 decoder, plan, recipe.optimizer, recipe.clip, ledger, fill, model.options
@@ -150,9 +148,9 @@ class Special:
 
         if ZEROTH in self.names:
 
-            def zeroth(plan: Plan, ledger: Ledger) -> ZerothJob:
-                flow, tiers = NativeFlow(Decoder(config), plan), _tiers(plan)
-                return ZerothJob(flow, plan, self.zeroth, ledger, dict.fromkeys(tiers, Nowhere()))
+            def zeroth(plan: Plan, ledger: Ledger) -> Job:
+                here = Here(ledger=ledger, stores=dict.fromkeys(_tiers(plan), Nowhere()))
+                return make_job(NativeModel(Decoder(config)), plan, Recipe(self.zeroth), here)
 
             return predict_zeroth(plan, zeroth, batch_of, hardware, request.filling)
 

@@ -55,9 +55,9 @@ def same(a, b) -> bool:
 def check_untouched(job: Job, before) -> None:
     assert same(snapshot(job), before)
     assert not any(chunk.gradients.any() for chunk in job.chunks)
-    parts = job.training
+    parts = job.method
     assert not parts.microbatches.under_way and not parts.passes.weight_work
-    assert not job.gradients.touched
+    assert not job.method.gradients.touched
 
 
 def check_goes_on(job: Job, data, reference) -> None:

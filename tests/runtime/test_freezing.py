@@ -60,7 +60,7 @@ def by_hand(model, batches, loss_of, start, clip):
 
 def check(job, freezing, model, batches, loss_of):
     start = dict(freezing.distances)
-    losses, expected, turns, far = by_hand(model, batches, loss_of, start, job.clip)
+    losses, expected, turns, far = by_hand(model, batches, loss_of, start, job.recipe.clip)
     assert len(set(map(frozenset, turns))) > 2, "the test must change who is frozen"
     got = []
     for batch, turn in zip(batches, turns, strict=True):
@@ -122,7 +122,7 @@ def test_what_is_frozen_keeps_no_input_and_makes_no_gradient():
         seen = made[rate] = []
         for module in model.modules():
             if "sink" in module.__dict__:
-                module.sink = recording(job.gradients, seen)
+                module.sink = recording(job.method.gradients, seen)
         Freezing(job, rate).step(batch, 1e-3)
         events = job.report.trace.events
         (last,) = (e for e in events if e.kind == "FORWARD" and e.stage == 3)

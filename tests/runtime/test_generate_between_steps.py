@@ -30,8 +30,8 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.generating import Generated
 from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.special.forwards import Zeroth
 from outsize.runtime.special.local import LocalJob
-from outsize.runtime.special.zeroth import Zeroth, ZerothJob
 from outsize.runtime.trains import Trains
 from outsize.schedule import Kind, Program, State, prove
 from outsize.schedule.action import WHOLE
@@ -100,7 +100,7 @@ def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
                     answers.append(job.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True))
                 if step == 1:
                     weights = {name: w.clone() for name, w in job.weights()}
-            job.training.microbatches.ready(None, (), 1.0)  # the last batch is let go,
+            job.method.microbatches.ready(None, (), 1.0)  # the last batch is let go,
             if job.passing is not None:
                 job.passing.sweep()  # and what has been sent
             live = job.ledger.live
@@ -153,8 +153,8 @@ def equal(answers: list[Generated], family: str, weights: dict[str, Any]) -> Non
 def test_jobs_of_losses_alone() -> None:
     """The last step's change of the weights is in what is generated."""
     plan = plan_on(Mesh(), {"parameters": "disk"}, approximate=("zeroth-order",))
-    others("llama", lambda stores: ZerothJob(
-        NativeFlow(model("llama"), plan), plan, Zeroth(lr=2e-3, epsilon=1e-3), stores=stores
+    others("llama", lambda stores: Job(
+        NativeFlow(model("llama"), plan), plan, Recipe(Zeroth(lr=2e-3)), Here(stores=stores)
     ))  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def test_peaks_fall_and_bytes_return_once(order):
             tier = stores["disk"]
             assert tier.bytes_read <= tier.bytes_written
             assert (tier.bytes_read > 0.9 * tier.bytes_written) or rest == "device"
-            assert not list(job.training.spilling.spills._live)
+            assert not list(job.method.spilling.spills._live)
     assert peaks["disk"] < peaks["device"]
 
 

@@ -98,9 +98,9 @@ def same(one, other) -> bool:
 def check_says_whether_it_goes_on(job, before, expected, counts) -> bool:
     """After a fault: untouched and exact, or refused. Gives which."""
     assert no_lane_runs()
-    parts = job.training
+    parts = job.method
     assert not parts.microbatches.under_way and not parts.spilling.missing
-    assert not job.gradients.touched
+    assert not job.method.gradients.touched
     try:
         job_torn = parts.update.torn
         if not job_torn:

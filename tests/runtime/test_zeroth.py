@@ -20,8 +20,9 @@ from outsize.models.build import build
 from outsize.models.random import normal
 from outsize.plan import Precision, Rest, Stream
 from outsize.plan.plan import per_segment
-from outsize.runtime import AdoptedFlow, NativeFlow
-from outsize.runtime.special.zeroth import Zeroth, ZerothJob
+from outsize.runtime import AdoptedFlow, Job, NativeFlow
+from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.special.forwards import Zeroth
 
 STEPS = 4
 SETTINGS = Zeroth(lr=2e-3, epsilon=1e-3, weight_decay=0.1, seed=5)
@@ -71,7 +72,7 @@ def mezo(model, batches, loss_of, settings=SETTINGS):
 
 def native(plan, family="llama", stores=None):
     model = build(config_of(family), seed=1, dtype=torch.float64)
-    return ZerothJob(NativeFlow(model, plan), plan, SETTINGS, stores=stores or {})
+    return Job(NativeFlow(model, plan), plan, Recipe(SETTINGS), Here(stores=stores or {}))
 
 
 def results(job, data):
@@ -165,7 +166,7 @@ def test_an_adopted_module_equals_the_plain_loop(tier):
     store = MemoryStore("host", 1 << 20)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
     flow = AdoptedFlow(model, blocks, plan if tier is None else below(plan), lambda out, _: out)
-    job = ZerothJob(flow, flow.plan, SETTINGS, stores={"host": store})
+    job = Job(flow, flow.plan, Recipe(SETTINGS), Here(stores={"host": store}))
     start = store.bytes_written
     got, weights = results(job, draw)
     assert got == pytest.approx(losses, rel=1e-10)
@@ -190,11 +191,11 @@ def test_bfloat16_weights_and_a_float32_master(data):
         settings = replace(SETTINGS, lr=0.05, epsilon=1e-2, weight_decay=0.0)
         model = build(config_of("llama"), seed=1, dtype=held)
         flow = NativeFlow(copy.deepcopy(model), plan)
-        job = ZerothJob(flow, plan, settings)
+        job = Job(flow, plan, Recipe(settings))
         losses, slopes = [], []
         for batch in data[:2]:
             losses.append(float(job.step(batch)))
-            slopes.append(job.slope)
+            slopes.append(job.method.slope)
         weights = dict(job.weights())
         expected, named = [], dict(copy.deepcopy(model).named_parameters())
         twin = copy.deepcopy(model).bfloat16()
@@ -234,7 +235,8 @@ def test_memory_is_the_pool_one_stage_and_no_activations(data):
     model = build(config_of("llama, untied", num_hidden_layers=12), seed=1, dtype=torch.float64)
     plan = replace(plan, segments=14, stages=per_segment(14))
     store = MemoryStore("host", 1 << 22)
-    job = ZerothJob(NativeFlow(model, below(plan)), below(plan), SETTINGS, ledger, {"host": store})
+    here = Here(ledger=ledger, stores={"host": store})
+    job = Job(NativeFlow(model, below(plan)), below(plan), Recipe(SETTINGS), here)
     del model
     job.step(data[0])
     total = 8 * sum(table.numel for table in job.placement.chunks.tables)
@@ -299,9 +301,9 @@ def test_what_is_refused(data):
     model = build(config_of("llama"), seed=1, dtype=torch.float64)
     exact = base_plan()
     with pytest.raises(OutsizeError, match="name zeroth-order there"):
-        ZerothJob(NativeFlow(model, exact), exact)
+        Job(NativeFlow(model, exact), exact, Recipe(Zeroth()))
     with pytest.raises(OutsizeError, match=r"epsilon is 0.0; expected a positive"):
-        ZerothJob(NativeFlow(model, plan_of()), plan_of(), Zeroth(epsilon=0.0))
+        Zeroth(epsilon=0.0)
     for changes, what in (
         ({"stages": per_segment(5, ("block",))}, "recompute"),
         ({"split_backward": True}, "split_backward"),

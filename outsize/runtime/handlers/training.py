@@ -1,13 +1,23 @@
-"""What a training step and an evaluation are made of: the handlers of a job, and their engine."""
+"""A step of one forward and one backward pass: its states, its list, its handlers, their engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from outsize.runtime.engine import Engine, Handler, Hook
+from outsize.errors import OutsizeError
+from outsize.memory import tables
+from outsize.memory.store import MemoryStore
+from outsize.models.cuts import Cut
+from outsize.optim import taker
+from outsize.plan import Plan
+from outsize.runtime.checks import by_shape, check_pipeline, dtypes_of, grains_of, taken_by
+from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
+from outsize.runtime.flow import Flow
 from outsize.runtime.generating import drawer
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
@@ -18,46 +28,114 @@ from outsize.runtime.handlers.states import Movement
 from outsize.runtime.handlers.update import Update
 from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.microbatches import Microbatches
+from outsize.runtime.recipe import Group, Here, Recipe
 from outsize.runtime.spill import Spills
+from outsize.runtime.storage.gradients import Gradients
+from outsize.runtime.storage.update import Updates
 from outsize.runtime.totals import Totals
+from outsize.runtime.wrapped import wrapped
 from outsize.schedule import State
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
+from outsize.schedule.layout import Placement
+from outsize.schedule.program import Program
+from outsize.schedule.programs import train
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
 
 
 class Training:
-    """The handlers of a job whose states and subsystems are there. clip: the largest norm."""
+    """Steps of one forward and one backward pass. See outsize/runtime/method.py."""
 
-    def __init__(self, job: Job, spills: Spills, totals: Totals, clip: float | None) -> None:
-        watch, weight_pool, gradients = job.watch, job.weight_pool, job.gradients
-        passing, rows = job.passing, job.rows
+    def __init__(self, job: Job) -> None:
+        watch, weight_pool, passing, recipe = job.watch, job.weight_pool, job.passing, job.recipe
+        groups = recipe.groups or (Group(recipe.optimizer.weight_decay), Group(0.0))
+        self._optimizer, self._flow = recipe.optimizer, job.flow
+        self.updates = Updates(weight_pool, recipe.optimizer, groups, job.whole_tensors)
+        self.gradients = gradients = Gradients(job.chunks, job.owners)
+        job.flow.attach(gradients)
+        spills = Spills((weight_pool.pool, *(chunk.parameters for chunk in job.chunks)))
+        self._wrapped = list(wrapped(job.flow, job.plan, spills))
         self.spilling = Spilling(spills, job.plan, job.stores, watch)
         self.microbatches = Microbatches(
             job.flow, watch, self.spilling.of, sent=passing is not None
         )
         self.norm = Norm(
-            weight_pool, self.microbatches, gradients, job.updates, totals, clip, watch
+            weight_pool, self.microbatches, gradients, self.updates, job.totals, recipe.clip, watch
         )
-        self.update = Update(job.updates, gradients, self.norm, totals)
+        self.update = Update(self.updates, gradients, self.norm, job.totals)
         movement = Movement(weight_pool)
         hand = nothing_comes if passing is None else passing.hand
         stages = len(job.plan.stages)
         self.passes = Passes(self.microbatches, gradients, self.spilling, stages, hand)
-        self.sample = self._sampling(job, totals)
+        self.sample = self._sampling(job, job.totals)
         handlers: list[Handler] = [
             self.passes, movement, self.spilling, self.norm, self.update, self.sample
         ]  # fmt: skip
         before: list[Hook] = [movement.anew]
-        if rows is not None:
+        if job.rows is not None:
             counts = not job.placement.chunks.turn
-            handlers.append(Vocabulary(rows, self.microbatches, counts))
+            handlers.append(Vocabulary(job.rows, self.microbatches, counts))
         if passing is not None:
             links = Links(passing, self.microbatches)
             handlers.append(links)
             before.insert(0, links.sweep)
         after: list[Hook] = [self.norm.completing, self.microbatches.ending]
         self.engine = Engine(handlers, weight_pool.device, watch, before, after)
+
+    @staticmethod
+    def placement(
+        flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
+    ) -> Placement:
+        """Where weights, gradients and optimizer states rest."""
+        optimizer, named = recipe.optimizer, [params for _, params in flow.segments]
+        group_of = recipe.group_of or by_shape(dict(chain.from_iterable(named)))
+        layout = tables(
+            named, group_of, flow.wide, taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer)
+        )
+        memory = frozenset(n for n, s in here.stores.items() if isinstance(s, MemoryStore))
+        rest, main = (taker(optimizer, main).states for main in (False, True))
+        place, turn = (plan.mesh.index(axis, here.world.rank) for axis in ("data", "pipeline"))
+        kept, uses = Kept(dtypes_of(plan.precision), rest, main), tuple(map(tuple, flow.uses))
+        made = Placement(Items(Chunks(plan, layout, uses, kept, place, turn), memory))
+        check_pipeline(made)
+        if made.chunks.first == len(plan.stages):
+            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
+        return made
+
+    @staticmethod
+    def program(flow: Flow, placement: Placement) -> Program:
+        return train(placement)
+
+    def check(self) -> None:
+        self.update.check()
+
+    def ready(
+        self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
+    ) -> None:
+        self.microbatches.ready(batch, cuts, factor)
+        self.update.lr = self._optimizer.lr if lr is None else lr
+
+    def play(self, step: Loaded, begin: float) -> list[Ran]:
+        return self.engine.play(step, begin)
+
+    def found(self) -> tuple[Tensor, float]:
+        assert self.microbatches.loss is not None
+        return self.microbatches.loss, self.norm.value
+
+    def settle(self) -> None:
+        """An update is whole when its step is."""
+
+    def mend(self) -> None:
+        self.update.torn = False
+
+    def close(self) -> None:
+        for undo in reversed(self._wrapped):
+            undo()
+        self._flow.attach(None)
+        self.gradients.close()
 
     def _sampling(self, job: Job, totals: Totals) -> Sample:
         """One worker draws: the first of those that have the last stage."""

@@ -7,14 +7,16 @@ its weights are present (outsize/runtime/special/zeroth.py plays it).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.plan import Plan
+from outsize.optim.declared import StateSpec
 from outsize.runtime.flow import Flow
 from outsize.schedule.chunks import Chunks
 
@@ -23,26 +25,39 @@ NAME = "zeroth-order"  # what `approximate` must name
 
 @dataclass(frozen=True)
 class Zeroth:
-    """lr: step size, a hundredth or less of what a gradient takes. epsilon: how far the two losses
-    are taken from the weights. weight_decay: of matrices, decoupled. seed: of the directions."""
+    """An optimizer without gradients or states. lr: step size, a hundredth or less of what a
+    gradient takes. epsilon: how far the two losses are taken from the weights. weight_decay: of
+    matrices, decoupled. seed: of the directions."""
 
     lr: float = 1e-6
     epsilon: float = 1e-3
     weight_decay: float = 0.0
     seed: int = 0
 
+    grain: ClassVar[int] = 1
+    rest: ClassVar[None] = None
+    states: ClassVar[tuple[StateSpec, ...]] = ()
+    approximate: ClassVar[str] = NAME
 
-def check(plan: Plan, settings: Zeroth) -> None:
-    """Refuse what cannot be, before anything is allocated."""
-    if NAME not in plan.approximate:
-        raise OutsizeError(
-            f"plan: approximate is {list(plan.approximate)}; a job without gradients changes the"
-            f" maths: name {NAME} there"
-        )
-    for name in ("lr", "epsilon"):
-        value = getattr(settings, name)
-        if not value > 0 or not math.isfinite(value):
-            raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
+    def __post_init__(self) -> None:
+        for name in ("lr", "epsilon"):
+            value = getattr(self, name)
+            if not value > 0 or not math.isfinite(value):
+                raise OutsizeError(f"{NAME}: {name} is {value}; expected a positive number")
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return True
+
+    def update(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        state: Mapping[str, Tensor],
+        step: int,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        raise AssertionError("there are no gradients")
 
 
 def uses_of(flow: Flow, chunks: Chunks) -> list[tuple[int, ...]]:

@@ -248,7 +248,7 @@ class LocalJob:
     def ready(self, batch: Batch, start: int, stop: int) -> None:
         """Set out on the evaluation of some rows; the batch of the step is let go."""
         for job in self.jobs:
-            job.training.microbatches.ready(None, (), 1.0)
+            job.method.microbatches.ready(None, (), 1.0)
         self.microbatches.ready(batch, [(start, stop)], 1.0)
 
     def _each(self) -> Iterator[tuple[Group, Job]]:

@@ -9,311 +9,202 @@ Both losses pass through a block while it is present, and a block takes the upda
 comes by in step t + 1, so weights are fetched and written once a step (Wang et al., "ZO2", 2025).
 Here that is a Schedule of UPDATE and FORWARD: the same pool, rooms and lanes as everywhere.
 
-    job = ZerothJob(flow, plan, Zeroth(lr=1e-6))   # plan.approximate: [zeroth-order]
+    job = Job(flow, plan, Recipe(Zeroth(lr=1e-6)))   # plan.approximate: [zeroth-order]
     loss = job.step(batch)
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.memory import Meter, tables
-from outsize.memory.store import Store
+from outsize.memory import tables
+from outsize.models.cuts import Cut
 from outsize.plan import Plan
-from outsize.runtime.checks import check_weight, dtypes_of
+from outsize.runtime.checks import dtypes_of
 from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
-from outsize.runtime.flow import Flow, Walk
-from outsize.runtime.generating import TokenSteps, native, proved
+from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.norm import Diverged
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.states import Movement
+from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.points import Points
-from outsize.runtime.report import Report
-from outsize.runtime.special.forwards import Zeroth, check, still, uses_of
+from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.special.forwards import Zeroth, still, uses_of
 from outsize.runtime.special.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
-from outsize.runtime.storage.held import Held
-from outsize.runtime.storage.states import Fill
-from outsize.runtime.storage.weight_pool import NO_STORES, WeightPool
-from outsize.runtime.watch import Watch
-from outsize.schedule import Action, Kind, Schedule, prove
+from outsize.schedule import Action, Kind
 from outsize.schedule.action import AHEAD
-from outsize.schedule.compile.zeroth import placement_of, step_of
-from outsize.schedule.programs import evaluate
+from outsize.schedule.compile import zeroth as compiled
+from outsize.schedule.kept import PARAMETERS
+from outsize.schedule.layout import Placement
+from outsize.schedule.program import Program
+from outsize.schedule.programs import program_of
+
+if TYPE_CHECKING:
+    from outsize.runtime.job import Job
 
 
-class ZerothJob:
-    """Trains a model by losses alone; used like Job.
+class Losses:
+    """Steps of losses alone: see outsize/runtime/method.py. They are made without dropout: both
+    losses must be of one function.
 
-    flow: the model. plan: names "zeroth-order" under approximate; its parameters' tiers, stream,
-    rows and precision are used (with a master copy, the weights are held as that is, and the model
-    computes on roundings of them). settings: of the method. ledger, stores, fill: as for Job.
+    Of the plan, its parameters' tiers, stream, rows and precision are used; with a master copy, the
+    weights are held as that is, and the model computes on roundings of them. learns: by chunk,
+    whether it is trained. slope: along the direction of the last step. torn: some weights have had
+    a step's update and some have not.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        plan: Plan,
-        settings: Zeroth | None = None,
-        ledger: Meter | None = None,
-        stores: Mapping[str, Store] = NO_STORES,
-        fill: Fill | None = None,
-    ) -> None:
-        self.optimizer = settings or Zeroth()
-        check(plan, self.optimizer)
-        self.flow, self.plan, self.stores, self.watch = flow, plan, stores, Watch(ledger)
-        named = [params for _, params in flow.segments]
-        self.owners = {name: p for params in named for name, p in params}
-        layout = tables(named, dict.fromkeys(self.owners, 0), flow.wide)
-        self.learns = tuple(table.trainable for table in layout)
-        if not any(self.learns):
-            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        self.placement = placement_of(plan, layout)
-        schedule = step_of(self.placement, self.learns)
-        prove(schedule)
-        self.device = next(iter(self.owners.values())).device
-        with self.watch.on():
-            self.weight_pool = WeightPool(self.placement, stores, self.device, self.watch.kind)
-            self._adopt(fill)
-        self.chunks = self.weight_pool.chunks
-        self._losing = Losing(self)
-        self._sample = Sample(lambda m: self._walks[m].loss)
-        handlers: list[Handler] = [self._losing, Movement(self.weight_pool), self._sample]
-        self.engine = Engine(handlers, self.device, self.watch)
-        self.loaded = self._playable(schedule)
-        self._step = 0
+    def __init__(self, job: Job) -> None:
+        settings = job.optimizer
+        assert isinstance(settings, Zeroth)
+        self._job, self._settings = job, settings
+        self._chunks = job.placement.chunks
+        self.learns = learning(job.flow, job.placement)
+        uses, compute = uses_of(job.flow, self._chunks), dtypes_of(job.plan.precision).parameters
+        with job.watch.on():
+            self._perturbed = Perturbed(
+                job.weight_pool, job.owners, self.learns, uses, compute, job.watch.kind
+            )
+        self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, sent=False)
+        self.sample = Sample(lambda m: self.microbatches.of(m).loss)
+        handlers: list[Handler] = [Losing(self), Movement(job.weight_pool), self.sample]
+        after = [self.microbatches.ending]
+        self.engine = Engine(handlers, job.weight_pool.device, job.watch, after=after)
         self._due: Move | None = None
-        self._torn = False  # some weights have had a step's update and some have not
-        self._walks: list[Walk] = []
-        self._signs: Sequence[int] = ()
+        self.torn = False
+        self._rate = self.slope = 0.0
+        self._found: dict[int, Tensor] = {}  # losses of a step, of all microbatches by either sign
 
-    # -- construction -----------------------------------------------------------------------------
+    @staticmethod
+    def placement(
+        flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
+    ) -> Placement:
+        """Where the weights rest."""
+        named = [params for _, params in flow.segments]
+        group_of = {name: 0 for params in named for name, _ in params}
+        layout = tables(named, group_of, flow.wide)
+        if not any(table.trainable for table in layout):
+            raise OutsizeError("model: no parameter requires a gradient; nothing to train")
+        return compiled.placement_of(plan, layout)
 
-    @property
-    def ledger(self) -> Meter | None:
-        """Counts bytes while the job works."""
-        return self.watch.ledger
+    @staticmethod
+    def program(flow: Flow, placement: Placement) -> Program:
+        learns = learning(flow, placement)
+        return program_of(placement, lambda here: compiled.step_of(here, learns))
 
-    @ledger.setter
-    def ledger(self, ledger: Meter | None) -> None:
-        self.watch.ledger = ledger
+    # -- a step -----------------------------------------------------------------------------------
 
-    @property
-    def schedule(self) -> Schedule:
-        """One step."""
-        return self.loaded.schedule
-
-    def _playable(self, schedule: Schedule) -> Loaded:
-        return self.engine.load(schedule, Points(schedule, self.placement.items.residency.uses))
-
-    def _adopt(self, fill: Fill | None) -> None:
-        """Move the parameters' values into chunks; the parameters become views of copies."""
-        self._held = Held(self.weight_pool, self.learns)
-        self._held.adopt(self.owners, fill)
-        uses = uses_of(self.flow, self.placement.chunks)
-        compute = dtypes_of(self.plan.precision).parameters
-        self._perturbed = Perturbed(
-            self.weight_pool, self.owners, self.learns, uses, compute, self.watch.kind
-        )
-
-    def close(self) -> None:
-        """Give the model back as an ordinary module; its parameters are the weights as they are
-        held. Of what rests below the device, read `weights` before."""
-        self.catch_up()
-        for chunk in self.chunks:
-            for slot in chunk.table.slots:
-                self.owners[slot.name].data = slot.of(chunk.parameters)
-        self.flow.attach(None)
-        self.engine.close()
-
-    # -- one step ---------------------------------------------------------------------------------
-
-    def step(self, batch: Any, lr: float | None = None) -> Tensor:
-        """Train on one batch; gives the mean of the two losses, a scalar tensor.
-
-        lr: this step's learning rate; that of the settings where none is given. In `report`, norm
-        is the slope along the direction. Dropout is off: both losses must be of one function.
-        """
-        begin = time.perf_counter()
-        if self._torn:
+    def check(self) -> None:
+        if self.torn:
             raise OutsizeError(
                 "job: a step was cut off while it updated the weights; load a checkpoint to go on"
             )
-        weight, count = self.flow.count(batch).tolist()
-        check_weight(weight)
-        with torch.no_grad(), still(self.flow.model):
-            self.ready(batch, weight)
-            ran = self._play(begin)
-        return self._conclude(self._losses(), lr, int(count), ran, begin)
 
-    def ready(self, batch: Any, count: float) -> None:
-        """Set out on a step: its batch and the one number that losses are divided by."""
-        rows = [self.plan.rows_of(m) for m in range(self.plan.microbatches)]
-        self._signs = [PLUS] * len(rows) + [MINUS] * len(rows)
-        with self.watch.kind("data"):
-            parts = [self.flow.part(batch, *cut) for cut in rows]
-        self._walks = [self.flow.begin(part, 1.0 / count) for part in (*parts, *parts)]
-        self._perturbed.begin()
+    def ready(
+        self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
+    ) -> None:
+        self.microbatches.ready(batch, [*cuts, *cuts], factor)
+        self._rate = self._settings.lr if lr is None else lr
 
-    def _losses(self) -> list[Tensor]:
-        walks, self._walks = self._walks, []
-        return [walk.loss.double() for walk in walks if walk.loss is not None]
+    def play(self, step: Loaded, begin: float) -> list[Ran]:
+        with torch.no_grad(), still(self._job.flow.model):
+            ran = self.engine.play(step, begin)
+        self._due = None
+        return ran
 
-    def _conclude(
-        self, losses: list[Tensor], lr: float | None, count: int, ran: list[Ran], begin: float
-    ) -> Tensor:
+    def found(self) -> tuple[Tensor, float]:
+        """The mean of the two losses, and the slope along the direction."""
+        losses = [loss.double() for _, loss in sorted(self._found.items())]
         half = len(losses) // 2
         plus, minus = torch.stack(losses[:half]).sum(), torch.stack(losses[half:]).sum()
-        slope = float(plus - minus) / (2 * self.optimizer.epsilon)
+        slope = float(plus - minus) / (2 * self._settings.epsilon)
         if not math.isfinite(slope):
             raise Diverged(
                 f"loss is {float(plus)} and {float(minus)} on either side of the weights; expected"
                 " finite numbers: lower the learning rate or check the data; the weights were left"
                 " unchanged"
             )
-        self.slope = slope  # along the direction of the last step
-        rate = self.optimizer.lr if lr is None else lr
-        self._due = Move(self._direction, -rate * slope, rate * self.optimizer.weight_decay)
-        self._step += 1
-        loss = (plus + minus) / 2
-        self.report = Report(
-            float(loss), abs(slope), count, time.perf_counter() - begin, ran, begin
-        )
-        return loss
+        self.slope, made = slope, self._made()
+        decay = self._rate * self._settings.weight_decay
+        self._due = Move(Direction(self._settings.seed, made), -self._rate * slope, decay)
+        for chunk, learns in zip(self._job.chunks, self.learns, strict=True):
+            if learns:
+                chunk.steps = {slot.name: made + 1 for slot in chunk.table.slots}
+        return (plus + minus) / 2, abs(slope)
 
-    @property
-    def _direction(self) -> Direction:
-        return Direction(self.optimizer.seed, self._step)
+    def _made(self) -> int:
+        """The steps so far, which name the next direction."""
+        return max((n for chunk in self._job.chunks for n in chunk.steps.values()), default=0)
 
-    def _play(self, begin: float) -> list[Ran]:
-        try:
-            ran = self.engine.play(self.loaded, begin)
-        except BaseException:
-            self._torn = self._due is not None
-            raise
-        self._due = None
-        return ran
+    # -- its actions ------------------------------------------------------------------------------
 
-    def lose(self, stage: int, microbatch: int) -> None:
+    def begin(self, points: Points) -> None:
+        self.microbatches.begin(points)
+        self._perturbed.begin()
+        self._found.clear()
+        self._direction = Direction(self._settings.seed, self._made())
+
+    def reset(self) -> None:
+        self.torn = self.torn or self._due is not None
+        self.microbatches.reset()
+
+    def lose(self, action: Action, sign: int) -> None:
         """A stage forward, with the weights on a side of what they are, or as they are."""
-        sign = self._signs[microbatch]
-        self._perturbed.enter(stage, sign, self._direction, self.optimizer.epsilon)
-        self._walks[microbatch].forward(stage)
+        stage, m = action.stage, action.microbatch
+        self._perturbed.enter(stage, sign, self._direction, self._settings.epsilon)
+        walk = self.microbatches.of(m)
+        walk.forward(stage)
+        if action.kind is Kind.FORWARD and walk.loss is not None:
+            if sign == NONE:
+                self.microbatches.lose(m, walk.loss)
+            else:
+                self._found[m] = walk.loss
 
     def change(self, stage: int) -> None:
         """UPDATE by what the step before has found, now that the stage's weights are here."""
         if self._due is None:
             return
-        for index in self.placement.chunks.of_stage[stage]:
+        for index in self._chunks.of_stage[stage]:
             if self.learns[index]:
-                self._due.apply(self.placement.chunks.tables[index], self.chunks[index].parameters)
+                self._due.apply(self._chunks.tables[index], self._job.chunks[index].parameters)
 
-    def forget(self) -> None:
-        """A step or an evaluation has failed."""
-        self._walks.clear()
-
-    # -- evaluation and state ---------------------------------------------------------------------
+    # -- the weights ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def catch_up(self) -> None:
-        """Give the weights what the last step has found: a pass over all of them."""
+    def settle(self) -> None:
+        """A pass over all weights, where the last step has found what they have not had yet."""
         due, self._due = self._due, None
-        if due is not None:
-            self._held.change(due.apply)
-
-    @torch.no_grad()
-    def evaluate(self, batch: Any, rows: int) -> tuple[float, float]:
-        """Sum of losses over a batch of `rows` rows, and the weight of its valid targets."""
-        self.catch_up()
-        size = self.plan.microbatch_rows
-        cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-        parts = [self.flow.part(batch, *cut) for cut in cuts]
-        program = evaluate(self.placement, len(parts))
-        prove(program)
-        self._set_out([self.flow.begin(part, 1.0) for part in parts])
-        self.engine.play(self._playable(program.own), time.perf_counter())
-        return float(torch.stack(self._losses()).sum()), float(self.flow.count(batch)[0])
-
-    def _set_out(self, walks: Sequence[Walk]) -> None:
-        """Set out on passes with the weights as they are."""
-        self._walks, self._signs = list(walks), [NONE] * len(walks)
-        self._perturbed.begin()
-
-    @cached_property
-    def tokens(self) -> TokenSteps:
-        """Steps of generation by its engine; see Job.tokens."""
-
-        def begin(walk: Walk, shapes: tuple[int, int]) -> None:
-            self.catch_up()
-            self._set_out([walk])
-
-        playable = proved(self.placement, self._playable)
-        return TokenSteps(native(self.flow), self.engine, self._sample, playable, begin)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name as it is held, all steps included; see Job.weights."""
-        self.catch_up()
-        return self._held.weights()
-
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        """What training continues from is held in."""
-        return self.placement.chunks.kept.dtypes.parameters
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
-        return tuple(self.owners[name].shape)
-
-    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of an optimizer state, of which there are none."""
-        raise AssertionError(f"{name} has no state {state}")
-
-    def weight_reader(self) -> Callable[[str], Tensor]:
-        """Gives a weight by name; see Job.weight_reader."""
-        self.catch_up()
-        return self._held.reader()
-
-    def reader(self) -> Callable[[str, str | None], Tensor]:
-        """Gives (name, None) a weight; there is no state."""
-        held = self.weight_reader()
-
-        def read(name: str, state: str | None) -> Tensor:
-            assert state is None
-            return held(name)
-
-        return read
-
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """None is kept."""
-        return iter(())
-
-    def state_names(self) -> Iterator[str]:
-        """None is kept."""
-        return iter(())
-
-    @torch.no_grad()
-    def load(self, value: Fill | None, state: Fill) -> None:
-        """Replace every weight: value(parameter name, out) writes it. There is no state to fill."""
-        if value is None:
-            self.catch_up()
+        if due is None or self.torn:
             return
-        self._held.load(value)
-        self._due = None
+        pool = self._job.weight_pool
+        for index, table in enumerate(self._chunks.tables):
+            if self.learns[index]:
+                flat = pool.read(index, PARAMETERS)
+                due.apply(table, flat)
+                pool.write(index, PARAMETERS, flat)
 
-    def update_counts(self) -> dict[str, int]:
-        """Steps that each trained parameter has had: what names the next direction."""
-        return dict.fromkeys(self._held.trained(), self._step)
+    def mend(self) -> None:
+        self.torn = False
 
-    def restore_counts(self, counts: Mapping[str, int]) -> None:
-        """Go on from there; the weights were loaded before."""
-        self._step, self._torn = max(counts.values(), default=0), False
+    def close(self) -> None:
+        """The parameters are the weights as they are held."""
+        self.settle()
+        for chunk in self._job.chunks:
+            for slot in chunk.table.slots:
+                self._job.owners[slot.name].data = slot.of(chunk.parameters)
+        self._job.flow.attach(None)
+
+
+def learning(flow: Flow, placement: Placement) -> tuple[bool, ...]:
+    """By chunk, whether it is trained."""
+    trained = {name: p.requires_grad for _, params in flow.segments for name, p in params}
+    return tuple(trained[table.slots[0].name] for table in placement.chunks.tables)
 
 
 class Losing:
@@ -321,16 +212,13 @@ class Losing:
 
     kinds = (Kind.UPDATE, *AHEAD)
 
-    def __init__(self, job: ZerothJob) -> None:
-        self._job = job
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+        self.begin, self.reset = losses.begin, losses.reset
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         if action.kind is Kind.UPDATE:
-            return Deed(partial(self._job.change, action.stage))
-        return Deed(partial(self._job.lose, action.stage, action.microbatch))
-
-    def begin(self, points: Points) -> None:
-        """The walks are there."""
-
-    def reset(self) -> None:
-        self._job.forget()
+            return Deed(partial(self._losses.change, action.stage))
+        half = points.schedule.microbatches // 2
+        sign = NONE if points.evaluates else PLUS if action.microbatch < half else MINUS
+        return Deed(partial(self._losses.lose, action, sign))

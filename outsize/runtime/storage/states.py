@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,33 @@ from outsize.schedule.chunks import LINE
 from outsize.schedule.kept import MASTER, PARAMETERS
 
 Fill = Callable[[str, Tensor], None]
+
+
+class Stated(Protocol):
+    """Weights and optimizer states by name, to be saved and restored."""
+
+    @property
+    def weights_dtype(self) -> torch.dtype: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state_names(self) -> Iterator[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]: ...
+
+    def weight_reader(self) -> Callable[[str], Tensor]: ...
+
+    def reader(self) -> Callable[[str, str | None], Tensor]: ...
+
+    def load(self, value: Fill | None, state: Fill) -> None: ...
+
+    def update_counts(self) -> dict[str, int]: ...
+
+    def restore_counts(self, counts: Mapping[str, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,7 @@ class States:
         for table in self._every:
             yield from self._named(table, self._master(table), "")
 
-    def optimizer(self) -> Iterator[tuple[str, Tensor]]:
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states by "parameter.state", as `weights` gives weights."""
         for table in self._every:
             for what in self.weight_pool.placement.chunks.kept.names(table):
@@ -78,14 +106,14 @@ class States:
             flat = torch.empty(numel, dtype=dtype, device=self.weight_pool.device)
         return self.line.broadcast(flat, first)
 
-    def names(self) -> Iterator[str]:
-        """The names that `optimizer` gives."""
+    def state_names(self) -> Iterator[str]:
+        """The names that `optimizer_state` gives."""
         for table in self._every:
             for what in self.weight_pool.placement.chunks.kept.names(table):
                 yield from (f"{slot.name}.{what}" for slot in table.slots)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def weights_dtype(self) -> torch.dtype:
         """What training continues from is held in."""
         dtypes = self.weight_pool.placement.chunks.kept.dtypes
         return dtypes.parameters if dtypes.master is None else dtypes.master
@@ -187,7 +215,7 @@ class States:
         held = dict(self.weight_pool.placement.chunks.kept.states(table))
         return MASTER if MASTER in held else PARAMETERS
 
-    def counts(self) -> dict[str, int]:
+    def update_counts(self) -> dict[str, int]:
         """Updates that each parameter has had, of all workers of a pipeline."""
         mine = {name: n for chunk in self.weight_pool.chunks for name, n in chunk.steps.items()}
         if self.line.size == 1:
@@ -204,9 +232,12 @@ class States:
 
 
 class Stateful:
-    """What a job gives of its states, whatever else it does. states: them."""
+    """What a job gives of its states, whatever else it does."""
 
-    states: States
+    @property
+    def states(self) -> Stated:
+        """Them."""
+        raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name, in the precision that training continues from.
@@ -218,16 +249,16 @@ class Stateful:
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states by "parameter.state", as `weights` gives weights."""
-        return self.states.optimizer()
+        return self.states.optimizer_state()
 
     def state_names(self) -> Iterator[str]:
         """The names that `optimizer_state` gives."""
-        return self.states.names()
+        return self.states.state_names()
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """What training continues from is held in."""
-        return self.states.dtype
+        return self.states.weights_dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a parameter, of which a part may lie here."""
@@ -255,7 +286,7 @@ class Stateful:
 
     def update_counts(self) -> dict[str, int]:
         """Updates that each parameter has had."""
-        return self.states.counts()
+        return self.states.update_counts()
 
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; the weights were loaded before."""
