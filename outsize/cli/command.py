@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -32,6 +33,38 @@ class Command(click.Command):
             if text == str(error):
                 raise
             raise OutsizeError(text) from error
+
+
+_PLACES = (
+    click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB."),
+    click.option("--host-memory", metavar="SIZE", help="RAM beside it where states may rest."),
+    click.option(
+        "--disk", metavar="DIR[:SIZE]", help="Folder where states may rest; DIR,DIR: both."
+    ),
+    click.option(
+        "--tier",
+        "tiers",
+        multiple=True,
+        metavar="NAME=PATH:SIZE",
+        help="Memory with a path, such as CXL, where states may rest; repeatable.",
+    ),
+    click.option("--workers", type=int, help="Processes of this machine that train together."),
+    click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2."),
+)
+
+
+def placed(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command options that say what a run is spread over, as `places`: values by key."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> None:
+        names = ("memory", "host_memory", "disk", "tiers", "workers", "mesh")
+        places = {name: options.pop(name) for name in names}
+        command(*args, places={**places, "tiers": places["tiers"] or None}, **options)
+
+    for option in reversed(_PLACES):
+        call = option(call)
+    return call
 
 
 def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:

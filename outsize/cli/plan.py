@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command, refuse_unused
+from outsize.cli.command import Command, placed, refuse_unused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,18 +20,7 @@ if TYPE_CHECKING:
 @click.argument("target", required=False)
 @click.option("--model", metavar="NAME", help="A preset or a Hugging Face directory, as TARGET.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a key; repeatable.")
-@click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB.")
-@click.option("--host-memory", metavar="SIZE", help="RAM beside it where states may rest.")
-@click.option("--disk", metavar="DIR[:SIZE]", help="Folder where states may rest; DIR,DIR: both.")
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="NAME=PATH:SIZE",
-    help="Memory with a path, such as CXL, where states may rest; repeatable.",
-)
-@click.option("--workers", type=int, help="Processes of this machine that train together.")
-@click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
+@placed
 @click.option(
     "--out",
     metavar="FILE",
@@ -44,12 +34,7 @@ def plan(
     target: str | None,
     model: str | None,
     sets: tuple[str, ...],
-    memory: str | None,
-    host_memory: str | None,
-    disk: str | None,
-    tiers: tuple[str, ...],
-    workers: int | None,
-    mesh: str | None,
+    places: Mapping[str, object],
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -61,15 +46,10 @@ def plan(
 
     from outsize.cli.show import console
     from outsize.train import show
-    from outsize.train.resolve import resolve
+    from outsize.train.resolve import as_sets, resolve
 
     file, said = _target(target)
-    options = {
-        "model.name": model, "memory": memory, "host_memory": host_memory, "disk": disk,
-        "tiers": tiers or None, "workers": workers, "mesh": mesh,
-    }  # fmt: skip
-    given = (f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None)
-    resolved = resolve(file, (*said, *sets, *given))
+    resolved = resolve(file, (*said, *sets, *as_sets({"model.name": model, **places})))
     from outsize.train.setup import set_up
     from outsize.train.workers import mesh_of, with_workers
 

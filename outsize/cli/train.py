@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from outsize.cli.command import Command, refuse_unused
+from outsize.cli.command import Command, placed, refuse_unused
 
 if TYPE_CHECKING:
     from outsize.train.resolve import Resolved
@@ -27,18 +26,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="With --resume: what to do when the last checkpoint is damaged.",
 )
-@click.option("--memory", metavar="SIZE", help="Most memory on the device, as 2GiB.")
-@click.option("--host-memory", metavar="SIZE", help="RAM beside it where states may rest.")
-@click.option("--disk", metavar="DIR[:SIZE]", help="Folder where states may rest; DIR,DIR: both.")
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="NAME=PATH:SIZE",
-    help="Memory with a path, such as CXL, where states may rest; repeatable.",
-)
-@click.option("--workers", type=int, help="Processes on this machine that train together.")
-@click.option("--mesh", metavar="AXES", help="Workers on each axis, as data=2,tensor=2.")
+@placed
 @click.option(
     "--plan",
     "plan_file",
@@ -53,12 +41,7 @@ def train(
     sets: tuple[str, ...],
     resume: Path | None,
     on_damage: Literal["refuse", "previous"],
-    memory: str | None,
-    host_memory: str | None,
-    disk: str | None,
-    tiers: tuple[str, ...],
-    workers: int | None,
-    mesh: str | None,
+    places: Mapping[str, object],
     plan_file: str | None,
     explain: bool,
 ) -> None:
@@ -81,16 +64,10 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.cli.show import console
     from outsize.train.planned import with_plan
-    from outsize.train.resolve import resolve
-
-    options = {
-        "memory": memory, "host_memory": host_memory, "disk": disk, "workers": workers,
-        "mesh": mesh, "tiers": tiers or None, "plan_file": plan_file,
-    }  # fmt: skip
-    places = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    from outsize.train.resolve import as_sets, resolve
 
     def said() -> Resolved:
-        return with_plan(resolve(run, (*sets, *places)))
+        return with_plan(resolve(run, (*sets, *as_sets({**places, "plan_file": plan_file}))))
 
     directory = None if resume is None else _run_directory(resume)
     if explain:
@@ -109,11 +86,7 @@ def _run_directory(path: Path) -> Path:
     return path.parent if (path / "manifest.json").is_file() else path
 
 
-def _changes(said: Resolved) -> Iterator[tuple[str, object, str]]:
-    return ((name, value, said.origins[name]) for name, value in said.values.items())
-
-
 def _laid_over(recorded: Resolved, said: Resolved) -> Resolved:
-    for name, value, origin in _changes(said):
-        recorded = recorded.with_value(name, value, origin)
+    for name, value in said.values.items():
+        recorded = recorded.with_value(name, value, said.origins[name])
     return recorded

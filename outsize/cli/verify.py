@@ -87,6 +87,7 @@ def _wanted(
     resume: bool,
 ) -> Wanted:
     from outsize.errors import OutsizeError
+    from outsize.train.resolve import as_sets
     from outsize.verify import target as targets
 
     if zero is not None and shards is not None:
@@ -103,23 +104,22 @@ def _wanted(
         "plan.zero": zero if shards is None else list(targets.degrees(shards)),
         "plan.sequence_parallel": sequence_parallel or None,
     }
-    said = [f"{name}={json.dumps(value)}" for name, value in places.items() if value is not None]
-    grid = _mesh(target, workers, mesh, (*sets, *said))
-    return targets.Wanted(target, (*sets, *said), grid, targets.WHOLE, steps, resume)
+    said = (*sets, *as_sets(places))
+    return targets.Wanted(
+        target, said, _mesh(target, workers, mesh, said), targets.WHOLE, steps, resume
+    )
 
 
 def _mesh(
     target: str | None, workers: int | None, mesh: str | None, said: tuple[str, ...] = ()
 ) -> Mesh:
-    from outsize.train.resolve import resolve
+    from outsize.train.resolve import as_sets, resolve
     from outsize.train.workers import mesh_of
     from outsize.verify.target import values_of
 
     if said or target is not None:
         return mesh_of(values_of(target, said), None, None)
-    options = {"workers": workers, "mesh": mesh}
-    texts = [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    return mesh_of(resolve(None, texts), None, None)
+    return mesh_of(resolve(None, as_sets({"workers": workers, "mesh": mesh})), None, None)
 
 
 def _verdict(wanted: Wanted, processes: bool) -> Verdict | int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.trace.trace import Trace
-from outsize.train.resolve import Resolved, resolve
+from outsize.train.resolve import Resolved, as_sets, resolve
 
 if TYPE_CHECKING:
     from outsize.collectives import Mesh
@@ -68,8 +67,7 @@ def simulate(
 
 
 def _values(model: str | Path, settings: Mapping[str, object]) -> Resolved:
-    said = {name: value for name, value in settings.items() if value is not None}
-    sets = [f"{name}={json.dumps(value)}" for name, value in said.items()]
+    sets = as_sets(settings)
     path = Path(str(model))
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return _with_workers(resolve(path, sets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,12 @@ def resolve(path: str | Path | None, sets: Iterable[str] = ()) -> Resolved:
         resolved = apply_set(resolved, text)
     _one_length(resolved)
     return _one_optimizer(resolved)
+
+
+def as_sets(values: Mapping[str, object]) -> list[str]:
+    """The values as "key=value" texts, those that are None left out."""
+    said = {name: value for name, value in values.items() if value is not None}
+    return [f"{name}={json.dumps(value)}" for name, value in said.items()]
 
 
 def apply_text(resolved: Resolved, text: str, source: str) -> Resolved:
