@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -119,29 +120,43 @@ def refuse_shared(keys: Iterable[str]) -> None:
 
 
 def setting(
-    default: T, meaning: str, least: float = float("-inf"), most: float = float("inf")
+    default: T,
+    meaning: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    may_change: bool = False,
 ) -> T:
-    """A field of a technique's settings: its default, meaning and range."""
-    metadata = {"meaning": meaning, "least": least, "most": most}
+    """A field that is a key of a run: its default, meaning and range. may_change: when the run goes
+    on, since it has a say in no number but how long that is."""
+    metadata = {"meaning": meaning, "least": least, "most": most, "may_change": may_change}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a technique's settings. kind: its type."""
+    """What `setting` made. kind: its type."""
 
     name: str
     kind: Any
     default: Any
     meaning: str
-    least: float
-    most: float
+    least: float = -math.inf
+    most: float = math.inf
+    may_change: bool = False
+
+    @property
+    def range(self) -> str:
+        """The numbers that it may be, in words; empty where it may be any, or is no number."""
+        lower = "" if self.least == -math.inf else f"{self.least:g}"
+        upper = "" if self.most == math.inf else f"{self.most:g}"
+        if lower and upper:
+            return f"{lower} to {upper}"
+        return f"from {lower}" if lower else f"to {upper}" if upper else ""
 
 
-def settings_of(one: Technique) -> Iterator[Setting]:
-    """The settings of a technique, in order."""
-    hints = typing.get_type_hints(one.settings)
-    for field in dataclasses.fields(one.settings):
-        data = field.metadata
-        kind = hints[field.name]
-        yield Setting(field.name, kind, field.default, data["meaning"], data["least"], data["most"])
+def settings_of(owner: type) -> Iterator[Setting]:
+    """The fields of a dataclass that `setting` made, in order."""
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        if field.metadata:
+            yield Setting(field.name, hints[field.name], field.default, **field.metadata)

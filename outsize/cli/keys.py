@@ -17,7 +17,7 @@ def keys(name: str | None) -> None:
     from outsize.cli.show import console
     from outsize.errors import OutsizeError, nearest
     from outsize.registry import TECHNIQUES
-    from outsize.train.config import leaves, range_of, technique_leaves
+    from outsize.train.config import leaves, technique_leaves
     from outsize.train.others import here
     from outsize.train.resolve import shown
 
@@ -33,5 +33,5 @@ def keys(name: str | None) -> None:
     for key in found:
         leaf = every[key]
         default = "off" if TECHNIQUES.find(key) else shown(leaf.default)
-        table.add_row(key, default, str(range_of(key) or "-"), leaf.meaning)
+        table.add_row(key, default, leaf.range or "-", leaf.meaning)
     console().print(table, markup=False)

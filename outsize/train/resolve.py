@@ -13,13 +13,12 @@ import yaml
 from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
 from outsize.optim import parse as parse_optimizer
-from outsize.registry import refuse_shared
+from outsize.registry import Setting, refuse_shared
 from outsize.train.config import (
     MOVED,
     RENAMED,
     SHORT,
     UNSAID,
-    Leaf,
     RunConfig,
     check,
     config_of,
@@ -77,7 +76,7 @@ class Resolved:
             for name, key in self._keys()
         ]
 
-    def _keys(self) -> Iterator[tuple[str, Leaf]]:
+    def _keys(self) -> Iterator[tuple[str, Setting]]:
         """The keys of every run, and those of techniques that are said."""
         yield from leaves().items()
         yield from ((n, key) for n, key in technique_leaves().items() if self._counts(n))
@@ -233,7 +232,7 @@ def _technique_values(name: str, value: Any, source: str) -> Iterable[tuple[str,
         yield from _technique_values(full, inner, source)
 
 
-def _leaf(name: str) -> Leaf:
+def _leaf(name: str) -> Setting:
     found = leaf(name)
     assert found is not None, name
     return found

@@ -40,7 +40,7 @@ from outsize.runtime.making import NativeModel
 from outsize.runtime.recipe import Here
 from outsize.runtime.trains import Trains
 from outsize.texts import read_text, write_text
-from outsize.train.config import MAY_CHANGE
+from outsize.train.config import may_change
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
 from outsize.train.loop import Loop, closing, resume_command
@@ -207,7 +207,7 @@ def _changed(
     for name, value, origin in changes:
         if name == "output" or value == recorded.get(name):
             continue
-        if name not in MAY_CHANGE:
+        if not may_change(name):
             raise OutsizeError(
                 f"{name} is {value!r} ({origin}), but the run in {directory} was started with"
                 f" {recorded.get(name)!r}: set it back, or start a new run in another directory"

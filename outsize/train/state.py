@@ -31,7 +31,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill
 from outsize.runtime.trains import Trains
-from outsize.train.config import MAY_CHANGE, MOVED, RENAMED
+from outsize.train.config import MOVED, RENAMED, may_change
 from outsize.train.derive import warmup_now
 from outsize.train.filling import filling
 from outsize.train.resolve import Resolved
@@ -149,7 +149,7 @@ def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
     then = {RENAMED.get(name, MOVED.get(name, name)): value for name, value in then.items()}
     for name, now in _values(resolved).items():
         derived = name == "learning_rate.warmup" and now == warmup_now(then, steps)
-        if name not in MAY_CHANGE and then.get(name) != now and not derived:
+        if not may_change(name) and then.get(name) != now and not derived:
             raise OutsizeError(
                 f"{name} is {now!r}, but the checkpoint {checkpoint.path} was trained with"
                 f" {then.get(name)!r}: set it back, or start a new run in another directory"

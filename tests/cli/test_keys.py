@@ -32,7 +32,9 @@ def test_a_section_a_key_and_a_technique_are_listed_alone() -> None:
     assert len(invoke("keys", "learning_rate").splitlines()) == 1 + 4
     assert "from 1" in invoke("keys", "train.keep") and "2" in invoke("keys", "train.keep")
     one = TECHNIQUES.get("adapt.lora")
-    assert len(invoke("keys", "adapt.lora").splitlines()) >= 2 + len(list(settings_of(one)))
+    assert len(invoke("keys", "adapt.lora").splitlines()) >= 2 + len(
+        list(settings_of(one.settings))
+    )
 
 
 @pytest.mark.parametrize(
