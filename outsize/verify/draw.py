@@ -6,7 +6,7 @@ A draw that a plan (or a family) refuses is followed by another of the same seed
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,7 @@ from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.runtime.job import Fill
 from outsize.runtime.native import check_noise
 from outsize.runtime.recipe import Here
+from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
 from outsize.verify.draw_data import Data, masked
@@ -102,6 +103,8 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     if name == "muon" and min(data.batch(i).count() for i in range(steps)) < config.hidden:
         # Its gradients lack rank: Muon would make steps of what is zero but for rounding.
         optimizer, name = ADAMW, "adamw"
+    if optimizer.approximate:
+        plan = replace(plan, approximate=(*plan.approximate, optimizer.approximate))
     resume = draw.choice((0, 0, 1, 2))
     native = Native(config, partial(_values, config), options, partial(_is_frozen, frozen))
     case = Case(native, plan, optimizer, data.batch, steps, clip, RATE, resume)
@@ -249,7 +252,10 @@ def _shards(draw: Random, data: int) -> Sharding:
 
 
 def _optimizer(draw: Random) -> tuple[Optimizer, str]:
-    name = draw.choice(("adamw", "adamw", "sgd", "muon"))
+    name = draw.choice(("adamw", "adamw", "adamw8bit", "sgd", "muon"))
+    if name == "adamw8bit":
+        least = draw.choice((1, 500))
+        return AdamW8Bit(ADAMW, Settings(draw.choice((32, 64, 256)), least)), name
     if name == "sgd":
         return SGD(RATE, draw.choice((0.0, 0.9)), 0.1), name
     if name == "muon":

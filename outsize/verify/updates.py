@@ -1,4 +1,4 @@
-"""The updates of a plain run: torch.optim's, and Muon step by step as its paper has it."""
+"""The updates of a plain run: torch.optim's; Muon and 8-bit AdamW as their papers have them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from math import sqrt
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
+from outsize.kernels.blockwise import table
 from outsize.optim import SGD, AdamW, Muon, Optimizer
+from outsize.techniques.optim.adamw8bit import AdamW8Bit
 
 Update = Callable[[float], None]  # with a learning rate
 
@@ -22,15 +25,12 @@ def updater(
     matrices: names of those that a matrix optimizer takes. OutsizeError for an optimizer that
     PyTorch has no twin of.
     """
-    if isinstance(optimizer, Muon):
-        here = {name: w for name, w in weights.items() if name in matrices}
-        rest = {name: w for name, w in weights.items() if name not in matrices}
-        parts = [
-            _muon(optimizer, here),
-            _stepping(optimizer.rest, rest, optimizer.weight_decay),
-        ]
-    else:
-        parts = [_stepping(optimizer, weights, optimizer.weight_decay)]
+    parts, rest, others = list[Update](), weights, optimizer
+    if optimizer.rest is not None:
+        here = {n: w for n, w in weights.items() if n in matrices and optimizer.takes((*w.shape,))}
+        rest = {name: w for name, w in weights.items() if name not in here}
+        parts, others = [_own(optimizer, here)], optimizer.rest
+    parts.append(_stepping(others, rest, optimizer.weight_decay))
 
     def update(rate: float) -> None:
         for part in parts:
@@ -64,9 +64,22 @@ def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.
             )
         case SGD():
             return torch.optim.SGD(groups, lr=1.0, momentum=optimizer.momentum, foreach=False)
-    raise OutsizeError(
+    raise _without_twin(optimizer)
+
+
+def _own(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> Update:
+    match optimizer:
+        case Muon():
+            return _muon(optimizer, weights)
+        case AdamW8Bit():
+            return _in_8_bits(optimizer, weights)
+    raise _without_twin(optimizer)
+
+
+def _without_twin(optimizer: Optimizer) -> OutsizeError:
+    return OutsizeError(
         f"verify: optimizer {type(optimizer).__name__} has no twin in plain PyTorch; expected"
-        " AdamW, SGD or Muon"
+        " AdamW, SGD, Muon or AdamW8Bit"
     )
 
 
@@ -113,3 +126,35 @@ def _direction(matrix: Tensor, iterations: int) -> Tensor:
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     return x
+
+
+def _in_8_bits(optimizer: AdamW8Bit, weights: Mapping[str, Tensor]) -> Update:
+    """AdamW, of whose moments each update finds what 8 bits have kept."""
+    block, (one, two) = optimizer.settings.block, optimizer.rest.betas
+    kept: dict[str, tuple[int, Tensor, Tensor]] = {}
+
+    def update(rate: float) -> None:
+        for name, weight in weights.items():
+            if weight.grad is None:
+                continue
+            step, mean, square = kept.get(name, (0, *torch.zeros(2, *weight.shape)))
+            step, gradient = step + 1, weight.grad.to(weight.dtype)
+            mean = one * mean + (1 - one) * gradient
+            square = two * square + (1 - two) * gradient.square()
+            deviation = (square / (1 - two**step)).sqrt() + optimizer.rest.eps
+            with torch.no_grad():
+                weight.mul_(1 - rate * optimizer.weight_decay)
+                weight.sub_(rate / (1 - one**step) * mean / deviation)
+            kept[name] = step, _rounded(mean, True, block), _rounded(square, False, block)
+
+    return update
+
+
+def _rounded(x: Tensor, signed: bool, block: int) -> Tensor:
+    """In 8 bits and back: of every block the largest magnitude, as float32, times a value of the
+    table for each element."""
+    rows = F.pad(x.flatten(), (0, -x.numel() % block)).view(-1, block)
+    scales = rows.abs().amax(1, keepdim=True).float().to(x.dtype)
+    codes = table(signed).codes(rows / scales.where(scales > 0, 1))
+    values = table(signed).values.to(x.dtype)[codes.int()] * scales
+    return values.flatten()[: x.numel()].view(x.shape)

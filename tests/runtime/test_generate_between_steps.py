@@ -39,7 +39,7 @@ from outsize.schedule.programs import generate
 
 PROMPTS = ((5, 17, 2, 44, 9, 30, 8), (3,), tuple(range(12)))
 SAMPLINGS = (Sampling(0.9, 20, 0.9, seed=1), Sampling(), Sampling(1.2, seed=3))
-NEW = 7
+NEW = 4
 PARAMETERS = {"parameters": "disk"}
 
 
@@ -240,7 +240,8 @@ def programs(plan: Plan, kind: Kind) -> Program:
 def test_prepared_jobs(tmp_path: Path) -> None:
     """Somebody's own loop, weights on a disk; a module that keeps nothing for the next token."""
     decoder, data = model("llama, untied"), batches(2, 4, SEQUENCE, VOCAB)
-    job = prepare(decoder, "adamw", "700KiB", disk=f"{tmp_path}:64MiB", precision="float64")
+    plan = PLANS["all states on a disk"]
+    job = prepare(decoder, "adamw", "8MiB", disk=f"{tmp_path}:64MiB", plan=plan)
     with pytest.raises(OutsizeError, match="call step first"):
         job.generate(PROMPTS, NEW)
     job.step(data[0])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
 import torch
+from clocks import Clock
 from subjects import config_of
 from torch import nn
 
@@ -218,14 +220,25 @@ def test_blocks_that_were_timed_take_the_place_of_rates():
     assert timed[1].seconds > timed[0].seconds  # which looks up rows and multiplies nothing
 
 
+class Taking(nn.Linear):
+    """A layer that takes so many seconds of a test's clock."""
+
+    def __init__(self, works: Callable[[float], None], seconds: float) -> None:
+        super().__init__(8, 8)
+        self.works, self.seconds = works, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.works(self.seconds)
+        return super().forward(x)
+
+
 class Uneven(nn.Module):
     """Blocks of a module of somebody's own, the third of them eight times as long."""
 
-    def __init__(self) -> None:
+    def __init__(self, works: Callable[[float], None]) -> None:
         super().__init__()
-        wide = [64, 64, 1024, 64, 64]
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, 64)) for w in wide
+            nn.Sequential(Taking(works, seconds)) for seconds in (1, 1, 8, 1, 1)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,16 +247,17 @@ class Uneven(nn.Module):
         return x.square().mean()
 
 
-def test_a_module_is_split_by_the_times_of_its_first_steps():
-    model = Uneven()
+def test_a_module_is_split_by_the_times_of_its_first_steps(monkeypatch):
+    clock = Clock(monkeypatch)
+    model = Uneven(lambda seconds: clock.works(seconds))  # functions are copied by reference
     job = outsize.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), memory="1GiB")
     traces = []
     for _ in range(4):
-        job.step((torch.randn(512, 64),))
+        job.step((torch.randn(4, 8),))
         traces.append(job.report.trace)
     assert job.forecast is not None
     costs = costs_of(job.forecast, traces[1:])
-    assert max(costs[1:6], key=lambda c: c.seconds) == costs[3]
+    assert [c.seconds for c in costs[1:6]] == pytest.approx([1, 1, 8, 1, 1])
     place = one_way(3, looped(3, 1), 4)
     found = best(costs, place)
     assert found.seconds <= max(loads(costs, (2, 4), place)) and found.cuts[0] <= 3 < found.cuts[1]

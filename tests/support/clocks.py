@@ -1,4 +1,4 @@
-"""A clock of each worker that its work alone moves on: measured paces are known beforehand."""
+"""A clock of each worker that its work alone moves on: paces and steps are known beforehand."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from outsize.collectives import World, everyone
+from outsize.runtime import engine, job
 from outsize.simulate import shared_cores
 
 
 class Clock:
-    """What `paces` sees in place of the time. Workers are threads; a barrier makes all as late as
-    the last of them."""
+    """What `paces` and jobs see in place of the time. Workers are threads; a barrier makes all as
+    late as the last of them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._own, self._core, self._free = threading.local(), threading.Lock(), 0.0
-        patch.setattr(shared_cores, "time", self)
+        for module in (shared_cores, engine, job):
+            patch.setattr(module, "time", self)
         patch.setattr(shared_cores, "everyone", self._timed)
 
     def perf_counter(self) -> float:

@@ -60,7 +60,7 @@ def test_everything_is_drawn():
     assert {f"workers {n}" for n in range(1, 9)} <= seen.keys()
     schedules = {name.removeprefix("schedule ") for name in seen if name.startswith("schedule")}
     assert schedules <= set(SCHEDULES) and len(schedules) >= len(SCHEDULES) - 1
-    assert {f"optimizer {name}" for name in ("adamw", "sgd", "muon")} <= seen.keys()
+    assert {f"optimizer {name}" for name in ("adamw", "adamw8bit", "sgd", "muon")} <= seen.keys()
 
 
 def test_every_schedule_may_be_drawn():

@@ -18,6 +18,7 @@ from outsize.models.dropout import Noise
 from outsize.optim.parse import parse
 from outsize.plan import Pipelined, Rest, Sharding
 from outsize.plan.plan import per_segment
+from outsize.techniques.optim.adamw8bit import Settings
 from outsize.verify import verify
 
 
@@ -36,10 +37,11 @@ FACTORS = {
     "mesh": (
         *(Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
         *(Mesh(context=2), Mesh(2, context=3), Mesh(tensor=2, context=2)),
+        *(Mesh(expert=2), Mesh(2, expert=2)),
     ),
     "shards": ("whole", "optimizer", "gradients", "parameters"),
     "recompute": ("none", "block", "parts", "mixed"),
-    "optimizer": ("adamw", "sgd", "muon"),
+    "optimizer": ("adamw", "adamw8bit", "sgd", "muon"),
     "order": ("microbatch", "layer"),
     "update": ("apart", "behind"),
     "sequence_parallel": (False, True),
@@ -65,7 +67,13 @@ STAGES = {
 # Two workers of a pipeline: plain, with several stages each, a V with gradients of weights apart,
 # both ways. The 5 segments lie in at least the 4 stages that these have.
 PIPED = FACTORS | {
-    "mesh": (Mesh(1, 1, 2), Mesh(2, 1, 2), Mesh(1, 2, 2), Mesh(1, 1, 2, context=2)),
+    "mesh": (
+        Mesh(1, 1, 2),
+        Mesh(2, 1, 2),
+        Mesh(1, 2, 2),
+        Mesh(1, 1, 2, context=2),
+        Mesh(1, 1, 2, expert=2),
+    ),
     "schedule": ("1f1b", "interleaved:2", "zb-v", "chimera"),
     "vocabulary": (0, 1, 2),
     "cuts": ("even", "head alone"),
@@ -90,6 +98,10 @@ def possible(row: dict) -> bool:
         return False
     if row["sequence_chunk"] and row["mesh"]["context"] > 1:
         return False
+    if row["mesh"]["expert"] > 1:
+        mixed = row["family"] in ("mixtral", "deepseek_v3")
+        if not mixed or row["mlp_tile"] or row["sequence_chunk"]:
+            return False
     whole = row["recompute"] in ("block", "mixed")
     other = row["split_backward"] or row["sequence_parallel"]
     return not row["sequence_chunk"] or (whole and not other)
@@ -141,12 +153,15 @@ def case(row: dict):
 
     names = ("order", "update", "sequence_parallel", "split_backward", "loss_chunk", "mlp_tile")
     plan = {name: row[name] for name in (*names, "sequence_chunk", "overlap")}
+    said = Settings(block=32, least=65) if row["optimizer"] == "adamw8bit" else None
+    optimizer = parse(row["optimizer"], 3e-3, 0.1, (0.9, 0.95), said)
     return case_of(
-        row["family"], parse(row["optimizer"], 3e-3, 0.1, (0.9, 0.95)), row["clip"],
+        row["family"], optimizer, row["clip"],
         resume_at=row["resume_at"], noise=noise, options=row["options"],
         frozen=(lambda name: "blocks.0" in name or "norm" in name) if row["frozen"] else None,
         rows=2 * mesh.data + 1, microbatch_rows=2, mesh=mesh,
-        shards=shards(row["shards"], mesh.data), stages=STAGES[row["recompute"]], **plan,
+        shards=shards(row["shards"], mesh.data), stages=STAGES[row["recompute"]],
+        approximate=(optimizer.approximate,) if optimizer.approximate else (), **plan,
     )  # fmt: skip
 
 
