@@ -71,8 +71,8 @@ def cut(model: Decoder, world: World, link: Link, chunks: int, **more: bool) -> 
     """Split a model over slow links; with chunks, what overlaps has a courier."""
     overlap = None
     if chunks:
-        overlap = Overlap(Slow(along(world, "tensor", "overlap"), link), chunks)
-    split(model, Slow(along(world, "tensor"), link), more.get("sequence", False), overlap=overlap)
+        overlap = Overlap(Slow(along(world, "tensor", "beside"), link), chunks)
+    split(model, Slow(along(world, "tensor"), link), more.get("sequence", False), beside=overlap)
     return overlap
 
 

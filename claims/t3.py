@@ -78,7 +78,7 @@ def measured(world: World) -> tuple[dict[str, float], float]:
     """Seconds of each sublayer, and the largest difference of their numbers."""
     link = Link()
     axis = Slow(along(world, "tensor"), link)
-    way = Overlap(Slow(along(world, "tensor", "overlap"), link), CHUNKS)
+    way = Overlap(Slow(along(world, "tensor", "beside"), link), CHUNKS)
     ways, worst = {}, 0.0
     for name, (plain, chunked) in sublayers(axis, way).items():
         a, b = plain(), chunked()

@@ -17,7 +17,7 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from outsize.errors import OutsizeError, nearest
 
@@ -108,14 +108,27 @@ def technique(
     return TECHNIQUES.add(key, made)
 
 
-def refuse_shared(keys: Iterable[str]) -> None:
+class Touching(Protocol):
+    """What changes the meaning of things, and its name."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def touches(self) -> frozenset[str]: ...
+
+
+def refuse_shared(keys: Iterable[str], others: Iterable[Touching] = ()) -> None:
     """OutsizeError where two of a run's techniques change the meaning of the same thing. keys: of
-    techniques; other names stand for nothing."""
-    found = [one for key in dict.fromkeys(keys) if (one := TECHNIQUES.find(key)) is not None]
-    for one, other in itertools.combinations(found, 2):
-        for thing in sorted(one.touches & other.touches):
+    techniques; other names stand for nothing. others: beside these."""
+    found: list[Touching] = [
+        one for key in dict.fromkeys(keys) if (one := TECHNIQUES.find(key)) is not None
+    ]
+    found.extend(others)
+    for first, second in itertools.combinations(found, 2):
+        for thing in sorted(first.touches & second.touches):
             raise OutsizeError(
-                f"{one.key} and {other.key} both change {thing}; leave one of them out"
+                f"{first.key} and {second.key} both change {thing}; leave one of them out"
             )
 
 

@@ -31,6 +31,15 @@ class Written:
         raise NotImplementedError
 
 
+class Open:
+    """A dataclass that has other keys in a file than its fields."""
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """The type of each key; each is a keyword of the class and an attribute."""
+        raise NotImplementedError
+
+
 def load_yaml(text: str, source: str) -> Any:
     """YAML as plain values. OutsizeError, naming `source`, for what is not YAML or names a key
     twice."""
@@ -97,6 +106,8 @@ def plain(value: Any, defaults: bool = True) -> Any:
     one. defaults: fields at their default are said too."""
     if isinstance(value, Written):
         return value.written()
+    if isinstance(value, Open):
+        return {name: plain(getattr(value, name), defaults) for name in value.hints()}
     if dataclasses.is_dataclass(value):
         said = (f for f in dataclasses.fields(value) if defaults or not _at_default(value, f))
         return {field.name: plain(getattr(value, field.name), defaults) for field in said}
@@ -173,7 +184,7 @@ def _dataclass(kind: Any, value: Any, source: str, path: str) -> Any:
     if not isinstance(value, dict):
         keys = ", ".join(typing.get_type_hints(kind))
         raise OutsizeError(f"{place(source, path)}: {value!r}; expected a mapping of {keys}")
-    hints = typing.get_type_hints(kind)
+    hints = kind.hints() if issubclass(kind, Open) else typing.get_type_hints(kind)
     for key in value:
         if key not in hints:
             raise unknown(key, tuple(hints), source, path)

@@ -39,10 +39,10 @@ SUBJECTS: dict[str, Subject] = {
         19,
     ),
     "overlap": Subject(
-        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']", ("parallel/tensor/overlap",
-        "parallel/courier"), 14
+        r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']",
+        ("techniques/overlap", "parallel/tensor/overlap", "parallel/courier"),
     ),
-    "sequence chunks": Subject(r"sequence_chunk", ("runtime/sequence",), 17),
+    "sequence chunks": Subject(r"sequence_chunk", ("techniques/sequence", "runtime/sequence")),
     "ladder": Subject(r"\bladder", ("models/ladder",), 9),
     "zeroth-order": Subject(
         r"(?i)zeroth",

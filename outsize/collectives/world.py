@@ -13,8 +13,8 @@ from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import own
 from outsize.collectives.mesh import Mesh
 
-Use = Literal["compute", "network", "overlap", "stages", "merge", "exchange", "agreement"]
-LAYERS: tuple[Use, Use] = ("compute", "overlap")  # the thread that computes, and one beside it
+Use = Literal["compute", "network", "beside", "stages", "merge", "exchange", "agreement"]
+LAYERS: tuple[Use, Use] = ("compute", "beside")  # the thread that computes, and one beside it
 Key = tuple[tuple[int, ...], Use]  # ranks in their order, and who calls them
 
 

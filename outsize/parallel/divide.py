@@ -7,8 +7,8 @@ from collections.abc import Callable
 from outsize.collectives import Collective, World, along
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
+from outsize.parallel.tensor.beside import beside_of
 from outsize.parallel.tensor.decoder import split
-from outsize.parallel.tensor.overlap import Overlap
 from outsize.parallel.tensor.piped_vocabulary import cut_vocabulary
 from outsize.plan import Plan
 from outsize.registry import Registry
@@ -22,15 +22,15 @@ def divide(
     model: Decoder,
     world: World,
     plan: Plan,
-    overlap: Overlap | None = None,
     line: Collective | None = None,
 ) -> dict[str, Cut]:
     """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
 
-    overlap: of the tensor axis' products with their sums. line: the workers over which the
-    vocabulary is cut, where they are not the world's pipeline (a forecast plays one of them).
+    line: the workers over which the vocabulary is cut, where they are not the world's pipeline (a
+    forecast plays one of them).
     """
-    cuts = split(model, along(world, "tensor"), plan.sequence_parallel, overlap=overlap)
+    beside = beside_of(world, plan)
+    cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
     for axis in world.mesh.axes:
         if axis.parts:
             cuts |= DIVISIONS.get(axis.name)(model, along(world, axis.name))

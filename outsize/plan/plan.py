@@ -14,6 +14,7 @@ from typing import Literal
 from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, counted, nearest
 from outsize.plan.approximate import APPROXIMATE, Local, alone, clash, known_names
+from outsize.plan.settings import NONE, Extended, Settings, extended
 from outsize.plan.spread import Pipelined, Sharding, share
 from outsize.registry import refuse_shared
 
@@ -132,8 +133,9 @@ class Stream:
             )
 
 
+@extended
 @dataclass(frozen=True)
-class Plan:
+class Plan(Extended):
     """One step of training.
 
     segments: their number in the model. stages: in order, covering every segment once.
@@ -145,11 +147,9 @@ class Plan:
     the next one ("layer"), so that weights that stream pass once however many there are.
     update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
     backward pass ("behind": no clipping). stream: for states that rest below the device.
-    sequence_chunk: tokens of a microbatch that are in a block at once where the block is recomputed
-    whole, and in the epilogue (0: all). local: of losses of groups, where `approximate` names them.
-    overlap: chunks of tokens in which products of branches go beside their sums over the tensor
-    axis (0: whole, one after the other). pipeline: how stages are played where the mesh has such an
-    axis; microbatches then go in the order of its schedule.
+    local: of losses of groups, where `approximate` names them. pipeline: how stages are played
+    where the mesh has such an axis; microbatches then go in the order of its schedule. settings:
+    those of techniques, as outsize/plan/settings.py says; each is also a keyword and an attribute.
     """
 
     segments: int
@@ -166,18 +166,18 @@ class Plan:
     order: Literal["microbatch", "layer"] = "microbatch"
     update: Literal["apart", "behind"] = "apart"
     stream: Stream = field(default_factory=Stream)
-    sequence_chunk: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     shards: Sharding = field(default_factory=Sharding)
     sequence_parallel: bool = False
     local: Local = field(default_factory=Local)
-    overlap: int = 0
     pipeline: Pipelined = field(default_factory=Pipelined)
+    settings: Settings = NONE
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", self.settings.changed)
         for name in ("segments", "rows", "microbatch_rows"):
             _positive(name, getattr(self, name))
-        for name in ("sequence", "loss_chunk", "mlp_tile", "sequence_chunk", "overlap"):
+        for name in ("sequence", "loss_chunk", "mlp_tile"):
             if getattr(self, name) < 0:
                 raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
         if self.budget is not None:
@@ -189,7 +189,7 @@ class Plan:
                 )
         self._check_stages()
         self._check_spread()
-        self._check_chunk()
+        self.settings.check(self)
         self._check_approximate()
 
     def _check_stages(self) -> None:
@@ -230,21 +230,6 @@ class Plan:
             raise OutsizeError(
                 "plan: sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
                 " tensor axis 2 workers or more"
-            )
-        if self.sequence_parallel and self.sequence_chunk:
-            raise OutsizeError(
-                f"plan: sequence_parallel and sequence_chunk {self.sequence_chunk} both cut tokens;"
-                " set one of them to false or 0"
-            )
-        if self.overlap and self.mesh.tensor == 1:
-            raise OutsizeError(
-                f"plan: overlap is {self.overlap}, but mesh.tensor is 1: nothing is summed; set it"
-                " to 0, or give the tensor axis 2 workers or more"
-            )
-        if self.overlap and self.sequence_parallel and self.rests_below("activations"):
-            raise OutsizeError(
-                f"plan: overlap is {self.overlap} with sequence_parallel, while activations rest"
-                " below the device: they would leave before they have come; set overlap to 0"
             )
         for state, spread in (
             ("parameters", self.shards.optimizer > 1),
@@ -287,27 +272,13 @@ class Plan:
                 f" cannot run; expected at most {counted(len(self.stages), 'worker')}"
             )
 
-    def _check_chunk(self) -> None:
-        if not self.sequence_chunk:
-            return
-        if not any(stage.whole for stage in self.stages):
-            raise OutsizeError(
-                f"plan: sequence_chunk is {self.sequence_chunk}, but no stage has recompute"
-                " [block]; only blocks that are recomputed whole run in chunks of the sequence"
-            )
-        if self.split_backward:
-            raise OutsizeError(
-                f"plan: sequence_chunk is {self.sequence_chunk} and split_backward is set; weight"
-                " gradients kept for later would hold every chunk: set one of them to 0 or false"
-            )
-
     def _check_approximate(self) -> None:
         for name in self.approximate:
             if name not in APPROXIMATE and name not in known_names():
                 raise OutsizeError(
                     f"plan: approximate holds {name!r}{nearest(name, known_names())}"
                 )
-        refuse_shared(self.approximate)
+        refuse_shared(self.approximate, [one for one, _ in self.settings.every()])
         if found := clash(self):
             raise OutsizeError(
                 f"plan: approximate holds {found[0]} and the plan has {found[1]}, which do not go"
@@ -328,9 +299,14 @@ class Plan:
         )
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens that are in a block at once where it is recomputed whole; 0: all."""
+        return min((value for one, value in self.settings.every() if one.tokens), default=0)
+
+    @property
     def tiled(self) -> bool:
         """Whether layers are called several times for a microbatch, more often for more tokens."""
-        return bool(self.sequence_chunk or self.mlp_tile)
+        return bool(self.block_tokens or self.mlp_tile)
 
     @property
     def microbatches(self) -> int:

@@ -44,9 +44,8 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         ("loss chunk", _tokens(plan.loss_chunk), "tokens whose logits exist at once"),
         ("MLP tile", _tokens(plan.mlp_tile), "tokens whose feed-forward activations exist at once"),
     ]
-    if plan.sequence_chunk:
-        meaning = "tokens in a recomputed block at once, forward and back, and in the epilogue"
-        rows.append(("sequence chunk", _tokens(plan.sequence_chunk), meaning))
+    for one, value in plan.settings.every():
+        rows.append((one.name.replace("_", " "), f"{value:,}", one.meaning.partition(";")[0]))
     rows.extend(_spread(plan))
     rows.extend(_below(plan))
     if plan.split_backward:

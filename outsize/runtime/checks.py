@@ -20,7 +20,6 @@ from outsize.plan import DEVICE, Plan, Precision
 from outsize.registry import TECHNIQUES
 from outsize.runtime.flow import Flow
 from outsize.runtime.recipe import Recipe
-from outsize.schedule import Kind
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
 
@@ -110,15 +109,6 @@ def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
 
 def check_pipeline(placement: Placement) -> None:
     """Refuse schedules of a pipeline that do not go with the rest of a plan."""
-    line, plan = placement.chunks.pipelining, placement.plan
-    actions = chain.from_iterable(line.coarse.schedule.workers) if line else ()
-    if plan.sequence_chunk and any(a.kind is Kind.BACKWARD_INPUT for a in actions):
-        raise OutsizeError(
-            f"plan: sequence_chunk is {plan.sequence_chunk} and pipeline.schedule"
-            f" {plan.pipeline.schedule!r} takes the gradients of weights later, which would hold"
-            " every chunk: set sequence_chunk to 0, or take a schedule with whole backward passes,"
-            " as 1f1b"
-        )
     _check_summed(placement)
     _check_rows(placement)
 
@@ -134,12 +124,11 @@ def _check_rows(placement: Placement) -> None:
             f"{axis}, and the first {first} stages are frozen; the embedding's gradient"
             " comes last: train them, or set it to 0"
         )
-    for name, value in (("sequence_chunk", plan.sequence_chunk), ("loss_chunk", plan.loss_chunk)):
-        if value:
-            raise OutsizeError(
-                f"{axis} and {name} {value}; the losses of a microbatch are made at once, when all"
-                " workers know their sums: set one of them to 0"
-            )
+    if plan.loss_chunk:
+        raise OutsizeError(
+            f"{axis} and loss_chunk {plan.loss_chunk}; the losses of a microbatch are made at once,"
+            " when all workers know their sums: set one of them to 0"
+        )
 
 
 def _check_summed(placement: Placement) -> None:

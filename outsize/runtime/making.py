@@ -17,7 +17,6 @@ from outsize.parallel.automatic.apply import spread
 from outsize.parallel.automatic.derive import Derived
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
-from outsize.parallel.tensor.overlap import overlap_of
 from outsize.plan import Plan
 from outsize.runtime.adopted.flow import AdoptedFlow
 from outsize.runtime.adopted.reach import Reach
@@ -51,8 +50,7 @@ class NativeModel:
 
     def part(self, plan: Plan, here: Here) -> tuple[Flow, Cuts]:
         """Leaves of the decoder what this worker has of it."""
-        overlap = overlap_of(here.world, plan.overlap)
-        cuts = divide(self.model, here.world, plan, overlap, here.line)
+        cuts = divide(self.model, here.world, plan, here.line)
         execution = replace(execution_of(plan.mesh, here.world), loss=self.loss)
         return NativeFlow(self.model, plan, self.options, execution), cuts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,11 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import AnyBlock, Decoder, typed
 from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
-from outsize.models.seams import Attend
+from outsize.models.seams import Attend, Context
 from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
+from outsize.registry import Registry
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
-from outsize.runtime.sequence import ChunkRecord, chunked_sum
 from outsize.runtime.spill import Spill
 from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.vocabulary import Rows
@@ -48,14 +49,45 @@ class Part:
     attend: Attend | None = None
 
 
+class StageRecord(Protocol):
+    """What a stage keeps between its passes; as a Record."""
+
+    def forward(self, keep: bool) -> list[Tensor]: ...
+
+    def again(self) -> None: ...
+
+    def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]: ...
+
+
+class StageRunner(Protocol):
+    """How a technique runs stages of blocks that are recomputed whole, and the loss."""
+
+    def check_noise(self, config: DecoderConfig) -> None:
+        """OutsizeError where the blocks of a model cannot have dropout."""
+
+    def record(
+        self, blocks: Sequence[AnyBlock], context: Context, x_TD: Tensor, spill: Spill | None
+    ) -> StageRecord:
+        """Of a stage of these blocks; spill: where its input goes, if it leaves the device."""
+
+    def loss(self, x_TD: Tensor, run: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """The sum of run(x_CD, tokens) over all tokens."""
+
+
+# By the setting of a plan that asks for it: the runner of its value.
+RUNNERS: Registry[Callable[[int], StageRunner]] = Registry("stage runner")
+
+
+def runner_of(plan: Plan) -> StageRunner | None:
+    """Of the setting that has one, None where stages run as they are."""
+    found = ((RUNNERS.find(one.name), value) for one, value in plan.settings.every())
+    return next((make(value) for make, value in found if make is not None), None)
+
+
 def check_noise(config: DecoderConfig, plan: Plan) -> None:
-    """Refuse dropout in rewired blocks that run in chunks: their masks would be other tokens'."""
-    if config.rewired and plan.sequence_chunk:
-        raise OutsizeError(
-            f"plan: sequence_chunk is {plan.sequence_chunk} and the model, rewired as"
-            f" {config.rewired} says, trains with dropout, which do not go together: set one of"
-            " them to 0"
-        )
+    """Refuse dropout where the plan's way to run blocks cannot have it."""
+    if (runner := runner_of(plan)) is not None:
+        runner.check_noise(config)
 
 
 class NativeFlow:
@@ -162,13 +194,13 @@ class NativeFlow:
             h_CD = model.epilogue(x_CD, context)
             return chunked_loss(h_CD, *model.epilogue.head.fused(), part.targets.at(here), head)
 
-        chunk = self.plan.sequence_chunk
+        runner = runner_of(self.plan)
 
         def loss(x_TD: Tensor) -> Tensor:
             if rows is not None:
                 return model.epilogue(x_TD, context)  # type: ignore[no-any-return]
-            if chunk:
-                return chunked_sum(x_TD, loss_of, chunk)
+            if runner is not None:
+                return runner.loss(x_TD, loss_of)
             return loss_of(x_TD, slice(None))
 
         def block(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -176,10 +208,9 @@ class NativeFlow:
 
         chain = [prologue, *(block(b) for b in model.blocks), loss]
 
-        def record(here: Stage, x: Tensor, spill: Spill | None) -> Record | ChunkRecord:
-            if chunk and here.whole:
-                blocks = self.blocks[here.first - 1 : here.last - 1]
-                return ChunkRecord(blocks, context, chunk, x, spill)
+        def record(here: Stage, x: Tensor, spill: Spill | None) -> StageRecord:
+            if runner is not None and here.whole:
+                return runner.record(self.blocks[here.first - 1 : here.last - 1], context, x, spill)
             return Record(partial(through, chain[here.first : here.last]), [x], spill)
 
         return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of, ends)
@@ -236,7 +267,7 @@ class ChainWalk:
 
     def __init__(
         self,
-        record: Callable[[Stage, Tensor, Spill | None], Record | ChunkRecord],
+        record: Callable[[Stage, Tensor, Spill | None], StageRecord],
         plan: Plan,
         trainable_from: int,
         start: Tensor,
@@ -247,7 +278,7 @@ class ChainWalk:
         self._record, self._plan, self._trainable_from = record, plan, trainable_from
         self._carry: Tensor | None = start
         self._gradient: list[Tensor | None] = [None]
-        self._records: dict[int, Record | ChunkRecord] = {}
+        self._records: dict[int, StageRecord] = {}
         self.loss: Tensor | None = None
 
     def forward(self, stage: int) -> None:

@@ -11,28 +11,26 @@ from dataclasses import replace
 
 from outsize.plan import Plan, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
-from outsize.search.pipelined import playing, row_choices, splits
+from outsize.plan.settings import PLAN_SETTINGS
+from outsize.search.pipelined import playing, row_choices
 from outsize.search.request import PlanRequest
 
 # Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
 # gave 1,640, 1,750, 1,780 tokens/s in float32 and 3,800, 4,050, 4,340 in bfloat16.
 TOKENS_AT_ONCE = 4096
-LEAST_CHUNK = 64  # tokens of a chunk of the sequence: a tile of our attention
-TILES = 16  # of the feed-forward layer in a chunk of the sequence, at most
+TILES = 16  # of the feed-forward layer in what of a block runs at once, at most
 LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
 
 
 def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     """Plans in order of rising time: fewer rows first, then recompute of ever more, then tiles."""
     sizes = _row_choices(request)
-    if request.sequence_chunk and request.recompute is None:  # chunks are of blocks that run again
-        request = replace(request, recompute=("block",))
-    if splits(request):  # weight gradients kept for later would hold every chunk
-        request = replace(request, sequence_chunk=0)
+    for one, value in request.settings.every():
+        if value and one.recompute and request.recompute is None:
+            request = replace(request, recompute=one.recompute)
     line = playing(request)
     if line.vocabulary:  # all workers must know the sums of a microbatch before its losses are made
         request = replace(request, loss_chunk=request.loss_chunk or 0)
-        request = replace(request, sequence_chunk=request.sequence_chunk or 0)
     base = Plan(
         segments,
         _stages(request, segments, 0),
@@ -46,13 +44,12 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         request.budget,
         request.approximate,
         order=request.order or "microbatch",
-        sequence_chunk=request.sequence_chunk or 0,
         mesh=request.mesh,
         shards=request.shards or Sharding(1, 1, request.mesh.data),
         stream=Stream(resident=min(request.gathered, segments)),
         sequence_parallel=request.sequence_parallel,
-        overlap=request.overlap,
         pipeline=line,
+        settings=request.settings,
     )
     for rows in sizes:
         yield replace(base, microbatch_rows=rows, stages=_stages(request, segments, 0))
@@ -62,33 +59,27 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     if not request.tiled:
         return
     tight = replace(smallest, stages=_stages(request, segments, segments - 2))
-    long, short = _sequence_chunks(request, tight)
-    if long > short:
-        yield replace(tight, loss_chunk=_loss_chunk(request, 128), sequence_chunk=long)
+    some, tight = _tighter(request, tight)
+    if some != tight:
+        yield replace(some, loss_chunk=_loss_chunk(request, 128))
+    even = any(axis.parts for axis in request.mesh.axes)  # workers call each layer equally often
     for tokens in (128, 32):
-        # Less than a part of a chunk saves next to nothing, and every tile is rehearsed.
-        tile = 0 if _even(request) else max(tokens, short // TILES)
+        # Less than a part of what runs at once saves next to nothing, and every tile is rehearsed.
+        tile = 0 if even else max(tokens, tight.block_tokens // TILES)
         tile = tile if request.mlp_tile is None else request.mlp_tile
-        logits = _loss_chunk(request, tokens)
-        yield replace(tight, loss_chunk=logits, mlp_tile=tile, sequence_chunk=short)
+        yield replace(tight, loss_chunk=_loss_chunk(request, tokens), mlp_tile=tile)
 
 
-def _sequence_chunks(request: PlanRequest, tight: Plan) -> tuple[int, int]:
-    """Tokens of a microbatch in a block at once: an eighth, then so few that the rest of a step
-    needs more; or as the user says, or all where the workers share them out."""
-    tokens = tight.microbatch_rows * request.sequence
-    whole = any(stage.whole for stage in tight.stages) and not request.split_backward
-    cut = request.sequence_parallel or bool(request.mesh.cutting("tokens")) or _even(request)
-    fixed = request.sequence_chunk is not None or cut
-    if fixed or not whole or tokens < 2 * LEAST_CHUNK:
-        return tight.sequence_chunk, tight.sequence_chunk
-    long, short = (max(LEAST_CHUNK, -(-tokens // parts)) for parts in (8, 32))
-    return long, short
-
-
-def _even(request: PlanRequest) -> bool:
-    """Whether all workers of an axis call each layer equally often, whatever rows they have."""
-    return any(axis.parts for axis in request.mesh.axes)
+def _tighter(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan]:
+    """A plan with less and with least memory by what techniques add that the user left open."""
+    some = plan
+    for name, one in PLAN_SETTINGS.items():
+        left_open = one.tighter is not None and request.settings.get(name) is None
+        if left_open and one.refusal(plan) is None:
+            less, least = one.tighter(plan)  # type: ignore[misc]
+            some = replace(some, settings=some.settings.having({name: less}))
+            plan = replace(plan, settings=plan.settings.having({name: least}))
+    return some, plan
 
 
 def _graded(plan: Plan, request: PlanRequest, segments: int) -> Iterator[Plan]:

@@ -11,9 +11,7 @@ from dataclasses import replace
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
 from outsize.plan.approximate import PARTIAL, alone
-from outsize.schedule import Kind
 from outsize.schedule.pipelines import Pipeline, Shape, named
-from outsize.schedule.schedule import Schedule
 from outsize.search.request import PlanRequest
 
 AHEAD = 2  # microbatches for each worker: with one, a worker waits for about half of a step
@@ -98,9 +96,9 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
         stream = replace(stream, pool=0)
     return replace(
         plan, budget=request.budget, mesh=request.mesh, shards=shards, pipeline=line, stages=stages,
-        sequence_parallel=request.sequence_parallel, overlap=request.overlap, microbatch_rows=rows,
-        order=order, update=update, loss_chunk=0 if line.vocabulary else plan.loss_chunk,
-        stream=stream,
+        sequence_parallel=request.sequence_parallel, microbatch_rows=rows, order=order,
+        update=update, loss_chunk=0 if line.vocabulary else plan.loss_chunk,
+        stream=stream, settings=request.settings.having(dict(plan.settings.summing().said)),
     )  # fmt: skip
 
 
@@ -110,15 +108,6 @@ def rows_like(request: PlanRequest, rows: int) -> int:
         return row_choices(replace(request, microbatch_rows=rows))[0]
     except OutsizeError:
         return row_choices(request)[0]
-
-
-def splits(request: PlanRequest) -> bool:
-    """Whether the schedule has the gradients of inputs and of weights apart."""
-    return request.mesh.pipeline > 1 and _split(_made(request, row_choices(request)[0]).schedule)
-
-
-def _split(schedule: Schedule) -> bool:
-    return any(a.kind is Kind.BACKWARD_WEIGHT for actions in schedule.workers for a in actions)
 
 
 # -- what cannot be --------------------------------------------------------------------------------
@@ -143,12 +132,6 @@ def _check_stages(request: PlanRequest, segments: int) -> None:
         raise OutsizeError(
             f"plan.pipeline is {_name(request)!r}, which changes the maths ({coarse.approximate}):"
             f" name {PARTIAL} under plan.approximate, or choose another"
-        )
-    if _split(coarse.schedule) and request.sequence_chunk:
-        raise OutsizeError(
-            f"plan.pipeline is {_name(request)!r}, which has gradients of weights apart, and"
-            f" plan.sequence_chunk is {request.sequence_chunk}: they would hold every chunk; set it"
-            f" to 0, or plan.pipeline to 1f1b"
         )
     cuttable = segments - bool(coarse.paths)  # the head goes with the last block there
     if stages <= cuttable:

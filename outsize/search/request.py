@@ -21,6 +21,7 @@ from outsize.optim import Optimizer
 from outsize.plan import Pipelined, Plan, Precision, Sharding
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
+from outsize.plan.settings import NONE, Extended, Settings, extended
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job
 from outsize.runtime.making import NativeModel, make_job
@@ -36,8 +37,9 @@ from outsize.torch_private import FakeTensorMode
 SCHEDULE = "1f1b"  # as short a step as GPipe's, and it holds fewer microbatches
 
 
+@extended
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(Extended):
     """What the user has fixed; None where the planner chooses.
 
     documents: cumulative offsets (0, ..., sequence) of the documents in a row where every row has
@@ -45,10 +47,11 @@ class PlanRequest:
     tiers: below the device, on which states may rest, the preferred ones first; the hardware of a
     forecast has a tier of the same name with measured rates for each. dropout: its rate.
     weighed: whether targets have weights.
-    mesh, shards, sequence_parallel, overlap: the workers, as a plan has them. pipeline: its
-    schedule, with its cuts where it is a plan's own. filling: how the model's first values come.
-    frozen: as Facts have it. tiled: whether a block's tokens can be computed in parts, as those of
-    somebody's own module cannot. few: microbatches are as said, even if there are more workers.
+    mesh, shards, sequence_parallel: the workers, as a plan has them. pipeline: its schedule, with
+    its cuts where it is a plan's own. filling: how the model's first values come. frozen: as Facts
+    have it. tiled: whether a block's tokens can be computed in parts, as those of somebody's own
+    module cannot. few: microbatches are as said, even if there are more workers. settings: those of
+    techniques that are fixed.
     """
 
     rows: int
@@ -64,7 +67,6 @@ class PlanRequest:
     split_backward: bool = False
     approximate: tuple[str, ...] = ()
     documents: tuple[int, ...] | None = None
-    sequence_chunk: int | None = None
     tiers: tuple[TierSpec, ...] = ()
     order: Literal["microbatch", "layer"] | None = None
     dropout: float = 0.0
@@ -72,13 +74,13 @@ class PlanRequest:
     mesh: Mesh = field(default_factory=Mesh)
     shards: Sharding | None = None
     sequence_parallel: bool = False
-    overlap: int = 0
     gathered: int = 2  # stages whose weights are gathered at once, where they are cut
     pipeline: str | Pipelined | None = None
     filling: Filling = field(default_factory=Filling)
     frozen: float | None = None
     tiled: bool = True
     few: bool = False
+    settings: Settings = NONE
 
     @property
     def schedule(self) -> Pipelined:

@@ -30,13 +30,12 @@ class LocalLearning:
 
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
-    touches=frozenset({"the backward pass"}), alone=True,
+    touches=frozenset({"the backward pass", "how a stage runs"}), alone=True,
     method="outsize.runtime.special.local.LocalJob",
     clashes=(
         (
             "states below the device: every group would have a pool of its own",
             lambda p: p.rests_below("parameters", "gradients", "optimizer", "activations"),
         ),
-        ("sequence_chunk", lambda p: p.sequence_chunk > 0),
     ),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from outsize.errors import OutsizeError, nearest
 from outsize.optim import OPTIMIZERS
+from outsize.plan.settings import NONE, PLAN_SETTINGS, Extended, Settings, extended
 from outsize.registry import TECHNIQUES, Setting, setting, settings_of
 
 
@@ -90,8 +91,9 @@ class LearningRateKeys:
     decay: float = setting(0.2, "wsd: part of the steps in which it falls", least=0, most=1)
 
 
+@extended
 @dataclass(frozen=True)
-class PlanKeys:
+class PlanKeys(Extended):
     microbatch_rows: int | None = setting(None, "rows that run at a time", least=1)
     recompute: tuple[str, ...] | None = setting(
         None, "[], [block], or parts of blocks to compute again instead of keeping"
@@ -99,11 +101,6 @@ class PlanKeys:
     loss_chunk: int | None = setting(None, "tokens whose logits exist at once; 0: all", least=0)
     mlp_tile: int | None = setting(
         None, "tokens whose feed-forward activations exist at once; 0: all", least=0
-    )
-    sequence_chunk: int | None = setting(
-        None,
-        "tokens in a block at once where blocks are recomputed whole; 0: all",
-        least=0,
     )
     split_backward: bool = setting(False, "weight gradients apart from input gradients")
     zero: int | tuple[int, ...] | None = setting(
@@ -131,16 +128,12 @@ class PlanKeys:
         "tokens between branches of blocks are cut over the tensor axis",
         may_change=True,
     )
-    overlap: int = setting(
-        0,
-        "chunks of tokens whose sums over the tensor axis run beside the next one's product",
-        may_change=True,
-    )
     approximate: tuple[str, ...] = setting(
         (),
         "what may change the maths: bfloat16-weights, zeroth-order, frozen-by-dynamics,"
         " local-learning, partial-pipeline",
     )
+    settings: Settings = NONE  # those of techniques, each a key of its own
 
 
 @dataclass(frozen=True)
@@ -227,6 +220,7 @@ def leaves() -> Mapping[str, Setting]:
     made = (field for field in dataclasses.fields(RunConfig) if not field.metadata)
     sections = {f.name: hints[f.name] for f in made if f.name != "techniques"}
     found = {f"{name}.{k.name}": k for name, kind in sections.items() for k in settings_of(kind)}
+    found |= {f"plan.{name}": one.leaf for name, one in PLAN_SETTINGS.items()}
     return found | {key.name: key for key in settings_of(RunConfig)}
 
 

@@ -12,10 +12,11 @@ from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan
 from outsize.plan.file import PlanFile, digest_of, read_plan
+from outsize.plan.settings import PLAN_SETTINGS
 from outsize.train.resolve import Resolved
 
 KEY = "plan_file"
-_SAME = ("microbatch_rows", "loss_chunk", "mlp_tile", "sequence_chunk", "split_backward")
+_SAME = ("microbatch_rows", "loss_chunk", "mlp_tile", "split_backward")
 
 
 def with_plan(resolved: Resolved) -> Resolved:
@@ -88,7 +89,9 @@ def _fixed(plan: Plan) -> Iterator[tuple[str, Any]]:
         yield f"plan.{name}", getattr(plan, name)
     if plan.mesh.tensor > 1:
         yield "plan.sequence_parallel", plan.sequence_parallel
-        yield "plan.overlap", plan.overlap
+    for name, one in PLAN_SETTINGS.items():
+        if not one.axis or plan.mesh[one.axis] > 1:
+            yield f"plan.{name}", one.of(plan)
     if plan.mesh.pipeline > 1:
         yield "plan.pipeline", plan.pipeline.said
     if plan.mesh.data > 1:

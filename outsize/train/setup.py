@@ -42,7 +42,7 @@ from outsize.train.special import Special, special_of
 from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
 
 # What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
-FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "sequence_chunk", "order")
+FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "order")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
     assert config.train.sequence is not None and config.train.batch_tokens is not None
     assert config.precision is not None
     mesh = Mesh() if config.mesh is None else parse_mesh(config.mesh)
-    _check_tensor(config, mesh)
+    _check_axes(config, mesh)
     precision = Precision.named(config.precision)
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
@@ -150,7 +150,6 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         recompute=config.plan.recompute,
         loss_chunk=config.plan.loss_chunk,
         mlp_tile=config.plan.mlp_tile,
-        sequence_chunk=config.plan.sequence_chunk,
         split_backward=config.plan.split_backward,
         approximate=config.plan.approximate,
         tiers=specs,
@@ -160,18 +159,21 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         shards=_shards(config),
         gathered=_gathered(config),
         sequence_parallel=config.plan.sequence_parallel,
-        overlap=config.plan.overlap,
         pipeline=config.plan.pipeline,
+        settings=config.plan.settings,
     )
 
 
-def _check_tensor(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse what is of the tensor axis where that has one worker."""
-    for name in ("sequence_parallel", "overlap") if mesh.tensor == 1 else ():
-        if value := getattr(config.plan, name):
+def _check_axes(config: RunConfig, mesh: Mesh) -> None:
+    """Refuse what is of an axis where that has one worker."""
+    of_axes = [(one.name, value, one.axis) for one, value in config.plan.settings.every()]
+    for name, value, axis in (
+        ("sequence_parallel", config.plan.sequence_parallel, "tensor"), *of_axes
+    ):  # fmt: skip
+        if value and axis and mesh[axis] == 1:
             raise OutsizeError(
-                f"plan.{name} is {value!r}, but mesh.tensor is 1 and nothing is summed over it;"
-                f" leave plan.{name} out, or set mesh to tensor=2"
+                f"plan.{name} is {value!r}, but mesh.{axis} is 1 and nothing would be done; leave"
+                f" plan.{name} out, or set mesh to {axis}=2"
             )
 
 
@@ -318,8 +320,8 @@ def _continued(
         microbatch_rows=plan.microbatch_rows,
         loss_chunk=plan.loss_chunk,
         mlp_tile=plan.mlp_tile,
-        sequence_chunk=plan.sequence_chunk,
         order=plan.order,
+        settings=request.settings.having(dict(plan.settings.summing().said)),
     )
     chosen = _choose(model, fixed, hardware, way).plan
     made = _predict(model, request, _same_sums(plan, chosen), hardware, way)
@@ -333,12 +335,13 @@ def _continued(
 
 
 def _same_sums(plan: Plan, chosen: Plan) -> Plan:
-    """A plan as chosen, that takes sums in the order of `plan`. Blocks that run in chunks of the
-    sequence are those that did."""
+    """A plan as chosen, that takes sums in the order of `plan`: where techniques have a say in it,
+    the blocks that are recomputed stay the same."""
     stages = chosen.stages
-    if plan.sequence_chunk:
+    if plan.settings.summing().changed.said:
         both = zip(plan.stages, chosen.stages, strict=True)
         stages = tuple(replace(s, rest=new.rest, spill=new.spill) for s, new in both)
     kept = replace(chosen, stages=stages, budget=plan.budget)
     assert all(getattr(kept, name) == getattr(plan, name) for name in FIXED), (kept, plan)
+    assert kept.settings.summing() == plan.settings.summing(), (kept, plan)
     return kept

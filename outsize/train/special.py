@@ -129,7 +129,7 @@ class Special:
 
     def _plans(self, config: DecoderConfig, request: PlanRequest) -> Iterator[Plan]:
         """Candidates, quickest first."""
-        bare = replace(request, approximate=(), sequence_chunk=request.sequence_chunk or 0)
+        bare = replace(request, approximate=(), settings=request.settings.closed)
         if ZEROTH in self.names:
             bare = replace(bare, recompute=request.recompute or ())
         for plan in candidates(bare, len(config.layers) + 2):

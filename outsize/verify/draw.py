@@ -26,6 +26,7 @@ from outsize.models.families import parse
 from outsize.models.random import fill_normal
 from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
+from outsize.plan.settings import NONE, PLAN_SETTINGS, PlanSetting
 from outsize.runtime.job import Fill
 from outsize.runtime.native import check_noise
 from outsize.runtime.recipe import Here
@@ -182,10 +183,8 @@ def _plan(
     alone = mesh.pipeline == 1
     update = "behind" if alone and draw.random() < 0.25 else "apart"
     stages = _stages(draw, segments, line.least)
-    whole = any(stage.whole for stage in stages)
     split, cut = draw.random() < 0.3, line.said.vocabulary > 0
     parts = any(axis.parts for axis in mesh.axes)
-    chunked = whole and not (split or line.split or cut or parts)
     shards = _shards(draw, mesh.data)
     resident = draw.choice((1, 2, 2, 3))
     rest = pipes.below(draw, mesh, shards) if draw.random() < 0.25 else Rest()
@@ -198,9 +197,7 @@ def _plan(
         "split_backward": split,
         "order": draw.choice(("microbatch", "layer")) if alone else "microbatch",
         "update": update,
-        "sequence_chunk": draw.choice((0, 0, 4, 7)) if chunked else 0,
         "sequence_parallel": mesh.tensor > 1 and draw.random() < 0.5,
-        "overlap": draw.choice((0, 0, 2, 3)) if mesh.tensor > 1 else 0,
     }
     stream = Stream(
         resident,
@@ -215,6 +212,8 @@ def _plan(
         precision=Precision.named("float64"), approximate=line.approximate, **shown,
     )  # fmt: skip
     plan = plan if rest == Rest() else pipes.resting(draw, plan, rest)
+    settings = {name: _setting(draw, one, plan) for name, one in PLAN_SETTINGS.items()}
+    plan, shown = replace(plan, settings=NONE.having(settings)), {**shown, **settings}
     recompute = [(s.first, s.last, *s.recompute) for s in stages]
     shown |= {"shards": shards, "stages": recompute, "stream": stream}
     if rest != Rest():
@@ -222,6 +221,10 @@ def _plan(
     if not alone:
         shown["pipeline"] = said
     return plan, shown
+
+
+def _setting(draw: Random, one: PlanSetting, plan: Plan) -> int:
+    return 0 if one.refusal(plan) else draw.choice(one.draws)
 
 
 def _stages(draw: Random, segments: int, least: int) -> tuple[Stage, ...]:

@@ -18,9 +18,7 @@ from outsize.verify.draw import ATTEMPTS, Drawn, draws
 from outsize.verify.planned import Stopped
 from outsize.verify.verify import Verdict, own_rounding, verify
 
-_FEATURES = (
-    "loss_chunk", "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel", "overlap"
-)  # fmt: skip
+_FEATURES = ("loss_chunk", "mlp_tile", "split_backward", "sequence_parallel")
 _STATES = ("parameters", "gradients", "optimizer", "activations")
 ROUNDED = "the plain run comes as far from itself when its first values are rounded once"
 Verifier = Callable[[Case], Verdict | str]  # a text: how it failed
@@ -160,6 +158,7 @@ def features(drawn: Drawn) -> Iterator[str]:
     for name in _FEATURES:
         if getattr(plan, name):
             yield name
+    yield from (name for name, _ in plan.settings.said)
     for name, has in (
         ("shards of parameters", plan.shards.parameters > 1),
         ("shards of gradients", plan.shards.gradients > 1),

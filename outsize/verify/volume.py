@@ -65,7 +65,7 @@ def volume(job: Job, fresh: bool = False) -> Volume:
     model, size, gathers = job.flow.model, job.plan.mesh.tensor, _gathers(job.plan.mesh)
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and size > 1:
         frozen = any(not t.trainable and not t.wide for t in job.placement.chunks.tables)
-        exact = not (frozen or job.plan.sequence_chunk)
+        exact = not (frozen or job.plan.block_tokens)
         exact = exact and not model.config.rewired
         numbers = _numbers(job.flow.options)
         tensor += sum(
@@ -206,7 +206,7 @@ def _segment(config: DecoderConfig, plan: Plan, segment: int, tokens: int, numbe
         end = _around(tokens * _features(config) * number, size)
         return end + (segment > 0) * (size - 1) * numbers * tokens * wide
     here = next(s for s in plan.stages if s.first <= segment < s.last)
-    chunked = plan.sequence_chunk > 0 and here.whole
+    chunked = plan.block_tokens > 0 and here.whole
     # Once more where it is recomputed; in chunks, all but the stage's last block twice.
     sums = 4 + 2 * here.whole + 2 * (chunked and segment < here.last - 1)
     total = sums * _around(tokens * config.hidden * number, size)

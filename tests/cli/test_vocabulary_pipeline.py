@@ -84,7 +84,7 @@ SETS = {
     ),
     "chunks of the sequence": (
         "pipeline=2", [CUT, "plan.sequence_chunk=64"],
-        "pipeline.vocabulary is 2 and sequence_chunk 64",
+        "sequence_chunk is 64, and the vocabulary is cut over the pipeline",
     ),
     "two cuts": (
         "pipeline=2,tensor=2", [CUT],

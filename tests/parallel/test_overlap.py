@@ -16,6 +16,7 @@ from outsize.collectives import Lone, Mesh, along
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
 from outsize.parallel.courier import Courier
+from outsize.parallel.divide import divide
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Rest, Stage
@@ -127,9 +128,9 @@ def test_sums_and_bytes_are_those_without_chunks(sequence_parallel):
     def work(world):
         given = []
         for chunks in (0, 3):
-            mine, way = copy.deepcopy(model), overlap_of(world, chunks)
+            mine, way = copy.deepcopy(model), overlap_of(world, chunks) if chunks else None
             axis = along(world, "tensor")
-            split(mine, axis, sequence_parallel, overlap=way)
+            split(mine, axis, sequence_parallel, beside=way)
             groups = [axis] if way is None else [axis, way.axis]
             for group in groups:
                 group.received.clear(), group.calls.clear()
@@ -182,11 +183,11 @@ def test_a_chunk_is_multiplied_while_another_is_summed(monkeypatch):
     monkeypatch.setattr(product, "put_product", watched)
 
     def work(world):
-        mine, way = copy.deepcopy(model), Held(along(world, "tensor", "overlap"))
+        mine, way = copy.deepcopy(model), Held(along(world, "tensor", "beside"))
         way.made = 0
         held[threading.current_thread()] = way
         way.go.release()  # for the last chunk
-        split(mine, along(world, "tensor"), overlap=Overlap(way, 3))
+        split(mine, along(world, "tensor"), beside=Overlap(way, 3))
         ctx = mine.context(torch.arange(12), (0, 12))
         with torch.no_grad():
             return mine.blocks[0].mlp(torch.ones(12, 32, dtype=torch.float64), ctx)
@@ -209,8 +210,8 @@ def test_weight_gradients_are_made_beside_the_sum_of_the_inputs():
             return self.axis.all_reduce(tensor, operation)
 
     def work(world):
-        mine, way = copy.deepcopy(model), Axis(along(world, "tensor", "overlap"))
-        split(mine, along(world, "tensor"), overlap=Overlap(way, 2))
+        mine, way = copy.deepcopy(model), Axis(along(world, "tensor", "beside"))
+        split(mine, along(world, "tensor"), beside=Overlap(way, 2))
         mlp = mine.blocks[0].mlp
 
         def sink(weight, compute) -> None:
@@ -263,7 +264,7 @@ def test_plain_autograd_without_a_sink():
 
     def work(world):
         mine = copy.deepcopy(model)
-        cuts = split(mine, along(world, "tensor"), True, overlap=overlap_of(world, 3))
+        cuts = split(mine, along(world, "tensor"), True, beside=overlap_of(world, 3))
         ids = torch.arange(24) % 61
         ctx = mine.context(torch.arange(24), (0, 24))
         mine.hidden(ids, ctx).square().sum().backward()
@@ -285,7 +286,7 @@ def test_one_pass_without_gradients():
 
     def work(world):
         mine = copy.deepcopy(model)
-        split(mine, along(world, "tensor"), overlap=overlap_of(world, 3))
+        split(mine, along(world, "tensor"), beside=overlap_of(world, 3))
         return one_pass(mine, plan_of(), BATCH, 1 / BATCH.count(), train=False)
 
     expected = one_pass(model, plan_of(), BATCH, 1 / BATCH.count(), train=False)
@@ -299,8 +300,8 @@ def test_a_job_overlaps_as_its_plan_says():
     def trained(world, chunks):
         mesh = world.mesh
         plan = plan_of(mesh=mesh, overlap=chunks, stages=per_segment(4, ("mlp",)))
-        mine, axis = copy.deepcopy(model), along(world, "tensor")
-        cuts = split(mine, axis, overlap=overlap_of(world, plan.overlap))
+        mine = copy.deepcopy(model)
+        cuts = divide(mine, world, plan)
         job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW(lr=1e-2)), Here(world), cuts=cuts)
         for batch in batches_here:
             job.step(batch)

@@ -16,6 +16,7 @@ from outsize.errors import OutsizeError
 from outsize.models.dropout import Noise
 from outsize.models.families import parse
 from outsize.optim import AdamW
+from outsize.parallel.divide import divide
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.overlap import Overlap, overlap_of
 from outsize.plan import Plan, Precision, Stage
@@ -116,8 +117,8 @@ def test_jobs_with_dropout(name):
 
     def trained(world, chunks):
         plan = plan_of(mesh=world.mesh, overlap=chunks, stages=per_segment(5, ("mlp",)))
-        mine, axis = copy.deepcopy(model), along(world, "tensor")
-        cuts = split(mine, axis, overlap=overlap_of(world, plan.overlap))
+        mine = copy.deepcopy(model)
+        cuts = divide(mine, world, plan)
         optimizer = AdamW(lr=1e-2)
         job = Job(NativeFlow(mine, plan), plan, Recipe(optimizer, 0.5), Here(world), cuts=cuts)
         for step, batch in enumerate(batches(2, ROWS, TOKENS, 61)):
@@ -141,7 +142,7 @@ def test_generation(name):
 
     def generated(world):
         mine = copy.deepcopy(model)
-        split(mine, along(world, "tensor"), overlap=overlap_of(world, 2))
+        split(mine, along(world, "tensor"), beside=overlap_of(world, 2))
         return generate(mine, prompt, 9, prefill_tokens=5)
 
     expected = generate(model, prompt, 9)
@@ -167,9 +168,9 @@ def test_sums_of_a_pass(name, sums):
 
     def work(world):
         events, mine = [], copy.deepcopy(model)
-        way = Overlap(Recording(along(world, "tensor", "overlap"), events), 3)
+        way = Overlap(Recording(along(world, "tensor", "beside"), events), 3)
         axis = along(world, "tensor")
-        split(mine, axis, overlap=way)
+        split(mine, axis, beside=way)
         axis.calls.clear()
         with torch.no_grad():
             mine.hidden(torch.arange(12), mine.context(torch.arange(12), (0, 12)))

@@ -26,7 +26,7 @@ REFUSED = {
     ),
     "chunks kept": (
         dict(sequence_chunk=64, split_backward=True, stages=per_segment(5, ("block",))),
-        "sequence_chunk is 64 and split_backward is set; .* would hold every chunk",
+        "sequence_chunk is 64, and split_backward is set; .* would hold every chunk",
     ),
     "budget": (dict(budget=0), "budget is 0; expected 1 or more"),
     "a gap": (

@@ -149,7 +149,7 @@ def test_a_stage_on_another_worker_is_refused():
         (lambda: piped("1f1b", order="layer"), "order"),
         (lambda: piped("1f1b", update="behind"), "update"),
         (lambda: resting(piped("chimera"), gradients="host"), "let them rest on device"),
-        (lambda: piped("zb-h1", stages=MIXED, sequence_chunk=7), "sequence_chunk is 7 and pipel"),
+        (lambda: piped("zb-h1", stages=MIXED, sequence_chunk=7), "sequence_chunk is 7, and pipel"),
     ],
 )
 def test_what_cannot_run_is_refused(plan, said):

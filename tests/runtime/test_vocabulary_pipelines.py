@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from piped import SEGMENTS, check, model, near, numbers, one, piped
+from piped import check, model, near, numbers, one, piped
 from plain import batches
 from streamed import resting, small, snapshot
 from subjects import CONFIGS, SEQUENCE, VOCAB, config_of
@@ -20,7 +20,6 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision, Stage, zero
-from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
@@ -238,10 +237,6 @@ def test_what_else_is_frozen(variant):
 
 REFUSED = {
     "loss_chunk": ({"loss_chunk": 7}, "vocabulary is 1 and loss_chunk 7"),
-    "sequence_chunk": (
-        {"sequence_chunk": 7, "stages": per_segment(SEGMENTS, ("block",))},
-        "vocabulary is 1 and sequence_chunk 7",
-    ),
     "tensor": ({"mesh": Mesh(1, 2, 2)}, "mesh.tensor has cut it already"),
     "whole": ({}, "whole, while pipeline.vocabulary is 1; cut it with outsize.parallel.divide"),
 }

@@ -98,7 +98,12 @@ def played(
 
     def work(world) -> Part:
         axis, mine = along(world, "tensor"), copy.deepcopy(model)
-        cuts = split(mine, axis, sequence_parallel, overlap_of(world, chunks))
+        cuts = split(
+            mine,
+            axis,
+            sequence_parallel,
+            overlap_of(world, chunks) if chunks and size > 1 else None,
+        )
         if wrap is not None:
             wrap(mine)
         axis_calls = axis.calls

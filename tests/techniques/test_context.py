@@ -166,7 +166,10 @@ def test_evaluation_and_states_are_those_of_one_worker() -> None:
 
 def test_what_does_not_go_with_it_is_refused() -> None:
     chunked = {"sequence_chunk": 4, "mesh": Mesh(context=2)}
-    with pytest.raises(OutsizeError, match=r"mesh\.context is 2, and sequence_chunk"):
+    with pytest.raises(
+        OutsizeError,
+        match="sequence_chunk is 4, and the workers of an axis of the",
+    ):
         plan_of("float64", rows=2, microbatch_rows=1, **chunked)
     with pytest.raises(OutsizeError, match="'contxt'; did you mean 'context'"):
         parse_mesh("contxt=2")

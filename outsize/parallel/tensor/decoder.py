@@ -26,9 +26,8 @@ from outsize.models.linear import Linear, without_bias
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
 from outsize.parallel.sums import cross, spans_of
+from outsize.parallel.tensor.beside import Beside
 from outsize.parallel.tensor.declared import Boundary, boundaries
-from outsize.parallel.tensor.overlap import Branch as Overlapped
-from outsize.parallel.tensor.overlap import Overlap, fits
 from outsize.parallel.tensor.rewired import check_ways, rewire
 from outsize.parallel.tensor.units import check, counts, cuts_of
 from outsize.parallel.tensor.vocabulary import lookup, vocabulary
@@ -41,12 +40,12 @@ def split(
     model: Decoder,
     axis: Collective,
     sequence_parallel: bool = False,
-    overlap: Overlap | None = None,
+    beside: Beside | None = None,
 ) -> dict[str, Cut]:
     """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
 
-    sequence_parallel: the residual stream is cut by tokens. overlap: products of branches go in
-    chunks beside their sums (outsize/parallel/tensor/overlap.py).
+    sequence_parallel: the residual stream is cut by tokens. beside: takes sums while the worker
+    computes.
 
     Shells and meta parameters stay such, values are copied; tied parameters stay one. The model
     then takes the same input on every worker and gives the same logits; its parameters' gradients
@@ -66,13 +65,13 @@ def split(
     _widen(model, axis)
     modules = dict(model.named_modules())
     crossed = boundaries(sequence_parallel, model.config.ways)
-    wired = rewire(model, axis, sequence_parallel, overlap)
-    overlapped = set[str]()
-    if overlap is not None:
-        overlapped = _overlap(modules, crossed, axis, overlap, wired.branches)
+    wired = rewire(model, axis, sequence_parallel, beside)
+    taken = set[str]()
+    if beside is not None:
+        taken = _taken_over(modules, crossed, axis, beside, wired.branches)
     for boundary in crossed:
         for name in _matching(modules, boundary):
-            if name in overlapped or (
+            if name in taken or (
                 wired.flying and name in wired.branches and boundary.edge == "output"
             ):
                 continue
@@ -89,22 +88,22 @@ def _matching(modules: Mapping[str, nn.Module], boundary: Boundary) -> list[str]
     return [name for name in modules if fnmatchcase(name, boundary.module)]
 
 
-def _overlap(
+def _taken_over(
     modules: Mapping[str, nn.Module],
     every: Sequence[Boundary],
     axis: Collective,
-    overlap: Overlap,
+    beside: Beside,
     others: frozenset[str],
 ) -> set[str]:
-    """Overlap the branches that can be, others left out; gives their names."""
+    """Have the branches taken over that can be, others left out; gives their names."""
     done = set[str]()
     for entering in every:
         for leaving in every:
             if entering.module != leaving.module or (entering.edge, leaving.edge) != _EDGES:
                 continue
             for name in _matching(modules, entering):
-                if fits(modules[name]) and name not in others:
-                    Overlapped(modules[name], entering.crossing, leaving.crossing, axis, overlap)
+                if beside.fits(modules[name]) and name not in others:
+                    beside.take_over(modules[name], entering.crossing, leaving.crossing, axis)
                     done.add(name)
     return done
 

@@ -18,6 +18,7 @@ T tokens, of which this worker has t between branches, I in, O out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,9 @@ from outsize.kernels.linear import GradSink, linear
 from outsize.models.linear import Linear, dense
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
-from outsize.parallel.courier import Flight
+from outsize.parallel.courier import Courier, Flight
 from outsize.parallel.sums import Crossing, cross, spans_of
 from outsize.parallel.tensor.overlap_products import (
-    Overlap,
     Rows,
     all_reduce,
     chunks_of,
@@ -48,11 +48,30 @@ from outsize.parallel.tensor.overlap_products import (
 __all__ = ["Arrivals", "Branch", "Overlap", "fits", "overlap_of"]
 
 
-def overlap_of(world: World, chunks: int) -> Overlap | None:
-    """What `split` takes; None for 0 chunks or an axis of one worker."""
-    if not chunks or world.mesh.tensor == 1:
-        return None
-    return Overlap(along(world, "tensor", "overlap"), chunks)
+@dataclass(frozen=True)
+class Overlap:
+    """axis: a collective of the workers that nobody but the courier calls. chunks: of a product."""
+
+    axis: Collective
+    chunks: int
+    courier: Courier = field(default_factory=Courier)
+
+    def send(self, work: Callable[[], None], device: torch.device) -> Flight:
+        """Have the courier do something on the axis."""
+        return self.courier.send(work, device)
+
+    def fits(self, branch: nn.Module) -> bool:
+        return fits(branch)
+
+    def take_over(
+        self, branch: nn.Module, entering: Crossing, leaving: Crossing, axis: Collective
+    ) -> None:
+        Branch(branch, entering, leaving, axis, self)
+
+
+def overlap_of(world: World, chunks: int) -> Overlap:
+    """Of the tensor axis."""
+    return Overlap(along(world, "tensor", "beside"), chunks)
 
 
 def fits(module: nn.Module) -> bool:

@@ -7,10 +7,9 @@ between branches, I in, O out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,24 +18,14 @@ from outsize.collectives import Collective, Span
 from outsize.kernels import product
 from outsize.kernels.linear import GradSink, add_product
 from outsize.models.linear import Linear
-from outsize.parallel.courier import Courier, Flight
+from outsize.parallel.courier import Flight
 from outsize.parallel.shards import even
 from outsize.parallel.sums import spans_of
 
+if TYPE_CHECKING:
+    from outsize.parallel.tensor.overlap import Overlap
+
 Rows = tuple[Span, ...]  # tokens [first, last) of a chunk, one span a worker where they are cut
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """axis: a collective of the workers that nobody but the courier calls. chunks: of a product."""
-
-    axis: Collective
-    chunks: int
-    courier: Courier = field(default_factory=Courier)
-
-    def send(self, work: Callable[[], None], device: torch.device) -> Flight:
-        """Have the courier do something on the axis."""
-        return self.courier.send(work, device)
 
 
 Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]

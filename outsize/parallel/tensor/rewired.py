@@ -1,7 +1,7 @@
 """Ladder and Kraken models on the tensor axis: sums that run beside the next branch.
 
 A block of these launches a sum and takes it later (outsize/models/ladder.py, kraken.py). Without an
-`Overlap` it is there at once; with one, a courier takes it while the block goes on.
+`Beside` it is there at once; with one, a courier takes it while the block goes on.
 
 Ladder: what a branch gives is summed as in a plain model, one branch later. Kraken: the stream has
 whole values and partial gradients from the embedding to the head, for each way sees it in its own
@@ -26,7 +26,8 @@ from outsize.models.ladder import LadderBlock, Launch
 from outsize.models.linear import Linear, without_bias
 from outsize.parallel.courier import Flight
 from outsize.parallel.sums import Crossing
-from outsize.parallel.tensor.overlap_products import Overlap, all_reduce
+from outsize.parallel.tensor.beside import Beside
+from outsize.parallel.tensor.overlap_products import all_reduce
 
 LADDER: Crossing = ("all_reduce", "none")
 KRAKEN: Crossing = ("all_reduce", "all_reduce")
@@ -42,11 +43,11 @@ class Rewired:
 
 
 def rewire(
-    model: Decoder, axis: Collective, sequence_parallel: bool, overlap: Overlap | None
+    model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
 ) -> Rewired:
     """Have the model's blocks sum over the axis as they are wired."""
     if model.config.ways > 1:
-        _kraken(model, axis, overlap)
+        _kraken(model, axis, beside)
     if model.config.ladder_from is None:
         return Rewired()
     names = set[str]()
@@ -55,9 +56,9 @@ def rewire(
             _first_counts(block.attention, axis)
             _first_counts(block.mlp, axis)
             names |= {f"blocks.{i}.attention", f"blocks.{i}.mlp"}
-    if overlap is None or sequence_parallel:  # a stream cut by tokens has no place for summands
+    if beside is None or sequence_parallel:  # a stream cut by tokens has no place for summands
         return Rewired(frozenset(names))
-    _launching(model, _flying(axis, overlap, LADDER))
+    _launching(model, _flying(axis, beside, LADDER))
     return Rewired(frozenset(names), flying=True)
 
 
@@ -76,14 +77,14 @@ def check_ways(ways: int, size: int, sequence_parallel: bool) -> None:
         )
 
 
-def _kraken(model: Decoder, axis: Collective, overlap: Overlap | None) -> None:
+def _kraken(model: Decoder, axis: Collective, beside: Beside | None) -> None:
     for module in model.modules():
         if isinstance(module, KrakenBlock):
             module.ways = model.config.ways // axis.size
             module.first = axis.rank * module.ways
         elif isinstance(module, KrakenAttention | KrakenMLP):
             _first_counts(module, axis)
-    _launching(model, _flying(axis, overlap, KRAKEN))
+    _launching(model, _flying(axis, beside, KRAKEN))
 
 
 def _launching(model: Decoder, launch: Launch) -> None:
@@ -102,10 +103,10 @@ def _first_counts(branch: nn.Module, axis: Collective) -> None:
             row.product = without_bias(row.product)
 
 
-def _flying(axis: Collective, overlap: Overlap | None, crossing: Crossing) -> Launch:
+def _flying(axis: Collective, beside: Beside | None, crossing: Crossing) -> Launch:
     def launch(x: Tensor) -> Callable[[], Tensor]:
         flights: list[Flight] = []
-        y: Tensor = _Launch.apply(x, flights, axis, overlap, crossing)  # type: ignore[no-untyped-call]
+        y: Tensor = _Launch.apply(x, flights, axis, beside, crossing)  # type: ignore[no-untyped-call]
         return lambda: _Land.apply(y, flights)  # type: ignore[no-untyped-call]
 
     return launch
@@ -118,14 +119,14 @@ class _Launch(torch.autograd.Function):
         x: Tensor,
         flights: list[Flight],
         axis: Collective,
-        overlap: Overlap | None,
+        beside: Beside | None,
         crossing: Crossing,
     ) -> Tensor:
         ctx.way = axis, crossing[1]
         y = x.detach().clone(memory_format=torch.contiguous_format)
-        if overlap is None:
+        if beside is None:
             return axis.all_reduce(y)
-        flights.append(overlap.send(partial(all_reduce, overlap.axis, y), y.device))
+        flights.append(beside.send(partial(all_reduce, beside.axis, y), y.device))
         return y
 
     @staticmethod

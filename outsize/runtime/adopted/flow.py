@@ -59,12 +59,12 @@ class AdoptedFlow:
         reach: Reach | None = None,
     ) -> None:
         check_adopted(plan.mesh, type(model).__name__)
-        if plan.sequence_chunk:
-            raise OutsizeError(
-                f"plan: sequence_chunk is {plan.sequence_chunk}, but {type(model).__name__} is an"
-                " adopted module, whose attention is not known apart from the rest of a block:"
-                " set it to 0, or load the model as a native decoder"
-            )
+        for one, value in plan.settings.every():
+            if one.native:
+                raise OutsizeError(
+                    f"plan: {one.name} is {value}, but {type(model).__name__} is an adopted module,"
+                    f" {one.native}: set it to 0, or load the model as a native decoder"
+                )
         if plan.pipeline.vocabulary:
             raise OutsizeError(
                 f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}, but"

@@ -134,11 +134,6 @@ AXES.add(
         "workers that take different tokens of each row; keys and values are gathered",
         (
             Clash(
-                "sequence_chunk, which runs the tokens of a row one after another",
-                lambda plan: bool(plan.sequence_chunk),
-                "set plan.sequence_chunk to 0",
-            ),
-            Clash(
                 "rows have fewer than two tokens for each worker of the axis",
                 lambda plan: 0 < plan.sequence < 2 * plan.mesh[NAME],
                 "take longer rows, or fewer workers",

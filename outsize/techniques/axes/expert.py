@@ -175,7 +175,7 @@ AXES.add(
                 "layers in chunks of the sequence or in tiles, which workers with more rows would"
                 " call more often",
                 lambda plan: plan.tiled,
-                "set plan.mlp_tile and the plan's chunk of the sequence to 0",
+                "set plan.mlp_tile and what cuts the tokens of a block to 0",
             ),
         ),
         parts=True,
