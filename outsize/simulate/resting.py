@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from outsize.memory import KINDS
 from outsize.memory.chunk import is_layer
@@ -54,14 +54,18 @@ def spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:
     return most
 
 
-def below(placement: Placement, spilled: Mapping[int, int]) -> dict[str, int]:
-    """By tier below the device, bytes of the states and activations that rest there."""
+def below(
+    placement: Placement, spilled: Mapping[int, int], segments: Collection[int] = ()
+) -> dict[str, int]:
+    """By tier below the device, bytes of the states and activations that rest there. segments:
+    those that count; all, where none are named."""
     found: dict[str, int] = {}
     for stage, size in spilled.items():
         tier = placement.plan.stages[stage].rest.activations
         found[tier] = found.get(tier, 0) + size
     for index, table in enumerate(placement.chunks.tables):
-        for what, _ in placement.chunks.held(index):
+        counts = not segments or table.segment in segments
+        for what, _ in placement.chunks.held(index) if counts else ():
             tier = placement.chunks.tier(index, what)
             if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
                 found[tier] = found.get(tier, 0) + placement.chunks.nbytes(index, what)

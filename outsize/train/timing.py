@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from outsize.train.model import subject
 from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup
+from outsize.train.tiers import opened
 
 TRIAL_SECONDS = 30.0  # a calibration that the machine's rates predict to take longer is left out
 FASTER = 0.9  # of the time with all threads: one thread must be so much faster to be taken
@@ -52,7 +54,7 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     no_pace(worker_group)
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
     # Among several, times depend on the others too.
-    if setup.forecast.below or special or trial > TRIAL_SECONDS or plan.mesh.size > 1:
+    if special or trial > TRIAL_SECONDS or plan.mesh.size > 1:
         return setup
     return _alone(setup, stream.batch(0))
 
@@ -77,9 +79,9 @@ def _timed(setup: Setup, batch: Batch) -> Forecast:
     return calibrate(
         setup.forecast,
         setup.subject.config,
-        recipe.optimizer,
-        recipe.clip,
+        recipe,
         lambda rows: batch.rows(0, rows),
+        partial(opened, setup.tiers),
         setup.device.type,
     )
 

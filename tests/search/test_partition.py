@@ -5,20 +5,25 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 import torch
 from clocks import Clock
+from streamed import memory
 from subjects import config_of
 from torch import nn
 
 import outsize
 from outsize.data import Batch
 from outsize.errors import OutsizeError
-from outsize.hardware import catalogue
+from outsize.hardware import Rate, catalogue
+from outsize.hardware.hardware import Tier
 from outsize.optim import AdamW
-from outsize.plan import Plan, Precision, Stage
+from outsize.plan import Plan, Precision, Rest, Stage
+from outsize.runtime.recipe import Recipe
 from outsize.schedule.pipelines import Shape, make
 from outsize.schedule.place import looped, one_way, two_way
 from outsize.search import PlanRequest, predict
@@ -185,7 +190,10 @@ CONFIG = config_of("llama")
 def forecast_of(stages):
     request = PlanRequest(4, 32, Precision.named("float32"), AdamW(), None)
     plan = Plan(5, stages, rows=4, microbatch_rows=2, sequence=32)
-    return predict(CONFIG, request, plan, catalogue("H200"))
+    rate = Rate(1e9, "B/s", "declared", "2026-11-23")
+    machine = catalogue("H200")
+    machine = replace(machine, tiers=(*machine.tiers, Tier("disk", 1 << 30, rate, rate)))
+    return predict(CONFIG, request, plan, machine)
 
 
 def test_costs_of_a_decoder_are_those_of_its_forecast():
@@ -207,17 +215,41 @@ def test_costs_of_a_decoder_are_those_of_its_forecast():
     assert first.activations == pytest.approx(costs[0].activations + costs[1].activations, rel=0.05)
 
 
+def rows_of(rows: int) -> Batch:
+    ids = torch.arange(rows * 32).reshape(rows, 32) % CONFIG.vocab
+    return Batch(ids, ids, tuple((0, 32) for _ in range(rows)))
+
+
+def timed(made):
+    with memory() as stores:
+        return calibrate(made, CONFIG, Recipe(AdamW()), rows_of, lambda *_: nullcontext(stores))
+
+
 def test_blocks_that_were_timed_take_the_place_of_rates():
     made = forecast_of(tuple(Stage(i, i + 1) for i in range(5)))
+    costs = costs_of(timed(made))
+    assert [c.static for c in costs] == [c.static for c in costs_of(made)]
+    assert costs[1].seconds == costs[2].seconds  # blocks of one sort, of which one was timed
+    assert costs[1].seconds > costs[0].seconds  # which looks up rows and multiplies nothing
 
-    def batch_of(rows):
-        ids = torch.arange(rows * 32).reshape(rows, 32) % CONFIG.vocab
-        return Batch(ids, ids, tuple((0, 32) for _ in range(rows)))
 
-    timed = costs_of(calibrate(made, CONFIG, AdamW(), None, batch_of))
-    assert [c.static for c in timed] == [c.static for c in costs_of(made)]
-    assert timed[1].seconds == timed[2].seconds  # blocks of one sort, of which one was timed
-    assert timed[1].seconds > timed[0].seconds  # which looks up rows and multiplies nothing
+def test_blocks_of_states_that_stream_are_timed_too():
+    """What computes takes what one of its sort took; what moves, what the rates say."""
+    made = forecast_of(tuple(Stage(i, i + 1, rest=Rest("disk", "disk", "disk")) for i in range(5)))
+    own = timed(made)
+    assert own.peak == made.peak and own.below == made.below
+
+    def took(forecast, kind):
+        return [e.end - e.start for e in forecast.trace.events if e.kind == kind]
+
+    for kind in ("FETCH.parameters", "FETCH.optimizer", "EVICT.optimizer"):
+        assert took(own, kind) == pytest.approx(took(made, kind)) and took(own, kind)
+    forwards = {(e.stage, e.microbatch): e.end - e.start for e in own.trace.events
+                if e.kind == "FORWARD"}  # fmt: skip
+    assert forwards[1, 0] > 0 and forwards[1, 0] == pytest.approx(forwards[3, 1])
+    assert took(own, "UPDATE") != pytest.approx(took(made, "UPDATE"))
+    tight = replace(made, plan=replace(made.plan, budget=1 << 12))
+    assert timed(tight) is tight, "no block fits the budget"
 
 
 class Taking(nn.Linear):
