@@ -16,14 +16,11 @@ from torch import Tensor
 from verdict import verdict
 
 import outsize
-from outsize.decode.generate import Forward, generate
+from outsize.decode.generate import Request
 from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.models.seams import Past
-from outsize.runtime.tokens.fit import Request
-from outsize.runtime.tokens.player import TokenPlayer
-from outsize.runtime.tokens.streamed import Streamed
+from outsize.serve.files import InFiles
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 768, "intermediate_size": 2048,
@@ -35,16 +32,26 @@ SHARES, LEAST = (0.4, 0.6, 0.8), 0.6
 
 
 class Kept:
-    """A Forward that keeps its logits."""
+    """The likeliest token; keeps the logits."""
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward, self.seen = forward, list[Tensor]()
+    def __init__(self) -> None:
+        self.seen = list[Tensor]()
 
-    def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past
-    ) -> Tensor:
-        self.seen.append(self.forward(ids_T, positions_T, bounds, past))
-        return self.seen[-1].clone()
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        self.seen.append(logits_V.clone())
+        return int(logits_V.argmax())
+
+
+def generated(model: outsize.Model) -> tuple[list[int], Kept, int]:
+    """The tokens, what they were drawn from, and the most bytes of tensors."""
+    kept = Kept()
+    if model.home is not None:
+        model.home.ready(Request(tuple(PROMPT), NEW, kept))  # has the pool made
+    with Ledger() as ledger:
+        for parameter in model.parameters():
+            ledger.see(parameter)
+        tokens = model.generate(PROMPT, NEW, kept)
+    return list(tokens), kept, ledger.peak
 
 
 def main() -> None:
@@ -53,24 +60,16 @@ def main() -> None:
         path = Path(scratch) / "model"
         outsize.save(build(parse(CONFIG), seed=0, dtype=torch.float32), path)
         model = outsize.load(path)
-        with Ledger() as ledger:
-            for parameter in model.parameters():
-                ledger.see(parameter)
-            resident = Kept(TokenPlayer(model))
-            tokens = generate(model, PROMPT, NEW, forward=resident)
-        whole, said, lowest, same = ledger.peak, [], 1.0, True
+        tokens, resident, whole = generated(model)
+        said, lowest, same = [], 1.0, True
         for share in SHARES:
-            with Streamed(path, int(share * whole)) as streamed:
-                reading = streamed.ready(Request(len(PROMPT), NEW, drawn=False))
-                with Ledger() as ledger:
-                    ledger.see(reading.pool)
-                    kept = Kept(reading)
-                    found = generate(streamed.decoder, PROMPT, NEW, forward=kept)
+            with outsize.load(path, memory=int(share * whole)) as streamed:
+                found, kept, peak = generated(streamed)
+                assert isinstance(streamed.home, InFiles) and streamed.home.pooled is not None
+                resting = streamed.home.pooled.layout.kept
                 same &= found == tokens and all(map(torch.equal, kept.seen, resident.seen))
-                lowest = min(lowest, ledger.peak / whole)
-                said.append(
-                    f"{ledger.peak / whole:.0%} with {reading.layout.kept} of 13 parts resident"
-                )
+                lowest = min(lowest, peak / whole)
+                said.append(f"{peak / whole:.0%} with {resting} of 13 parts resident")
     verdict(
         "Superpipeline (Abbasi et al., 2024), inference",
         "memory up to 60% lower, output unchanged",

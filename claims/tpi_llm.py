@@ -30,8 +30,7 @@ from torch import nn
 from verdict import verdict
 
 if TYPE_CHECKING:
-    from outsize.models.decoder import Decoder
-    from outsize.runtime.tokens.streamed import Streamed
+    import outsize
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096,
@@ -98,21 +97,17 @@ def ours(folder: str, budget: str | None) -> list[Answer]:
     return [_drawn(model) for _ in range(REQUESTS)]
 
 
-def _drawn(model: Decoder | Streamed) -> Answer:
-    from outsize.decode.generate import stream_tokens
-    from outsize.runtime.tokens.fit import Request
-    from outsize.runtime.tokens.player import TokenPlayer
-    from outsize.runtime.tokens.streamed import Streamed
+def _drawn(model: outsize.Model) -> Answer:
+    seconds, begin = [], time.perf_counter()
 
-    tokens, seconds, begin = [], [], time.perf_counter()
-    streamed = isinstance(model, Streamed)
-    decoder = model.decoder if streamed else model
-    player = model.ready(Request(len(PROMPT), NEW, False)) if streamed else TokenPlayer(model)
-    for token in stream_tokens(decoder, PROMPT, NEW, forward=player):
+    def likeliest(logits_V: torch.Tensor, index: int) -> int:
+        nonlocal begin
+        token = int(logits_V.argmax())
         seconds.append(time.perf_counter() - begin)
-        tokens.append(token)
         begin = time.perf_counter()
-    return {"tokens": tokens, "seconds": seconds}
+        return token
+
+    return {"tokens": model.generate(PROMPT, NEW, likeliest), "seconds": seconds}
 
 
 def worker(what: str, folder: str, group: str) -> None:

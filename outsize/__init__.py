@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outsize.hardware import Hardware
     from outsize.plan import Plan
     from outsize.schedule.program import Program
+    from outsize.serve.model import Model
     from outsize.trace.trace import Trace
     from outsize.train.plans import plan, simulate
     from outsize.train.prepare import prepare
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Hardware",
+    "Model",
     "OutsizeError",
     "Plan",
     "Program",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
 import torch
 from support import streaming
 from support.contest import Answer, Task, finish, start
 
-from outsize.api import generate
+from outsize.api import generate, load
 from outsize.checkpoint import hub
 from outsize.data import IGNORE, Batch
 from outsize.hardware.probe import probe
@@ -19,9 +18,9 @@ from outsize.plan import Precision
 from outsize.plan.text import from_yaml
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.tokens.streamed import Streamed
 from outsize.schedule import Kind
 from outsize.search import PlanRequest, choose
+from outsize.serve.files import InFiles
 from outsize.simulate import Forecast
 
 
@@ -67,11 +66,11 @@ def trained(task: Task) -> Answer:
 
 def generated(task: Task) -> Answer:
     """What `outsize generate --memory` does, asked for token ids."""
-    with Streamed(Path(task.weights), task.memory, disk=task.folder) as model:
+    with load(task.weights, memory=task.memory, disk=task.folder) as model:
         prompt = task.ids(0, model.config.vocab)[0].tolist()
         tokens = generate(model, prompt, task.steps + 1)
-        assert model.reading is not None
-        seconds = list(model.reading.seconds[Kind.DECODE])
+        assert isinstance(model.home, InFiles) and model.home.session is not None
+        seconds = list(model.home.session.seconds[Kind.DECODE])
     return Answer(seconds, [float(token) for token in tokens])
 
 

@@ -60,8 +60,7 @@ def load(
     the config's). Peak memory is the model and one block. OutsizeError, naming file and tensor,
     for an unknown family and for weights that are missing, unexpected, misshapen or damaged.
     """
-    if dtype not in (None, *WEIGHT_DTYPES):
-        raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_spell(WEIGHT_DTYPES)}")
+    check_dtype(dtype)
     config = config or read_config(path)
     device = device or "cpu"
     if weights == "random":
@@ -91,6 +90,16 @@ class Described:
     def entry(self, name: str) -> tuple[Path, Entry]:
         """The file and the span of a stored tensor, by its usual name."""
         return self.shards.where[self.names[name]].path, self.shards.entry(self.names[name])
+
+    def dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """What each parameter of a model in `dtype` (None: that of the files) rests in.
+        OutsizeError for a dtype that weights do not have."""
+        check_dtype(dtype)
+        return {
+            name: rest(name, dtype or self.entry(entry.theirs[0])[1].dtype)
+            for entry in self.stored
+            for name in entry.ours
+        }
 
     def fill(self, dtype: torch.dtype | None, device: torch.device | str = "cpu") -> Fill:
         """Reads parameters, for `materialise`. The parts of a group are asked for together."""
@@ -129,8 +138,18 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTE
     whole_directory(path, lambda directory: _write(model, directory, max_shard_bytes))
 
 
+def check_here(model: Decoder) -> None:
+    """Refuse a model whose weights are in files or on several workers, as `load` was asked."""
+    if model.away:
+        raise OutsizeError(
+            f"model: it was loaded with {model.away}, and its weights are not all in memory here;"
+            f" load it without {model.away} to train, change or save it"
+        )
+
+
 def check_values(model: Decoder) -> None:
-    """Refuse a model of which some parameter is a shape alone."""
+    """Refuse a model of which some parameter is a shape alone, or rests elsewhere."""
+    check_here(model)
     absent = next((name for name, x in model.named_parameters() if x.is_meta), None)
     if absent is not None:
         raise OutsizeError(f"parameter {absent} has no value yet (it is on the meta device)")
@@ -162,6 +181,12 @@ def whole_directory(path: str | Path, write: Callable[[Path], None]) -> None:
 
 
 # Loading
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse one that weights do not have."""
+    if dtype not in (None, *WEIGHT_DTYPES):
+        raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {_spell(WEIGHT_DTYPES)}")
 
 
 def _config_dtype(config: DecoderConfig) -> torch.dtype:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
     from outsize.decode.samplers import Sampling
     from outsize.launch.heartbeat import Heartbeat
     from outsize.models.config import DecoderConfig
-    from outsize.models.decoder import Decoder
-    from outsize.runtime.tokens.streamed import Streamed
-    from outsize.serve import Meshed
+    from outsize.serve.model import Model
 
 
 @click.command(cls=Command)
@@ -99,8 +96,7 @@ def generate(
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
     found, config, text = _found(directory, tokenizer)
-    with ExitStack() as stack:
-        model = _opened(stack, found, config, memory, disk, sparse)
+    with _opened(found, config, memory, disk, sparse) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
         if timing:
             click.echo(_timing(model), err=True)
@@ -119,18 +115,16 @@ class _Wanted:
 
     def go(
         self,
-        model: Decoder | Streamed | Meshed,
+        model: Model,
         text: Tokenizer,
         on_text: Callable[[str], None] | None,
     ) -> None:
         """Generate; on_text None: another worker says it."""
-        from outsize.api import go_on
-
-        own = (model, self.prompt, self.max_tokens, self.sampling, self.stop, text)
+        own = (self.prompt, self.max_tokens, self.sampling, self.stop, text)
         if on_text is None:
-            go_on(*own)
+            model.generate(*own)
             return
-        go_on(*own, on_text, self._ready)
+        model.generate(*own, on_text, self._ready)
         click.echo()
 
     def _ready(self, plan: str) -> None:
@@ -140,7 +134,7 @@ class _Wanted:
         if self.echo:
             click.echo(self.prompt, nl=False)
 
-    def meet(self, model: Meshed, first: bool, pulse: Heartbeat) -> None:
+    def meet(self, model: Model, first: bool, pulse: Heartbeat) -> None:
         """Generate as one of several workers."""
         assert model.origin is not None
         text = _tokenizer(model.origin, self.tokenizer, model.config)
@@ -206,26 +200,24 @@ def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokeniz
 
 
 def _opened(
-    stack: ExitStack,
-    found: Path,
-    config: DecoderConfig,
-    memory: str | None,
-    disk: str | None,
-    sparse: bool,
-) -> Decoder | Streamed:
-    from outsize.checkpoint import adapters
+    found: Path, config: DecoderConfig, memory: str | None, disk: str | None, sparse: bool
+) -> Model:
+    from outsize.serve.model import Model
 
     if memory is None:
-        return adapters.load(found, config=config)
+        from outsize.checkpoint import adapters
+
+        return Model(adapters.load(found, config=config))
+    from outsize.checkpoint.hub import describe
     from outsize.memory.sizes import parse_bytes
-    from outsize.runtime.tokens.streamed import Streamed
+    from outsize.serve.files import InFiles
 
-    budget = parse_bytes(memory)
-    return stack.enter_context(Streamed(found, budget, disk=disk, sparse=sparse, config=config))
+    described = describe(found, config)
+    return Model(described.model, InFiles(described, parse_bytes(memory), disk=disk, sparse=sparse))
 
 
-def _timing(model: Decoder | Streamed) -> str:
-    from outsize.runtime.tokens.streamed import Streamed
+def _timing(model: Model) -> str:
+    from outsize.serve.files import InFiles
 
-    assert isinstance(model, Streamed)
-    return model.timing()
+    assert isinstance(model.home, InFiles)
+    return model.home.timing()

@@ -139,8 +139,13 @@ class Request:
     ids: tuple[int, ...]
     max_new_tokens: int
     sampler: Sampler
-    stop: frozenset[int]
+    stop: frozenset[int] = frozenset()
     scored: bool = False
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of which something is kept: the last one drawn is not fed again."""
+        return len(self.ids) + max(self.max_new_tokens - 1, 0)
 
 
 def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> None:
@@ -175,8 +180,7 @@ def play(
 ) -> Iterator[tuple[int, Drawn]]:
     """(index of the request, what was drawn) in the order in which tokens are drawn, by steps that
     end in tokens."""
-    capacity = max((len(r.ids) + max(r.max_new_tokens - 1, 0) for r in requests), default=0)
-    cache = StateCache(len(requests), capacity)
+    cache = StateCache(len(requests), max((r.capacity for r in requests), default=0))
     waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
     count = dict.fromkeys(waiting, 0)
     while waiting:

@@ -1,9 +1,14 @@
 """Where bytes rest: chunks of flat buffers, and the ledger that counts them."""
 
-from outsize.memory.allocator import AllocatorLedger, meter
-from outsize.memory.chunk import Chunk, ChunkTable, Slot, tables
-from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
-from outsize.memory.sizes import format_bytes, parse_bytes
+from typing import TYPE_CHECKING
+
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.memory.allocator import AllocatorLedger, meter
+    from outsize.memory.chunk import Chunk, ChunkTable, Slot, tables
+    from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
+    from outsize.memory.sizes import format_bytes, parse_bytes
 
 __all__ = [
     "KINDS",
@@ -19,3 +24,5 @@ __all__ = [
     "parse_bytes",
     "tables",
 ]
+
+__getattr__ = importing(__name__)

@@ -172,7 +172,7 @@ class Ledger:
 
     def settle(self) -> None:
         """What the action that ends here leaves alive are activations, no longer its workspace."""
-        for held in self._held.values():
+        for held in list(self._held.values()):  # another thread may let one go
             if held[2] == "workspace":
                 held[2] = "activations"
         self.live["activations"] += self.live["workspace"]

@@ -177,6 +177,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.origin: Path | None = None  # the directory that it was loaded from
+        self.away = ""  # the argument of `load` for which weights are not all in memory here
         # Of so many tokens, the first that this worker has between branches, where they are cut.
         self.first_token: Callable[[int], int] = lambda tokens: 0
         self.prologue = Prologue(config)

@@ -10,7 +10,7 @@ T tokens of the step laid flat, N sequences, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -30,13 +30,10 @@ from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.native import ChainWalk, Ends, NativeFlow, through
 from outsize.runtime.points import Points
 from outsize.runtime.spill import Spill
-from outsize.runtime.tokens.player import apply_stage
 from outsize.runtime.vocabulary import Rows
-from outsize.schedule import Kind, Schedule, prove
-from outsize.schedule.layout import Placement
-from outsize.schedule.programs import generate
+from outsize.schedule import Kind
 
-Begin = Callable[[ChainWalk, tuple[int, int]], None]  # T and N tell messages of other shapes apart
+Begin = Callable[[ChainWalk, Hashable], None]  # what tells messages of other shapes apart
 
 
 @dataclass
@@ -57,25 +54,10 @@ def native(flow: Flow) -> NativeFlow:
     )
 
 
-def proved(
-    placement: Placement, playable: Callable[[Schedule], Loaded]
-) -> Callable[[Kind], Loaded]:
-    """The list of a kind of step over a placement, ready for an engine. playable: makes it so."""
-
-    def made(kind: Kind) -> Loaded:
-        program = generate(placement, kind)
-        prove(program)
-        return playable(program.own)
-
-    return made
-
-
-def drawer(placement: Placement) -> int:
-    """The worker that draws: the first of those that have the last stage."""
-    line = placement.chunks.pipelining
-    if line is None:
-        return 0
-    return placement.plan.mesh.ranks("pipeline", 0)[line.coarse.placement.routes[0][-1]]
+def kind_of(bounds: tuple[int, ...]) -> Kind:
+    """A step of one token of each sequence, or of prompts."""
+    single = all(stop - start == 1 for start, stop in pairwise(bounds))
+    return Kind.DECODE if single else Kind.PREFILL
 
 
 class TokenSteps:
@@ -103,17 +85,36 @@ class TokenSteps:
         past: Past,
         draws: Sequence[Draw],
     ) -> list[Drawn]:
-        single = all(stop - start == 1 for start, stop in pairwise(bounds))
-        kind = Kind.DECODE if single else Kind.PREFILL
+        loaded = self.begin(ids_T, positions_T, bounds, past)
+        self._sample.ready(draws)
+        self._engine.play(loaded, time.perf_counter())
+        return self._sample.taken()
+
+    @torch.no_grad()
+    def logits(self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """logits_TV of every token, on all workers, with nothing kept of what they leave."""
+        loaded = self.begin(ids_T, positions_T, bounds, None)
+        kept = self.model.prologue.tokens.weight.dtype
+        form = torch.empty(len(ids_T), self.model.config.vocab, dtype=kept, device="meta")
+        self._sample.ready((), form)
+        self._engine.play(loaded, time.perf_counter())
+        given, self._sample.given = self._sample.given, None
+        assert given is not None
+        return given.to(ids_T.device)
+
+    def begin(
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past | None
+    ) -> Loaded:
+        """Set out on a step; gives its list. past None: nothing came before, nothing is kept, and
+        the logits of every token are asked for."""
+        kind = Kind.PREFILL if past is None else kind_of(bounds)
         if kind not in self.lists:
             self.lists[kind] = self._playable(kind)
         loaded, dispatch = self.lists[kind], self.flow.execution.dispatch
         context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points)
-        self._begin(walk, (len(ids_T), len(bounds) - 1))
-        self._sample.ready(draws)
-        self._engine.play(loaded, time.perf_counter())
-        return self._sample.taken()
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, every=past is None)
+        self._begin(walk, (len(ids_T), len(bounds) - 1, past is None))
+        return loaded
 
     def generate(
         self,
@@ -145,16 +146,20 @@ class TokenSteps:
         return found
 
 
-def tokens_walk(flow: NativeFlow, ids_T: Tensor, context: Context, points: Points) -> ChainWalk:
-    """A step's way through the stages. Its end is logits_NV of the last token of each sequence; of
-    a cut vocabulary h_ND, of which every worker makes a part of them."""
+def tokens_walk(
+    flow: NativeFlow, ids_T: Tensor, context: Context, points: Points, every: bool = False
+) -> ChainWalk:
+    """A step's way through the stages. Its end is logits_NV of the last token of each sequence, or
+    logits_TV of every token; of a cut vocabulary h_ND, of which every worker makes a part of
+    them."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
         way, held = points.way(0), points.held(0)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
         ends = Ends(rows, way)
     count = len(model.blocks) + 2
-    chain = [partial(_segment, model, rows, context, segment) for segment in range(count)]
+    chain = [partial(_segment, model, rows, context, segment) for segment in range(count - 1)]
+    chain.append(partial(_end, model, rows, context, every))
 
     def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
         return Record(partial(through, chain[here.first : here.last]), [x], spill)
@@ -165,10 +170,15 @@ def tokens_walk(flow: NativeFlow, ids_T: Tensor, context: Context, points: Point
 def _segment(
     model: Decoder, rows: Rows | None, context: Context, segment: int, x: Tensor
 ) -> Tensor:
-    if segment == 0 and rows is not None:
+    if segment:
+        return model.blocks[segment - 1](x, context)  # type: ignore[no-any-return]
+    if rows is not None:
         return model.prologue.enter(x, context)
-    if segment <= len(model.blocks):
-        return apply_stage(model, segment, x, context)
-    ends_N = torch.tensor(context.bounds[1:], device=x.device) - 1
-    h_ND: Tensor = model.epilogue(x, context)[ends_N]  # behind the norm: x may be cut by tokens
-    return h_ND if rows is not None else model.epilogue.logits(h_ND)
+    return model.prologue(x, context)  # type: ignore[no-any-return]
+
+
+def _end(model: Decoder, rows: Rows | None, context: Context, every: bool, x_TD: Tensor) -> Tensor:
+    h_TD: Tensor = model.epilogue(x_TD, context)
+    if not every:  # behind the norm: x may be cut by tokens
+        h_TD = h_TD[torch.tensor(context.bounds[1:], device=h_TD.device) - 1]
+    return h_TD if rows is not None else model.epilogue.logits(h_TD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from outsize.runtime.checks import check, check_rate, check_same, check_weight, 
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.generating import Generated as Generated
-from outsize.runtime.generating import TokenSteps, native, proved
+from outsize.runtime.generating import TokenSteps, native
 from outsize.runtime.method import Method, method_of
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import ALONE, Here, Recipe
@@ -33,8 +33,8 @@ from outsize.runtime.storage.states import Stateful, States
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
-from outsize.schedule import Schedule, prove
-from outsize.schedule.programs import evaluate
+from outsize.schedule import Kind, Schedule, prove
+from outsize.schedule.programs import evaluate, generating
 
 
 class Job(Stateful):
@@ -178,11 +178,13 @@ class Job(Stateful):
     def tokens(self) -> TokenSteps:
         """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
 
-        def begin(walk: Walk, shapes: tuple[int, int]) -> None:
+        def begin(walk: Walk, shapes: Hashable) -> None:
             self.method.settle()
             self.method.microbatches.carry(walk, shapes)
 
-        playable = proved(self.placement, self.playable)
+        def playable(kind: Kind) -> Loaded:
+            return self.playable(generating(self.placement, kind))
+
         return TokenSteps(native(self.flow), self.engine, self.method.sample, playable, begin)
 
     def generate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.points import Points
 from outsize.runtime.spill import Spill
-from outsize.runtime.stage_links import shapes_of, tensors_of
 from outsize.runtime.watch import Watch
+from outsize.torch_private import tree_leaves
 
 SpillOf = Callable[[int, int], Spill | None]  # by stage and microbatch
 
@@ -104,3 +105,17 @@ class Microbatches:
         self.under_way.clear()
         if self.flow.rows is not None:
             self.flow.rows.reset()
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, dataclasses included."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from tensors_of([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def shapes_of(part: Any) -> Hashable:
+    """What tells microbatches apart whose tensors between stages differ in shape."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(part))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,11 @@ from outsize.plan import Plan, Stage
 from outsize.registry import Registry
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.spill import Spill
-from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.vocabulary import Rows
 from outsize.schedule import State
+
+if TYPE_CHECKING:
+    from outsize.runtime.storage.gradients import Gradients
 
 
 @dataclass(frozen=True)

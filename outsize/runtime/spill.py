@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outsize.memory.store import Place, Store
 from outsize.torch_private import storage_key, storage_uses
+
+if TYPE_CHECKING:
+    from outsize.memory.store import Place, Store
 
 LEAST = 1 << 16  # bytes: what is smaller costs more to move than to keep
 _OURS = 2  # references to a storage that only its entry holds: the entry's and the question's

@@ -4,10 +4,8 @@ next to its own (outsize/collectives/channel.py)."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +18,9 @@ from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import AHEAD, WHOLE
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, channels, peer
-from outsize.torch_private import tree_leaves
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _Name = tuple[State, int, int, int]
-
-
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, dataclasses included."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from tensors_of([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def shapes_of(part: Any) -> Hashable:
-    """What tells microbatches apart whose tensors between stages differ in shape."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_of(part))
 
 
 class StageLinks:

@@ -8,6 +8,7 @@ from outsize.schedule.action import Kind
 from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
+from outsize.schedule.proof.prove import prove
 from outsize.schedule.schedule import Schedule
 from outsize.schedule.talk import Spoken
 
@@ -64,3 +65,18 @@ def generate(placement: Placement, kind: Kind) -> Program:
     """What every worker does in a step of generation: PREFILL of prompts or DECODE of a token of
     each sequence through the stages, and SAMPLE of the next ones."""
     return program_of(placement, lambda here: sampled(here.evaluation(1, kind)), evaluating=True)
+
+
+def generating(placement: Placement, kind: Kind) -> Schedule:
+    """This worker's list of such a step, proved with those of all others."""
+    program = generate(placement, kind)
+    prove(program)
+    return program.own
+
+
+def drawer(placement: Placement) -> int:
+    """The worker that draws: the first of those that have the last stage."""
+    line = placement.chunks.pipelining
+    if line is None:
+        return 0
+    return placement.plan.mesh.ranks("pipeline", 0)[line.coarse.placement.routes[0][-1]]

@@ -1,5 +1,1 @@
-"""Generation on several workers: each has a part of the model's weights."""
-
-from outsize.serve.meshed import Meshed, check_mesh
-
-__all__ = ["Meshed", "check_mesh"]
+"""Models that generate, whatever their weights rest in: memory, files, several workers."""

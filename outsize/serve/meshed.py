@@ -8,96 +8,83 @@ the blocks are. Every other parameter has its shape and no memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.hub import WEIGHT_DTYPES, Described, check_tied_head, describe
-from outsize.collectives import Lone, Mesh, World, along, from_environment
+from outsize.checkpoint.hub import Described, check_tied_head, describe
+from outsize.collectives import Lone, Mesh, World, along, everyone, from_environment
 from outsize.collectives.joined import Backend
+from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.errors import OutsizeError, counted
+from outsize.memory.chunk import Dtypes
 from outsize.memory.sizes import format_bytes
-from outsize.models.build import build, materialise, rest, segments
+from outsize.models.build import build, materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.rewired import check_ways
 from outsize.parallel.tensor.units import check, cuts_of
-from outsize.runtime.spread_tokens import SpreadTokens
+from outsize.plan import Pipelined, Plan
+from outsize.plan.plan import per_segment
+from outsize.runtime.session import Peers, Session
+from outsize.runtime.stage_links import StageLinks
+from outsize.runtime.watch import Watch
+from outsize.schedule.chunks import Chunks
+from outsize.schedule.items import Items
+from outsize.schedule.kept import Kept
+from outsize.schedule.layout import Placement
 from outsize.schedule.place import looped, one_way
+from outsize.schedule.programs import drawer, generating
 from outsize.search.partition import Cost, partition
+from outsize.serve.model import Model
 
 TOKENS = "prologue.tokens.weight"
 
 
-class Meshed:
-    """The model in a Hugging Face directory, of which this worker of `world` holds a part. All
-    workers make one, and ask it for the same texts in the same order.
+class OnMesh:
+    """The Home (outsize/serve/model.py) of a described model of which this worker of `world` reads
+    and holds a part. All workers make one, and ask it for the same in the same order.
 
-    dtype None keeps that of the files. Peak memory is the part and two stored tensors. Use it in a
-    `with`, or close it. OutsizeError as of `load`, and for a mesh that the model does not fit on.
+    dtype None keeps that of the files. leave: called in the end. Peak memory is the part and two
+    stored tensors. OutsizeError as of `load`, and for a mesh that the model does not fit on.
     """
+
+    what = "mesh"
 
     def __init__(
         self,
-        path: Path,
+        found: Described,
         world: World,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
-        if dtype not in (None, *WEIGHT_DTYPES):
-            known = ", ".join(map(str, WEIGHT_DTYPES))
-            raise OutsizeError(f"dtype = {dtype!r}, expected None or one of {known}")
-        found = describe(path)
         check_mesh(found.model.config, world.mesh)
-        dtypes = _dtypes(found, dtype)
-        self.mesh = world.mesh
+        dtypes = found.dtypes(dtype)
+        self.mesh, self._leave = world.mesh, leave
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
         self.sizes = segment_bytes(found.model, dtypes, self.mesh)
         self.turns = turns_of(self.sizes, self.mesh.pipeline)
-        self.decoder = _shells(found, dtypes, torch.device(device or "cpu"))
-        cuts = split(self.decoder, along(world, "tensor"))
+        self.model = _shells(found, dtypes, torch.device(device or "cpu"))
+        cuts = split(self.model, along(world, "tensor"))
         here = world.mesh.index("pipeline", world.rank)
         held = _held(found.model, [turn == here for turn in self.turns])
-        _read(self.decoder, found, held, cuts, dtype)
-        self.spread = SpreadTokens(self.decoder, world, self.turns)
-        self._stack = ExitStack()
-        self._stack.enter_context(self.spread)
+        _read(self.model, found, held, cuts, dtype)
+        self.session = session_on(self.model, world, self.turns)
 
-    @classmethod
-    def joined(
-        cls,
-        path: Path,
-        mesh: Mesh,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Meshed:
-        """On the workers that torchrun has started, whom this one meets and in the end leaves."""
-        if mesh.size == 1:
-            return cls(path, Lone(), dtype, device)
-        backend: Backend = "nccl" if torch.device(device or "cpu").type == "cuda" else "gloo"
-        world = from_environment(mesh, os.environ, backend)
-        try:
-            made = cls(path, world, dtype, device)
-        except BaseException:
-            world.close()
-            raise
-        made._stack.callback(world.close)
-        return made
+    def ready(self, request: Request) -> tuple[Session, int]:
+        self.session.forget()
+        return self.session, PREFILL_TOKENS
 
-    @property
-    def config(self) -> DecoderConfig:
-        return self.decoder.config
-
-    @property
-    def origin(self) -> Path | None:
-        return self.decoder.origin
+    def ready_for_rows(self, rows: int, length: int) -> Session:
+        return self.session
 
     def __str__(self) -> str:
         held = [0] * self.mesh.pipeline
@@ -109,20 +96,71 @@ class Meshed:
             f" {', '.join(map(format_bytes, held))}"
         )
 
-    def close(self) -> None:
-        """Leave the other workers, once everything has gone to them."""
-        self._stack.close()
+    def close(self, faulty: bool = False) -> None:
+        """Leave the other workers; without a fault once everything has gone to them."""
+        try:
+            if not faulty:
+                self.session.close()
+        finally:
+            if self._leave is not None:
+                self._leave()
 
-    def __enter__(self) -> Meshed:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, value, trace)
+def session_on(model: Decoder, world: World, turns: Sequence[int]) -> Session:
+    """The steps of one of the workers of `world`, which all make such a session of it. turns: by
+    segment (prologue, blocks, epilogue) the place on the pipeline axis that has it, from the first
+    to the last."""
+    count, mesh = len(turns), world.mesh
+    assert count == len(model.blocks) + 2, f"{count} turns"
+    cuts = tuple(s + 1 for s, (here, after) in enumerate(pairwise(turns)) if here != after)
+    pipeline = Pipelined("gpipe", cuts)  # whose stages lie one behind the other
+    plan = Plan(count, per_segment(count), mesh.pipeline, mesh=mesh, pipeline=pipeline)
+    place, turn = (mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
+    uses = tuple((s,) for s in range(count))
+    kept = Kept(Dtypes(torch.float32, torch.float32, None, torch.float32), ())
+    # Weights that stay where they are and are no job's are in no chunk.
+    placement = Placement(Items(Chunks(plan, (), uses, kept, place, turn)))
+    passing: StageLinks | None = None
+    if mesh.pipeline > 1:
+        device = next(model.parameters()).device
+        passing = StageLinks(world, placement.chunks, device, Watch().kind)
+    root, everybody = drawer(placement), everyone(world, "agreement")
+
+    def tell(numbers: Tensor) -> Tensor:
+        return everybody.broadcast(numbers.cpu(), root)
+
+    peers = Peers(plan, world.rank == root, tell, passing)
+    return Session(model, lists=partial(generating, placement), peers=peers)
+
+
+def on_mesh(
+    path: Path,
+    world: World,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    leave: Callable[[], None] | None = None,
+) -> Model:
+    """The model in a Hugging Face directory on this worker of `world`."""
+    home = OnMesh(describe(path), world, dtype, device, leave)
+    return Model(home.model, home)
+
+
+def joined(
+    path: Path,
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """On the workers that torchrun has started, whom this one meets and in the end leaves."""
+    if mesh.size == 1:
+        return on_mesh(path, Lone(), dtype, device)
+    backend: Backend = "nccl" if torch.device(device or "cpu").type == "cuda" else "gloo"
+    world = from_environment(mesh, os.environ, backend)
+    try:
+        return on_mesh(path, world, dtype, device, world.close)
+    except BaseException:
+        world.close()
+        raise
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
@@ -160,15 +198,6 @@ def turns_of(sizes: Sequence[int], workers: int) -> list[int]:
     costs = [Cost(float(size)) for size in sizes]
     cuts = partition(costs, one_way(workers, looped(workers, 1), 1))
     return [sum(cut <= segment for cut in cuts) for segment in range(len(sizes))]
-
-
-def _dtypes(found: Described, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """What each parameter rests in."""
-    return {
-        name: rest(name, dtype or found.entry(entry.theirs[0])[1].dtype)
-        for entry in found.stored
-        for name in entry.ours
-    }
 
 
 def _shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Decoder:

@@ -23,11 +23,12 @@ from outsize.kernels import native
 from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import number, started
-from outsize.serve.meshed import Meshed, check_mesh
+from outsize.serve.meshed import check_mesh, on_mesh
+from outsize.serve.model import Model
 from outsize.train.workers import count_of, sized
 
 # Generates; whether it is the first, which prints; the pulse of this worker.
-Go = Callable[[Meshed, bool, Heartbeat], None]
+Go = Callable[[Model, bool, Heartbeat], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     directory = Path(worker_group.told("model", lambda: str(find().resolve())))
     worker_group.same("weights", _fingerprint(directory))
     _share_cores(mesh, post.near)
-    with Meshed(directory, worker_group.world) as model:
+    with on_mesh(directory, worker_group.world) as model:
         worker_group.pulse.at("generating")
         try:
             go(model, worker_group.first, worker_group.pulse)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from outsize.checkpoint.hub import check_here
 from outsize.collectives import Mesh, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import Loss as ByTarget
@@ -68,6 +69,8 @@ def settings_of(model: nn.Module, asked: Asked, plan: Plan | str | Path | None) 
     """What a job is made with. OutsizeError for what cannot be."""
     if not isinstance(model, nn.Module):
         raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, Decoder):
+        check_here(model)
     _check_numbers(asked.microbatches, asked.clip)
     given = None if plan is None else plan_given(plan, model)
     if given is not None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.optim import SGD, AdamW, Optimizer, parse
+from outsize.optim import SGD, AdamW, Optimizer
+from outsize.optim.parse import parse
 from outsize.runtime.recipe import Group
 
 

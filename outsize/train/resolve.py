@@ -12,7 +12,7 @@ import yaml
 
 from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
-from outsize.optim import parse as parse_optimizer
+from outsize.optim.parse import parse as parse_optimizer
 from outsize.registry import Setting, refuse_shared
 from outsize.train.config import (
     MOVED,

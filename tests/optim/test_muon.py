@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from outsize.memory.chunk import ChunkTable, Slot
-from outsize.optim import AdamW, Muon, parse, taker
+from outsize.optim import AdamW, Muon, taker
 from outsize.optim.declared import WHOLE, named
+from outsize.optim.parse import parse
 from outsize.plan import Stream
 
 STEPS = 20

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.optim import SGD, AdamW, parse
+from outsize.optim import SGD, AdamW
 from outsize.optim.declared import named
-from outsize.optim.parse import MuonSettings, SGDSettings
+from outsize.optim.parse import MuonSettings, SGDSettings, parse
 
 SHAPES = [(5, 3), (7,), (), (2, 2, 3)]
 STEPS = 20

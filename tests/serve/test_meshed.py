@@ -14,15 +14,12 @@ from torch import Tensor
 from torchrun import free_port
 
 import outsize
-from outsize.api import go_on
 from outsize.checkpoint import hub
 from outsize.collectives import Mesh, World
-from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.build import build, segments
 from outsize.models.families import parse
-from outsize.serve import Meshed
-from outsize.serve.meshed import turns_of
+from outsize.serve.meshed import on_mesh, turns_of
 
 PROMPT = [5, 17, 2, 44, 9, 30, 8]
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 20, "seed": 3}
@@ -69,12 +66,12 @@ def test_the_tokens_are_those_of_one_worker(
     assert len(set(expected[1])) > 4
 
     def work(world: World) -> tuple[list[Any], int, int]:
-        with Meshed(path, world) as model:
+        with on_mesh(path, world) as model:
             found = [outsize.generate(model, PROMPT, 10, **kind) for kind in ({}, DRAWN)]
-            here = {id(p): p for p in model.decoder.parameters() if owned(p) > p.itemsize}
-            turn = world.mesh.index("pipeline", world.rank)
+            here = {id(p): p for p in model.parameters() if owned(p) > p.itemsize}
+            turns, turn = model.home.turns, world.mesh.index("pipeline", world.rank)
             predicted = sum(
-                size for size, t in zip(model.sizes, model.turns, strict=True) if t == turn
+                size for size, t in zip(model.home.sizes, turns, strict=True) if t == turn
             )
             return found, sum(map(owned, here.values())), predicted
 
@@ -126,9 +123,9 @@ def test_parts_of_other_workers_have_no_numbers(config: dict[str, Any], tmp_path
     whole = dict(hub.load(path).named_parameters())
 
     def work(world: World) -> list[str]:
-        model = Meshed(path, world)
+        model = on_mesh(path, world)
         mine = []
-        for name, x in model.decoder.named_parameters():
+        for name, x in model.named_parameters():
             if owned(x) > x.itemsize:
                 assert torch.equal(x, whole[name])
                 mine.append(name)
@@ -156,9 +153,9 @@ def test_another_dtype_and_what_is_said(config: dict[str, Any], tmp_path: Path) 
     alone = outsize.generate(outsize.load(path, torch.float32), PROMPT, 5)
 
     def work(world: World) -> tuple[Any, str]:
-        with Meshed(path, world, torch.float32) as model:
+        with on_mesh(path, world, torch.float32) as model:
             said: list[str] = []
-            return go_on(model, PROMPT, 5, Sampling(), on_ready=said.append), said[0]
+            return model.generate(PROMPT, 5, on_ready=said.append), said[0]
 
     (found, said), _ = play(Mesh(pipeline=2), work)
     assert found == alone
@@ -175,7 +172,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(
     told = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**told, "tie_word_embeddings": True}))
     with pytest.raises(OutsizeError, match=r"'lm_head.weight' is not the token embedding"):
-        play(mesh, lambda world: Meshed(path, world))
+        play(mesh, lambda world: on_mesh(path, world))
 
 
 REFUSED = {
@@ -204,5 +201,5 @@ def test_a_mesh_that_cannot_be_is_one_line(
 ) -> None:
     path, (mesh, expected) = saved(config, tmp_path), case
     with pytest.raises(OutsizeError) as refused:
-        play(mesh, lambda world: Meshed(path, world))
+        play(mesh, lambda world: on_mesh(path, world))
     assert expected in str(refused.value) and "\n" not in str(refused.value)

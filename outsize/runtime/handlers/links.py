@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
-from outsize.runtime.stage_links import StageLinks
 from outsize.schedule import Action, Kind
+
+if TYPE_CHECKING:
+    from outsize.runtime.stage_links import StageLinks
 
 
 class Links:

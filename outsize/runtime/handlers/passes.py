@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.flow import Walk
-from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
-from outsize.runtime.storage.gradients import Compute, Gradients
 from outsize.schedule import Action, Kind
 from outsize.schedule.action import AHEAD
+
+if TYPE_CHECKING:
+    from outsize.runtime.handlers.spill import Spilling
+    from outsize.runtime.storage.gradients import Compute, Gradients
 
 Hand = Callable[[Action, Walk], None]
 

@@ -24,7 +24,7 @@ def untold(numbers: Tensor) -> Tensor:
 
 class Sample:
     """logits: logits_NV of the step. draws: whether this worker does. tell: gives what that worker
-    has, on every one."""
+    has, on every one. given: logits that were asked for."""
 
     kinds = (Kind.SAMPLE,)
 
@@ -34,10 +34,13 @@ class Sample:
         self._logits, self._here, self._tell = logits, draws, tell
         self._draws: Sequence[Draw] = ()
         self._drawn = list[Drawn]()
+        self._form: Tensor | None = None
+        self.given: Tensor | None = None
 
-    def ready(self, draws: Sequence[Draw]) -> None:
-        """Set out on a step: what it is to draw, the same on every worker."""
-        self._draws = draws
+    def ready(self, draws: Sequence[Draw], form: Tensor | None = None) -> None:
+        """Set out on a step: what it is to draw, the same on every worker. form: the logits
+        themselves are asked for, which look like this, on meta."""
+        self._draws, self._form = draws, form
 
     def taken(self) -> list[Drawn]:
         """What the step has drawn."""
@@ -55,6 +58,10 @@ class Sample:
 
     def _run(self, m: int) -> None:
         logits_NV, draws = self._logits(m), self._draws
+        if self._form is not None:
+            made = logits_NV if self._here else torch.empty_like(self._form, device="cpu")
+            assert made is not None, "who draws has the last stage"
+            self.given = self._tell(made)
         if not draws:
             return
         mine = [(0, 0.0)] * len(draws)

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.points import Points
-from outsize.runtime.storage.weight_pool import WeightPool
+from outsize.runtime.weights import Weights
 from outsize.schedule import Action, Kind
 from outsize.schedule.residency import moved
 
+if TYPE_CHECKING:
+    from outsize.runtime.storage.weight_pool import WeightPool
+
+
+class Arrivals:
+    """What comes into rooms, for whoever computes with it."""
+
+    kinds = (Kind.FETCH, Kind.GATHER)
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def bind(self, action: Action, index: int, points: Points) -> Deed:
+        bring = self._weights.fetch if action.kind is Kind.FETCH else self._weights.gather
+        return Deed(partial(bring, moved(action)))
+
+    def begin(self, points: Points) -> None:
+        self._weights.ensure(points.start)
+
+    def reset(self) -> None:
+        self._weights.forget()
+
 
 class Movement:
-    """Of what a weight_pool holds."""
+    """What leaves a weight_pool's rooms, and what workers bring each other of it."""
 
-    kinds = (Kind.FETCH, Kind.EVICT, Kind.GATHER, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
+    kinds = (Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
 
     def __init__(self, weight_pool: WeightPool) -> None:
         self.weight_pool = weight_pool
@@ -23,10 +46,6 @@ class Movement:
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         weight_pool, stage = self.weight_pool, action.stage
         match action.kind:
-            case Kind.FETCH:
-                return Deed(partial(weight_pool.fetch, moved(action)))
-            case Kind.GATHER:
-                return Deed(partial(weight_pool.gather, moved(action)))
             case Kind.EVICT:
                 return Deed(partial(weight_pool.evict, moved(action)))
             case Kind.REDUCE:
@@ -37,11 +56,10 @@ class Movement:
                 return Deed(partial(weight_pool.collect, stage))
 
     def begin(self, points: Points) -> None:
-        self.weight_pool.ensure(points.start)
+        """What a list expects to find has arrived."""
 
     def reset(self) -> None:
-        """Nothing in the pool can be relied on, and no half-summed gradient remains."""
-        self.weight_pool.forget()
+        """No half-summed gradient remains."""
         for index in range(len(self.weight_pool.chunks)):
             self._zero(index)
 

@@ -18,13 +18,12 @@ from outsize.plan import Plan
 from outsize.runtime.checks import by_shape, check_pipeline, dtypes_of, grains_of, taken_by
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
 from outsize.runtime.flow import Flow
-from outsize.runtime.generating import drawer
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
 from outsize.runtime.handlers.passes import Passes, nothing_comes
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.spill import Spilling
-from outsize.runtime.handlers.states import Movement
+from outsize.runtime.handlers.states import Arrivals, Movement
 from outsize.runtime.handlers.update import Update
 from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.microbatches import Microbatches
@@ -40,7 +39,7 @@ from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
-from outsize.schedule.programs import train
+from outsize.schedule.programs import drawer, train
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
@@ -72,7 +71,8 @@ class Training:
         self.passes = Passes(self.microbatches, gradients, self.spilling, stages, hand)
         self.sample = self._sampling(job, job.totals)
         handlers: list[Handler] = [
-            self.passes, movement, self.spilling, self.norm, self.update, self.sample
+            self.passes, Arrivals(weight_pool), movement, self.spilling, self.norm, self.update,
+            self.sample,
         ]  # fmt: skip
         before: list[Hook] = [movement.anew]
         if job.rows is not None:

@@ -32,7 +32,7 @@ from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.norm import Diverged
 from outsize.runtime.handlers.sample import Sample
-from outsize.runtime.handlers.states import Movement
+from outsize.runtime.handlers.states import Arrivals, Movement
 from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
@@ -73,7 +73,8 @@ class Losses:
             )
         self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, sent=False)
         self.sample = Sample(lambda m: self.microbatches.of(m).loss)
-        handlers: list[Handler] = [Losing(self), Movement(job.weight_pool), self.sample]
+        moves = Arrivals(job.weight_pool), Movement(job.weight_pool)
+        handlers: list[Handler] = [Losing(self), *moves, self.sample]
         after = [self.microbatches.ending]
         self.engine = Engine(handlers, job.weight_pool.device, job.watch, after=after)
         self._due: Move | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from outsize.memory.arrange import arrange, least, traffic
 from outsize.runtime.tokens.source import Source
 from outsize.schedule import Action, Kind, Schedule, State, compile_tokens, prove
+from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.item import Item
 from outsize.schedule.passes.offload import offload, visits
 from outsize.schedule.residency import Residency, moved, overlap
@@ -55,6 +56,7 @@ def layout_of(source: Source, capacity: int) -> Layout:
     schedules = {
         kind: cyclic(_once(source, kind), residency, ahead) for kind in (Kind.PREFILL, Kind.DECODE)
     }
+    schedules = {kind: sampled(schedule) for kind, schedule in schedules.items()}
     for schedule in schedules.values():
         prove(schedule)
     costs = {name: source.cost(name.stage) for name in sizes}

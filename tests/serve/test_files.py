@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,24 @@ from subjects import CONFIGS
 from torch import Tensor
 
 import outsize
-from outsize.decode.generate import Forward, drawing, generate
+from outsize.checkpoint.hub import describe
+from outsize.decode.generate import GREEDY, Request, generate
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.runtime.tokens.fit import Request, needs
-from outsize.runtime.tokens.player import TokenPlayer
-from outsize.runtime.tokens.streamed import Streamed
+from outsize.runtime.session import Session
+from outsize.runtime.tokens.pooled import PooledFiles
 from outsize.schedule import Kind, State
 from outsize.schedule.item import Item
 from outsize.schedule.residency import moved
+from outsize.serve.files import InFiles
+from outsize.serve.model import Model
+from outsize.simulate.tokens import needs
 
 PROMPT, NEW = [5, 17, 2, 44, 9, 30, 8], 4
-REQUEST = Request(len(PROMPT), NEW, drawn=False)
+REQUEST = Request(tuple(PROMPT), NEW, GREEDY)
 MORE: dict[str, dict[str, Any]] = {
     **CONFIGS,
     "gpt_neox": {**CONFIGS["llama, untied"], "model_type": "gpt_neox", "hidden_size": 32},
@@ -50,19 +52,39 @@ def _directory(tmp_path: Path, model: Decoder, shard: int = 5 << 30) -> Path:
     return tmp_path / "model"
 
 
-def _watched(forward: Forward, seen: list[Tensor]) -> Forward:
-    def watched(*words: Any) -> Tensor:
-        seen.append(forward(*words))
-        return seen[-1]
+class Seen:
+    """The likeliest token; keeps the logits."""
 
-    return watched
+    def __init__(self) -> None:
+        self.logits = list[Tensor]()
+
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        self.logits.append(logits_V.clone())
+        return int(logits_V.argmax())
 
 
-def _run(model: Decoder, forward: Forward, ids: Sequence[int] = PROMPT) -> list[Any]:
-    """The tokens, and the logits of every step."""
-    seen: list[Tensor] = []
-    tokens = generate(model, ids, NEW, step=drawing(_watched(forward, seen)), prefill_tokens=3)
-    return [tokens, *seen]
+def _streamed(path: Path, memory: int, *others: Any, **options: Any) -> Model:
+    found = describe(path)
+    return Model(found.model, InFiles(found, memory, *others, **options))
+
+
+def _home(model: Model) -> InFiles:
+    assert isinstance(model.home, InFiles)
+    return model.home
+
+
+def _pooled(model: Model) -> PooledFiles:
+    found = _home(model).pooled
+    assert found is not None
+    return found
+
+
+def _run(model: Model, request: Request | None = None, slices: int = 3) -> list[Any]:
+    """The tokens, and the logits that each was drawn from."""
+    seen, asked = Seen(), request or REQUEST
+    session = Session(model) if model.home is None else model.home.ready(asked)[0]
+    new = generate(model, asked.ids, asked.max_new_tokens, seen, (), None, session, slices)
+    return [new, *seen.logits]
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
@@ -71,8 +93,8 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 def _least(path: Path, **options: Any) -> int:
     """The smallest budget that serves the request, as the refusal of a smaller one says."""
-    with Streamed(path, 1, **options) as model, pytest.raises(OutsizeError) as error:
-        model.ready(REQUEST)
+    with _streamed(path, 1, **options) as model, pytest.raises(OutsizeError) as error:
+        _home(model).ready(REQUEST)
     return int(str(error.value).split(": give ")[1].split(" bytes")[0].replace(",", ""))
 
 
@@ -83,34 +105,33 @@ def test_tokens_and_logits_are_those_of_the_resident_model(
 ) -> None:
     path = _directory(tmp_path, _model(MORE[named], dtype), shard=20_000)
     resident = outsize.load(path)
-    expected = _run(resident, TokenPlayer(resident))
-    assert len(expected) > 4  # slices of the prompt, then token by token
-    with Streamed(path, _least(path)) as model:
-        assert _same(_run(model.decoder, model.ready(REQUEST)), expected)
-        assert model.reading is not None and model.reading.layout.read > 0
-    with Streamed(path, 1 << 30) as model:
-        assert _same(_run(model.decoder, model.ready(REQUEST)), expected)
-        assert model.reading is not None and model.reading.layout.read == 0
+    expected = _run(resident)
+    assert len(expected) == 1 + NEW  # of slices of the prompt, then token by token
+    with _streamed(path, _least(path)) as model:
+        assert _same(_run(model), expected)
+        assert _pooled(model).layout.read > 0
+    with _streamed(path, 1 << 30) as model:
+        assert _same(_run(model), expected)
+        assert _pooled(model).layout.read == 0
 
 
 def test_every_budget_from_least_to_full_and_the_bytes_read(tmp_path: Path) -> None:
     path = _directory(tmp_path, _model(DEEP))
     resident = outsize.load(path)
-    expected = _run(resident, TokenPlayer(resident))
+    expected = _run(resident)
     least, kept, reads = _least(path), [], []
     block = -(-sum(p.nbytes for p in resident.blocks[0].parameters()) // 4096) * 4096
     for budget in range(least, least + 9 * block, block):
-        with Streamed(path, budget) as model:
-            reading = model.ready(REQUEST)
-            before = model.source.bytes_read
-            assert _same(_run(model.decoder, reading), expected)
-            steps = len(expected) - 1
+        with _streamed(path, budget) as model:
+            _home(model).ready(REQUEST)
+            source, layout = _home(model).source, _pooled(model).layout
+            before = source.bytes_read
+            assert _same(_run(model), expected)
+            steps = NEW + 1  # two slices of the prompt
             fed = [PROMPT[:4], PROMPT[4:], *([t] for t in expected[0][:-1])]
             rows = sum(len(set(ids)) for ids in fed) * resident.prologue.tokens.weight[0].nbytes
             fetched = {
-                moved(a)
-                for a in reading.layout.schedules[Kind.DECODE].workers[0]
-                if a.kind is Kind.FETCH
+                moved(a) for a in layout.schedules[Kind.DECODE].workers[0] if a.kind is Kind.FETCH
             }
             names = [Item(State.PARAMETERS, s) for s in range(10)]
             weights = [[], *(list(b.parameters()) for b in resident.blocks)]
@@ -121,8 +142,8 @@ def test_every_budget_from_least_to_full_and_the_bytes_read(tmp_path: Path) -> N
                 if name in fetched
                 for p in held
             )
-            assert model.source.bytes_read - before == steps * formula + rows
-            kept.append(reading.layout.kept)
+            assert source.bytes_read - before == steps * formula + rows
+            kept.append(layout.kept)
             reads.append(formula)
     assert kept == sorted(kept) and kept[0] <= 1 and kept[-1] == 9
     assert reads == sorted(reads, reverse=True) and reads[-1] == 0
@@ -130,8 +151,9 @@ def test_every_budget_from_least_to_full_and_the_bytes_read(tmp_path: Path) -> N
 
 def test_the_end_of_a_step_fetches_for_the_next(tmp_path: Path) -> None:
     path = _directory(tmp_path, _model(DEEP))
-    with Streamed(path, _least(path) + 60_000) as model:
-        schedule = model.ready(REQUEST).layout.schedules[Kind.DECODE]
+    with _streamed(path, _least(path) + 60_000) as model:
+        _home(model).ready(REQUEST)
+        schedule = _pooled(model).layout.schedules[Kind.DECODE]
     actions, residency = schedule.workers[0], schedule.residency
     assert residency is not None
     used = {a.stage: i for i, a in enumerate(actions) if a.kind is Kind.DECODE}
@@ -146,17 +168,14 @@ def test_the_end_of_a_step_fetches_for_the_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompt", [3, 40])
 def test_what_is_counted_is_what_was_predicted(tmp_path: Path, prompt: int) -> None:
     path = _directory(tmp_path, _model({**DEEP, "vocab_size": 300}))
-    request = Request(prompt, 3, drawn=False)
-    with Streamed(path, 400_000) as model:
-        reading = model.ready(request)
-        found = model.outlook.fit  # type: ignore[union-attr]
+    request = Request(tuple(7 * i % 300 for i in range(prompt)), 3, GREEDY)
+    with _streamed(path, 400_000) as model:
+        session, at_once = _home(model).ready(request)
+        found = _home(model).outlook.needs  # type: ignore[union-attr]
         with Ledger() as ledger:
-            ledger.see(reading.pool)
-            generate(
-                model.decoder, [7 * i % 300 for i in range(prompt)], 3,
-                step=drawing(reading), prefill_tokens=found.slice,
-            )  # fmt: skip
-        predicted = reading.pool.nbytes + found.cache + found.work
+            ledger.see(_pooled(model).pool)
+            generate(model, request.ids, 3, GREEDY, (), None, session, at_once)
+        predicted = _pooled(model).pool.nbytes + found.cache + found.work
         assert ledger.peak <= predicted <= 400_000
         assert predicted - ledger.peak <= 4096
 
@@ -164,44 +183,31 @@ def test_what_is_counted_is_what_was_predicted(tmp_path: Path, prompt: int) -> N
 def test_the_refusal_names_what_is_missing_and_the_least_that_works(tmp_path: Path) -> None:
     path = _directory(tmp_path, _model(DEEP))
     least = _least(path)
-    with Streamed(path, least - 10) as model, pytest.raises(OutsizeError) as error:
-        model.ready(REQUEST)
+    with _streamed(path, least - 10) as model, pytest.raises(OutsizeError) as error:
+        _home(model).ready(REQUEST)
     assert "10 bytes missing" in str(error.value) and f"give {least:,} bytes" in str(error.value)
-    with Streamed(path, least) as model:
-        model.ready(REQUEST)
+    with _streamed(path, least) as model:
+        _home(model).ready(REQUEST)
 
 
 def test_long_prompts_are_cut_finer_where_memory_is_short(tmp_path: Path) -> None:
     wide = {**DEEP, "max_position_embeddings": 2048, "intermediate_size": 2048}
     path = _directory(tmp_path, _model(wide))
-    request = Request(1200, 2, drawn=False)
-    with Streamed(path, 1 << 30) as model:
-        cache, work = needs(model.decoder, model.source, request, 310)
-        budget = cache + work + model.least
-    with Streamed(path, budget) as model:
-        reading = model.ready(request)
-        found = model.outlook.fit  # type: ignore[union-attr]
-        assert found.slice == 300  # half of half of the prompt: 600 are too many
-        ids = [i % 50 for i in range(1200)]
-        seen: list[Tensor] = []
-        generate(
-            model.decoder, ids, 2, step=drawing(_watched(reading, seen)), prefill_tokens=found.slice
-        )
-    resident = outsize.load(path)
-    expected: list[Tensor] = []
-    generate(resident, ids, 2, step=drawing(_watched(TokenPlayer(resident), expected)),
-             prefill_tokens=found.slice)  # fmt: skip
-    assert len(seen) == len(expected) > 3 and all(map(torch.equal, seen, expected))
+    request = Request(tuple(i % 50 for i in range(1200)), 2, GREEDY)
+    with _streamed(path, 1 << 30) as model:
+        found = needs(_home(model).held, request, 310)
+        budget = found.cache + found.work + _home(model).least
+    with _streamed(path, budget) as model:
+        assert _home(model).ready(request)[1] == 300  # half of half of it: 600 are too many
+        assert _same(_run(model, request, 300), _run(outsize.load(path), request, 300))
 
 
 def test_another_dtype_is_converted_once(tmp_path: Path) -> None:
     path = _directory(tmp_path, _model(MORE["llama"], torch.bfloat16))
     resident = outsize.load(path, dtype=torch.float32)
-    with Streamed(path, 1 << 30, torch.float32, disk=tmp_path) as model:
-        assert _same(
-            _run(model.decoder, model.ready(REQUEST)), _run(resident, TokenPlayer(resident))
-        )
-        assert model.source.bytes_spilled == sum(p.nbytes for p in resident.parameters())
+    with _streamed(path, 1 << 30, torch.float32, disk=tmp_path) as model:
+        assert _same(_run(model), _run(resident))
+        assert _home(model).source.bytes_spilled == sum(p.nbytes for p in resident.parameters())
     assert sorted(tmp_path.iterdir()) == [path]  # nothing is left behind
 
 
@@ -213,16 +219,16 @@ def test_a_pruned_model_rests_without_its_zeros(tmp_path: Path) -> None:
                 parameter[torch.rand_like(parameter) < 0.6] = 0
     path = _directory(tmp_path, dense)
     resident = outsize.load(path)
-    expected = _run(resident, TokenPlayer(resident))
-    with Streamed(path, _least(path), disk=tmp_path) as model:
-        assert _same(_run(model.decoder, model.ready(REQUEST)), expected)
-        whole = model.reading.layout.read  # type: ignore[union-attr]
-    with Streamed(path, _least(path, sparse=True), disk=tmp_path, sparse=True) as model:
-        reading = model.ready(REQUEST)
-        before = model.source.bytes_read
-        assert _same(_run(model.decoder, reading), expected)
-        assert model.source.bytes_read > before
-        assert reading.layout.read < 0.55 * whole  # 40% of the values and a bit for each
+    expected = _run(resident)
+    with _streamed(path, _least(path), disk=tmp_path) as model:
+        assert _same(_run(model), expected)
+        whole = _pooled(model).layout.read
+    with _streamed(path, _least(path, sparse=True), disk=tmp_path, sparse=True) as model:
+        _home(model).ready(REQUEST)
+        before = _home(model).source.bytes_read
+        assert _same(_run(model), expected)
+        assert _home(model).source.bytes_read > before
+        assert _pooled(model).layout.read < 0.55 * whole  # 40% of the values and a bit for each
 
 
 def test_called_as_a_model(tmp_path: Path) -> None:
@@ -247,21 +253,21 @@ def test_a_budget_serves_requests_of_other_lengths(tmp_path: Path) -> None:
         for prompt, new in ((3, 4), (3, 4), (40, 8), (3, 4)):
             ids = [i % 50 for i in range(prompt)]
             assert outsize.generate(model, ids, new) == outsize.generate(resident, ids, new)
-            pools.add(model.reading.layout.pool)
+            pools.add(_pooled(model).layout.pool)
         assert len(pools) > 1
 
 
 def test_a_file_cut_while_generating(tmp_path: Path) -> None:
     path = _directory(tmp_path, _model(DEEP))
     file = path / "model.safetensors"
-    with Streamed(path, _least(path)) as model:
-        reading = model.ready(REQUEST)
+    with _streamed(path, _least(path)) as model:
+        session, _ = _home(model).ready(REQUEST)
         os.truncate(file, 30_000)
         with pytest.raises(OutsizeError) as error:
-            generate(model.decoder, PROMPT, NEW, step=drawing(reading))
+            generate(model, PROMPT, NEW, step=session)
     assert str(error.value).startswith(f"{file} is truncated: it ends at byte 30,000, expected ")
     with pytest.raises(OutsizeError) as error:
-        Streamed(path, 1 << 30)
+        _streamed(path, 1 << 30)
     assert str(error.value).startswith(f"{file} is truncated in tensor 'model.layers.0.")
 
 
@@ -273,10 +279,10 @@ def test_a_tied_head_in_the_files_must_be_the_embedding(tmp_path: Path) -> None:
     (path / "outsize.json").unlink()
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
-    Streamed(path, 1 << 30).close()
+    _streamed(path, 1 << 30).close()
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
     with pytest.raises(OutsizeError, match="is not the token embedding"):
-        Streamed(path, 1 << 30)
+        _streamed(path, 1 << 30)
 
 
 def test_what_cannot_go_with_memory_is_refused(tmp_path: Path) -> None:

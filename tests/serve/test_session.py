@@ -18,7 +18,7 @@ from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.runtime.spread_tokens import SpreadTokens
+from outsize.serve.meshed import session_on
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -70,9 +70,9 @@ def test_every_worker_has_the_tokens_of_the_whole_model(route: Any) -> None:
 
     def work(world: World) -> list[list[list[int]]]:
         found = []
-        with SpreadTokens(whole, world, turns) as spread:
+        with session_on(whole, world, turns) as spread:
             for most in (100, 5):
-                steps = answers(REQUESTS, spread.steps, CPU, most)
+                steps = answers(REQUESTS, spread, CPU, most)
                 found.append(by_prompt((index, one.token) for index, one in steps))
         return found
 
@@ -88,8 +88,8 @@ def test_streams_of_other_widths_are_handed_on(wiring: dict[str, int]) -> None:
     expected = generate(whole, PROMPTS[0], 12)
 
     def work(world: World) -> list[int]:
-        with SpreadTokens(whole, world, (0, 1, 2, 3, 4, 5)) as spread:
-            return generate(whole, PROMPTS[0], 12, step=spread.steps)
+        with session_on(whole, world, (0, 1, 2, 3, 4, 5)) as spread:
+            return generate(whole, PROMPTS[0], 12, step=spread)
 
     assert play(Mesh(pipeline=6), work) == [expected] * 6
 
@@ -113,8 +113,8 @@ def test_who_has_handed_on_a_slice_begins_with_the_next() -> None:
     whole.blocks[2].register_forward_pre_hook(hold)
 
     def work(world: World) -> list[int]:
-        with SpreadTokens(whole, world, (0, 0, 0, 1, 1, 1)) as spread:
-            return generate(whole, PROMPTS[2], 1, step=spread.steps, prefill_tokens=9)
+        with session_on(whole, world, (0, 0, 0, 1, 1, 1)) as spread:
+            return generate(whole, PROMPTS[2], 1, step=spread, prefill_tokens=9)
 
     assert play(Mesh(pipeline=2), work) == [generate(model(), PROMPTS[2], 1)] * 2
 
@@ -125,8 +125,8 @@ def test_what_a_sampler_refuses_ends_the_others_waiting() -> None:
         whole.epilogue.head.weight[3] = float("nan")
 
     def work(world: World) -> list[int]:
-        spread = SpreadTokens(whole, world, (0, 0, 0, 1, 1, 1))
-        return generate(whole, PROMPTS[0], 3, step=spread.steps)
+        spread = session_on(whole, world, (0, 0, 0, 1, 1, 1))
+        return generate(whole, PROMPTS[0], 3, step=spread)
 
     with pytest.raises(OutsizeError, match="not finite"):
         play(Mesh(pipeline=2), work)

@@ -1,0 +1,129 @@
+"""Generation through a decoder that is in no job: the actions of a job that generates, played by an
+engine of its own over weights that are in memory, come from files, or lie on the workers of a mesh.
+
+Who has handed on a slice of a long prompt begins with the next one while the others have the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from outsize.decode.generate import Draw
+from outsize.decode.samplers import Drawn
+from outsize.models.decoder import Decoder
+from outsize.models.seams import Past
+from outsize.plan import Plan
+from outsize.plan.plan import per_segment
+from outsize.runtime.engine import Engine, Handler, Hook, Loaded
+from outsize.runtime.generating import TokenSteps, kind_of
+from outsize.runtime.handlers.links import Links
+from outsize.runtime.handlers.passes import Forward, nothing_comes
+from outsize.runtime.handlers.sample import Sample, untold
+from outsize.runtime.handlers.states import Arrivals
+from outsize.runtime.microbatches import Microbatches, nothing_leaves
+from outsize.runtime.native import NativeFlow
+from outsize.runtime.points import Points
+from outsize.runtime.watch import Watch
+from outsize.runtime.weights import Resident, Weights
+from outsize.schedule import Kind, Schedule, compile_tokens, prove
+from outsize.schedule.compile.tokens import sampled
+
+if TYPE_CHECKING:
+    from outsize.runtime.stage_links import StageLinks
+
+Lists = Callable[[Kind], Schedule]
+RESIDENT = Resident()
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The workers that take the same steps, as one of them meets the others. plan: of the mesh;
+    draws: whether this one draws the tokens; tell: gives what that one has, on every one; passing:
+    how activations go on, where the stages lie on several."""
+
+    plan: Plan
+    draws: bool = True
+    tell: Callable[[Tensor], Tensor] = untold
+    passing: StageLinks | None = None
+
+
+class Session:
+    """One worker's steps; all workers take the same ones. Called, it takes one, as a TokenStep of
+    outsize.decode. Close it, or use it in a `with`, to end its threads.
+
+    weights: what brings those of a stage. lists: the proved list of each kind of step, where it is
+    not all stages one after the other, as those of a model in memory. peers: the other workers.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        weights: Weights = RESIDENT,
+        lists: Lists | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        count, self.watch = len(model.blocks) + 2, Watch()
+        peers = peers or Peers(Plan(count, per_segment(count), 1))
+        flow, self._passing = NativeFlow(model, peers.plan), peers.passing
+        passing = self._passing
+        microbatches = Microbatches(flow, self.watch, nothing_leaves, sent=passing is not None)
+        hand = nothing_comes if passing is None else passing.hand
+        sample = Sample(lambda m: microbatches.of(m).loss, peers.draws, peers.tell)
+        handlers: list[Handler] = [Forward(microbatches, count, hand), Arrivals(weights), sample]
+        before: list[Hook] = []
+        if passing is not None:
+            links = Links(passing, microbatches)
+            handlers.append(links)
+            before.append(links.sweep)
+        self.engine = Engine(handlers, flow.device, self.watch, before, [microbatches.ending])
+        uses, made = tuple((s,) for s in range(count)), lists or _alone(count)
+
+        def playable(kind: Kind) -> Loaded:
+            return self.engine.load(one := made(kind), Points(one, uses))
+
+        self.steps = TokenSteps(flow, self.engine, sample, playable, microbatches.carry)
+        self.forget()
+
+    def __call__(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past,
+        draws: Sequence[Draw],
+    ) -> list[Drawn]:
+        begin = time.perf_counter()
+        found = self.steps(ids_T, positions_T, bounds, past, draws)
+        self.seconds[kind_of(bounds)].append(time.perf_counter() - begin)
+        return found
+
+    def forget(self) -> None:
+        """Another request begins: the seconds of steps are those of its own."""
+        self.seconds: Mapping[Kind, list[float]] = {Kind.PREFILL: [], Kind.DECODE: []}
+
+    def close(self) -> None:
+        """End its threads, once everything has gone; raises what went wrong there."""
+        self.engine.close()
+        if self._passing is not None:
+            self._passing.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        if fault[0] is None:
+            self.close()
+
+
+def _alone(stages: int) -> Lists:
+    def made(kind: Kind) -> Schedule:
+        schedule = sampled(compile_tokens(stages, kind))
+        prove(schedule)
+        return schedule
+
+    return made

@@ -1,0 +1,142 @@
+"""Weights that pass through a pool from files: every step of generation has FETCHes.
+
+The stages of a step come in the same order for ever, so a step is a cycle: what the next one needs
+first is fetched at the end of this one. Layers that the pool keeps are read once; the others are
+read again in every step, while the layers before them compute (Li et al., "TPI-LLM", 2024, section
+3.4: a sliding window over layers; which stay is Belady's rule, as in training).
+
+T tokens of the step laid flat, U different tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import OutsizeError
+from outsize.memory.store import pool
+from outsize.models.decoder import Decoder
+from outsize.models.linear import Embedding, rows
+from outsize.runtime.tokens.cycle import Layout
+from outsize.runtime.tokens.parts import TOKENS
+from outsize.runtime.tokens.source import Source
+from outsize.schedule import Kind
+from outsize.schedule.item import Item
+
+SAMPLED = 4  # stages whose computation is timed for the forecast
+
+
+class PooledFiles:
+    """The Weights (outsize/runtime/weights.py) of a decoder whose parameters become views of a
+    pool. After an error in a step the next one begins with an empty pool.
+
+    model: on the meta device; `close` makes it so again.
+    """
+
+    def __init__(
+        self, model: Decoder, source: Source, layout: Layout, device: torch.device
+    ) -> None:
+        self.model, self.source, self.layout, self.device = model, source, layout, device
+        self.pool = _pool(layout.pool, device)
+        self.present: frozenset[Item] = frozenset()
+        self._rooms = {
+            name.stage: self.pool[start : start + source.stages[name.stage].bytes]
+            for name, (start, _) in layout.residency.rooms.items()
+        }
+        _bind(model, source, self._rooms, device)
+        model.prologue.tokens.lookup = self._look_up
+
+    def fill(self) -> None:
+        """Have in the pool what any step finds there."""
+        wanted = self.layout.schedules[Kind.DECODE].residency
+        assert wanted is not None
+        self.ensure(wanted.start)
+
+    def fetch(self, name: Item) -> None:
+        self.source.read(name.stage, self._rooms[name.stage])
+
+    def gather(self, name: Item) -> None:
+        raise AssertionError("one worker reads all of the files")
+
+    def ensure(self, start: frozenset[Item]) -> None:
+        missing, self.present = sorted(start - self.present), frozenset()  # in case that it fails
+        for name in missing:
+            self.fetch(name)
+        self.present = start
+
+    def forget(self) -> None:
+        self.present = frozenset()
+
+    def close(self) -> None:
+        """Let the pool go: parameters are shapes without values again."""
+        self._rooms.clear()
+        del self.pool
+        self.model.prologue.tokens.lookup = rows
+        for name, value in list(self.model.named_parameters(remove_duplicate=False)):
+            _set(self.model, name, value.detach().to("meta"))
+
+    def compute_rate(self) -> float:
+        """Bytes of weights that one token passes in a second, of stages that are in the pool."""
+        positions = torch.zeros(1, dtype=torch.int64, device=self.device)
+        context = self.model.context(positions, (0, 1))
+        width, count = self.model.config.hidden, len(self.model.blocks)
+        x_TD = torch.zeros(1, width, dtype=self.source.table.target, device=self.device)
+        stages = sorted({name.stage for name in self.present} - {0})[:SAMPLED]
+
+        def run(stage: int) -> float:
+            begin = time.perf_counter()
+            if stage <= count:
+                self.model.blocks[stage - 1](x_TD, context)
+            else:
+                self.model.epilogue.logits(self.model.epilogue(x_TD, context))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - begin
+
+        with torch.no_grad():
+            spent = sum(min(run(stage), run(stage)) for stage in stages)
+        return sum(self.source.stages[stage].bytes for stage in stages) / max(spent, 1e-9)
+
+    def _look_up(self, table: Embedding, ids_T: Tensor) -> Tensor:
+        """x_TD of the token embedding, with no more of it than the rows that are used."""
+        ids_U, index_T = ids_T.unique(return_inverse=True)
+        if len(ids_U) and not 0 <= int(ids_U[0]) <= int(ids_U[-1]) < self.source.table.rows:
+            raise OutsizeError(
+                f"token ids from {int(ids_U[0])} to {int(ids_U[-1])}; expected 0 to"
+                f" {self.source.table.rows - 1}, the model's vocabulary"
+            )
+        rows_UD = self.source.rows(ids_U.tolist()).to(self.device)
+        return nn.functional.embedding(index_T, rows_UD)
+
+
+def _pool(nbytes: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return pool(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _bind(
+    model: Decoder,
+    source: Source,
+    rooms: Mapping[int, Tensor],
+    device: torch.device,
+) -> None:
+    """Parameters become views of their rooms. The token embedding, whose rows are looked up, gets a
+    shell with its shape, dtype and device, and one element."""
+    weights = dict[str, Tensor]()
+    for number, stage in enumerate(source.stages):
+        weights |= {part.name: part.of(rooms[number]) for part in stage.parts}
+    if source.tied:
+        weights["epilogue.head.weight"] = weights.pop(TOKENS)
+    table = source.table
+    shell = torch.empty((), dtype=table.target, device=device).expand(table.rows, table.width)
+    for name, value in (weights | {TOKENS: shell}).items():
+        _set(model, name, value)
+
+
+def _set(model: Decoder, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value, requires_grad=False))

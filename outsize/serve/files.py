@@ -1,0 +1,197 @@
+"""A model that generates within a memory budget: its weights stay in its files.
+
+What fits beside keys, values and activations stays in memory from the first token on; the rest is
+read again in every step, beside the computation. Logits are those of the whole model in memory, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+
+from outsize.checkpoint.hub import Described
+from outsize.decode.generate import PREFILL_TOKENS, Request
+from outsize.errors import OutsizeError, counted
+from outsize.memory.sizes import format_bytes
+from outsize.memory.store import rounded
+from outsize.runtime.session import Session
+from outsize.runtime.tokens.cycle import Layout, layout_of, smallest
+from outsize.runtime.tokens.pooled import PooledFiles
+from outsize.runtime.tokens.source import Source
+from outsize.schedule import Kind
+from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, needs_of_rows
+
+NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of a request. weights: bytes of all of them; seconds: of one token, reading
+    and computing beside each other."""
+
+    needs: Needs
+    layout: Layout
+    stages: int
+    weights: int
+    read_rate: float
+    compute_rate: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.layout.read / self.read_rate, self.weights / self.compute_rate)
+
+    def __str__(self) -> str:
+        kept, read = self.layout.kept, format_bytes(self.layout.read)
+        return (
+            f"weights {format_bytes(self.weights)}, {kept} of {self.stages} parts stay in a pool of"
+            f" {format_bytes(self.layout.pool)}; cache {format_bytes(self.needs.cache)},"
+            f" a step {format_bytes(self.needs.work)}; {read} read a token at"
+            f" {format_bytes(self.read_rate)}/s; predicted {self.seconds:.3g} s a token"
+        )
+
+
+class InFiles:
+    """The Home (outsize/serve/model.py) of a described model of whose tensors no more than `memory`
+    bytes are on the device at a time.
+
+    dtype None keeps that of the files. disk: the folder where weights that rest transposed or in
+    another dtype are converted to, by default the system's for temporary files. sparse: weights of
+    pruned models are kept there as bitmap images where that is smaller by a fifth. OutsizeError
+    where the folder has not the room.
+    """
+
+    what = "memory"
+
+    def __init__(
+        self,
+        found: Described,
+        memory: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        disk: str | Path | None = None,
+        sparse: bool = False,
+    ) -> None:
+        dtypes = found.dtypes(dtype)
+        self.memory, self.device, self.model = memory, torch.device(device or "cpu"), found.model
+        self.source = Source(found, dtype, Path(disk or gettempdir()), sparse)
+        self.pooled: PooledFiles | None = None
+        self.session: Session | None = None
+        self.outlook: Outlook | None = None
+        self._needs: dict[object, Needs] = {}
+        self.least = smallest(self.source)
+        self.held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
+
+    def ready(self, request: Request) -> tuple[Session, int]:
+        """What plays the steps of a request, its pool filled, and how many tokens of a prompt it
+        is fed at once; `outlook` says what to expect.
+
+        OutsizeError where the budget is too small, with what is missing.
+        """
+        key = len(request.ids), request.max_new_tokens, request.sampler
+        if key not in self._needs:
+            self._needs = {key: self._fit(request)}
+        found = self._needs[key]
+        return self._with(found), found.slice
+
+    def ready_for_rows(self, rows: int, length: int) -> Session:
+        """The same for the logits of all tokens of rows."""
+        work = needs_of_rows(self.held, rows, length)
+        left = self.memory - work - self.source.bytes_held
+        if left < self.least:
+            raise OutsizeError(
+                f"memory of {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
+                " missing for"
+                f" logits of {rows} x {length} tokens; give {self.memory + self.least - left:,}"
+                " bytes, or fewer tokens"
+            )
+        return self._with(Needs(0, work, length))
+
+    def __str__(self) -> str:
+        return str(self.outlook)
+
+    def timing(self) -> str:
+        """Seconds of a token, predicted and measured, and what the steps read."""
+        session, outlook = self.session, self.outlook
+        assert session is not None and outlook is not None, "asked for after a request"
+        prompt, tokens = session.seconds[Kind.PREFILL], session.seconds[Kind.DECODE]
+        said = [f"prompt {sum(prompt):.3g} s"] if prompt else []
+        if tokens:
+            mean = sum(tokens) / len(tokens)
+            said.append(f"{mean:.3g} s a token, predicted {outlook.seconds:.3g}")
+        said.append(
+            f"{format_bytes(outlook.layout.read)} read in each of"
+            f" {counted(len(prompt + tokens), 'step')}"
+        )
+        return "; ".join(said)
+
+    def close(self, faulty: bool = False) -> None:
+        """Let files and memory go."""
+        self._release()
+        self.source.close()
+
+    def _fit(self, request: Request) -> Needs:
+        """With the longest slices of the prompt that leave room for the least pool."""
+        length = PREFILL_TOKENS
+        while True:
+            found = needs(self.held, request, length)
+            left = self._left(found)
+            if left >= self.least:
+                return found
+            if length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
+                break
+            length = max(LEAST_SLICE, min(length, len(request.ids)) // 2)
+        raise OutsizeError(
+            f"--memory {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
+            f" missing; the layers at work need {self.least:,} bytes, the cache of"
+            f" {counted(request.capacity, 'token', ',')} {found.cache:,}, a step"
+            f" {found.work + self.source.bytes_held:,}: give"
+            f" {self.memory + self.least - left:,} bytes, or fewer tokens"
+        )
+
+    def _left(self, found: Needs) -> int:
+        """What of the budget the pool may have."""
+        return self.memory - found.cache - found.work - self.source.bytes_held
+
+    def _with(self, found: Needs) -> Session:
+        """Over a filled pool as large as the needs allow, or nearly so."""
+        most = self._left(found)
+        wanted = min(most, sum(rounded(stage.bytes) for stage in self.source.stages))
+        old = None if self.pooled is None else self.pooled.layout
+        if old is None or old.pool > most or old.capacity < NEAR * wanted:
+            self._release()  # before the next pool is there
+            layout = layout_of(self.source, wanted)
+            self.pooled = PooledFiles(self.model, self.source, layout, self.device)
+            lists = layout.schedules.__getitem__
+            self.session = Session(self.model, self.pooled, lists)
+        assert self.pooled is not None and self.session is not None
+        self.session.forget()
+        before, begin = self.source.bytes_read, time.perf_counter()
+        self.pooled.fill()
+        spent, read = time.perf_counter() - begin, self.source.bytes_read - before
+        self.outlook = self._outlook(found, self.pooled, read / spent if read else None)
+        return self.session
+
+    def _release(self) -> None:
+        """Nothing of the model is a view of a pool any more."""
+        if self.session is not None:
+            self.session.close()
+        if self.pooled is not None:
+            self.pooled.close()
+        self.session = self.pooled = None
+
+    def _outlook(self, found: Needs, pooled: PooledFiles, rate: float | None) -> Outlook:
+        """rate None: the pool was full already, and rates are those found before."""
+        past = self.outlook
+        if rate is None:
+            assert past is not None, "a pool that is full has been filled"
+            return Outlook(
+                found, pooled.layout, past.stages, past.weights, past.read_rate, past.compute_rate
+            )
+        sizes = [stage.bytes for stage in self.source.stages]
+        stages = sum(map(bool, sizes))
+        return Outlook(found, pooled.layout, stages, sum(sizes), rate, pooled.compute_rate())

@@ -1,0 +1,173 @@
+"""The model that `load` gives, whatever its memory and its workers: an nn.Module that generates.
+
+What differs is its Home: where its weights are and what plays steps over them. Weights in memory
+are stepped by a Session made for the request, those in files within a budget (files.py) and those
+cut over workers (meshed.py) by one that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.data.tokenizer import Tokenizer, open_tokenizer
+from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Request, check_request, generate
+from outsize.decode.samplers import Sampler
+from outsize.decode.text import prompt_ids, stream_text
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+from outsize.runtime.session import Session
+
+BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
+
+
+class Home(Protocol):
+    """Where the weights of a model are that is not in memory as a whole."""
+
+    what: str  # the argument of `load` that asked for it
+
+    def ready(self, request: Request) -> tuple[Session, int]:
+        """What plays the steps of a request, and how many tokens of its prompt are fed at once.
+        OutsizeError where it does not fit."""
+
+    def ready_for_rows(self, rows: int, length: int) -> Session:
+        """What gives the logits of rows of so many tokens."""
+
+    def __str__(self) -> str:
+        """What is said of it before the first token."""
+
+    def close(self, faulty: bool = False) -> None:
+        """Let files, threads and other workers go, once everything has gone to them; after a
+        fault without waiting for that."""
+
+
+class Model(Decoder):
+    """A language model: `model(input_ids) -> logits`, `model.generate(prompt)`. Use one with a
+    memory budget or a mesh in a `with`, or close it.
+
+    decoder: whose parts it has. home: where its weights are; None: in memory, to be trained and
+    saved as those of any module.
+    """
+
+    def __init__(self, decoder: Decoder, home: Home | None = None) -> None:
+        nn.Module.__init__(self)
+        self.config, self.origin, self.home = decoder.config, decoder.origin, home
+        self.first_token, self.away = decoder.first_token, "" if home is None else home.what
+        self.prologue, self.blocks = decoder.prologue, decoder.blocks
+        self.epilogue = decoder.epilogue
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids (B, S) or (S,), int64, each row a document -> logits (B, S, V) or (S, V);
+        without gradients where the weights are not in memory as a whole."""
+        if self.home is None:
+            return super().forward(input_ids)
+        if input_ids.dim() not in (1, 2) or not input_ids.numel():
+            raise OutsizeError(
+                f"input_ids has shape {tuple(input_ids.shape)}; expected (rows, tokens) or"
+                " (tokens,), of at least one token"
+            )
+        length = input_ids.shape[-1]
+        rows = input_ids.numel() // length
+        session = self.home.ready_for_rows(rows, length)
+        device = self.prologue.tokens.weight.device
+        positions_T = torch.arange(length, device=device).repeat(rows)
+        bounds = tuple(range(0, rows * length + 1, length))
+        logits_TV = session.steps.logits(input_ids.flatten().to(device), positions_T, bounds)
+        return logits_TV.view(*input_ids.shape, logits_TV.shape[-1])
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        sampling: Sampler = GREEDY,
+        stop: Collection[str] = (),
+        tokenizer: str | Path | Tokenizer | None = None,
+        on_text: Callable[[str], None] | None = None,
+        on_ready: Callable[[str], None] | None = None,
+    ) -> str | list[int]:
+        """What follows a prompt, as outsize.generate has it, with its draws as one thing. on_ready:
+        called before the first token, with a line about where the weights are, "" for those in
+        memory."""
+        if isinstance(prompt, str):
+            text = tokenizer_of(self, tokenizer)
+            ids: Sequence[int] = prompt_ids(text, prompt)
+        else:
+            ids = _ids(prompt)
+        check_request(self, ids, max_tokens)
+        request = Request(tuple(ids), max_tokens, sampling)
+        with self._session(request) as (session, at_once):
+            if on_ready is not None:
+                on_ready("" if self.home is None else str(self.home))
+            if not isinstance(prompt, str):
+                return generate(self, ids, max_tokens, sampling, (), None, session, at_once)
+            pieces = []
+            for piece in stream_text(
+                self, text, ids, max_tokens, sampling, stop, step=session, prefill_tokens=at_once
+            ):
+                pieces.append(piece)
+                if on_text is not None:
+                    on_text(piece)
+            return "".join(pieces)
+
+    def close(self) -> None:
+        """Let what it has open go: files, threads, other workers. One in memory stays as it is."""
+        if self.home is not None:
+            self.home.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        if self.home is not None:
+            self.home.close(fault[0] is not None)
+
+    @contextmanager
+    def _session(self, request: Request) -> Iterator[tuple[Session, int]]:
+        if self.home is not None:
+            yield self.home.ready(request)
+            return
+        with Session(self) as session:
+            yield session, PREFILL_TOKENS
+
+
+def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer that a model goes with: the one named, its directory's, or bytes."""
+    if named is not None and not isinstance(named, (str, Path)):
+        return named
+    if named is not None:
+        return open_tokenizer(str(named))
+    if model.origin is not None and (model.origin / "tokenizer.json").is_file():
+        return open_tokenizer(str(model.origin))
+    if model.config.vocab in BYTES_AND_SPECIALS:
+        return open_tokenizer("bytes")
+    raise OutsizeError(
+        f"no tokenizer is known for this model of {model.config.vocab} ids; pass"
+        " tokenizer=DIRECTORY with a tokenizer.json, or a prompt of token ids"
+    )
+
+
+def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    """The token ids of a prompt that is no text."""
+    given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    whole = isinstance(given, Sequence) and all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in given
+    )
+    if not whole:
+        raise OutsizeError(
+            f"prompt is {_short(prompt)}; expected a text, or token ids as a list of whole numbers"
+        )
+    return [int(token) for token in given]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
