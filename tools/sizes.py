@@ -18,7 +18,6 @@ LINES, METHODS, FUNCTION, PARAMETERS = 400, 20, 60, 10
 KNOWN = frozenset(
     {
         "runtime/special/local.py:LocalJob",
-        "train/prepare.py:prepare",
     }
 )
 

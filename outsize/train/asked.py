@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from torch import nn
 
@@ -29,10 +29,45 @@ from outsize.train.sums import SumOfRows
 from outsize.train.tiers import specs_of
 
 
-@dataclass(frozen=True)
-class Spreading:
-    """Over which workers, as `prepare` has it."""
+class Options(TypedDict, total=False):
+    """What `prepare` may be told beside the model and its loss.
 
+    recompute: ("block",) or names of submodules of the blocks; None leaves it to the plan.
+    precision: None keeps the model's own dtype, with a float32 master copy where that is bfloat16.
+
+    With memory, states that do not fit rest on tiers: host_memory, RAM beside it, as "4GiB"; disk,
+    folders as "DIR[,DIR][:SIZE]"; tiers, memory with a path as "NAME=PATH:SIZE". The model's
+    parameters move there at the first step, one chunk at a time, and have no values of their own
+    any more: `evaluate` computes with them, `weights` reads them, and the model's own forward is
+    refused until they are back on the device. Of several workers sizes are of each; beside a data
+    axis optimizer states alone go below, of each worker's own share.
+
+    Under torchrun every worker calls `prepare` with its own rows of each batch, as many as the
+    others. mesh: "data=2,tensor=2"; by default all workers are on the data axis. zero: which states
+    that axis cuts, 0 to 3. Neighbours on the tensor axis pass the same rows. Of an adopted module
+    it cuts what automatic rules prove, which `job.spread` tells
+    (outsize/parallel/automatic/derive.py), and its random numbers are the first neighbour's; its
+    own forward and state_dict are refused from then on. sequence_parallel is for native decoders.
+    All begin with the first worker's weights; the loss is the mean over all workers' targets, so
+    with a data axis an adopted module needs loss and count.
+
+    On the pipeline axis ("pipeline=2") each worker has some of the blocks; pipeline names the order
+    in which microbatches go through, as "1f1b", "zb-h1" or "interleaved:2" (`outsize schedule`);
+    "1f1b+vocabulary:2" gives every worker rows of a native decoder's embedding and head.
+    Where the stages begin follows from predicted costs; outsize.plan.Pipelined(name, cuts) says it.
+    Its workers pass the same rows too. With fewer microbatches than workers some of these wait,
+    with one all but one.
+    Of an adopted module each one runs the code between the blocks as far as its own need it, on
+    what crosses from the others; which that is, is found by running the module on shapes
+    (outsize/runtime/adopted/reach.py), so that code must depend on shapes and on the batch alone.
+    Dropout draws other numbers than on one worker.
+    """
+
+    recompute: Sequence[str] | None
+    precision: Literal["float32", "float64", "bfloat16"] | None
+    host_memory: str | int | None
+    disk: str | None
+    tiers: Sequence[str]
     mesh: str | Mesh | None
     zero: int
     sequence_parallel: bool
@@ -41,7 +76,7 @@ class Spreading:
 
 @dataclass(frozen=True)
 class Asked:
-    """How a model is to be trained, as `prepare` has it. resting: host_memory, disk, tiers."""
+    """How a model is to be trained, as `prepare` has it, and its Options."""
 
     memory: str | int | None
     loss: Loss | ByTarget | None
@@ -49,10 +84,15 @@ class Asked:
     blocks: str | Sequence[str] | None
     microbatches: int
     clip: float | None
-    recompute: Sequence[str] | None
-    precision: str | None
-    resting: tuple[str | int | None, str | None, tuple[str, ...]]
-    spreading: Spreading
+    recompute: Sequence[str] | None = None
+    precision: str | None = None
+    host_memory: str | int | None = None
+    disk: str | None = None
+    tiers: Sequence[str] = ()
+    mesh: str | Mesh | None = None
+    zero: int = 1
+    sequence_parallel: bool = False
+    pipeline: str | Pipelined = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -77,7 +117,7 @@ def settings_of(model: nn.Module, asked: Asked, plan: Plan | str | Path | None) 
         _refuse_said_twice(asked)
         memory = given.budget if asked.memory is None else asked.memory
         asked = replace(asked, microbatches=given.microbatches, memory=memory)
-    spread = _spread(asked.spreading, given)
+    spread = _spread(asked, given)
     specs = _tiers(asked, given)
     if not isinstance(model, Decoder):
         check_adopted(spread.mesh, type(model).__name__)
@@ -97,27 +137,25 @@ def settings_of(model: nn.Module, asked: Asked, plan: Plan | str | Path | None) 
 
 
 def _refuse_said_twice(asked: Asked) -> None:
-    own = asked.spreading
-    said = {
-        "microbatches": asked.microbatches != 1, "recompute": asked.recompute is not None,
-        "precision": asked.precision is not None, "mesh": own.mesh is not None,
-        "zero": own.zero != 1, "sequence_parallel": own.sequence_parallel,
-        "pipeline": own.pipeline != "1f1b",
-    }  # fmt: skip
-    refuse_said_twice(said)
+    plain = Asked(None, None, None, None, 1, None)
+    names = (
+        "microbatches", "recompute", "precision", "mesh", "zero", "sequence_parallel", "pipeline",
+    )  # fmt: skip
+    refuse_said_twice({name: getattr(asked, name) != getattr(plain, name) for name in names})
 
 
-def _spread(said: Spreading, given: Plan | None) -> Spread:
+def _spread(asked: Asked, given: Plan | None) -> Spread:
     if given is not None:
         return Spread(given.mesh, given.shards, given.sequence_parallel, given.pipeline)
-    workers, line = workers_of(said.mesh), said.pipeline
+    workers, line = workers_of(asked.mesh), asked.pipeline
     line = pipelined(line) if isinstance(line, str) else line
-    return Spread(workers, stage_of(said.zero, workers.data), said.sequence_parallel, line)
+    return Spread(workers, stage_of(asked.zero, workers.data), asked.sequence_parallel, line)
 
 
 def _tiers(asked: Asked, given: Plan | None) -> tuple[TierSpec, ...]:
     """Below the device, as declared."""
-    specs = specs_of(*asked.resting, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    specs = specs_of(asked.host_memory, asked.disk, tuple(asked.tiers), near)
     if given is not None:
         refuse_missing(given, specs)
     if specs and asked.memory is None:

@@ -280,6 +280,12 @@ def test_memory_of_a_native_decoder_is_predicted_to_the_byte():
     assert len(found) == 4 and found == measured
 
 
+@pytest.mark.parametrize(("said", "meant"), [("prcision", "precision"), ("microbatch", "microb")])
+def test_an_option_that_is_none_is_refused_with_the_nearest(said, meant):
+    with pytest.raises(OutsizeError, match=f"prepare: {said} is no option; did you mean '{meant}"):
+        prepare(nn.Linear(2, 2), "adamw", **{said: 1})
+
+
 def test_a_budget_that_nothing_fits_says_what_is_missing():
     model = WithTarget(ViT())
     batch = (torch.randn(64, 3, 8, 8), torch.randint(0, 5, (64,)))
