@@ -128,8 +128,12 @@ def extended(cls: type[C]) -> type[C]:
     own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
 
     def init(self: C, *args: Any, settings: Settings = NONE, **values: Any) -> None:
-        added = {n: values.pop(n) for n in set(values) - own if PLAN_SETTINGS.find(n) is not None}
-        make(self, *args, settings=settings.having(added), **values)
+        more = {name: PLAN_SETTINGS.find(name) for name in set(values) - own}
+        added = {name: (values.pop(name), one.leaf.default) for name, one in more.items() if one}
+        said = {
+            name: None if value == default else value for name, (value, default) in added.items()
+        }
+        make(self, *args, settings=settings.having(said), **values)
 
     cls.__init__ = init  # type: ignore[assignment]
     return cls
