@@ -152,11 +152,13 @@ class Job(Stateful):
         self.method.settle()
         size, found = self.plan.microbatch_rows, list[Tensor]()
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-        # What streams passes once for all microbatches, and a pipeline is full of them; what is
-        # there needs them one by one.
-        together = self.placement.rooms or self.passing is not None
-        for group in [cuts] if together else [[cut] for cut in cuts]:
-            found += self._losses(batch, group)
+        # A pipeline is full of microbatches. What streams passes once for those that a step has at
+        # once in a stage, so that they hold no more than a step's.
+        layers = self.placement.rooms and self.plan.order == "layer"
+        count = self.plan.microbatches if layers else 1
+        count = count if self.passing is None else max(1, len(cuts))
+        for first in range(0, len(cuts), count):
+            found += self._losses(batch, cuts[first : first + count])
         total = sum(torch.stack(found).double().tolist()) if found else 0.0
         return self.totals.evaluated(total, float(self.flow.count(batch)[0]))
 

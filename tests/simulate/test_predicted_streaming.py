@@ -118,6 +118,41 @@ def test_predicted_peak_of_streamed_plans_is_the_measured_one(name, table):
         assert sum(made.below.values()) == states
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_an_evaluation_of_a_streamed_plan_holds_what_was_predicted(name):
+    """Of one microbatch to 5%; of any number of them no more than a step."""
+    family, named, _, _, _ = CASES[name]
+    plan, wide = plan_of(name), {} if family == "gpt2" else WIDE
+    if plan.order == "microbatch":  # many, which a step has one by one
+        again = tuple(
+            replace(stage, recompute=here.recompute, spill=())
+            for stage, here in zip(plan.stages, AGAIN, strict=True)
+        )
+        plan = replace(plan, rows=64, stages=again)
+    request = PlanRequest(
+        plan.rows, plan.sequence, Precision.named(named), AdamW(), None,
+        documents=(0, plan.sequence), tiers=TIERS,
+    )  # fmt: skip
+    made = predict(config_of(family, **wide), request, plan, HARDWARE)
+    ledger, batch = Ledger(), batch_of(plan)
+    with memory(1 << 27) as stores:
+        job = job_of(
+            plan, stores, clip=None, model=model_of(family, **wide), ledger=ledger,
+            optimizer=AdamW(),
+        )  # fmt: skip
+        one = batch.rows(0, plan.microbatch_rows)
+        one = replace(one, ids_BS=one.ids_BS.clone(), targets_BS=one.targets_BS.clone())
+        job.evaluate(one, plan.microbatch_rows)
+        peak = max(ran.peak for ran in job.evaluated)
+        assert 0.95 * made.evaluation <= peak <= made.evaluation <= made.peak
+        ledger.budget = made.peak  # raises above it
+        whole = job.evaluate(batch, plan.rows)
+        begins = range(0, plan.rows, plan.microbatch_rows)
+        parts = ((first, min(first + plan.microbatch_rows, plan.rows)) for first in begins)
+        apart = [job.evaluate(batch.rows(*part), part[1] - part[0]) for part in parts]
+    assert whole == pytest.approx(tuple(map(sum, zip(*apart, strict=True))), rel=1e-6)
+
+
 # -- bytes moved -----------------------------------------------------------------------------------
 
 
