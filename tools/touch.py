@@ -31,12 +31,9 @@ class Subject:
 # Techniques from before the registry: their ceilings are today's counts.
 SUBJECTS: dict[str, Subject] = {
     "vocabulary cut over a pipeline": Subject(
-        r"piped|schedule/proof/tables|vocabulary_play|EMBED_BACKWARD|OUTPUT_[ST]|with_vocabulary",
-        (
-            "parallel/tensor/piped_vocabulary", "runtime/vocabulary", "schedule/vocabulary",
-            "schedule/pipelines/vocabulary",
-        ),
-        19,
+        r"piped|EMBED|OUTPUT_[ST]|with_vocabulary|techniques[./]vocabulary|cut vocabulary"
+        r"|\b(pipeline|line|said|schedule|request)\.vocabulary\b|\bvocabulary=|[\"'](--)?vocabulary[\"']",
+        ("techniques/vocabulary",),
     ),
     "overlap": Subject(
         r"\.overlap\b|\boverlap[=:]|[\"']overlap[\"']",

@@ -45,7 +45,7 @@ def name_actions(job: Job) -> None:
     inner = job.act
 
     def act(index: int, action: Action, begin: float) -> Event:
-        with record_function(PREFIX + action.kind.value):
+        with record_function(PREFIX + action.kind):
             return inner(index, action, begin)
 
     job.act = act  # type: ignore[method-assign]

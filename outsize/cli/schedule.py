@@ -12,8 +12,9 @@ from outsize.cli.command import Command
 from outsize.cli.schedule_figures import compared, show
 
 if TYPE_CHECKING:
+    from outsize.schedule.ends import Ends
     from outsize.schedule.pipelines import Pipeline, Shape
-    from outsize.schedule.pipelines.costs import VocabularyCosts
+    from outsize.schedule.pipelines.costs import EndCosts
     from outsize.simulate.away import Moving
     from outsize.simulate.steps import Times
 
@@ -97,11 +98,11 @@ def schedule(
     """  # fmt: skip
     seconds = _times(times, comm_time, overlapped)
     moving = _moving(offload)
-    tables = _vocabulary(vocabulary, vocabulary_times)
+    ends, tables = _ends(vocabulary, vocabulary_times)
     if name.endswith(".csv"):
         _refuse("a CSV", devices=devices, microbatches=microbatches)
         _refuse("a CSV", chunks=chunks, waves=waves, skip=skip, memory=memory)
-        made, priced = _cut(_from_csv(Path(name)), seconds, vocabulary, tables)
+        made, priced = _cut(_from_csv(Path(name)), seconds, ends, tables)
         _one(made, priced, as_json, html, to_csv, moving)
         return
     if name in (COMPARE, AUTO):
@@ -109,7 +110,7 @@ def schedule(
     shape = _shape(devices, microbatches, seconds, chunks, waves, skip)
     if name == COMPARE:
         _refuse(COMPARE, chunks=chunks, waves=waves, skip=skip, html=html, csv=to_csv)
-        compared(shape, replace(seconds, vocabulary=tables), memory, vocabulary or 0, as_json)
+        compared(shape, replace(seconds, ends=tables), memory, ends, as_json)
         return
     if name == AUTO:
         from outsize.search.pipelines import automatic
@@ -121,7 +122,7 @@ def schedule(
     from outsize.schedule.pipelines import make
 
     _refuse(f"{name!r}; `auto` and `compare` have it", memory=memory)
-    made, priced = _cut(make(name, shape), seconds, vocabulary, tables)
+    made, priced = _cut(make(name, shape), seconds, ends, tables)
     _one(made, priced, as_json, html, to_csv, moving)
 
 
@@ -145,32 +146,33 @@ def _seconds(option: str, text: str, counts: tuple[int, ...]) -> list[float]:
     raise OutsizeError(f"{option}: {text!r}; expected {many} numbers of seconds, as 1,1.2,0.8")
 
 
-def _vocabulary(variant: int | None, text: str | None) -> VocabularyCosts | None:
-    """The output layer's times."""
+def _ends(variant: int | None, text: str | None) -> tuple[Ends | None, EndCosts | None]:
+    """How the first and the last layer are cut, and their times."""
     from outsize.errors import OutsizeError
-    from outsize.schedule.pipelines.costs import VocabularyCosts
+    from outsize.schedule.ends import named
+    from outsize.schedule.pipelines.costs import EndCosts
 
-    if text is not None:
-        return VocabularyCosts(*_seconds("--vocabulary-times", text, (3, 5)))
-    if variant is not None:
+    if variant is not None and text is None:
         raise OutsizeError(
             f"--vocabulary: {variant}, and no --vocabulary-times; expected the output layer's"
             " seconds, as --vocabulary-times 2,2,2"
         )
-    return None
+    ends = None if variant is None else named("vocabulary", variant)
+    costs = None if text is None else EndCosts(*_seconds("--vocabulary-times", text, (3, 5)))
+    return ends, costs
 
 
 def _cut(
-    made: Pipeline, times: Times, variant: int | None, tables: VocabularyCosts | None
+    made: Pipeline, times: Times, ends: Ends | None, tables: EndCosts | None
 ) -> tuple[Pipeline, Times]:
-    """The schedule with its vocabulary cut where that is asked for, and all of its times."""
+    """The schedule with its ends cut where that is asked for, and all of its times."""
     from outsize.schedule.pipelines import Costs
-    from outsize.schedule.pipelines.vocabulary import with_vocabulary
+    from outsize.schedule.pipelines.pipeline import with_ends
 
-    if variant is not None and tables is not None:
+    if ends is not None and tables is not None:
         costs = Costs(times.forward, times.of_input, times.of_weight, times.transfer)
-        made = with_vocabulary(made, variant, costs, tables)
-    return made, replace(times, vocabulary=tables)
+        made = with_ends(made, ends, costs, tables)
+    return made, replace(times, ends=tables)
 
 
 def _shape(

@@ -10,6 +10,7 @@ import click
 from outsize.errors import counted
 
 if TYPE_CHECKING:
+    from outsize.schedule.ends import Ends
     from outsize.schedule.pipelines import Shape
     from outsize.search.pipelines import Ranked
     from outsize.search.spilling import Spilling
@@ -55,7 +56,7 @@ def _figures(played: Played) -> dict[str, Any]:
         "devices": made.placement.workers,
         "microbatches": made.placement.microbatches,
         "stages": made.placement.stages,
-        "vocabulary": made.schedule.vocabulary or None,
+        "vocabulary": made.schedule.ends and made.schedule.ends.variant,
         "makespan": _round(run.makespan),
         "max_idle_in_makespan": _round(max(run.idle_in_makespan)),
         "max_idle_in_rank_span": _round(max(run.idle_in_span)),
@@ -112,7 +113,7 @@ def _table(played: Played) -> Any:
 
 
 def compared(
-    shape: Shape, times: Times, memory: float | None, vocabulary: int, as_json: bool
+    shape: Shape, times: Times, memory: float | None, ends: Ends | None, as_json: bool
 ) -> None:
     """Print all schedules, the shortest first."""
     import json
@@ -122,7 +123,7 @@ def compared(
     from outsize.cli.show import console
     from outsize.search.pipelines import compare
 
-    ranked = compare(shape, times, memory, vocabulary)
+    ranked = compare(shape, times, memory, ends)
     if as_json:
         click.echo(json.dumps([_ranked(one) for one in ranked], indent=2))
         return

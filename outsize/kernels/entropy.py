@@ -143,7 +143,7 @@ def plain(
 ) -> Tensor:
     """Sum of the losses of a chunk times factor; with `gradient`, logits become their gradient.
 
-    The twin of outsize_cross_entropy, which has neither options, a cut vocabulary nor another loss;
+    The twin of outsize_cross_entropy, which has neither options, tokens elsewhere nor another loss;
     logits are at least float32 here. The sum is the same on all workers, the gradient of each
     worker's logits.
     """

@@ -9,12 +9,11 @@ from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.parallel.tensor.beside import beside_of
 from outsize.parallel.tensor.decoder import split
-from outsize.parallel.tensor.piped_vocabulary import cut_vocabulary
 from outsize.plan import Plan
 from outsize.registry import Registry
 
-# By axis whose workers hold different parts of some weights: leaves of a decoder those of a worker;
-# gives how these weights were cut, by name.
+# By axis whose workers hold different parts of some weights, or by what cuts a pipeline's ends:
+# leaves of a decoder those of a worker; gives how these weights were cut, by name.
 DIVISIONS: Registry[Callable[[Decoder, Collective], dict[str, Cut]]] = Registry("division")
 
 
@@ -26,14 +25,14 @@ def divide(
 ) -> dict[str, Cut]:
     """Leave of a decoder this worker's part; gives how each parameter was cut, by name.
 
-    line: the workers over which the vocabulary is cut, where they are not the world's pipeline (a
-    forecast plays one of them).
+    line: the workers of the pipeline, where they are not the world's (a forecast plays one).
     """
     beside = beside_of(world, plan)
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
     for axis in world.mesh.axes:
         if axis.parts:
             cuts |= DIVISIONS.get(axis.name)(model, along(world, axis.name))
-    if plan.pipeline.vocabulary:
-        cuts |= cut_vocabulary(model, line or along(world, "pipeline", "exchange"))
+    if plan.pipeline.ends is not None:
+        name, _ = plan.pipeline.ends
+        cuts |= DIVISIONS.get(name)(model, line or along(world, "pipeline", "exchange"))
     return cuts

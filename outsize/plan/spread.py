@@ -8,6 +8,7 @@ from outsize.errors import OutsizeError
 
 KINDS = ("parameters", "gradients", "optimizer")
 VOCABULARY = "vocabulary"
+BEHIND = (f"+{VOCABULARY}:1", f"+{VOCABULARY}:2")  # what may stand behind a schedule's name
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Pipelined:
     head: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
+    def ends(self) -> tuple[str, int] | None:
+        """How the ends of a microbatch's path are cut over the workers, where they are: a name of
+        outsize/schedule/ends.py, and its variant."""
+        return (VOCABULARY, self.vocabulary) if self.vocabulary else None
+
+    @property
     def said(self) -> str:
         """Schedule and vocabulary as people write them: `pipelined` reads it."""
         behind = f"+{VOCABULARY}:{self.vocabulary}" if self.vocabulary else ""
@@ -93,13 +100,15 @@ def pipelined(text: str) -> Pipelined:
     schedule, plus, more = text.partition("+")
     if not plus:
         return Pipelined(schedule)
+    variants = {said: number for number, said in enumerate(BEHIND, start=1)}
     name, _, number = more.partition(":")
-    if name.strip() != VOCABULARY or number.strip() not in ("1", "2"):
+    said = f"+{name.strip()}:{number.strip()}"
+    if said not in variants:
         raise OutsizeError(
-            f"{text!r}: expected a schedule, or one with +{VOCABULARY}:1 or"
-            f" +{VOCABULARY}:2 behind it, as {schedule.strip() or '1f1b'}+{VOCABULARY}:2"
+            f"{text!r}: expected a schedule, or one with {' or '.join(BEHIND)} behind it, as"
+            f" {schedule.strip() or '1f1b'}{BEHIND[-1]}"
         )
-    return Pipelined(schedule.strip(), vocabulary=int(number))
+    return Pipelined(schedule.strip(), vocabulary=variants[said])
 
 
 def share(count: int, parts: int, place: int) -> tuple[int, int]:

@@ -86,9 +86,13 @@ def _spread(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "sequence parallel", "yes", "between branches, tokens are cut over the tensor axis"
     if mesh.pipeline > 1:
         yield "pipeline", plan.pipeline.schedule, f"order in which {mesh.pipeline} workers go on"
-        if plan.pipeline.vocabulary:
-            variant = f"variant {plan.pipeline.vocabulary}"
-            yield "vocabulary", variant, "every worker has rows of the embedding and of the head"
+        if plan.pipeline.ends is not None:
+            name, variant = plan.pipeline.ends
+            yield (
+                name,
+                f"variant {variant}",
+                "every worker has rows of the embedding and of the head",
+            )
         cuts = ", ".join(map(str, plan.pipeline.cuts)) or "even"
         yield "cuts", cuts, "the stages at which the pipeline's second, third, ... begins"
 

@@ -57,11 +57,10 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
             f"plan: mesh is {plan.mesh}, but the workers that run are {world.mesh}; start as many"
             f" as the mesh has, {plan.mesh.size}"
         )
-    if plan.pipeline.vocabulary and not any(
-        axis_of(cut.axis).cuts == "stages" for cut in cuts.values()
-    ):
+    shared = plan.pipeline.ends
+    if shared and not any(axis_of(cut.axis).cuts == "stages" for cut in cuts.values()):
         raise OutsizeError(
-            f"model: whole, while pipeline.vocabulary is {plan.pipeline.vocabulary}; cut it with"
+            f"model: whole, while pipeline.{shared[0]} is {shared[1]}; cut it with"
             " outsize.parallel.divide.divide before, and hand over what that gives"
         )
     missing = [
@@ -114,11 +113,12 @@ def check_pipeline(placement: Placement) -> None:
 
 
 def _check_rows(placement: Placement) -> None:
-    """Refuse what does not go with a vocabulary that is cut over the pipeline."""
+    """Refuse what does not go with ends that all workers of a pipeline share."""
     plan = placement.plan
-    if not plan.pipeline.vocabulary:
+    if plan.pipeline.ends is None:
         return
-    axis = f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}"
+    name, variant = plan.pipeline.ends
+    axis = f"plan: pipeline.{name} is {variant}"
     if first := placement.chunks.first:
         raise OutsizeError(
             f"{axis}, and the first {first} stages are frozen; the embedding's gradient"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.runtime.again import leaf
+from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Handle, Spill, restore
-from outsize.runtime.vocabulary import Rows
 from outsize.torch_private import differentiate
 
 SpillOf = Callable[[int], Spill | None]
@@ -101,7 +101,7 @@ class Flow(Protocol):
 
     @property
     def rows(self) -> Rows | None:
-        """The rows that are here of a vocabulary that is cut over a pipeline."""
+        """The part that is here of layers which all workers of a pipeline share."""
 
     def begin(
         self,

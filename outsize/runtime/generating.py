@@ -27,10 +27,10 @@ from outsize.plan import Stage
 from outsize.runtime.engine import Engine, Loaded
 from outsize.runtime.flow import Flow, Record
 from outsize.runtime.handlers.sample import Sample
-from outsize.runtime.native import ChainWalk, Ends, NativeFlow, through
+from outsize.runtime.native import ChainWalk, Edges, NativeFlow, through
 from outsize.runtime.points import Points
+from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Spill
-from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Kind
 
 Begin = Callable[[ChainWalk, Hashable], None]  # what tells messages of other shapes apart
@@ -150,13 +150,13 @@ def tokens_walk(
     flow: NativeFlow, ids_T: Tensor, context: Context, points: Points, every: bool = False
 ) -> ChainWalk:
     """A step's way through the stages. Its end is logits_NV of the last token of each sequence, or
-    logits_TV of every token; of a cut vocabulary h_ND, of which every worker makes a part of
+    logits_TV of every token; of ends that all share h_ND, of which every worker makes a part of
     them."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
         way, held = points.way(0), points.held(0)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
-        ends = Ends(rows, way)
+        ends = Edges(rows, way)
     count = len(model.blocks) + 2
     chain = [partial(_segment, model, rows, context, segment) for segment in range(count - 1)]
     chain.append(partial(_end, model, rows, context, every))

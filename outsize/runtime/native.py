@@ -29,9 +29,10 @@ from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
 from outsize.registry import Registry
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
+from outsize.runtime.rows import ROWS, Rows
 from outsize.runtime.spill import Spill
-from outsize.runtime.vocabulary import Rows
 from outsize.schedule import State
+from outsize.schedule.ends import ends_of
 
 if TYPE_CHECKING:
     from outsize.runtime.storage.gradients import Gradients
@@ -122,9 +123,9 @@ class NativeFlow:
             (i for i, (_, ps) in enumerate(self.segments) if any(p.requires_grad for _, p in ps)),
             len(self.segments),
         )
-        head, variant = model.epilogue.head.weight, plan.pipeline.vocabulary
-        self.rows = Rows(model, variant) if variant else None
-        shared = not variant and any(head is p for _, p in self.segments[0][1])
+        head, ends = model.epilogue.head.weight, ends_of(plan.pipeline)
+        self.rows = None if ends is None else ROWS.get(ends.name)(model, ends)
+        shared = ends is None and any(head is p for _, p in self.segments[0][1])
         own = [(i,) for i in range(len(self.segments) - 1)]
         self.uses = (*own, (len(own), 0) if shared else (len(own),))
         self._sink: Gradients | None = None
@@ -180,12 +181,12 @@ class NativeFlow:
             part.noise,
         )  # fmt: skip
         head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
-        ends: Ends | None = None
+        ends: Edges | None = None
         if rows is not None:
-            assert way is not None, "rows of a vocabulary are of microbatches that have numbers"
+            assert way is not None, "rows are of microbatches that have numbers"
             here = (held is None or end in held for end in (way.first, way.last))
             rows.begin(way.microbatch, part.ids_T, part.targets, head, *here)
-            ends = Ends(rows, way)
+            ends = Edges(rows, way)
 
         def prologue(given: Tensor) -> Tensor:
             if rows is not None:
@@ -234,9 +235,9 @@ def through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Where a walk comes from and leads to, where the vocabulary is cut: its embedding comes from
-    all workers, and they make its losses."""
+class Edges:
+    """Where a walk comes from and leads to, where all workers share the first and the last layer:
+    its embedding comes from them, and they make its losses."""
 
     rows: Rows
     way: Way
@@ -274,7 +275,7 @@ class ChainWalk:
         trainable_from: int,
         start: Tensor,
         spill_of: SpillOf = no_spill,
-        ends: Ends | None = None,
+        ends: Edges | None = None,
     ) -> None:
         self._spill_of, self._ends = spill_of, ends
         self._record, self._plan, self._trainable_from = record, plan, trainable_from

@@ -11,10 +11,9 @@ from outsize.schedule.item import Item
 from outsize.schedule.passes.shard import adds
 from outsize.schedule.residency import Presence, Residency
 from outsize.schedule.role import Role
-from outsize.schedule.vocabulary import PASSES
 
 _NOTHING = frozenset[int]()
-_WALKS = (*AHEAD, Kind.SAMPLE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND, *PASSES)
+_WALKS = (*AHEAD, Kind.SAMPLE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND)
 
 
 class Points:
@@ -58,9 +57,10 @@ class Points:
                 reduced[action.stage] = index
             if adds(action, schedule.stages, schedule.first):
                 last |= dict.fromkeys(residency.uses[action.stage], index)
-        walked = {a.microbatch: i for i, a in enumerate(actions) if a.kind in _WALKS}
+        walks = ((i, a) for i, a in enumerate(actions) if a.kind in _WALKS or a.kind.end)
+        walked = {action.microbatch: index for index, action in walks}
         samples = any(a.kind is Kind.SAMPLE for a in actions)  # behind everything else
-        later = self.evaluates and schedule.vocabulary and not samples
+        later = self.evaluates and schedule.ends is not None and not samples
         self.ends = {} if later else {index: microbatch for microbatch, index in walked.items()}
         self._held = None if schedule.role is None else _held(schedule.role)
         self.behind = behind

@@ -13,7 +13,7 @@ from torch import Tensor
 from outsize.collectives import World
 from outsize.collectives.channel import Form, Receiver, Sender
 from outsize.runtime.flow import Walk
-from outsize.runtime.vocabulary import Rows
+from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.action import AHEAD, WHOLE
 from outsize.schedule.chunks import Chunks
@@ -25,7 +25,7 @@ _Name = tuple[State, int, int, int]
 
 class StageLinks:
     """Of one worker. account: the ledger's way to say which kind a tensor is. rows: those that are
-    here of a cut vocabulary, which take and give what comes and goes in parts."""
+    here of layers that all share, which take and give what comes and goes in parts."""
 
     def __init__(
         self,

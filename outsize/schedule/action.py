@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar, Literal
+
+from outsize.registry import Registry
 
 
 class Lane(StrEnum):
@@ -17,39 +20,84 @@ class Lane(StrEnum):
     SEND = "send"  # activations and their gradients to workers of other stages
     RECEIVE = "receive"  # and from them
     MERGE = "merge"  # gradients between workers that have copies of a stage
-    EXCHANGE = "exchange"  # what all workers have of a vocabulary layer
+    EXCHANGE = "exchange"  # sums of what all workers of a pipeline have made
 
     __hash__ = str.__hash__  # of Enum it is a call of Python's
 
 
-class Kind(StrEnum):
-    """What an action does."""
+class Kind(str):
+    """What an action does: a name, and what follows from it wherever actions are placed, priced and
+    proved. `Kind(name)` is the one declared with that name; OutsizeError where none is. A technique
+    declares its own by `Kind.add`.
 
-    FORWARD = "FORWARD"  # a stage's outputs from its inputs
-    RECOMPUTE = "RECOMPUTE"  # a stage's forward again, to have its activations
-    BACKWARD = "BACKWARD"  # gradients of a stage's inputs and weights
-    BACKWARD_INPUT = "BACKWARD_INPUT"  # of its inputs alone
-    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # of its weights, after BACKWARD_INPUT
-    NORM = "NORM"  # the global gradient norm, and from it the clipping factor
-    UPDATE = "UPDATE"  # the optimizer's step on a stage's chunks, or on one part of them
-    PREFILL = "PREFILL"  # tokens of prompts through a stage
-    DECODE = "DECODE"  # one token of each sequence through a stage
-    SAMPLE = "SAMPLE"  # the next tokens, from what the last stage gave, told to every worker
-    FETCH = "FETCH"  # a state of a stage from the tier it rests on
-    EVICT = "EVICT"  # a state of a stage to the tier it rests on
-    SEND = "SEND"  # an activation or a gradient to the worker of a neighbouring stage
-    RECV = "RECV"  # the other end of SEND
-    GATHER = "GATHER"  # a stage's parameters from the workers over which they are cut
-    REDUCE = "REDUCE"  # a stage's gradients, summed over the workers that have parts of the sum
-    COLLECT = "COLLECT"  # updated parameters from the workers that updated them
-    MERGE = "MERGE"  # a stage's gradients, summed over the workers that have copies of the stage
-    EMBED = "EMBED"  # a worker's part of the input layer, where the vocabulary is cut over workers
-    EMBED_BACKWARD = "EMBED_BACKWARD"  # the gradient of its part
-    OUTPUT_S = "OUTPUT_S"  # a worker's part of the output layer: logits, their largest and sum
-    OUTPUT_T = "OUTPUT_T"  # what is left of it once all workers' sums are known: gradients
-    EXCHANGE = "EXCHANGE"  # what all workers have of a vocabulary layer, put together
+    reads: the parameters with which it computes: "uses", those that its stage's passes use; "own",
+    its stage's alone; "", none. adds: to gradients of weights. end: of a pass that every worker of
+    a pipeline does (outsize/schedule/ends.py), the end of a microbatch's path at which it is:
+    "first", "last", or "". lane: where it runs.
+    """
 
-    __hash__ = str.__hash__
+    FORWARD: ClassVar[Kind]  # a stage's outputs from its inputs
+    RECOMPUTE: ClassVar[Kind]  # a stage's forward again, to have its activations
+    BACKWARD: ClassVar[Kind]  # gradients of a stage's inputs and weights
+    BACKWARD_INPUT: ClassVar[Kind]  # of its inputs alone
+    BACKWARD_WEIGHT: ClassVar[Kind]  # of its weights, after BACKWARD_INPUT
+    NORM: ClassVar[Kind]  # the global gradient norm, and from it the clipping factor
+    UPDATE: ClassVar[Kind]  # the optimizer's step on a stage's chunks, or on one part of them
+    PREFILL: ClassVar[Kind]  # tokens of prompts through a stage
+    DECODE: ClassVar[Kind]  # one token of each sequence through a stage
+    SAMPLE: ClassVar[Kind]  # the next tokens, from what the last stage gave, told to every worker
+    FETCH: ClassVar[Kind]  # a state of a stage from the tier it rests on
+    EVICT: ClassVar[Kind]  # a state of a stage to the tier it rests on
+    SEND: ClassVar[Kind]  # an activation or a gradient to the worker of a neighbouring stage
+    RECV: ClassVar[Kind]  # the other end of SEND
+    GATHER: ClassVar[Kind]  # a stage's parameters from the workers over which they are cut
+    REDUCE: ClassVar[Kind]  # a stage's gradients, summed over workers that have parts of the sum
+    COLLECT: ClassVar[Kind]  # updated parameters from the workers that updated them
+    MERGE: ClassVar[Kind]  # a stage's gradients, summed over the workers that have copies of it
+    EXCHANGE: ClassVar[Kind]  # what passes of all workers of a pipeline have made, summed
+
+    reads: Reads
+    adds: bool
+    end: End
+    lane: Lane
+
+    def __new__(cls, name: str) -> Kind:
+        return KINDS.get(name)
+
+    def __reduce__(self) -> tuple[type[Kind], tuple[str]]:
+        return Kind, (str(self),)
+
+    @classmethod
+    def add(
+        cls,
+        name: str,
+        reads: Reads = "",
+        adds: bool = False,
+        end: End = "",
+        lane: Lane = Lane.COMPUTE,
+    ) -> Kind:
+        """Declare a kind. OutsizeError where the name is taken."""
+        made = str.__new__(cls, name)
+        made.reads, made.adds, made.end, made.lane = reads, adds, end, lane
+        return KINDS.add(name, made)
+
+
+Reads = Literal["", "uses", "own"]
+End = Literal["", "first", "last"]
+KINDS: Registry[Kind] = Registry("kind of action")
+
+for _name in ("FORWARD", "RECOMPUTE", "PREFILL", "DECODE"):
+    setattr(Kind, _name, Kind.add(_name, "uses"))
+for _name in ("BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
+    setattr(Kind, _name, Kind.add(_name, "uses", adds=True))
+for _name in ("NORM", "UPDATE", "SAMPLE"):
+    setattr(Kind, _name, Kind.add(_name))
+for _name, _lane in (
+    ("FETCH", Lane.FETCH), ("EVICT", Lane.EVICT), ("SEND", Lane.SEND), ("RECV", Lane.RECEIVE),
+    ("GATHER", Lane.NETWORK), ("REDUCE", Lane.NETWORK), ("COLLECT", Lane.NETWORK),
+    ("MERGE", Lane.MERGE), ("EXCHANGE", Lane.EXCHANGE),
+):  # fmt: skip
+    setattr(Kind, _name, Kind.add(_name, lane=_lane))
 
 
 class State(StrEnum):
@@ -60,7 +108,7 @@ class State(StrEnum):
     GRADIENTS = "gradients"  # of parameters; in SEND and RECV those of a stage's outputs
     OPTIMIZER = "optimizer"  # master copy and moments
     ACTIVATIONS = "activations"
-    SUMS = "sums"  # largest logits and sums of exponentials of each worker's part of the vocabulary
+    SUMS = "sums"  # what the workers' parts of the last layer have in common, as of a softmax
 
     __hash__ = str.__hash__
 
@@ -96,7 +144,7 @@ class Action:
     @property
     def label(self) -> str:
         """What it does in a word, as "FORWARD" or "FETCH.parameters"."""
-        return f"{self.kind.value}.{self.state.value}" if self.state else self.kind.value
+        return f"{self.kind}.{self.state.value}" if self.state else self.kind
 
     def __str__(self) -> str:
         stage = _index(self.stage) + (f"#{self.part}" if self.part != WHOLE else "")

@@ -2,8 +2,8 @@
 
 Kinds are F, I, W and B (both gradients); "(2F5;1B3)OVERLAP_F_B" is two that run as one; an empty
 cell is a wait and says nothing. It can say no stage on two workers, no path that leaves stages out,
-no cut vocabulary, and no optimizer step, which every worker has at its end here. Cells of sends,
-receives and sharded stages are read over: what must move follows from the orders.
+no layers cut over all workers, and no optimizer step, which every worker has at its end here. Cells
+of sends, receives and sharded stages are read over: what must move follows from the orders.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _MOVES = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRA
 
 def to_csv(made: Pipeline) -> str:
     """The compute orders. Raises OutsizeError for what the format cannot say."""
+    ends = made.schedule.ends
     for wrong, what in (
-        (made.schedule.vocabulary, "a vocabulary that is cut over the workers"),
+        (ends, f"a {'' if ends is None else ends.name} that is cut over the workers"),
         (made.paths, "paths that leave stages out"),
         (len(made.placement.routes) > 1, "stages on two workers"),
     ):

@@ -18,12 +18,12 @@ from outsize.plan import Plan
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.spread import share
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.ends import Ends, ends_of
 from outsize.schedule.pipelines import Costs, Pipeline, Shape, named
-from outsize.schedule.pipelines.costs import VocabularyCosts
-from outsize.schedule.pipelines.vocabulary import with_vocabulary
+from outsize.schedule.pipelines.costs import EndCosts
+from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.proof import prove
 from outsize.schedule.role import Role
-from outsize.schedule.vocabulary import INPUT
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _MOVES = (Kind.SEND, Kind.RECV, Kind.EXCHANGE)
@@ -80,13 +80,13 @@ class Pipelining:
         return bisect_right(self.bounds, stage) - 1
 
     def others(self, worker: int) -> tuple[int, ...]:
-        """The workers with other rows of a cut vocabulary."""
+        """The workers with other parts of the ends."""
         every = range(self.coarse.placement.workers) if self.tables else ()
         return tuple(other for other in every if other != worker)
 
     def edge(self, kind: Kind, state: State = State.NONE) -> int:
-        """The plan's stage that has the rows of a vocabulary's pass, or of what is exchanged."""
-        first = kind in INPUT or (kind is Kind.EXCHANGE and state is State.ACTIVATIONS)
+        """The plan's stage that has the parts of a pass of all workers, or of what is exchanged."""
+        first = kind.end == "first" or (kind is Kind.EXCHANGE and state is State.ACTIVATIONS)
         return self.tables[0 if first else -1]
 
     @cached_property
@@ -172,15 +172,15 @@ def coarse_of(plan: Plan) -> Pipeline:
     """The schedule of all workers, proved."""
     said, devices = plan.pipeline, plan.mesh.pipeline
     shape = Shape(devices, plan.microbatches, Costs(*said.costs))
-    return _proved(said.schedule, shape, said.vocabulary, VocabularyCosts(*said.head))
+    return _proved(said.schedule, shape, ends_of(said), EndCosts(*said.head))
 
 
 @lru_cache(maxsize=16)
-def _proved(name: str, shape: Shape, variant: int, head: VocabularyCosts) -> Pipeline:
+def _proved(name: str, shape: Shape, ends: Ends | None, head: EndCosts) -> Pipeline:
     """Kept, since forecasts ask for it again for every worker."""
     made = named(name, shape)
-    if variant:
-        made = with_vocabulary(made, variant, shape.costs, head)
+    if ends is not None:
+        made = with_ends(made, ends, shape.costs, head)
     prove(made.schedule, paths=made.paths)
     return made
 

@@ -20,12 +20,6 @@ COMES = (Kind.FETCH, Kind.GATHER)  # into a room of the pool
 SHARED = (Kind.GATHER, Kind.REDUCE, Kind.COLLECT)  # between workers
 MOVES = (*COMES, Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_NONE = frozenset[int]()
-_TABLES = (Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T)
-_ADD = (Kind.EMBED_BACKWARD, Kind.OUTPUT_T)
-_PASSES = (Kind.FORWARD, Kind.RECOMPUTE, *_BACK, Kind.PREFILL, Kind.DECODE)
-
 
 def moved(action: Action) -> Item:
     """The item that an action moves."""
@@ -82,15 +76,13 @@ class Residency:
         """What an action computes with in the pool. last: the last stage, whose FORWARD makes
         gradients of weights too; first: the first that is trained."""
         kind, s = action.kind, action.stage
-        if kind in _PASSES:
-            yield from self._of(State.PARAMETERS, self.parameters, self.uses[s])
+        if kind.reads:
+            stages = self.uses[s] if kind.reads == "uses" else (s,)
+            yield from self._of(State.PARAMETERS, self.parameters, stages)
             # A stage computed again is differentiated at once: one visit to the pool.
-            learns = kind in (Kind.RECOMPUTE, *_BACK) or (kind is Kind.FORWARD and s == last)
+            learns = kind.adds or kind is Kind.RECOMPUTE or (kind is Kind.FORWARD and s == last)
             if learns and s >= first:
-                yield from self._of(State.GRADIENTS, self.gradients, self.uses[s])
-        elif kind in _TABLES:
-            yield from self._of(State.PARAMETERS, self.parameters, (s,))
-            yield from self._of(State.GRADIENTS, self.gradients if kind in _ADD else _NONE, (s,))
+                yield from self._of(State.GRADIENTS, self.gradients, stages)
         elif kind is Kind.UPDATE and action.lane is not Lane.HOST:
             yield from self._of_update(s, action.part)
 

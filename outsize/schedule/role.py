@@ -12,8 +12,8 @@ from itertools import pairwise
 class Role:
     """plays: (stage, microbatch) that the worker computes. holds: the stages whose parameters it
     has and updates: those that it plays, and others with which these compute. paths: the stages
-    of each microbatch, where they are not all in order. others: the workers with other rows of a
-    cut vocabulary."""
+    of each microbatch, where they are not all in order. others: the workers with other
+    parts of ends that all share."""
 
     plays: frozenset[tuple[int, int]]
     holds: frozenset[int]

@@ -6,7 +6,7 @@ is moved stands behind the kind, a part behind its stage:
     0 FORWARD 1 0 compute device/activations+1024 workspace=2048
     0 FETCH.optimizer 1#0 * fetch
 
-The first line has the numbers, and update=behind and vocabulary=1 or 2 where that is so; what
+The first line has the numbers, and update=behind and how ends are cut where that is so; what
 passes through the pool follows in lines of its own (lines.py).
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outsize.schedule.action import Action
+from outsize.schedule.action import Action, State
+from outsize.schedule.ends import Ends
 from outsize.schedule.lines import lines_of, numbers
 from outsize.schedule.residency import Residency
 from outsize.schedule.role import Role
@@ -27,9 +28,9 @@ class Schedule:
     recompute: the stages whose FORWARD keeps only its input. first: the first stage that is
     trained; those before it have no backward pass. residency: what passes through the pool of the
     device tier, where anything does. behind: a stage is updated behind its own backward pass,
-    not after NORM. vocabulary: the variant where the vocabulary is cut over all workers
-    (vocabulary.py), 0 where it is not. role: what this is of a pipeline's step, where it is one
-    worker's of many. ahead: the stages that are updated without gradients, before their FORWARDs.
+    not after NORM. ends: what all workers do together at the ends of a microbatch's path, where
+    they do. role: what this is of a pipeline's step, where it is one worker's of many. ahead: the
+    stages that are updated without gradients, before their FORWARDs.
     """
 
     stages: int
@@ -39,7 +40,7 @@ class Schedule:
     first: int = 0
     residency: Residency | None = None
     behind: bool = False
-    vocabulary: int = 0
+    ends: Ends | None = None
     role: Role | None = None
     ahead: frozenset[int] = frozenset()
 
@@ -62,13 +63,21 @@ class Schedule:
         paths = self.role.paths if self.role else ()
         return paths[microbatch][-1] if paths else self.stages - 1
 
+    def exchanged(self, action: Action) -> State | None:
+        """What an action takes of what all workers have summed; None: nothing."""
+        if self.ends is None:
+            return None
+        m = action.microbatch
+        barrier = self.ends.before(action, (self.begin(m), self.end(m)))
+        return None if barrier is None else barrier[0]
+
     def to_text(self) -> str:
         """The stable text form."""
         lines = [
             f"schedule stages={self.stages} microbatches={self.microbatches}"
             f" recompute={numbers(self.recompute)} first={self.first} workers={len(self.workers)}"
             + (" update=behind" if self.behind else "")
-            + (f" vocabulary={self.vocabulary}" if self.vocabulary else "")
+            + (f" {self.ends.name}={self.ends.variant}" if self.ends else "")
             + (f" ahead={numbers(self.ahead)}" if self.ahead else "")
         ]
         if self.role is not None:

@@ -13,18 +13,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from outsize.collectives.world import LAYERS
-from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
+from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.items import Items, Piece
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.pipelined import peer
 from outsize.schedule.program import Says, Talk
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import PASSES
 
-_WALKS = (
-    *AHEAD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, *PASSES,
-)  # fmt: skip
 _NUMBER = 8  # bytes of one of the few numbers on which all agree
 
 
@@ -144,8 +140,7 @@ class Spoken:
             return ((),) * len(schedule.workers[0])
         actions = schedule.workers[0]
         reduced = {a.stage: i for i, a in enumerate(actions) if a.kind is Kind.REDUCE}
-        ways: dict[Kind, Callable[[Action], Iterator[Talk]]] = dict.fromkeys(_WALKS, self._walk)
-        ways |= {
+        ways: dict[Kind, Callable[[Action], Iterator[Talk]]] = {
             Kind.GATHER: self._gather, Kind.COLLECT: self._collect, Kind.MERGE: self._merge,
             Kind.EXCHANGE: self._exchange, Kind.SEND: self._pass, Kind.RECV: self._pass,
             Kind.NORM: self._norm, Kind.UPDATE: self._update, Kind.SAMPLE: self._sample,
@@ -155,7 +150,7 @@ class Spoken:
             if action.kind is Kind.REDUCE:
                 found = self._reduce(action, reduced[action.stage] == index)
             else:
-                found = ways[action.kind](action) if action.kind in ways else iter(())
+                found = ways.get(action.kind, self._walk)(action)
             said.append(tuple(talk for talk in found if len(talk.ranks) > 1))
         return said
 
@@ -221,7 +216,7 @@ class Spoken:
         turns = self.chunks.turn, peer(line, action, self.evaluating)
         ends = turns if action.kind is Kind.SEND else turns[::-1]
         size = sum(said.bytes for said in self.inside(action))
-        yield Talk(self.groups.of_stages(ends), "stages", action.kind.value.lower(), size)
+        yield Talk(self.groups.of_stages(ends), "stages", action.kind.lower(), size)
 
     def _norm(self, action: Action) -> Iterator[Talk]:
         slots = sum(len(t.slots) for t in self.chunks.every if t.trainable)
@@ -258,6 +253,8 @@ class Spoken:
 
     def _walk(self, action: Action) -> Iterator[Talk]:
         """What workers that share a pass say inside of it."""
+        if not action.kind.reads:
+            return
         heard, mesh = self.inside(action), self.chunks.plan.mesh
         if not heard:
             yield Talk(self.groups.inside, "compute", "inside")

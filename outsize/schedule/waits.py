@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
+from outsize.schedule.ends import Ends
 from outsize.schedule.item import Item
 from outsize.schedule.residency import (
     COMES,
@@ -24,7 +25,6 @@ from outsize.schedule.residency import (
     overlap,
 )
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import exchanged
 
 Resource = tuple[object, ...]
 Waits = tuple[tuple[int, ...], ...]
@@ -159,8 +159,8 @@ class _Reader:
                 yield ("passed", True, State.ACTIVATIONS, self.role.before(s, m), m), False
             elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 yield ("passed", True, State.GRADIENTS, s, m), False
-        if self.schedule.vocabulary:
-            yield from self._vocabulary(action)
+        if self.schedule.ends is not None:
+            yield from self._ends(self.schedule.ends, action)
         if action.kind is Kind.NORM:
             yield ("norm",), True
         elif action.kind is Kind.UPDATE and not residency.direct:
@@ -168,12 +168,13 @@ class _Reader:
         if self.outdated:
             yield from self._room(Item(State.PARAMETERS, s), True)
 
-    def _vocabulary(self, action: Action) -> Iterator[tuple[Resource, bool]]:
-        """What an action takes of a cut vocabulary: sums over all workers, and a part's tensor."""
-        state, m = exchanged(self.schedule, action), action.microbatch
+    def _ends(self, ends: Ends, action: Action) -> Iterator[tuple[Resource, bool]]:
+        """What an action takes of the ends of a path: sums of all workers, and a part's tensor."""
+        state, m = self.schedule.exchanged(action), action.microbatch
         if state is not None:
             yield ("exchanged", state, m), False
-        if action.kind is Kind.OUTPUT_S:
-            yield ("passed", False, State.ACTIVATIONS, self.schedule.end(m), m), False
-        elif action.kind is Kind.EMBED_BACKWARD:
-            yield ("passed", False, State.GRADIENTS, self.schedule.begin(m), m), False
+        given = ends.given.get(action.kind)
+        if given is not None:
+            last = action.kind.end == "last"
+            stage = self.schedule.end(m) if last else self.schedule.begin(m)
+            yield ("passed", False, given, stage, m), False

@@ -29,7 +29,7 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         if value and one.recompute and request.recompute is None:
             request = replace(request, recompute=one.recompute)
     line = playing(request)
-    if line.vocabulary:  # all workers must know the sums of a microbatch before its losses are made
+    if line.ends:  # all workers must know the sums of a microbatch before its losses are made
         request = replace(request, loss_chunk=request.loss_chunk or 0)
     base = Plan(
         segments,

@@ -62,11 +62,11 @@ def playing(request: PlanRequest) -> Pipelined:
 
 
 def check_cut(request: PlanRequest) -> None:
-    """Refuse a vocabulary that is to be cut over the workers of a pipeline that is not there. A run
-    that goes on with one worker leaves it whole."""
-    if request.schedule.vocabulary and request.mesh.pipeline == 1:
+    """Refuse ends that are to be cut over the workers of a pipeline that is not there. A run that
+    goes on with one worker leaves them whole."""
+    if (cut := request.schedule.ends) and request.mesh.pipeline == 1:
         raise OutsizeError(
-            f"plan.pipeline is {request.schedule.said!r} and mesh.pipeline is 1: a vocabulary is"
+            f"plan.pipeline is {request.schedule.said!r} and mesh.pipeline is 1: a {cut[0]} is"
             " cut over the workers of a pipeline; set mesh to pipeline=2, or plan.pipeline to"
             f" {_name(request)}"
         )
@@ -97,7 +97,7 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
     return replace(
         plan, budget=request.budget, mesh=request.mesh, shards=shards, pipeline=line, stages=stages,
         sequence_parallel=request.sequence_parallel, microbatch_rows=rows, order=order,
-        update=update, loss_chunk=0 if line.vocabulary else plan.loss_chunk,
+        update=update, loss_chunk=0 if line.ends else plan.loss_chunk,
         stream=stream, settings=request.settings.having(dict(plan.settings.summing().said)),
     )  # fmt: skip
 

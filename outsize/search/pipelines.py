@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import Action, Kind
+from outsize.schedule.ends import Ends
 from outsize.schedule.pipelines import NAMES, Pipeline, Shape, make, pipeline, zero_bubble
 from outsize.schedule.pipelines.costs import Costs
 from outsize.schedule.pipelines.greedy import greedy, makespan
-from outsize.schedule.pipelines.vocabulary import barriers, with_vocabulary
+from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.place import Placement, looped, one_way, waved
 from outsize.search.moves import filled, improved, split
 from outsize.simulate.steps import Played, Times, play
@@ -46,17 +47,17 @@ def units(place: Placement) -> float:
 
 
 def compare(
-    shape: Shape, times: Times, cap: float | None = None, vocabulary: int = 0
+    shape: Shape, times: Times, cap: float | None = None, ends: Ends | None = None
 ) -> list[Ranked]:
     """Every schedule and the automatic one, the shortest step first, those that do not fit last.
 
     times: of a worker's layers. cap: microbatches of a worker's layers that it may hold.
-    vocabulary: the variant in which all have their vocabulary layers cut over the workers.
+    ends: how all have their first and last layer cut over the workers, if they have.
     """
-    named = [_ranked(name, shape, times, cap, vocabulary) for name in NAMES]
+    named = [_ranked(name, shape, times, cap, ends) for name in NAMES]
     found = [one for one in named if one.played is not None]
-    if vocabulary:
-        every = [*named, _automatic_cut(shape, times, cap, vocabulary, found)]
+    if ends is not None:
+        every = [*named, _automatic_cut(shape, times, cap, ends, found)]
     else:
         every = [*named, _automatic(shape, times, cap, found)]
     return sorted(every, key=lambda one: (one.played is None, one.makespan, one.peak))
@@ -71,19 +72,19 @@ def automatic(shape: Shape, times: Times, cap: float | None = None) -> Played:
 
 
 def _automatic_cut(
-    shape: Shape, times: Times, cap: float | None, vocabulary: int, named: Sequence[Ranked]
+    shape: Shape, times: Times, cap: float | None, ends: Ends, named: Sequence[Ranked]
 ) -> Ranked:
-    """The best of the named ones and of the automatic one's orders with the vocabulary cut."""
-    found, room = list(named), None if cap is None else cap - barriers(vocabulary)
+    """The best of the named ones and of the automatic one's orders with their ends cut."""
+    found, room = list(named), None if cap is None else cap - ends.barriers
     if room is None or room >= 1:
-        plain = automatic(shape, replace(times, vocabulary=None), room).pipeline
-        found.append(_measured(AUTO, plain, times, cap, vocabulary))
+        plain = automatic(shape, replace(times, ends=None), room).pipeline
+        found.append(_measured(AUTO, plain, times, cap, ends))
     best = min(found, key=lambda one: one.makespan, default=Ranked(AUTO, why="none fits the cap"))
     return replace(best, name=AUTO)
 
 
 def _ranked(
-    name: str, shape: Shape, times: Times, cap: float | None, vocabulary: int = 0
+    name: str, shape: Shape, times: Times, cap: float | None, ends: Ends | None = None
 ) -> Ranked:
     """A named schedule at the size of its microbatches' layers on a worker."""
     bare = replace(shape, chunks=None, waves=None, skip=None)
@@ -93,17 +94,17 @@ def _ranked(
         return Ranked(name, why=str(error))
     if made.approximate:
         return Ranked(name, why=f"approximate: {made.approximate}")
-    return _measured(name, made, times, cap, vocabulary)
+    return _measured(name, made, times, cap, ends)
 
 
 def _measured(
-    name: str, made: Pipeline, times: Times, cap: float | None, vocabulary: int
+    name: str, made: Pipeline, times: Times, cap: float | None, ends: Ends | None
 ) -> Ranked:
     per = units(made.placement)
     unit = _scaled(times, 1 / per)
-    if vocabulary and unit.vocabulary is not None:
+    if ends is not None and unit.ends is not None:
         costs = Costs(unit.forward, unit.of_input, unit.of_weight, unit.transfer)
-        made = with_vocabulary(made, vocabulary, costs, unit.vocabulary)
+        made = with_ends(made, ends, costs, unit.ends)
     played = play(made, unit)
     peak = max(played.run.peaks) / per
     if cap is not None and peak > cap + _SLACK:

@@ -125,7 +125,7 @@ def native_makers(
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
         world = PretendWorld(plan.mesh, _largest(plan.mesh))
-        # Rows of a vocabulary are largest on the last one, too.
+        # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line)
         recipe = Recipe(request.optimizer, request.clip)

@@ -12,6 +12,7 @@ from outsize.hardware import Hardware
 from outsize.plan import Plan
 from outsize.schedule import Kind
 from outsize.schedule.chunks import LINE
+from outsize.schedule.ends import Ends, ends_of
 from outsize.schedule.pipelined import coarse_of
 from outsize.schedule.starting import of_chunk
 from outsize.search.block_costs import costs_of
@@ -53,8 +54,8 @@ def settled(
     hold least, whatever the times."""
     alone = replace(stacked(plan), split_backward=any(splits_of(plan)))
     made = compose(alone, costs, hardware)
-    devices, variant = plan.mesh.pipeline, plan.pipeline.vocabulary
-    line = replace(plan.pipeline, costs=_seconds(made, devices), head=_head(made, devices, variant))
+    devices, ends = plan.mesh.pipeline, ends_of(plan.pipeline)
+    line = replace(plan.pipeline, costs=_seconds(made, devices), head=_head(made, devices, ends))
     coarse = coarse_of(replace(plan, pipeline=line))
     rows, room = _rows(alone, costs), plan.budget
     known = [
@@ -64,7 +65,7 @@ def settled(
     if below:
         known, rows = [replace(cost, static=0) for cost in known], [0]
     if room is not None:
-        room -= sum(rows) + _logits(costs)
+        room -= sum(rows) + (0 if ends is None else _logits(costs, ends))
     if coarse.paths:  # microbatches end anywhere, so that the head is no stage of its own
         known = [*known[:-2], _joined(known[-2], known[-1])]
     if least:
@@ -95,9 +96,9 @@ def _starting(plan: Plan, costs: Costs) -> list[int]:
     return found
 
 
-def _logits(costs: Costs) -> int:
-    """Bytes that every worker keeps of a microbatch from OUTPUT_S to OUTPUT_T."""
-    made = (cost for (kind, _, _), cost in costs.actions.items() if kind is Kind.OUTPUT_S)
+def _logits(costs: Costs, ends: Ends) -> int:
+    """Bytes that every worker keeps of a microbatch's last layer."""
+    made = (cost for (kind, _, _), cost in costs.actions.items() if kind is ends.holds[0])
     return sum(sum(cost.allocates.values()) for cost in made)
 
 
@@ -120,13 +121,16 @@ def _seconds(made: Forecast, workers: int) -> tuple[float, float, float]:
     return _rounded([max(seconds, 1e-9) / workers for seconds in each])
 
 
-def _head(made: Forecast, workers: int, variant: int) -> tuple[float, float, float]:
-    """The same of the whole head, of which a worker has its rows; (1, 1, 1) where it is not cut."""
-    if not variant:
+def _head(made: Forecast, workers: int, ends: Ends | None) -> tuple[float, float, float]:
+    """The same of the whole head, of which a worker has its part; (1, 1, 1) where it is not cut. A
+    pass takes as long for each of the seconds that it stands for."""
+    if ends is None:
         return (1.0, 1.0, 1.0)
-    total = _total(made, (Kind.OUTPUT_S, Kind.OUTPUT_T))
-    first, then = (max(seconds, 1e-9) * workers for seconds in total.values())
-    return _rounded([first, then / 2, then / 2] if variant == 1 else [first / 2, first / 2, then])
+    found = dict[str, float]()
+    for kind, seconds in _total(made, ends.at("last")).items():
+        names = ends.priced[kind]
+        found |= dict.fromkeys(names, max(seconds, 1e-9) * workers / len(names))
+    return _rounded([found[name] for name in ("forward", "of_input", "of_weight")])
 
 
 def _total(made: Forecast, kinds: Sequence[Kind]) -> dict[Kind, float]:

@@ -35,7 +35,7 @@ Batches = Callable[[int], Batch]  # of so many rows
 @dataclass(frozen=True)
 class Few:
     """The plan and the model of one worker. whole, here: by segment of the whole model and of this
-    one, which sort it is. workers: over which a vocabulary is cut."""
+    one, which sort it is. workers: over which the ends are cut, where they are."""
 
     plan: Plan
     config: DecoderConfig

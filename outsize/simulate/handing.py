@@ -11,12 +11,11 @@ from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, peer
-from outsize.schedule.vocabulary import PASSES
 from outsize.simulate.costs import Costs
 from outsize.simulate.rows import Rows, held_longer, parted, rows_of
 
 # What a walk stays for.
-_WALKS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND, *PASSES)
+_WALKS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND)
 _ACTIVATIONS = "device/activations"
 Extra = dict[int, list[tuple[str, int]]]  # by place in the list
 
@@ -79,9 +78,10 @@ def _walks(actions: tuple[Action, ...], costs: Costs, extra: Extra, rows: Rows) 
     last: dict[int, int] = {}
     left: dict[int, Counter[str]] = {}
     for index, action in enumerate(actions):
-        if action.kind in (*_WALKS, Kind.RECV):
+        walks = action.kind in _WALKS or action.kind.end
+        if walks or action.kind is Kind.RECV:
             first.setdefault(action.microbatch, index)
-        if action.kind in _WALKS:
+        if walks:
             last[action.microbatch] = index
         kept = left.setdefault(action.microbatch, Counter())
         for where, count in (*action.allocates, *extra.get(index, ())):

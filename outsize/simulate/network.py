@@ -95,7 +95,7 @@ def _name(action: Action, talk: Talk, mesh: Mesh) -> str:
     if talk.channel in ALONE:
         return talk.channel
     if talk.channel not in LAYERS:
-        return action.kind.value.lower()
+        return action.kind.lower()
     return next(a.name for a in mesh.axes if mesh.ranks(a.name, talk.ranks[0]) == talk.ranks)
 
 

@@ -21,7 +21,7 @@ from outsize.plan import Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.engine import Loaded
-from outsize.runtime.vocabulary import Rows
+from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Costs as Seconds
 from outsize.schedule.pipelines import Shape, named
@@ -282,8 +282,8 @@ def _loss_bytes(job: Job) -> int:
 
 def _ends(job: Job, schedule: Schedule, action: Action) -> bool:
     """Whether a microbatch has no more to do then."""
-    if job.rows is not None:
-        return action.kind is Kind.EMBED_BACKWARD
+    if schedule.ends is not None:
+        return action.kind is schedule.ends.passes[-1]
     return action.kind in _ENDS and action.stage == schedule.first
 
 
@@ -299,7 +299,7 @@ def _crossing(job: Job, stage: int, played: _Played) -> None:
 
 
 def _given(rows: Rows, schedule: Schedule, action: Action) -> dict[Moved, ActionCost]:
-    """What it costs to send an end of a microbatch's path to the workers with other rows."""
+    """What it costs to send an end of a microbatch's path to the workers with other parts."""
     if action.kind is Kind.FORWARD and action.stage == schedule.stages - 1:
         state = State.ACTIVATIONS
     elif action.kind in _ENDS and action.stage == 0:
@@ -335,7 +335,7 @@ def _earlier(job: Job, stage: int, outputs: Sequence[Tensor]) -> list[tuple[int,
 
 
 def _heard(job: Job) -> dict[Said, int]:
-    """Bytes that layers and exchanges of a cut vocabulary have brought, of a world that is not
+    """Bytes that layers and exchanges of all workers have brought, of a world that is not
     there; by axis and operation."""
     found: dict[Said, int] = {}
     for one in inside(job.world):

@@ -2,8 +2,8 @@
 
 Times are of one unit's forward, input gradient and weight gradient, where a unit is a stage's
 `Placement.share` of the layers; memory is in microbatches of a unit. A forward's activations are
-live until its BACKWARD, or its BACKWARD_WEIGHT where the two gradients are apart. The vocabulary
-layers are part of the first and last stage, or cut over all workers; a barrier takes a transfer.
+live until its BACKWARD, or its BACKWARD_WEIGHT where the two gradients are apart. The layers at the
+ends are part of the first and last stage, or cut over all workers; a barrier takes a transfer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import accumulate
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, State
-from outsize.schedule.pipelines.costs import VocabularyCosts
+from outsize.schedule.ends import Barrier, Ends
+from outsize.schedule.pipelines.costs import EndCosts
 from outsize.schedule.pipelines.pipeline import Pipeline, neighbours, plain_paths
-from outsize.schedule.vocabulary import PASSES, Barrier, barrier_before, barrier_behind, part_before
 from outsize.simulate.events import Node, Run, run
 from outsize.trace import Event, Trace
 
@@ -26,8 +26,7 @@ MIB = 2**20
 _EXACT = 1e-9  # seconds; sums of times that are equal may differ by so much
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _LAYERS = (Kind.FORWARD, *_BACK, Kind.BACKWARD_WEIGHT)
-_TAKING = (Kind.FORWARD, Kind.OUTPUT_S)
-_GIVING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.OUTPUT_T)
+_GIVING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 _Made = tuple[int, bool, int, int]  # worker, whether a gradient, stage, microbatch
 
 
@@ -37,7 +36,7 @@ class Times:
 
     both: a forward and a backward that run as one; their sum where it is None. transfer: from the
     end of what makes a tensor to when its receiver has it. stages: each stage's own factor.
-    vocabulary: seconds of a microbatch's vocabulary layers, of which units have no part.
+    ends: seconds of a microbatch's first and last layer, of which units have no part.
     """
 
     forward: float
@@ -46,7 +45,7 @@ class Times:
     transfer: float = 0.0
     both: float | None = None
     stages: tuple[float, ...] = ()
-    vocabulary: VocabularyCosts | None = None
+    ends: EndCosts | None = None
 
     def __post_init__(self) -> None:
         values = (self.forward, self.of_input, self.of_weight, self.transfer, self.both or 0.0)
@@ -64,15 +63,16 @@ class Times:
         }.get(action.kind, 0.0)
         return seconds * share * (self.stages[action.stage] if self.stages and seconds else 1.0)
 
-    def of_vocabulary(
-        self, action: Action, path: Sequence[int], variant: int, workers: int
+    def of_ends(
+        self, action: Action, path: Sequence[int], ends: Ends | None, workers: int
     ) -> float:
-        """Seconds of it that are of the vocabulary layers. variant: 0 where they are not cut."""
-        costs = self.vocabulary
+        """Seconds of it that are of the first and the last layer. ends: where all workers share
+        them."""
+        costs = self.ends
         if costs is None:
             return 0.0
-        if variant:
-            return costs.of_pass(action.kind, variant, workers)
+        if ends is not None:
+            return costs.of_pass(action.kind, ends, workers)
         forward, of_input, of_weight = costs.output
         last = {
             Kind.FORWARD: forward,
@@ -112,7 +112,7 @@ class Played:
             events += [
                 Event(
                     node.worker, node.lane if i == 0 else f"{node.lane} beside",
-                    action.kind.value, action.stage, action.microbatch, start, end, shown, highest,
+                    action.kind, action.stage, action.microbatch, start, end, shown, highest,
                 )
                 for i, action in enumerate(actions)
                 if end > start
@@ -149,9 +149,9 @@ def play(pipeline: Pipeline, times: Times) -> Played:
         raise OutsizeError(
             f"times: factors of {len(times.stages)} stages; expected {pipeline.schedule.stages}"
         )
-    if pipeline.schedule.vocabulary and times.vocabulary is None:
+    if (cut := pipeline.schedule.ends) and times.ends is None:
         raise OutsizeError(
-            f"times: none of the vocabulary, which {pipeline.name} has cut; give its costs"
+            f"times: none of the {cut.name}, which {pipeline.name} has cut; give its costs"
         )
     steps = [
         (worker, step)
@@ -187,7 +187,7 @@ class _Links:
         self.last = [-1] * len(pipeline.schedule.workers)  # the last step before NORM
         self.whole = pipeline.paths or plain_paths(pipeline.placement)
         self.paths = [neighbours(path) for path in self.whole]
-        self.variant = pipeline.schedule.vocabulary
+        self.ends = pipeline.schedule.ends
         self.parts: dict[tuple[int, State, int, int], int] = {}  # of inputs of passes, by worker
         self.makers: dict[Barrier, list[int]] = defaultdict(list)  # the passes that an exchange has
         self.exchanged: dict[tuple[int, Barrier], int] = {}
@@ -211,9 +211,9 @@ class _Links:
             self.last[worker] = i
         elif a.kind is Kind.BACKWARD_WEIGHT:
             self.last[worker] = i
-        elif a.kind in PASSES:
+        elif self.ends is not None and a.kind.end:
             self.last[worker] = i
-            barrier = barrier_behind(a, self.variant)
+            barrier = self.ends.behind(a)
             if barrier is not None:
                 self.makers[barrier].append(i)
 
@@ -230,7 +230,7 @@ class _Links:
             source = self.paths[a.microbatch][back].get(a.stage)
             made = [] if source is None else [self.made[worker, back, source, a.microbatch]]
             return [*made, *self._barrier(worker, a)]
-        if a.kind in PASSES:
+        if a.kind.end:
             return [*self._input(worker, a), *self._barrier(worker, a)]
         if a.kind is Kind.SEND and a.part != WHOLE:
             return [self._part(worker, a.state, a.stage, a.microbatch)]
@@ -242,17 +242,15 @@ class _Links:
 
     def _barrier(self, worker: int, a: Action) -> list[int]:
         """The exchange that an action waits for."""
-        if not self.variant:
+        if self.ends is None:
             return []
-        barrier = barrier_before(a, self.whole[a.microbatch], self.variant)
+        barrier = self.ends.before(a, self.whole[a.microbatch])
         return [] if barrier is None else [self.exchanged[worker, barrier]]
 
     def _input(self, worker: int, a: Action) -> list[int]:
         """What brings or makes the tensor that a pass needs."""
-        tensor = part_before(a, worker)
-        if tensor is None:
-            return []
-        return [self._part(worker, *tensor[:3])]
+        given = None if self.ends is None else self.ends.given.get(a.kind)
+        return [] if given is None else [self._part(worker, given, a.stage, a.microbatch)]
 
     def _part(self, worker: int, state: State, stage: int, microbatch: int) -> int:
         here = self.parts.get((worker, state, stage, microbatch))
@@ -266,13 +264,12 @@ def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
     seconds = sum(times.of(action, share) for action in step)
     if len(step) == 2 and times.both is not None:
         seconds = times.both * share
-    layers = [a for a in step if a.kind in (*PASSES, *_LAYERS)]
-    variant, workers = pipeline.schedule.vocabulary, len(pipeline.schedule.workers)
-    seconds += sum(
-        times.of_vocabulary(a, links.whole[a.microbatch], variant, workers) for a in layers
-    )
-    takes = sum(_held(a, share, times, _TAKING) for a in layers)
-    gives = sum(_held(a, share, times, _GIVING) for a in layers)
+    layers = [a for a in step if a.kind.end or a.kind in _LAYERS]
+    ends, workers = pipeline.schedule.ends, len(pipeline.schedule.workers)
+    seconds += sum(times.of_ends(a, links.whole[a.microbatch], ends, workers) for a in layers)
+    taking, giving = ends.holds if ends else (None, None)
+    takes = sum(_held(a, share, times, (Kind.FORWARD, taking)) for a in layers)
+    gives = sum(_held(a, share, times, (*_GIVING, giving)) for a in layers)
     needs = tuple(j for a in step for j in links.needs(worker, a) if j != i)
     lane, lag = step[0].lane.value, 0.0
     if step[0].kind is Kind.RECV:  # links do not wait for each other
@@ -282,10 +279,10 @@ def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
     return Node(worker, lane, seconds, needs, lag, takes, gives)
 
 
-def _held(action: Action, share: float, times: Times, kinds: tuple[Kind, ...]) -> float:
+def _held(action: Action, share: float, times: Times, kinds: tuple[Kind | None, ...]) -> float:
     """Units that an action of one of these kinds begins or ends to hold."""
     if action.kind not in kinds:
         return 0.0
-    if action.kind in PASSES:
-        return 0.0 if times.vocabulary is None else times.vocabulary.held
+    if action.kind.end:
+        return 0.0 if times.ends is None else times.ends.held
     return share

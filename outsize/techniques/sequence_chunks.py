@@ -95,8 +95,8 @@ PLAN_SETTINGS.add(
             Clash(
                 "and the vocabulary is cut over the pipeline: the losses of a microbatch are made"
                 " at once, when all workers know their sums",
-                lambda plan: plan.mesh.pipeline > 1 and plan.pipeline.vocabulary > 0,
-                "set it to 0, or pipeline.vocabulary",
+                lambda plan: plan.mesh.pipeline > 1 and plan.pipeline.ends is not None,
+                "set it to 0, or leave the vocabulary whole",
             ),
             Clash(
                 "and split_backward is set; weight gradients kept for later would hold every chunk",

@@ -27,7 +27,7 @@ _SHARED = {
     "collect": "parameters, from the workers that updated them",
     "merge": "gradients of stages that several workers of the pipeline have, summed",
     "stages": "activations and their gradients, between stages of the pipeline",
-    "exchange": "embeddings, numbers of each token's softmax and gradients, of a cut vocabulary",
+    "exchange": "embeddings, numbers of each token's softmax and gradients, of layers cut over all",
 }
 
 
@@ -247,7 +247,7 @@ def _name(segments: Segments, places: list[int]) -> str:
 
 
 def _counts(forecast: Forecast) -> Counter[str]:
-    return Counter(action.kind.value for action in forecast.schedule.workers[0])
+    return Counter(str(action.kind) for action in forecast.schedule.workers[0])
 
 
 def _actions(forecast: Forecast) -> str:

@@ -120,7 +120,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
 
 def _freezable(plan: Plan) -> Sequence[Sequence[str]]:
     """Patterns of which one may be drawn."""
-    if not plan.pipeline.vocabulary:
+    if plan.pipeline.ends is None:
         return FROZEN
     return [one for one in FROZEN if not any(_is_frozen(one, name) for name in TABLES)]
 
@@ -183,7 +183,7 @@ def _plan(
     alone = mesh.pipeline == 1
     update = "behind" if alone and draw.random() < 0.25 else "apart"
     stages = _stages(draw, segments, line.least)
-    split, cut = draw.random() < 0.3, line.said.vocabulary > 0
+    split, cut = draw.random() < 0.3, line.said.ends is not None
     parts = any(axis.parts for axis in mesh.axes)
     shards = _shards(draw, mesh.data)
     resident = draw.choice((1, 2, 2, 3))

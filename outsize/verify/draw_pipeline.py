@@ -9,6 +9,7 @@ from random import Random
 from outsize.collectives import Mesh
 from outsize.plan import Pipelined, Plan, Rest, Sharding, Stage
 from outsize.plan.approximate import PARTIAL
+from outsize.plan.spread import BEHIND, pipelined
 from outsize.schedule import Kind
 from outsize.schedule.pipelines import Costs, Shape, named
 from outsize.verify.shapes import Shape as Config
@@ -45,13 +46,13 @@ class Line:
 
 
 def line_of(draw: Random, mesh: Mesh, microbatches: int) -> Line:
-    """A schedule, over whose workers the vocabulary may be cut. OutsizeError where its conditions
-    do not hold."""
-    vocabulary = draw.choice((0, 1, 2)) if mesh.tensor == 1 else 0
+    """A schedule, over whose workers the ends may be cut. OutsizeError where its conditions do not
+    hold."""
+    behind = draw.choice(("", *BEHIND)) if mesh.tensor == 1 else ""
     head = draw.choice(COSTS)
     while True:
         name, costs = draw.choice(SCHEDULES), draw.choice(COSTS)
-        said = Pipelined(name, costs=costs, vocabulary=vocabulary, head=head)
+        said = replace(pipelined(f"{name}{behind}"), costs=costs, head=head)
         made = named(said.schedule, Shape(mesh.pipeline, microbatches, Costs(*said.costs)))
         kinds = {action.kind for actions in made.schedule.workers for action in actions}
         if made.placement.stages <= max(STAGES, mesh.pipeline):

@@ -173,7 +173,7 @@ def features(drawn: Drawn) -> Iterator[str]:
         ("clip", case.clip is not None),
         ("masked rows", what["masked rows"] != (0, 0)),
         ("uneven stages", bool(plan.pipeline.cuts)),
-        (f"vocabulary {plan.pipeline.vocabulary}", plan.pipeline.vocabulary > 0),
+        (" ".join(map(str, plan.pipeline.ends or ())), plan.pipeline.ends is not None),
         *((f"below: {state}", plan.rests_below(state)) for state in _STATES),
     ):
         if has:

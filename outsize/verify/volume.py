@@ -7,7 +7,7 @@ hidden states cross twice a layer and direction (Shoeybi et al., "Megatron-LM", 
 with tokens cut a gather and a scatter take the place of each sum, Korthikanti et al., 2022), once
 more each where a block is recomputed; the loss exchanges three numbers a token (four where it is
 smoothed), a norm over all heads one each way. Pipelines: the hidden states of a microbatch cross
-once from stage to stage and their gradients once back, and nothing else does. A cut vocabulary
+once from stage to stage and their gradients once back, and nothing else does. Ends that are cut
 (Yeung et al., 2024, section 4): all workers sum the embedding of a microbatch and the gradient of
 the last stage's output, and exchange the loss's numbers; that output and the gradient of the first
 stage's input go to each of them. Experts that other workers have: what crosses is the router's to
@@ -143,8 +143,8 @@ def _around(nbytes: float, count: int) -> float:
 
 
 def _stages(job: Job, fresh: bool) -> float | None:
-    """Hidden states and their gradients, and what is exchanged of a cut vocabulary; with what says
-    what messages are like, in a first step."""
+    """Hidden states and their gradients, and what is exchanged of ends that all share; with what
+    says what messages are like, in a first step."""
     model, line = job.flow.model, job.placement.chunks.pipelining
     if line is None:
         return 0.0
@@ -177,7 +177,8 @@ def _exchanged(job: Job, config: DecoderConfig, options: LossOptions, action: Ac
     """What an exchange brings a worker: a sum of features, numbers of the loss, or both."""
     plan, tokens = job.plan, _tokens(job, action.microbatch)
     size, number = plan.mesh.pipeline, BYTES[plan.precision.compute]
-    sums = 0.0 if action.state is State.SUMS and plan.pipeline.vocabulary == 1 else 1.0
+    ends = job.schedule.ends
+    sums = 0.0 if action.state is State.SUMS and ends and ends.back is not State.SUMS else 1.0
     wide = number if action.state is State.ACTIVATIONS else max(4, number)
     total = _around(sums * tokens * _features(config) * wide, size)
     if action.state is State.SUMS:

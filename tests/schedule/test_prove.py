@@ -17,7 +17,7 @@ from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, compile_tokens
-from outsize.schedule.action import State
+from outsize.schedule.action import KINDS, State
 from outsize.schedule.pipelines import (
     Pipeline,
     Shape,
@@ -78,7 +78,7 @@ def mutated(schedule: Schedule, rng: random.Random) -> Schedule:
                 here[i] = rng.choice((
                     replace(action, stage=rng.randint(-1, schedule.stages)),
                     replace(action, microbatch=rng.randint(-1, schedule.microbatches)),
-                    replace(action, kind=rng.choice(list(Kind))),
+                    replace(action, kind=rng.choice([*map(Kind, KINDS.names())])),
                     replace(action, state=rng.choice(list(State))),
                 ))  # fmt: skip
     return replace(schedule, workers=tuple(map(tuple, workers)))

@@ -10,7 +10,8 @@ from streamed import ALL, job_of, memory, plan_of, resting
 from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.schedule import Action, Kind, Schedule, compile_plan, prove
-from outsize.schedule.action import WHOLE, State
+from outsize.schedule.action import KINDS, WHOLE, State
+from outsize.schedule.ends import named
 from outsize.schedule.item import Item
 from outsize.schedule.residency import Residency
 from outsize.schedule.role import Role
@@ -22,7 +23,7 @@ BYTES = st.tuples(
 )
 ACTIONS = st.builds(
     Action,
-    st.sampled_from(list(Kind)),
+    st.sampled_from([*map(Kind, KINDS.names())]),
     INDEX,
     INDEX,
     allocates=st.lists(BYTES, max_size=3).map(tuple),
@@ -61,7 +62,7 @@ SCHEDULES = st.builds(
     st.integers(0, 8),
     st.none() | residencies(),
     st.booleans(),
-    st.integers(0, 2),
+    st.sampled_from([None, named("vocabulary", 1), named("vocabulary", 2)]),
     st.none() | st.builds(Role, st.frozensets(st.tuples(STAGES, STAGES)), SETS),
 )
 
@@ -128,7 +129,7 @@ def test_a_streamed_schedule_is_read_back_and_proved():
 
 def test_stages_per_segment_compile_to_an_action_each():
     schedule = compile_plan(Plan(5, per_segment(5), rows=5, microbatch_rows=2, split_backward=True))
-    counts = {kind: 0 for kind in Kind}
+    counts = {kind: 0 for kind in map(Kind, KINDS.names())}
     for action in schedule.workers[0]:
         counts[action.kind] += 1
     assert counts[Kind.FORWARD] == counts[Kind.BACKWARD_INPUT] == counts[Kind.BACKWARD_WEIGHT] == 15

@@ -30,9 +30,9 @@ from outsize.schedule import Action, Kind, Lane, Program, State, prove
 from outsize.schedule.items import Items
 from outsize.schedule.layout import Placement
 from outsize.schedule.programs import train
-from outsize.schedule.proof import form
 from outsize.search import PlanRequest
 from outsize.search.request import facts_of_model
+from outsize.techniques.vocabulary.ends import OUTPUT_S
 
 
 def placed(mesh: Mesh, stage: int = 0, family: str = "llama", **changes) -> Placement:
@@ -63,7 +63,7 @@ def test_sums_over_copies_on_the_lane_of_reductions_are_a_deadlock(stage, monkey
     twin's gradients waited (docs/log.md)."""
     program = train(placed(Mesh(2, 1, 2), stage, pipeline=Pipelined("1f1b")))
     assert not refusal(program)
-    monkeypatch.setitem(form._LANES, Kind.MERGE, Lane.NETWORK)
+    monkeypatch.setattr(Kind.MERGE, "lane", Lane.NETWORK)
 
     def change(actions: list[Action]) -> list[Action]:
         return [replace(a, lane=Lane.NETWORK) if a.kind is Kind.MERGE else a for a in actions]
@@ -77,7 +77,7 @@ def grouped(actions: list[Action]) -> list[Action]:
     late = [
         a
         for a in actions
-        if a.kind is Kind.OUTPUT_S
+        if a.kind is OUTPUT_S
         or (a.kind is Kind.EXCHANGE and a.state is State.SUMS)
         or (a.kind is Kind.RECV and a.part >= 0)
     ]

@@ -22,6 +22,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
 from outsize.schedule import Action, Kind, Schedule, compile_plan, compile_tokens, prove
+from outsize.schedule.action import KINDS
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
 CONFIG = {
@@ -68,7 +69,7 @@ def mutated(schedule: Schedule, rng: random.Random) -> Schedule:
             case "microbatch":
                 actions[i] = replace(actions[i], microbatch=rng.randint(-1, schedule.microbatches))
             case "kind":
-                actions[i] = replace(actions[i], kind=rng.choice(list(Kind)))
+                actions[i] = replace(actions[i], kind=rng.choice([*map(Kind, KINDS.names())]))
     return replace(schedule, workers=(tuple(actions),))
 
 

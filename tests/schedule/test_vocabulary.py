@@ -18,35 +18,42 @@ from schedule_text import read_schedule
 
 from outsize.errors import OutsizeError
 from outsize.schedule import Action, Kind, Schedule
-from outsize.schedule.action import State
+from outsize.schedule.action import KINDS, State
 from outsize.schedule.csv import to_csv
 from outsize.schedule.pipelines import NAMES, Pipeline, Shape, make, one_f_one_b
-from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
-from outsize.schedule.pipelines.vocabulary import with_vocabulary
+from outsize.schedule.pipelines.costs import Costs, EndCosts
+from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.proof import prove
 from outsize.search.spilling import spilled
 from outsize.simulate.away import Moving
 from outsize.simulate.steps import Times, play
+from outsize.techniques.vocabulary.ends import (
+    EMBED,
+    EMBED_BACKWARD,
+    OUTPUT_S,
+    OUTPUT_T,
+    vocabulary,
+)  # fmt: skip
 
-HEAVY = VocabularyCosts(4.0, 4.0, 4.0, 0.5, 0.5)
-EQUAL = VocabularyCosts(1.0, 1.0, 1.0)
+HEAVY = EndCosts(4.0, 4.0, 4.0, 0.5, 0.5)
+EQUAL = EndCosts(1.0, 1.0, 1.0)
 VARIANTS = (1, 2)
 DEVICES = 4
 
 
-def cut(name: str, variant: int, microbatches: int = 8, tables: VocabularyCosts = HEAVY):
-    return with_vocabulary(make(name, Shape(DEVICES, microbatches)), variant, Costs(), tables)
+def cut(name: str, variant: int, microbatches: int = 8, tables: EndCosts = HEAVY):
+    return with_ends(make(name, Shape(DEVICES, microbatches)), vocabulary(variant), Costs(), tables)
 
 
-def played(made: Pipeline, tables: VocabularyCosts = HEAVY, transfer: float = 0.0):
-    return play(made, Times(1, 1, 1, transfer, vocabulary=tables)).run
+def played(made: Pipeline, tables: EndCosts = HEAVY, transfer: float = 0.0):
+    return play(made, Times(1, 1, 1, transfer, ends=tables)).run
 
 
 class Executor:
     """Plays a schedule in whole numbers. Anything missing is a KeyError, any circle a stop."""
 
     def __init__(self, made: Pipeline, schedule: Schedule) -> None:
-        self.schedule, self.variant = schedule, made.schedule.vocabulary
+        self.schedule, self.variant = schedule, made.schedule.ends.variant
         self.paths = made.paths or [tuple(range(schedule.stages))] * schedule.microbatches
         self.count = len(schedule.workers)
         self.store: list[dict[object, int]] = [{} for _ in range(self.count)]
@@ -105,7 +112,7 @@ class Executor:
 
     def compute(self, w: int, a: Action) -> bool:
         store, s, m, path = self.store[w], a.stage, a.microbatch, self.paths[a.microbatch]
-        if a.kind in (Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T):
+        if a.kind in (EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T):
             return self.table(w, a)
         at = path.index(s)
         if a.kind is Kind.FORWARD:
@@ -141,12 +148,12 @@ class Executor:
 
     def table(self, w: int, a: Action) -> bool:
         store, s, m, part = self.store[w], a.stage, a.microbatch, 10 + w
-        if a.kind is Kind.EMBED:
+        if a.kind is EMBED:
             assert s == self.paths[m][0]
             store["gives", State.ACTIVATIONS, m] = (w + 1) * (m + 1)
-        elif a.kind is Kind.EMBED_BACKWARD:
+        elif a.kind is EMBED_BACKWARD:
             self.gradients[w]["embed"] += store["in", s, m] * (m + 1)
-        elif a.kind is Kind.OUTPUT_S:
+        elif a.kind is OUTPUT_S:
             store["scored", m] = store["out", s, m]
             store["gives", State.SUMS, m] = part * store["out", s, m]
         else:
@@ -202,7 +209,7 @@ def test_every_schedule_is_proved_exact_and_balanced(name, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_f_one_b_waits_as_before_and_holds_a_microbatch_more_for_each_barrier(devices, variant):
     """The paper's table of schedules: as many bubbles as 1F1B, p + 2 and p + 1 microbatches."""
-    made = with_vocabulary(one_f_one_b(devices, 4 * devices), variant, Costs(), EQUAL)
+    made = with_ends(one_f_one_b(devices, 4 * devices), vocabulary(variant), Costs(), EQUAL)
     run = played(made, EQUAL)
     assert run.peaks[0] == devices + 3 - variant
     assert run.peaks == tuple(run.peaks[0] - w for w in range(devices))
@@ -212,7 +219,7 @@ def test_one_f_one_b_waits_as_before_and_holds_a_microbatch_more_for_each_barrie
 
 
 def test_v_half_stays_balanced():
-    made = with_vocabulary(make("v-half", Shape(8, 32)), 2, Costs(), HEAVY)
+    made = with_ends(make("v-half", Shape(8, 32)), vocabulary(2), Costs(), HEAVY)
     run = played(made)
     assert max(run.peaks) <= 8 / 2 + 1 + 1
     assert max(run.idle_in_makespan) < 1.1 * max(play(make("v-half", Shape(8, 32)), Times(1, 1, 1))
@@ -226,16 +233,16 @@ def test_barriers_and_copies_take_a_transfer_each():
     between the stages, the gradient of the embedding to the other worker. In variant 2 the gradient
     goes with the sums, and T fits into the other worker's wait.
     """
-    tables = VocabularyCosts(2.0, 4.0, 4.0, 1.0, 0.0)
+    tables = EndCosts(2.0, 4.0, 4.0, 1.0, 0.0)
     for variant, passes, moves in ((1, (2 + 4 + 4) / 2, 7), (2, (2 + 4) / 2, 6)):
-        made = with_vocabulary(one_f_one_b(2, 1), variant, Costs(transfer=0.25), tables)
+        made = with_ends(one_f_one_b(2, 1), vocabulary(variant), Costs(transfer=0.25), tables)
         chain = 0.5 + 2 + passes + 4 + moves * 0.25
         assert played(made, tables, 0.25).makespan == pytest.approx(chain)
 
 
 def test_what_is_held_between_s_and_t_is_counted():
     tables = replace(EQUAL, held=0.5)
-    made = with_vocabulary(one_f_one_b(4, 8), 2, Costs(), tables)
+    made = with_ends(one_f_one_b(4, 8), vocabulary(2), Costs(), tables)
     more = max(played(made, tables).peaks) - max(played(made, EQUAL).peaks)
     assert 0.5 <= more <= 1.5
 
@@ -245,14 +252,14 @@ def test_what_is_held_between_s_and_t_is_counted():
 def test_activations_of_a_cut_vocabulary_leave_for_the_host(name, variant):
     """PipeOffload's pass over this one: the microbatches that barriers add need not stay."""
     made = cut(name, variant, 16, EQUAL)
-    found = spilled(made, Times(1, 1, 1, vocabulary=EQUAL), Moving(0.4, 0.4))
+    found = spilled(made, Times(1, 1, 1, ends=EQUAL), Moving(0.4, 0.4))
     prove(found.made.pipeline.schedule)
     assert found.slower <= 1.01
     assert max(found.played.run.peaks) < max(play(make(name, Shape(DEVICES, 16)),
                                                   Times(1, 1, 1)).run.peaks)  # fmt: skip
     with pytest.raises(OutsizeError, match="has EVICT, FETCH; cut the vocabulary before"):
         plain = spilled(make(name, Shape(DEVICES, 16)), Times(1, 1, 1), Moving(0.4, 0.4))
-        with_vocabulary(plain.made.pipeline, variant, Costs(), EQUAL)
+        with_ends(plain.made.pipeline, vocabulary(variant), Costs(), EQUAL)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -260,7 +267,7 @@ def test_activations_of_a_cut_vocabulary_leave_for_the_host(name, variant):
 def test_a_mutation_is_refused_with_its_reason_or_gives_the_exact_result(name, variant):
     devices = 2 if name in ("dualpipe", "zb-v") else 3 if name != "chimera" else 4
     plain = make(name, Shape(devices, 4))
-    made = with_vocabulary(plain, variant, Costs(), HEAVY)
+    made = with_ends(plain, vocabulary(variant), Costs(), HEAVY)
     exact = Executor(made, made.schedule).run()
     rng = random.Random(f"{name} {variant}")
     accepted, reasons = 0, Counter()
@@ -275,7 +282,7 @@ def test_a_mutation_is_refused_with_its_reason_or_gives_the_exact_result(name, v
         accepted += 1
         assert Executor(made, schedule).run() == exact
         changed = replace(made, schedule=schedule)
-        assert play(changed, Times(1, 1, 1, vocabulary=HEAVY)).run.makespan > 0
+        assert play(changed, Times(1, 1, 1, ends=HEAVY)).run.makespan > 0
     assert accepted and len(reasons) > 10
 
 
@@ -304,7 +311,7 @@ def mutated(schedule: Schedule, rng: random.Random) -> Schedule:
                 here[i] = rng.choice((
                     replace(action, stage=rng.randint(-1, schedule.stages)),
                     replace(action, microbatch=rng.randint(-1, schedule.microbatches)),
-                    replace(action, kind=rng.choice(list(Kind))),
+                    replace(action, kind=rng.choice([*map(Kind, KINDS.names())])),
                     replace(action, state=rng.choice(list(State))),
                     replace(action, part=rng.randint(-1, len(workers))),
                 ))  # fmt: skip
@@ -328,7 +335,7 @@ def without(made: Pipeline, worker: int, *gone: int) -> Schedule:
 
 def test_faults_of_barriers_are_named():
     made = cut("1f1b", 1, 2)
-    embed, back, s, t = Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T
+    embed, back, s, t = EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T
     embedded, sums, gradients = (
         (Kind.EXCHANGE, 1, state) for state in (State.ACTIVATIONS, State.SUMS, State.GRADIENTS)
     )
@@ -366,19 +373,26 @@ def test_exchanges_in_another_order_than_the_others_are_refused():
 
 def test_what_cannot_be_is_refused():
     made = one_f_one_b(2, 4)
-    done = with_vocabulary(made, 1, Costs(), EQUAL)
-    alone = Schedule(1, 1, ((Action(Kind.OUTPUT_S, 0, 0),),))
+    ends = vocabulary(1)
+    done = with_ends(made, ends, Costs(), EQUAL)
+    alone = Schedule(1, 1, ((Action(OUTPUT_S, 0, 0),),))
     for call, reason in (
-        (lambda: with_vocabulary(made, 3, Costs(), EQUAL), "variant 3; expected 1"),
-        (lambda: with_vocabulary(done, 1, Costs(), EQUAL), "has a cut vocabulary already"),
-        (lambda: with_vocabulary(one_f_one_b(1, 4), 1, Costs(), EQUAL), "expected at least 2"),
-        (lambda: VocabularyCosts(-1.0), "expected a number, not negative"),
+        (lambda: with_ends(made, vocabulary(3), Costs(), EQUAL), "variant 3; expected 1"),
+        (lambda: with_ends(done, ends, Costs(), EQUAL), "has a cut vocabulary already"),
+        (
+            lambda: with_ends(one_f_one_b(1, 4), vocabulary(1), Costs(), EQUAL),
+            "expected at least 2",
+        ),
+        (lambda: EndCosts(-1.0), "expected a number, not negative"),
         (lambda: play(done, Times(1, 1, 1)), "none of the vocabulary"),
         (lambda: to_csv(done), "a vocabulary that is cut over the workers, which PyTorch's CSV"),
-        (lambda: prove(replace(done.schedule, vocabulary=0)), "is of a cut vocabulary"),
+        (
+            lambda: prove(replace(done.schedule, ends=None)),
+            "is of ends that are cut over all workers",
+        ),
         (lambda: prove(replace(done.schedule, first=1)), "stage 0 is frozen"),
-        (lambda: prove(replace(made.schedule, vocabulary=2)), "comes before EXCHANGE"),
-        (lambda: prove(alone), "is of a cut vocabulary; the schedule has none"),
+        (lambda: prove(replace(made.schedule, ends=vocabulary(2))), "comes before EXCHANGE"),
+        (lambda: prove(alone), "is of ends that are cut over all workers; the schedule has none"),
     ):
         with pytest.raises(OutsizeError, match=reason):
             call()

@@ -20,13 +20,20 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
 from outsize.schedule.waits import waits
+from outsize.techniques.vocabulary.ends import (
+    EMBED,
+    EMBED_BACKWARD,
+    OUTPUT_S,
+    OUTPUT_T,
+    vocabulary,
+)  # fmt: skip
 
 WORKERS, MICROBATCHES = 2, 4
 LISTS = [
     (schedule, variant, worker)
     for schedule in ("1f1b", "zb-v") for variant in (1, 2) for worker in range(WORKERS)
 ]  # fmt: skip
-PASSES = (Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T, Kind.EXCHANGE)
+PASSES = (EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T, Kind.EXCHANGE)
 every_list = pytest.mark.parametrize(("schedule", "variant", "worker"), LISTS)
 
 
@@ -77,7 +84,7 @@ def test_an_action_that_is_left_out_or_doubled_is_refused(schedule, variant, wor
 
 def needs(made: Schedule) -> list[tuple[int, int]]:
     """(place of an action of the vocabulary, place of what it needs), written out once more."""
-    actions, variant = list(made.workers[0]), made.vocabulary
+    actions, variant = list(made.workers[0]), made.ends.variant
     at = {(a.kind, a.state, a.microbatch, a.part): i for i, a in enumerate(actions)}
     found = []
 
@@ -87,17 +94,17 @@ def needs(made: Schedule) -> list[tuple[int, int]]:
                 found.append((place, other))
 
     back = State.GRADIENTS if variant == 1 else State.SUMS
-    makers = {State.ACTIVATIONS: Kind.EMBED, State.SUMS: Kind.OUTPUT_S,
-              State.GRADIENTS: Kind.OUTPUT_T}  # fmt: skip
+    makers = {State.ACTIVATIONS: EMBED, State.SUMS: OUTPUT_S,
+              State.GRADIENTS: OUTPUT_T}  # fmt: skip
     for place, action in enumerate(actions):
         m, kind = action.microbatch, action.kind
         if kind is Kind.EXCHANGE:
             need(place, makers[action.state], m)
-        elif kind is Kind.OUTPUT_S:
+        elif kind is OUTPUT_S:
             need(place, Kind.RECV, m, State.ACTIVATIONS)
-        elif kind is Kind.OUTPUT_T:
+        elif kind is OUTPUT_T:
             need(place, Kind.EXCHANGE, m, State.SUMS)
-        elif kind is Kind.EMBED_BACKWARD:
+        elif kind is EMBED_BACKWARD:
             need(place, Kind.RECV, m, State.GRADIENTS)
         elif kind is Kind.FORWARD and action.stage == 0:
             need(place, Kind.EXCHANGE, m, State.ACTIVATIONS)
@@ -111,7 +118,7 @@ def test_an_action_before_what_it_needs_is_refused(schedule, variant, worker):
     """And its wait for another lane is known."""
     made = list_of(schedule, variant, worker)
     actions, found, waited = list(made.workers[0]), needs(made), waits(made)
-    assert {actions[place].kind for place, _ in found} >= {Kind.EXCHANGE, Kind.OUTPUT_T}
+    assert {actions[place].kind for place, _ in found} >= {Kind.EXCHANGE, OUTPUT_T}
     for place, needed in found:
         assert needed < place
         moved = actions[:place] + actions[place + 1 :]
@@ -136,7 +143,7 @@ def test_parts_go_to_every_other_worker_while_they_are_there(schedule, variant, 
         assert "which has no part" in reason(made, other)
         rest = actions[:place] + actions[place + 1 :]
         assert "was not produced" in reason(made, [send, *rest])
-        gone = Kind.OUTPUT_T if send.state is State.ACTIVATIONS else Kind.EMBED_BACKWARD
+        gone = OUTPUT_T if send.state is State.ACTIVATIONS else EMBED_BACKWARD
         behind = next(i for i, a in enumerate(rest)
                       if a.kind is gone and a.microbatch == send.microbatch)  # fmt: skip
         rest.insert(behind + 1, send)
@@ -145,6 +152,8 @@ def test_parts_go_to_every_other_worker_while_they_are_there(schedule, variant, 
 
 def test_other_variants_and_none_are_told_apart():
     one, two = (list_of("1f1b", variant, 0) for variant in (1, 2))
-    assert "which this variant does not" in reason(replace(one, vocabulary=2), list(one.workers[0]))
-    assert reason(replace(two, vocabulary=1), list(two.workers[0]))
-    assert "the schedule has none" in reason(replace(one, vocabulary=0), list(one.workers[0]))
+    assert "which this variant does not" in reason(
+        replace(one, ends=vocabulary(2)), list(one.workers[0])
+    )
+    assert reason(replace(two, ends=vocabulary(1)), list(two.workers[0]))
+    assert "the schedule has none" in reason(replace(one, ends=None), list(one.workers[0]))

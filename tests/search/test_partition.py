@@ -67,7 +67,7 @@ def peaks(made, costs, cuts):
         held = {s for s in range(len(spans)) if worker in made.placement.holders(s)}
         live = peak = sum(c.static for s in held for c in spans[s])
         for action in actions:
-            step = {"FORWARD": 1, "BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(action.kind.value, 0)
+            step = {"FORWARD": 1, "BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(action.kind, 0)
             if step:
                 live += step * sum(c.activations for c in spans[action.stage])
             peak = max(peak, live)

@@ -25,11 +25,11 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind
 from outsize.schedule.compile.train import computing
+from outsize.schedule.ends import ends_of
 from outsize.schedule.passes.pipeline import linked
 from outsize.schedule.pipelined import coarse_of, pipelining_of
 from outsize.schedule.pipelines import Shape, named
-from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
-from outsize.schedule.vocabulary import PASSES
+from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.search import PlanRequest, predict
 from outsize.simulate import steps
 from outsize.simulate.replay import Player
@@ -227,15 +227,15 @@ def test_a_step_is_as_long_as_the_simulator_of_schedules_says(schedule):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "chimera"])
 def test_so_it_is_with_a_cut_vocabulary(schedule, variant):
     """Exchanges take no time there, as little as messages."""
-    devices, head = 4, VocabularyCosts(6.0, 4.0, 8.0)
+    devices, head = 4, EndCosts(6.0, 4.0, 8.0)
     line = Pipelined(schedule, costs=(3.0, 2.0, 4.0), vocabulary=variant, head=head.output)
     stages = named(schedule, Shape(devices, 8)).placement.stages
     plan = Plan(stages, per_segment(stages), 8, mesh=Mesh(pipeline=devices), pipeline=line)
-    coarse, times = coarse_of(plan), steps.Times(3.0, 2.0, 4.0, vocabulary=head)
+    coarse, times = coarse_of(plan), steps.Times(3.0, 2.0, 4.0, ends=head)
     share = coarse.placement.share
 
     def seconds(_: int, action: Action) -> float:
-        return times.of(action, share) + head.of_pass(action.kind, variant, devices)
+        return times.of(action, share) + head.of_pass(action.kind, ends_of(line), devices)
 
     made = play_together(lists(plan), [seconds] * devices)
     assert made.span() == pytest.approx(steps.play(coarse, times).run.makespan)
@@ -247,7 +247,7 @@ def test_an_exchange_ends_for_nobody_before_all_have_begun_theirs():
     plan = Plan(4, per_segment(4), 8, mesh=Mesh(pipeline=4), pipeline=line)
 
     def of(worker: int):
-        passes = dict.fromkeys(PASSES, 3.0 if worker == 3 else 0.5)
+        passes = dict.fromkeys(ends_of(line).passes, 3.0 if worker == 3 else 0.5)
         lengths = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.EXCHANGE: 0.25} | passes
         return lambda _, action: lengths.get(action.kind, 0.0)
 

@@ -26,9 +26,10 @@ from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Schedule, State
+from outsize.schedule.ends import named as named_ends
 from outsize.schedule.pipelines import Pipeline, Shape, named
-from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
-from outsize.schedule.pipelines.vocabulary import with_vocabulary
+from outsize.schedule.pipelines.costs import Costs, EndCosts
+from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.role import Role
 from outsize.search import PlanRequest
 from outsize.search import predict as predict_plan
@@ -116,7 +117,7 @@ def lists_of(pipeline: Pipeline) -> list[Schedule]:
         Schedule(
             whole.stages, whole.microbatches,
             (tuple(replace(a, lane=LANES.get(a.kind, a.lane)) for a in actions),), role=role,
-            vocabulary=whole.vocabulary,
+            ends=whole.ends,
         )
         for actions in whole.workers
     ]  # fmt: skip
@@ -142,11 +143,11 @@ def test_a_core_each_is_what_papers_simulate(name):
 @pytest.mark.parametrize("variant", [1, 2])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_core_each_is_what_papers_simulate_of_a_cut_vocabulary(name, variant):
-    head = VocabularyCosts(2.0, 2.0, 2.0)
-    pipeline = with_vocabulary(named(name, Shape(4, 8)), variant, Costs(), head)
+    head = EndCosts(2.0, 2.0, 2.0)
+    pipeline = with_ends(named(name, Shape(4, 8)), named_ends("vocabulary", variant), Costs(), head)
     lists = lists_of(pipeline)
-    told = predict(lists, lambda w, a: unit(w, a) + head.of_pass(a.kind, variant, 4))
-    times = Times(*[1.0 / pipeline.placement.share] * 3, vocabulary=head)
+    told = predict(lists, lambda w, a: unit(w, a) + head.of_pass(a.kind, pipeline.schedule.ends, 4))
+    times = Times(*[1.0 / pipeline.placement.share] * 3, ends=head)
     assert told.span() == pytest.approx(play(pipeline, times).run.makespan)
 
 

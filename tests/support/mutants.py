@@ -27,6 +27,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Action, Kind, Lane, Program, Schedule, State, prove
+from outsize.schedule.action import KINDS
 from outsize.schedule.programs import evaluate, generate
 
 SEQUENCE, VOCAB, PIECE = 6, 17, 128
@@ -118,7 +119,7 @@ def _changed(
             "part": range(-1, 3),
             "state": list(State),
             "lane": list(Lane),
-            "kind": list(Kind),
+            "kind": [*map(Kind, KINDS.names())],
         }
         made[i] = replace(one, **{what: rng.choice(values[what])})
     return made

@@ -8,6 +8,7 @@ from typing import Any
 
 from outsize.schedule import Action, Kind, Schedule
 from outsize.schedule.action import WHOLE, Lane, State
+from outsize.schedule.ends import ENDS, named
 from outsize.schedule.item import Item
 from outsize.schedule.residency import Residency
 from outsize.schedule.role import Role
@@ -27,10 +28,12 @@ def read_schedule(text: str) -> Schedule:
             workers[int(words[0])].append(_action(words[1:]))
         else:
             rest.append(words)
+    cuts = [named(name, int(said[name])) for name in ENDS.names() if name in said]
+    ends = cuts[0] if cuts else None
     return Schedule(
         int(said["stages"]), int(said["microbatches"]), tuple(map(tuple, workers)),
         frozenset(_numbers(said["recompute"])), int(said["first"]), _residency(rest),
-        said.get("update") == "behind", int(said.get("vocabulary", 0)), role,
+        said.get("update") == "behind", ends, role,
         frozenset(_numbers(said.get("ahead", "-"))),
     )  # fmt: skip
 

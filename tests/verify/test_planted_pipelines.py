@@ -15,12 +15,12 @@ from outsize.errors import OutsizeError
 from outsize.kernels import vocabulary as kernels
 from outsize.plan import Pipelined
 from outsize.runtime import NativeFlow
-from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.native import ChainWalk
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.totals import Totals
-from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Kind, Schedule, State, prove
+from outsize.techniques.vocabulary.handler import Vocabulary
+from outsize.techniques.vocabulary.rows import Rows
 from outsize.verify import Case, planned, verify
 
 LINE = Mesh(pipeline=2)

@@ -65,9 +65,10 @@ class AdoptedFlow:
                     f"plan: {one.name} is {value}, but {type(model).__name__} is an adopted module,"
                     f" {one.native}: set it to 0, or load the model as a native decoder"
                 )
-        if plan.pipeline.vocabulary:
+        if plan.pipeline.ends is not None:
+            name, variant = plan.pipeline.ends
             raise OutsizeError(
-                f"plan: pipeline.vocabulary is {plan.pipeline.vocabulary}, but"
+                f"plan: pipeline.{name} is {variant}, but"
                 f" {type(model).__name__} is an adopted module, whose embedding and head stay"
                 " whole: set it to 0, or load the model as a native decoder"
             )

@@ -25,7 +25,6 @@ from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.handlers.states import Arrivals, Movement
 from outsize.runtime.handlers.update import Update
-from outsize.runtime.handlers.vocabulary import Vocabulary
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Group, Here, Recipe
 from outsize.runtime.spill import Spills
@@ -76,8 +75,7 @@ class Training:
         ]  # fmt: skip
         before: list[Hook] = [movement.anew]
         if job.rows is not None:
-            counts = not job.placement.chunks.turn
-            handlers.append(Vocabulary(job.rows, self.microbatches, counts))
+            handlers.append(job.rows.handler(self.microbatches, not job.placement.chunks.turn))
         if passing is not None:
             links = Links(passing, self.microbatches)
             handlers.append(links)

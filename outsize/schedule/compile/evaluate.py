@@ -9,7 +9,7 @@ from outsize.schedule.role import Role
 from outsize.schedule.schedule import Schedule
 
 _AHEAD = 2  # turns before its first stage's at which a microbatch's embedding is made
-_EMBED, _OUTPUT = -2, -1  # what of a cut vocabulary a turn of an evaluation is for
+_ENTER, _LEAVE = -2, -1  # the ends of a path at which a turn of an evaluation is
 _Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
 
 
@@ -20,29 +20,28 @@ def forwards(
     received behind how many actions.
 
     Every worker's list is a part of one order of everything, in which each tensor is received right
-    behind its sending: so it can run, however few may be under way. Of a cut vocabulary, embeddings
-    are made ahead, and losses a turn behind the last stage.
+    behind its sending: so it can run, however few may be under way. Of ends that are cut, the first
+    layer is made ahead, and the last a turn behind the last stage.
     """
     route, turns = line.coarse.placement.routes[0], list[tuple[int, int, int, int]]()
+    ends = line.coarse.schedule.ends
     for m in range(microbatches):
         turns += ((m + p, -p, m, p) for p in range(len(route)))
-        if line.tables:
-            turns += [(m - _AHEAD, 0, m, _EMBED), (m + len(route), 1, m, _OUTPUT)]
+        if ends is not None:
+            turns += [(m - _AHEAD, 0, m, _ENTER), (m + len(route), 1, m, _LEAVE)]
     actions, moves = list[Action](), list[Placed]()
     for _, _, m, part in sorted(turns):
         if part >= 0:
             before, more, behind = _stage(line, worker, m, part, kind)
-        else:
-            before, more, behind = _passes(line, worker, m, part)
+        elif ends is not None:
+            before, more, behind = _passes(line, ends.ahead, worker, m, part)
         moves += ((len(actions), move) for move in before)
         actions += more
         moves += ((len(actions), move) for move in behind)
     plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is kind)
     role = Role(plays, line.role(worker).holds, (), line.others(worker))
-    stages, variant = len(line.uses), line.coarse.schedule.vocabulary
-    made = Schedule(
-        stages, microbatches, (tuple(actions),), first=stages, vocabulary=variant, role=role
-    )
+    stages = len(line.uses)
+    made = Schedule(stages, microbatches, (tuple(actions),), first=stages, ends=ends, role=role)
     return made, moves
 
 
@@ -59,17 +58,16 @@ def _stage(line: Pipelining, worker: int, m: int, part: int, kind: Kind) -> _Tur
     return [], actions, behind
 
 
-def _passes(line: Pipelining, worker: int, m: int, part: int) -> _Turn:
-    """A worker's part of the embedding, or of the losses."""
-    if part == _EMBED:
-        embed = Action(Kind.EMBED, line.edge(Kind.EMBED), m)
-        return [], [embed], [exchange_at(line, State.ACTIVATIONS, m)]
+def _passes(line: Pipelining, kinds: tuple[Kind, Kind], worker: int, m: int, part: int) -> _Turn:
+    """A worker's part of the first layer, or of the losses."""
+    first, then = (Action(kind, line.edge(kind), m) for kind in kinds)
+    if part == _ENTER:
+        return [], [first], [exchange_at(line, State.ACTIVATIONS, m)]
     last, root = len(line.uses) - 1, line.coarse.placement.routes[0][-1]
     moves = [_move(Kind.RECV, last, m, worker)]
     if root == worker:
         moves = [_move(Kind.SEND, last, m, other) for other in line.others(worker)]
-    score = Action(Kind.OUTPUT_S, line.edge(Kind.OUTPUT_S), m)
-    return moves, [score], [exchange_at(line, State.SUMS, m)]
+    return moves, [then], [exchange_at(line, State.SUMS, m)]
 
 
 def _move(kind: Kind, stage: int, microbatch: int, part: int = WHOLE) -> Action:

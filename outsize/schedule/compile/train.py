@@ -8,10 +8,10 @@ from types import MappingProxyType
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
 from outsize.schedule.action import Action, Kind, Lane
-from outsize.schedule.passes.vocabulary import alone
+from outsize.schedule.ends import ends_of
+from outsize.schedule.passes.ends import alone
 from outsize.schedule.pipelined import Pipelining
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import PASSES
 
 NO_PARTS: Mapping[int, Sequence[Lane]] = MappingProxyType({})
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -92,7 +92,7 @@ def computing(
     again = frozenset(s for s in role.holds if s >= line.first and plan.stages[s].whole)
     return Schedule(
         len(plan.stages), plan.microbatches, (tuple(actions),), again, line.first,
-        vocabulary=plan.pipeline.vocabulary, role=role,
+        ends=line.coarse.schedule.ends, role=role,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def fine_of(line: Pipelining, plan: Plan, coarse: Action) -> Iterator[Action]:
     elif kind in _BACK:
         for s in reversed(line.fine(coarse.stage, m)):
             yield from backward_of(plan, s, m, kind) if s >= line.first else ()
-    elif kind in PASSES:
+    elif kind.end:
         yield Action(kind, line.edge(kind), m)
 
 
@@ -120,7 +120,7 @@ def base_of(
 ) -> Schedule:
     """A step's computing actions alone. first: the first stage that is trained. lanes: by stage,
     where its parts are updated. line, turn: a pipeline, and the worker's place there. head: the
-    stage that has the head's rows of a cut vocabulary."""
+    stage that has the parts of the last layer, where all workers have some."""
     if plan.update == "behind" and plan.stream.host:
         raise OutsizeError(
             f"plan: update is 'behind' and stream.host is {plan.stream.host}; expected update"
@@ -129,5 +129,5 @@ def base_of(
     if line is not None:
         return computing(line, plan, turn, lanes)
     made = compile_plan(plan, first, lanes)
-    variant = plan.pipeline.vocabulary
-    return alone(made, head, variant) if variant else made
+    ends = ends_of(plan.pipeline)
+    return made if ends is None else alone(made, head, ends)

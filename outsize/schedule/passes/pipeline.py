@@ -8,10 +8,10 @@ from dataclasses import replace
 from outsize.plan import Plan
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.compile.train import fine_of
+from outsize.schedule.ends import exchange_of
 from outsize.schedule.passes.shard import adds
 from outsize.schedule.pipelined import Pipelining, Placed
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import exchange_of
 
 
 def linked(schedule: Schedule, line: Pipelining, plan: Plan, worker: int) -> Schedule:

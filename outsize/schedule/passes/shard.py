@@ -14,14 +14,10 @@ from outsize.schedule.action import Action, Kind, Lane, State
 from outsize.schedule.residency import Residency
 from outsize.schedule.schedule import Schedule
 
-_ADD = (
-    Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OUTPUT_T, Kind.EMBED_BACKWARD,
-)  # fmt: skip
-
 
 def adds(action: Action, stages: int, first: int) -> bool:
     """Whether an action adds to gradients of weights; the last stage's FORWARD makes its loss's."""
-    on = action.kind in _ADD or (action.kind is Kind.FORWARD and action.stage == stages - 1)
+    on = action.kind.adds or (action.kind is Kind.FORWARD and action.stage == stages - 1)
     return on and action.stage >= first
 
 

@@ -1,13 +1,15 @@
-"""Costs: what an order of zero-bubble or V schedules, or of a cut vocabulary, is made for."""
+"""Costs: what an order of zero-bubble or V schedules, or of ends cut over workers, is made for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import Kind
+from outsize.schedule.ends import Ends
 
 _FINEST = 10**9  # the largest denominator of a time: 1.2 is 6/5, not the float next to it
 
@@ -39,11 +41,11 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class VocabularyCosts:
-    """Seconds that the vocabulary layers would take on one worker, of one microbatch.
+class EndCosts:
+    """Seconds that the first and the last layer would take on one worker, of one microbatch.
 
     forward, of_input, of_weight: of the output layer. embed, embed_backward: of the input layer.
-    held: units of activations that a worker keeps from its OUTPUT_S to its OUTPUT_T.
+    held: units of activations that a worker keeps of its part of the output layer (`Ends.holds`).
     """
 
     forward: float = 1.0
@@ -56,23 +58,17 @@ class VocabularyCosts:
     def __post_init__(self) -> None:
         for value in (*self.output, self.embed, self.embed_backward, self.held):
             if not 0 <= value < float("inf"):
-                raise OutsizeError(f"vocabulary costs: {value}; expected a number, not negative")
+                raise OutsizeError(f"costs of the ends: {value}; expected a number, not negative")
 
     @property
     def output(self) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient of the output layer."""
         return (self.forward, self.of_input, self.of_weight)
 
-    def of_pass(self, kind: Kind, variant: int, workers: int) -> float:
+    def of_pass(self, kind: Kind, ends: Ends, workers: int) -> float:
         """Seconds of one worker's pass, where all have parts of one size."""
-        early = variant == 2  # the gradient of the input is made in S
-        seconds = {
-            Kind.EMBED: self.embed,
-            Kind.EMBED_BACKWARD: self.embed_backward,
-            Kind.OUTPUT_S: self.forward + (self.of_input if early else 0.0),
-            Kind.OUTPUT_T: self.of_weight + (0.0 if early else self.of_input),
-        }
-        return seconds.get(kind, 0.0) / workers
+        each: Iterable[float] = (getattr(self, name) for name in ends.priced.get(kind, ()))
+        return sum(each) / workers
 
 
 EQUAL = Costs()

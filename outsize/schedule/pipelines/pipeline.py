@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from outsize.registry import Registry
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.ends import Barrier, Ends
+from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.schedule.pipelines.weave import Key, Move, woven
 from outsize.schedule.place import Placement
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import Barrier, barrier_before
 
 Order = Sequence[Action]  # what one worker computes, in order
 Pair = tuple[int, int]  # the stage and the microbatch of a FORWARD
@@ -62,19 +64,19 @@ def pipeline(
     together: frozenset[Pair] = frozenset(),
     paths: Paths = (),
     approximate: str = "",
-    vocabulary: int = 0,
+    ends: Ends | None = None,
 ) -> Pipeline:
     """Join compute orders by sends and receives, and end every worker with NORM and UPDATE.
 
-    vocabulary: the variant where orders have passes of a cut vocabulary.
+    ends: where orders have passes of all workers at the ends of paths.
     """
     around = paths or plain_paths(placement)
     moves = _moves(orders, around)
-    if vocabulary:
-        moves += _parts(placement, around)
+    if ends is not None:
+        moves += _parts(placement, around, ends)
 
     def before(action: Action) -> Barrier | None:
-        return barrier_before(action, around[action.microbatch], vocabulary) if vocabulary else None
+        return None if ends is None else ends.before(action, around[action.microbatch])
 
     joined = woven(orders, moves, together, before)
     workers = []
@@ -82,11 +84,19 @@ def pipeline(
         held = [s for s in range(placement.stages) if worker in placement.holders(s)]
         actions = [*actions, Action(Kind.NORM)]
         actions += [Action(Kind.UPDATE, s) for s in held]
-        workers.append((*actions, *([Action(Kind.UPDATE)] if vocabulary else ())))
-    schedule = Schedule(
-        placement.stages, placement.microbatches, tuple(workers), vocabulary=vocabulary
-    )
+        workers.append((*actions, *([Action(Kind.UPDATE)] if ends else ())))
+    schedule = Schedule(placement.stages, placement.microbatches, tuple(workers), ends=ends)
     return Pipeline(name, placement, schedule, together, paths, approximate)
+
+
+# By name of Ends, what puts their passes into a schedule. Costs: of one unit, and of the ends.
+Placing = Callable[[Pipeline, Ends, Costs, EndCosts], Pipeline]
+PLACINGS: Registry[Placing] = Registry("placing of the passes of all workers")
+
+
+def with_ends(made: Pipeline, ends: Ends, costs: Costs, priced: EndCosts) -> Pipeline:
+    """A schedule whose ends are cut over all workers."""
+    return PLACINGS.get(ends.name)(made, ends, costs, priced)
 
 
 def plain_paths(place: Placement) -> Paths:
@@ -125,14 +135,12 @@ def _layer(back: bool, stage: int, microbatch: int) -> Key:
     return (Kind.BACKWARD if back else Kind.FORWARD, stage, microbatch, WHOLE)
 
 
-def _parts(placement: Placement, paths: Paths) -> list[Move]:
+def _parts(placement: Placement, paths: Paths, ends: Ends) -> list[Move]:
     """The last stage's outputs and the gradients of the first one's inputs, to all workers."""
     moves = []
     for m, path in enumerate(paths):
-        for state, stage, use in (
-            (State.ACTIVATIONS, path[-1], Kind.OUTPUT_S),
-            (State.GRADIENTS, path[0], Kind.EMBED_BACKWARD),
-        ):
+        for use, state in ends.given.items():
+            stage = path[-1 if use.end == "last" else 0]
             sender = placement.worker(stage, m)
             made = _layer(state is State.GRADIENTS, stage, m)
             moves += [

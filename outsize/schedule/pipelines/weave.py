@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.ends import Barrier
 from outsize.schedule.program import BUFFERS
-from outsize.schedule.vocabulary import PASSES, Barrier
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 Key = tuple[Kind, int, int, int]  # of a layer's forward or backward, or of one worker's pass
@@ -22,7 +22,7 @@ Key = tuple[Kind, int, int, int]  # of a layer's forward or backward, or of one 
 @dataclass(frozen=True)
 class Move:
     """A tensor that one worker's action makes and another's uses. part: the receiver, where it is
-    for its part of a cut vocabulary."""
+    for its part of an end."""
 
     tensor: tuple[State, int, int]
     sender: int
@@ -129,7 +129,7 @@ def key_of(action: Action, worker: int) -> Key | None:
     if action.kind in (Kind.FORWARD, *_BACK):
         kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
         return (kind, stage, microbatch, WHOLE)
-    return (action.kind, stage, microbatch, worker) if action.kind in PASSES else None
+    return (action.kind, stage, microbatch, worker) if action.kind.end else None
 
 
 def steps_of(order: Sequence[Action], together: frozenset[tuple[int, int]]) -> list[list[Action]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
+from outsize.schedule.proof.ends import EndsProof
 from outsize.schedule.proof.holding import Holding
-from outsize.schedule.proof.tables import Tables
 from outsize.schedule.residency import MOVES, Residency
 from outsize.schedule.schedule import Schedule
 
@@ -36,7 +36,7 @@ class Alone:
         self.plays = frozenset(every) if schedule.role is None else schedule.role.plays
         self.residency = schedule.residency or Residency(own)
         self.holding = Holding(self.residency, schedule.stages - 1, schedule.first)
-        self.tables = Tables(schedule) if schedule.vocabulary else None
+        self.ends = None if schedule.ends is None else EndsProof(schedule, schedule.ends)
 
     def step(self, action: Action) -> str:
         """Play one action; gives the reason why it cannot run, or nothing."""
@@ -45,7 +45,7 @@ class Alone:
             return self.holding.step(action)
         if action.key in self.done:
             return "runs a second time"
-        reason = "" if self.tables is None else self.tables.step(action)
+        reason = "" if self.ends is None else self.ends.step(action)
         if action.kind in _PASSES:
             reason = reason or ("" if action.part != WHOLE else self._passes(action))
         elif action.kind is not Kind.EXCHANGE:
@@ -203,7 +203,7 @@ class Alone:
 
     def _passes_missing(self, kind: Kind) -> str:
         """What of a list without backward passes is not there."""
-        reason = "" if self.tables is None else self.tables.left()
+        reason = "" if self.ends is None else self.ends.left()
         for s, m in sorted(self.plays):
             if not self._has(kind, s, m):
                 reason = reason or f"{kind} of stage {s}, microbatch {m} is missing"

@@ -39,7 +39,7 @@ class CoarseVoice:
         if action.kind in _LINKS:
             other = self.ends.get(_end(action, _LINKS[action.kind]), self.worker)
             pair = (self.worker, other) if action.kind is Kind.SEND else (other, self.worker)
-            return (Talk(pair, "stages", action.kind.value.lower()),)
+            return (Talk(pair, "stages", action.kind.lower()),)
         channels = {Kind.NORM: "compute", Kind.EXCHANGE: "exchange"}
         if action.kind in channels:
             return (Talk(tuple(range(self.count)), channels[action.kind], "all_reduce"),)

@@ -9,28 +9,32 @@ from outsize.errors import OutsizeError
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.residency import MOVES, SHARED
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import INPUT, PASSES
 
 _LINKS = (Kind.SEND, Kind.RECV)
 _AWAY = (Kind.EVICT, Kind.FETCH)
-_LANES = {
-    Kind.FETCH: Lane.FETCH,
-    Kind.EVICT: Lane.EVICT,
-    Kind.SEND: Lane.SEND,
-    Kind.RECV: Lane.RECEIVE,
-    Kind.MERGE: Lane.MERGE,
-    Kind.EXCHANGE: Lane.EXCHANGE,
-}
-_TABLES = (*PASSES, Kind.EXCHANGE)
 _TRAINED = (
     Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE,
 )  # fmt: skip
 
 
+_UNKNOWN = "is of ends that are cut over all workers; the schedule has none"
+
+
+def _of_ends(kind: Kind) -> bool:
+    return bool(kind.end) or kind is Kind.EXCHANGE
+
+
+def _known(schedule: Schedule, kind: Kind) -> bool:
+    """Whether a schedule can have a kind: those of its own ends."""
+    if schedule.ends is None:
+        return not _of_ends(kind)
+    return not kind.end or kind in schedule.ends.passes
+
+
 def misfit(schedule: Schedule, action: Action) -> str:
     """What is wrong with an action of the list that one worker runs, by itself."""
-    if action.kind in _TABLES and not schedule.vocabulary:
-        return "is of a cut vocabulary; the schedule has none"
+    if not _known(schedule, action.kind):
+        return _UNKNOWN
     passes = action.kind in (*_LINKS, Kind.EXCHANGE)
     if action.kind in _LINKS and schedule.role is None:
         return "moves between workers; one worker plays this schedule"
@@ -38,13 +42,10 @@ def misfit(schedule: Schedule, action: Action) -> str:
     if moves != bool(action.state):
         return f"{action.kind} moves {action.state.value or 'nothing'}; expected the other way"
     if action.kind in SHARED:
-        lane, state = Lane.NETWORK, State.PARAMETERS
-        if action.kind is Kind.REDUCE:
-            state = State.GRADIENTS
+        state = State.GRADIENTS if action.kind is Kind.REDUCE else State.PARAMETERS
         if action.state is not state:
             return f"moves {action.state.value}; expected {state.value}"
-    else:
-        lane = _LANES.get(action.kind, Lane.COMPUTE)
+    lane = action.kind.lane
     if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
         return f"is on the lane {action.lane}; expected {lane}"
     per_stage = action.kind not in (Kind.NORM, Kind.SAMPLE)
@@ -67,7 +68,7 @@ def misfit(schedule: Schedule, action: Action) -> str:
 def _foreign(schedule: Schedule, action: Action) -> str:
     """Why an action is not of this worker, where it is one of many."""
     role, here = schedule.role, (action.stage, action.microbatch)
-    if role is None or action.kind in (Kind.NORM, Kind.SAMPLE, *_LINKS, *_TABLES):
+    if role is None or action.kind in (Kind.NORM, Kind.SAMPLE, *_LINKS) or _of_ends(action.kind):
         return ""
     if action.microbatch != WHOLE:
         return "" if here in role.plays else "is another worker's"
@@ -77,8 +78,8 @@ def _foreign(schedule: Schedule, action: Action) -> str:
 def _part(schedule: Schedule, action: Action) -> str:
     parts = 0 if schedule.residency is None else schedule.residency.parts.get(action.stage, 0)
     in_part = action.kind is Kind.UPDATE or action.state is State.OPTIMIZER
-    if action.part != WHOLE and schedule.vocabulary and action.kind in _LINKS:
-        return ""  # of a cut vocabulary: whose it is, Tables knows
+    if action.part != WHOLE and schedule.ends and action.kind in _LINKS:
+        return ""  # for another's part of an end: whose it is, EndsProof knows
     if not in_part or not parts:
         return "" if action.part == WHOLE else "is of a part; expected the whole stage"
     return "" if 0 <= action.part < parts else f"part is {action.part}; expected 0 to {parts - 1}"
@@ -110,9 +111,9 @@ def coarse_misfit(schedule: Schedule, action: Action, worker: int) -> str:
         return "is not of a pipeline; prove the schedule before the pass that adds it"
     if kind in (*MOVES, Kind.NORM) and kind not in (*_AWAY, Kind.NORM):
         return "is not of a pipeline; prove the schedule before the pass that adds it"
-    tables = kind is Kind.UPDATE and schedule.vocabulary and action.stage == WHOLE
+    ends = kind is Kind.UPDATE and schedule.ends and action.stage == WHOLE
     for name, value, limit, wanted in (
-        ("stage", action.stage, schedule.stages, kind is not Kind.NORM and not tables),
+        ("stage", action.stage, schedule.stages, kind is not Kind.NORM and not ends),
         ("microbatch", action.microbatch, schedule.microbatches,
          kind not in (Kind.NORM, Kind.UPDATE)),
     ):  # fmt: skip
@@ -124,9 +125,9 @@ def coarse_misfit(schedule: Schedule, action: Action, worker: int) -> str:
     moves = kind in (*_LINKS, *_AWAY)
     if kind is not Kind.EXCHANGE and (moved != moves or (not moved and action.state)):
         return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
-    if kind in _TRAINED and not tables and action.stage < schedule.first:
+    if kind in _TRAINED and not ends and action.stage < schedule.first:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
-    return _coarse_tables(schedule, action, worker) or _off(schedule, action)
+    return _coarse_ends(schedule, action, worker) or _off(schedule, action)
 
 
 def _off(schedule: Schedule, action: Action) -> str:
@@ -138,32 +139,32 @@ def _off(schedule: Schedule, action: Action) -> str:
         return "" if held else f"stage {s} is on other workers"
     if role.paths and s not in role.paths[m]:
         return f"microbatch {m} does not visit stage {s}"
-    if action.kind in (*_LINKS, *_TABLES) or (s, m) in role.plays:
+    if action.kind in _LINKS or _of_ends(action.kind) or (s, m) in role.plays:
         return ""
     return "is another worker's, or comes before its FORWARD: that is not on this worker"
 
 
-def _coarse_tables(schedule: Schedule, action: Action, worker: int) -> str:
-    """The same where that has to do with a cut vocabulary."""
-    kind, variant, m = action.kind, schedule.vocabulary, action.microbatch
+def _coarse_ends(schedule: Schedule, action: Action, worker: int) -> str:
+    """The same where that has to do with ends that all workers share."""
+    kind, ends, m = action.kind, schedule.ends, action.microbatch
     if action.part != WHOLE:
-        if not (variant and kind in _LINKS):
-            return "has a part; expected one in sends and receives of a cut vocabulary alone"
+        if not (ends and kind in _LINKS):
+            return "has a part; expected one in sends and receives of ends that are cut alone"
         if kind is Kind.RECV and action.part != worker:
             return f"is of worker {action.part}'s part; expected it to be received there"
-    if kind not in _TABLES:
+    if not _of_ends(kind):
         return ""
-    if not variant:
-        return "is of a cut vocabulary; the schedule has none"
+    if ends is None or not _known(schedule, kind):
+        return _UNKNOWN
     if schedule.first:
-        return f"stage {schedule.first - 1} is frozen; a cut vocabulary is trained whole"
-    states = (State.ACTIVATIONS, State.SUMS, *((State.GRADIENTS,) if variant == 1 else ()))
+        return f"stage {schedule.first - 1} is frozen; ends that are cut are trained whole"
+    states = tuple(ends.makes.values())
     if kind is Kind.EXCHANGE and action.state not in states:
         names = ", ".join(state.value for state in states)
         return f"exchanges {action.state.value or 'nothing'}; expected one of {names}"
     if kind is not Kind.EXCHANGE and action.state:
         return f"moves {action.state.value}; expected nothing"
-    first = kind in INPUT or action.state is State.ACTIVATIONS
+    first = kind.end == "first" or action.state is ends.enters
     end = schedule.begin(m) if first else schedule.end(m)
     if action.stage != end:
         return f"is of stage {action.stage}; expected {end}, an end of its microbatch's path"

@@ -101,18 +101,18 @@ class _Listed:
                 raise OutsizeError(f"schedule: {where}: {reason}")
         reason = state.finish() if actions or self.coarse is None else ""
         if self.coarse is not None:
-            reason = reason or self._tables_missing()
+            reason = reason or self._ends_missing()
             reason = reason and f"{reason} on worker {self.name}"
         if reason:
             raise OutsizeError(f"schedule: at its end: {reason}")
         return state.peak
 
-    def _tables_missing(self) -> str:
-        """Of a coarse list with a cut vocabulary, the update of the worker's part of it."""
+    def _ends_missing(self) -> str:
+        """Of a coarse list whose ends are cut, the update of the worker's part of them."""
         updated = any(a.kind is Kind.UPDATE and a.stage == WHOLE for a in self.schedule.workers[0])
         trains = any(a.kind is Kind.NORM for a in self.schedule.workers[0])
-        missing = self.schedule.vocabulary and trains and not updated
-        return "UPDATE of the vocabulary's part is missing" if missing else ""
+        missing = self.schedule.ends if trains and not updated else None
+        return f"UPDATE of the {missing.name}'s part is missing" if missing else ""
 
 
 def _over(peak: int, budget: int | None) -> str:

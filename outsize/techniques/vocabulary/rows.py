@@ -1,5 +1,5 @@
 """A worker's rows of a cut vocabulary: its passes of the embedding and of the head, and what is
-exchanged between them (outsize/schedule/vocabulary.py says in what order).
+exchanged between them (ends.py says in what order).
 
 The passes run on the thread that computes, exchanges on a lane of their own. An exchange sums in
 the memory of what was made for it, so that nothing is allocated beside the computing thread but a
@@ -32,7 +32,12 @@ from outsize.kernels.vocabulary import (
     settle,
 )
 from outsize.models.decoder import Decoder
+from outsize.runtime.microbatches import Microbatches
+from outsize.runtime.rows import ROWS
 from outsize.schedule import State
+from outsize.schedule.ends import Ends
+from outsize.techniques.vocabulary.ends import NAME
+from outsize.techniques.vocabulary.handler import Vocabulary
 
 
 @dataclass
@@ -54,15 +59,14 @@ class _Microbatch:
 
 class Rows:
     """Those of one worker of a pipeline. model: with the rows that cut_vocabulary has left
-    (outsize/parallel/tensor/piped_vocabulary.py). variant: 1 or 2. OutsizeError for a whole
-    model."""
+    (divide.py). OutsizeError for a whole model."""
 
-    def __init__(self, model: Decoder, variant: int) -> None:
-        self.model, self.variant = model, variant
+    def __init__(self, model: Decoder, ends: Ends) -> None:
+        self.model, self.ends = model, ends
         others = model.epilogue.vocabulary
         if others is None:
             raise OutsizeError(
-                f"model: whole, while pipeline.vocabulary is {variant}; cut it with"
+                f"model: whole, while pipeline.vocabulary is {ends.variant}; cut it with"
                 " outsize.parallel.divide.divide before, and hand over what that gives"
             )
         self._line = cast(Collective, others.others)
@@ -121,18 +125,11 @@ class Rows:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
         if here.learning is None:
-            here.going[State.SUMS] = self._logits(here.given[State.ACTIVATIONS])
+            h_ND = here.given[State.ACTIVATIONS]
+            here.going[State.SUMS] = _logits(self.model, self._line.rank, h_ND)
             return
-        early = self.variant == 2 and torch.is_grad_enabled()
+        early = self.ends.back is State.SUMS and torch.is_grad_enabled()
         here.scored = score(here.given[State.ACTIVATIONS], *here.learning, early)
-
-    def _logits(self, h_ND: Tensor) -> Tensor:
-        """logits_NV with zeros for the tokens whose rows are elsewhere."""
-        epilogue = self.model.epilogue
-        own_NV, vocabulary = epilogue.logits(h_ND), epilogue.vocabulary
-        assert vocabulary is not None, "rows know who has the others"
-        first, last = vocabulary.spans[self._line.rank]
-        return torch.nn.functional.pad(own_NV, (first, vocabulary.size - last))
 
     def settle(self, microbatch: int) -> Tensor:
         """OUTPUT_T: gradients of the rows; gives the microbatch's loss, the same everywhere."""
@@ -189,7 +186,7 @@ class Rows:
     @property
     def back(self) -> State:
         """What brings the gradient of the last stage's output."""
-        return State.GRADIENTS if self.variant == 1 else State.SUMS
+        return self.ends.back
 
     def give(self, state: State, microbatch: int, tensor: Tensor) -> None:
         """The last stage's output (ACTIVATIONS) or the gradient of the first one's input."""
@@ -198,3 +195,18 @@ class Rows:
     def given(self, state: State, microbatch: int) -> Tensor:
         """What was given, for the workers that have other rows."""
         return self._under_way[microbatch].given[state]
+
+    def handler(self, microbatches: Microbatches, counts: bool) -> Vocabulary:
+        """What carries their passes out. counts: this worker books the losses, which all have."""
+        return Vocabulary(self, microbatches, counts)
+
+
+def _logits(model: Decoder, rank: int, h_ND: Tensor) -> Tensor:
+    """logits_NV with zeros for the tokens whose rows are elsewhere."""
+    own_NV, vocabulary = model.epilogue.logits(h_ND), model.epilogue.vocabulary
+    assert vocabulary is not None, "rows know who has the others"
+    first, last = vocabulary.spans[rank]
+    return torch.nn.functional.pad(own_NV, (first, vocabulary.size - last))
+
+
+ROWS.add(NAME, Rows)

@@ -1,9 +1,8 @@
-"""Vocabulary parallelism: the input and output layers cut over all workers of any pipeline.
+"""The passes of a cut vocabulary put into the orders of any pipeline's schedule.
 
-Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Every worker does
-a part of them for each microbatch (outsize/schedule/vocabulary.py), so that the last stage has no
-more to do than others. Between the last stage's forward and its backward now lie barriers, two in
-variant 1 and one in variant 2. As in the paper each of them puts all backwards off by one
+Every worker does a part of the input and output layers for each microbatch, so that the last stage
+has no more to do than others. Between the last stage's forward and its backward now lie barriers,
+two in variant 1 and one in variant 2. As in the paper each of them puts all backwards off by one
 microbatch, which every worker holds longer: that is the price. Here this is done to the orders of
 any schedule: a backward waits for as many more forwards of its worker as a microbatch has there.
 
@@ -19,26 +18,23 @@ from collections.abc import Sequence
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import Kind
+from outsize.schedule.ends import Ends
 from outsize.schedule.pipelines.conditions import at_least
-from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
-from outsize.schedule.pipelines.pipeline import Pair, Pipeline, pipeline
-from outsize.schedule.pipelines.vocabulary_play import Play, Step
+from outsize.schedule.pipelines.costs import Costs, EndCosts
+from outsize.schedule.pipelines.pipeline import PLACINGS, Pair, Pipeline, pipeline
 from outsize.schedule.pipelines.weave import steps_of
+from outsize.techniques.vocabulary.ends import NAME
+from outsize.techniques.vocabulary.play import Play, Step
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _KNOWN = (*_COMPUTE, Kind.SEND, Kind.RECV, Kind.NORM, Kind.UPDATE)
 _WINDOWS = (1, 2, 4, 8, 16, 64)  # steps of its order from which a worker takes one that can run
 
 
-def with_vocabulary(
-    made: Pipeline, variant: int, costs: Costs, vocabulary: VocabularyCosts
-) -> Pipeline:
-    """A schedule with its vocabulary layers cut over all workers.
-
-    variant: 1, two barriers; 2, one. costs: of one unit, and vocabulary: what its places are for.
-    """
-    count = barriers(variant)
-    if made.schedule.vocabulary:
+def placed(made: Pipeline, ends: Ends, costs: Costs, priced: EndCosts) -> Pipeline:
+    """A schedule with its vocabulary layers cut over all workers. costs: of one unit, and priced:
+    what the places are for."""
+    if made.schedule.ends is not None:
         raise OutsizeError(f"{made.name}: has a cut vocabulary already; give the plain schedule")
     at_least(f"{made.name} with a cut vocabulary", "devices", made.placement.workers, 2)
     kinds = {action.kind for actions in made.schedule.workers for action in actions}
@@ -49,31 +45,22 @@ def with_vocabulary(
     together: set[Pair] = set()
     for actions in made.schedule.workers:
         steps = steps_of([a for a in actions if a.kind in _COMPUTE], made.together)
-        orders.append(_delayed(steps, count, made.placement.microbatches))
+        orders.append(_delayed(steps, ends.barriers, made.placement.microbatches))
         pairs = (step[0] for step in orders[-1] if len(step) == 2)
         together |= {(action.stage, action.microbatch) for action in pairs}
     placed = min(
-        (Play(made, orders, variant, costs, vocabulary, window).go() for window in _WINDOWS),
+        (Play(made, orders, ends, costs, priced, window).go() for window in _WINDOWS),
         key=lambda play: play.ended,
     )
     return pipeline(
-        f"{made.name} with vocabulary {variant}",
+        f"{made.name} with vocabulary {ends.variant}",
         made.placement,
         [worker.order for worker in placed.workers],
         frozenset(together - placed.apart),
         made.paths,
         made.approximate,
-        variant,
+        ends,
     )
-
-
-def barriers(variant: int) -> int:
-    """Barriers of a variant: the microbatches that every worker holds more."""
-    if variant not in (1, 2):
-        raise OutsizeError(
-            f"vocabulary: variant {variant}; expected 1 (two barriers) or 2 (one barrier)"
-        )
-    return 3 - variant
 
 
 def _delayed(steps: Sequence[Step], later: int, microbatches: int) -> list[Step]:
@@ -90,3 +77,6 @@ def _delayed(steps: Sequence[Step], later: int, microbatches: int) -> list[Step]
         if ahead is not None or len(step) > 1:
             moved.append((*(() if ahead is None else (ahead,)), *step[1:]))
     return moved
+
+
+PLACINGS.add(NAME, placed)

@@ -1,6 +1,6 @@
-"""A cut vocabulary in the list of one worker: what its passes and exchanges need there, each once
-and in an order in which its lanes can run. What comes from others is proved where all workers are
-played together (together.py).
+"""What all workers do at the ends of a path, in the list of one: what its passes and exchanges need
+there, each once and in an order in which its lanes can run. What comes from others is proved where
+all workers are played together (together.py).
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
+from outsize.schedule.ends import Ends
 from outsize.schedule.schedule import Schedule
-from outsize.schedule.vocabulary import PASSES, barrier_behind, exchanged
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _SAME = {kind: Kind.FORWARD for kind in AHEAD} | {Kind.BACKWARD_INPUT: Kind.BACKWARD}
+_MAKERS = {State.ACTIVATIONS: Kind.FORWARD, State.GRADIENTS: Kind.BACKWARD}  # of what is given
 
 
-class Tables:
+class EndsProof:
     """Follows one worker's list."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, ends: Ends) -> None:
+        self.schedule, self.ends = schedule, ends
         self._done: set[tuple[Kind, State, int, int]] = set()  # kind, state, microbatch, part
         evaluates = schedule.first == schedule.stages
-        self._kinds = (Kind.EMBED, Kind.OUTPUT_S) if evaluates else PASSES
+        self._kinds = ends.ahead if evaluates else ends.passes
 
     def _did(self, kind: Kind, m: int, state: State = State.NONE, part: int = WHOLE) -> bool:
         return (kind, state, m, part) in self._done
@@ -41,45 +42,36 @@ class Tables:
 
     def _needs(self, action: Action) -> str:
         kind, m, part = action.kind, action.microbatch, action.part
-        state = exchanged(self.schedule, action)
+        state = self.schedule.exchanged(action)
         if state is not None and not self._did(Kind.EXCHANGE, m, state):
             return f"comes before EXCHANGE.{state.value} of its microbatch"
         if kind is Kind.EXCHANGE:
-            makers = (Kind.EMBED, Kind.OUTPUT_S, Kind.OUTPUT_T)
-            fits = (k for k in makers if self._behind(k, m) is action.state)
-            maker = next(fits, None)
+            makers = (k for k, made in self.ends.makes.items() if made is action.state)
+            maker = next(makers, None)
             if maker is None:
                 return f"exchanges {action.state.value}, which this variant does not"
             return "" if self._did(maker, m) else f"comes before its {maker}"
         if kind is Kind.SEND and part != WHOLE:
             return self._sends(action)
-        wanted = {
-            Kind.OUTPUT_S: (Kind.FORWARD, State.ACTIVATIONS),
-            Kind.EMBED_BACKWARD: (Kind.BACKWARD, State.GRADIENTS),
-        }
-        if kind in wanted:
-            own, state = wanted[kind]
+        if kind in self.ends.given:
+            state = self.ends.given[kind]
             came = any(k is Kind.RECV and s is state and n == m for k, s, n, _ in self._came())
-            if not (self._did(own, m) or came):
+            if not (self._did(_MAKERS[state], m) or came):
                 return f"its input, {state.value} of microbatch {m}, is not here"
         return ""
 
     def _came(self) -> Iterator[tuple[Kind, State, int, int]]:
         return (key for key in self._done if key[3] != WHOLE)
 
-    def _behind(self, kind: Kind, m: int) -> State | None:
-        barrier = barrier_behind(Action(kind, 0, m), self.schedule.vocabulary)
-        return None if barrier is None else barrier[0]
-
     def _sends(self, action: Action) -> str:
         """Why a part cannot be sent, or nothing."""
-        m, ahead = action.microbatch, action.state is State.ACTIVATIONS
+        m = action.microbatch
         others = self.schedule.role.others if self.schedule.role else ()
         if action.part not in others:
             return f"is for worker {action.part}, which has no part; expected one of {others}"
-        if not self._did(Kind.FORWARD if ahead else Kind.BACKWARD, m):
+        if not self._did(_MAKERS.get(action.state, Kind.BACKWARD), m):
             return "what it sends was not produced"
-        gone = self._did(Kind.OUTPUT_T if ahead else Kind.EMBED_BACKWARD, m)
+        gone = self._did(self.ends.user(action.state), m)
         return "what it sends was let go by then" if gone else ""
 
     def _missing(self) -> Iterator[str]:
@@ -88,16 +80,14 @@ class Tables:
             for kind in self._kinds:
                 if not self._did(kind, m):
                     yield f"{kind} of microbatch {m} is missing"
-                state = self._behind(kind, m)
+                state = self.ends.makes.get(kind)
                 if state is not None and not self._did(Kind.EXCHANGE, m, state):
                     yield f"EXCHANGE.{state.value} of microbatch {m} is missing"
             yield from self._unsent(m)
 
     def _unsent(self, m: int) -> Iterator[str]:
         others = self.schedule.role.others if self.schedule.role else ()
-        for made, state in (
-            (Kind.FORWARD, State.ACTIVATIONS), (Kind.BACKWARD, State.GRADIENTS),
-        ):  # fmt: skip
+        for state, made in _MAKERS.items():
             if self._did(made, m):
                 for other in others:
                     if not self._did(Kind.SEND, m, state, other):

@@ -9,9 +9,10 @@ from heapq import heappop, heappush
 from itertools import accumulate, count, islice
 
 from outsize.schedule.action import Action, Kind, State
-from outsize.schedule.pipelines.costs import Costs, VocabularyCosts
+from outsize.schedule.ends import Barrier, Ends, exchange
+from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.schedule.pipelines.pipeline import Pair, Pipeline, neighbours, plain_paths
-from outsize.schedule.vocabulary import PASSES, Barrier, barrier_before, barrier_behind, exchange
+from outsize.techniques.vocabulary.ends import EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T
 
 Step = Sequence[Action]  # one action, or two that run as one
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -52,14 +53,14 @@ class Play:
         self,
         made: Pipeline,
         orders: Sequence[Sequence[Step]],
-        variant: int,
+        ends: Ends,
         costs: Costs,
-        vocabulary: VocabularyCosts,
+        priced: EndCosts,
         window: int,
     ) -> None:
         self.window, self.ended = window, 0.0
-        self.place, self.variant = made.placement, variant
-        self.costs, self.vocabulary = costs, vocabulary
+        self.place, self.cut = made.placement, ends
+        self.costs, self.priced = costs, priced
         self.paths = made.paths or plain_paths(made.placement)
         self.around = [neighbours(path) for path in self.paths]
         self.workers = [
@@ -86,7 +87,7 @@ class Play:
             ]
             after |= dict(zip(here, here[_AHEAD:], strict=False))
             for m in here[:_AHEAD]:
-                self._all(Kind.EMBED, self.paths[m][0], m, 0.0, -1)
+                self._all(EMBED, self.paths[m][0], m, 0.0, -1)
         return after
 
     def go(self) -> Play:
@@ -147,7 +148,7 @@ class Play:
         seconds = sum(map(self._seconds, step))
         for action in step:
             worker.order.append(action)
-            barrier = barrier_behind(action, self.variant)
+            barrier = self.cut.behind(action)
             if barrier is not None:
                 worker.order.append(exchange(barrier))
         heappush(self.events, (now + seconds, next(self.turns), w, step))
@@ -173,7 +174,7 @@ class Play:
         if action.kind not in (Kind.FORWARD, *_BACK):
             return 0.0
         path = self.paths[action.microbatch]
-        barrier = barrier_before(action, path, self.variant)
+        barrier = self.cut.before(action, path)
         opened = 0.0 if barrier is None else self.open.get(barrier, never[0])
         back = action.kind in _BACK
         source = self.around[action.microbatch][back].get(action.stage)
@@ -183,8 +184,8 @@ class Play:
         return max(opened, when + (0.0 if maker == w else self.costs.transfer))
 
     def _seconds(self, action: Action) -> float:
-        if action.kind in PASSES:
-            return self.vocabulary.of_pass(action.kind, self.variant, len(self.workers))
+        if action.kind.end:
+            return self.priced.of_pass(action.kind, self.cut, len(self.workers))
         forward, of_input, of_weight = self.costs.each
         seconds = {
             Kind.FORWARD: forward,
@@ -200,7 +201,7 @@ class Play:
         for action in step:
             if action.kind in (Kind.FORWARD, *_BACK):
                 self._layer(now, w, action)
-            barrier = barrier_behind(action, self.variant)
+            barrier = self.cut.behind(action)
             if barrier is not None:
                 self._arrive(now, barrier)
 
@@ -213,11 +214,11 @@ class Play:
             self._wake(now + self.costs.transfer, self.place.worker(to, m))
         if not back and s == path[0] and m in self.entering:
             later = self.entering[m]
-            self._all(Kind.EMBED, self.paths[later][0], later, now, w)
+            self._all(EMBED, self.paths[later][0], later, now, w)
         if not back and s == path[-1]:
-            self._all(Kind.OUTPUT_S, s, m, now, w)
+            self._all(OUTPUT_S, s, m, now, w)
         if back and s == path[0]:
-            self._all(Kind.EMBED_BACKWARD, s, m, now, w)
+            self._all(EMBED_BACKWARD, s, m, now, w)
 
     def _arrive(self, now: float, barrier: Barrier) -> None:
         self.arrived[barrier] = self.arrived.get(barrier, 0) + 1
@@ -227,11 +228,11 @@ class Play:
         for w in range(len(self.workers)):
             self._wake(when, w)
         if barrier[0] is State.SUMS:
-            self._all(Kind.OUTPUT_T, barrier[1], barrier[2], when, -1)
+            self._all(OUTPUT_T, barrier[1], barrier[2], when, -1)
 
     def _all(self, kind: Kind, stage: int, m: int, now: float, root: int) -> None:
         """A pass becomes possible on every worker; on others than the root a transfer later."""
-        late = kind is Kind.EMBED_BACKWARD or (kind is Kind.OUTPUT_T and self.variant == 2)
+        late = kind is EMBED_BACKWARD or (kind is OUTPUT_T and OUTPUT_T not in self.cut.makes)
         for w, worker in enumerate(self.workers):
             when = now if root in (w, -1) else now + self.costs.transfer
             (worker.late if late else worker.passes).append((when, Action(kind, stage, m)))

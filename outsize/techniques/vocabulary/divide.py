@@ -1,9 +1,8 @@
-"""Vocabulary parallelism on the pipeline axis: a decoder keeps this worker's rows of its tables.
+"""A decoder keeps this worker's rows of its tables.
 
 Every worker of a pipeline has rows of the token embedding and of the head (one table where they are
-tied), and plays its part of both for every microbatch (outsize/runtime/vocabulary.py). Yeung et
-al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024. Exact: what is summed in
-another order differs by rounding alone.
+tied), and plays its part of both for every microbatch (rows.py). Exact: what is summed in another
+order differs by rounding alone.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
+from outsize.parallel.divide import DIVISIONS
 from outsize.parallel.sums import spans_of
 from outsize.parallel.tensor.decoder import keep
 from outsize.parallel.tensor.vocabulary import lookup, vocabulary
+from outsize.techniques.vocabulary.ends import NAME
 
 
 def cut_vocabulary(model: Decoder, line: Collective) -> dict[str, Cut]:
@@ -51,3 +52,6 @@ def cut_vocabulary(model: Decoder, line: Collective) -> dict[str, Cut]:
     tokens.lookup = lookup(line, model.config.vocab)
     model.epilogue.vocabulary = vocabulary(line, model.config.vocab)
     return cuts
+
+
+DIVISIONS.add(NAME, cut_vocabulary)

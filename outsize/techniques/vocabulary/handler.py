@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from outsize.runtime.engine import Deed
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
-from outsize.runtime.vocabulary import Rows
 from outsize.schedule import Action, Kind, State
+from outsize.techniques.vocabulary.ends import EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T
+
+if TYPE_CHECKING:
+    from outsize.techniques.vocabulary.rows import Rows
 
 
 class Vocabulary:
     """rows: those that are here. counts: this worker books the losses, which all have."""
 
-    kinds = (Kind.EMBED, Kind.EMBED_BACKWARD, Kind.OUTPUT_S, Kind.OUTPUT_T, Kind.EXCHANGE)
+    kinds = (EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T, Kind.EXCHANGE)
 
     def __init__(self, rows: Rows, microbatches: Microbatches, counts: bool) -> None:
         self.rows, self._microbatches, self._counts = rows, microbatches, counts
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         rows, m = self.rows, action.microbatch
-        match action.kind:
-            case Kind.EMBED:
-                return Deed(partial(self._embed, m))
-            case Kind.EMBED_BACKWARD:
-                return Deed(partial(rows.embed_backward, m))
-            case Kind.OUTPUT_S:
-                return Deed(partial(rows.score, m))
-            case Kind.OUTPUT_T:
-                return Deed(partial(self._settle, m))
-            case _:
-                run = partial(self._exchange, action, points.evaluates)
-                return Deed(run, partial(rows.announce, action.state, m))
+        if action.kind is Kind.EXCHANGE:
+            run = partial(self._exchange, action, points.evaluates)
+            return Deed(run, partial(rows.announce, action.state, m))
+        passes = {
+            EMBED: self._embed, EMBED_BACKWARD: rows.embed_backward,
+            OUTPUT_S: rows.score, OUTPUT_T: self._settle,
+        }  # fmt: skip
+        return Deed(partial(passes[action.kind], m))
 
     def begin(self, points: Points) -> None:
         """Nothing is there."""

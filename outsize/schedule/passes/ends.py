@@ -1,0 +1,36 @@
+"""The pass that gives one worker, alone, the passes that all workers of a pipeline do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from outsize.schedule.action import Action, Kind
+from outsize.schedule.ends import Ends, exchange_of
+from outsize.schedule.schedule import Schedule
+
+_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
+    """The list of one worker that has whole layers, in the passes of cut ones. head: the stage that
+    has what the last layer multiplies by; the first one has the first layer's."""
+
+    def passes(kinds: Iterable[Kind], stage: int, m: int) -> Iterator[Action]:
+        for kind in kinds:
+            yield Action(kind, stage, m)
+            if kind in ends.makes:
+                yield exchange_of(ends.makes[kind], stage, m)
+
+    made: list[Action] = []
+    begin, *behind = ends.at("first")
+    for action in schedule.workers[0]:
+        m, first = action.microbatch, action.stage == 0
+        if action.kind is Kind.FORWARD and first:
+            made += passes((begin,), 0, m)
+        made.append(action)
+        if action.kind is Kind.FORWARD and action.stage == schedule.stages - 1:
+            made += passes(ends.at("last"), head, m)
+        elif action.kind in _BACK and first:
+            made += passes(behind, 0, m)
+    return replace(schedule, workers=(tuple(made),), ends=ends)
