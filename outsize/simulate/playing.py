@@ -69,15 +69,21 @@ def predict_local(
                 segments += segments_of(one.placement, names, made.schedule)
         with torch.no_grad(), ledger:
             job.ready(_evaluated(batch_of(plan.microbatch_size)), 0, plan.microbatch_size)
-            job.engine.begin(job.loaded)
-            evaluation = max(job.engine.alone(step).peak for step in job.loaded.steps)
+        with torch.no_grad():
+            evaluation = highest(job.engine, job.loaded, ledger)
     whole = Played(
         Schedule(stages, plan.microbatches, (tuple(actions),)),
         Trace("predicted", tuple(events)), flops,
     )  # fmt: skip
     placements = [one.placement for one in job.jobs]
-    told = forecast_of(plan, whole, static, segments, placements, filling)
-    return replace(told, evaluation=evaluation, peak=max(told.peak, evaluation))
+    return forecast_of(plan, whole, static, segments, placements, filling, evaluation)
+
+
+def highest(engine: Engine, program: Loaded, ledger: Ledger) -> int:
+    """The peak of a list, in bytes."""
+    with ledger:
+        engine.begin(program)
+        return max(engine.alone(step).peak for step in program.steps)
 
 
 def _evaluated(batch: object) -> Batch:
@@ -156,7 +162,9 @@ def forecast_of(
     segments: Named,
     placements: Sequence[Placement],
     filling: Filling,
+    evaluation: int,
 ) -> Forecast:
+    """evaluation: the peak of one microbatch's."""
     beside = max(starting(placement, filling) for placement in placements)
     begun = {**{k: n for k, n in static.items() if k != "data"}, "workspace": beside}
     below: dict[str, int] = {}
@@ -169,6 +177,6 @@ def forecast_of(
     if sum(begun.values()) > peak:
         peak, kinds = sum(begun.values()), begun
     return Forecast(
-        plan, made.schedule, static, segments, peak, kinds,
-        trace.span(), made.flops, trace, below, count,
+        plan, made.schedule, static, segments, max(peak, evaluation), kinds,
+        trace.span(), made.flops, trace, below, count, evaluation=evaluation,
     )  # fmt: skip

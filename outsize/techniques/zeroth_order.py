@@ -63,7 +63,7 @@ def predicted(
     import torch
 
     from outsize.memory import Ledger
-    from outsize.simulate.playing import forecast_of, played, segments_of, static_of
+    from outsize.simulate.playing import forecast_of, highest, played, segments_of, static_of
     from outsize.torch_private import FakeTensorMode
 
     ledger = Ledger()
@@ -78,7 +78,9 @@ def predicted(
         made = played(job.engine, job.loaded, ledger, static, seconds)
         names = [name for name, _ in job.flow.segments]
         segments = segments_of(job.placement, names, made.schedule)
-    return forecast_of(plan, made, static, segments, [job.placement], filling)
+        job.method.microbatches.ready(batch_of(size := plan.microbatch_size), [(0, size)], 1.0)
+        evaluation = highest(job.engine, job.playable(job.placement.evaluation(1)), ledger)
+    return forecast_of(plan, made, static, segments, [job.placement], filling, evaluation)
 
 
 def _seconds(job: Job, hardware: Hardware, action: Action, work: Work) -> float:

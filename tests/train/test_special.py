@@ -82,6 +82,21 @@ def test_the_predicted_peak_is_the_measured_one(runs, name) -> None:
     assert last["measured_peak_bytes"] == pytest.approx(last["predicted_peak_bytes"], rel=0.03)
 
 
+def test_the_predicted_peak_of_an_evaluation_is_the_measured_one(runs, monkeypatch) -> None:
+    plain, found = Loop._evaluate, []
+
+    def looking(loop, show):
+        loop.job.ledger = loop.measure.ledger
+        plain(loop, show)
+        found.append((max(ran.peak for ran in loop.job.evaluated), loop.setup.forecast.evaluation))
+
+    monkeypatch.setattr(Loop, "_evaluate", looking)
+    runs.train(**sets_of("zeroth-order", train__steps=2, memory="64MiB"))
+    assert found
+    for measured, predicted in found:
+        assert 0.95 * predicted <= measured <= predicted
+
+
 def test_the_checkpoint_of_local_learning_has_the_auxiliary_networks(runs) -> None:
     runs.train(**sets_of("local-learning", train__steps=2))
     last = runs.home / "run" / "step-00000002"
