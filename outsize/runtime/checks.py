@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from zlib import crc32
 
@@ -49,6 +49,22 @@ def check_rate(lr: object) -> None:
     """Of a step; None where the optimizer has its own."""
     if lr is not None and not (isinstance(lr, (int, float)) and 0 <= lr < float("inf")):
         raise OutsizeError(f"step: lr is {lr!r}; expected a finite number, 0 or more")
+
+
+class Retrained(OutsizeError):
+    """What trains is not what the job was made for."""
+
+
+def check_trained(made_for: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+    """Refuse a step where a parameter is not trained as the job was made for: (name, parameter,
+    whether it was) of each."""
+    for name, parameter, was in made_for:
+        if parameter.requires_grad != was:
+            raise Retrained(
+                f"parameter {name!r}: requires_grad is {parameter.requires_grad}, and was {was}"
+                " when the job was made, whose memory is laid out for that: make the job anew, or"
+                " set it back"
+            )
 
 
 def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:

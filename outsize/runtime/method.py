@@ -48,7 +48,8 @@ class Method(Protocol):
         """What every worker does in a step."""
 
     def check(self) -> None:
-        """Refuse a step on weights of which some have moved and some have not."""
+        """Refuse a step on weights of which some have moved and some have not, or of which others
+        are trained than the job was made for."""
 
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None

@@ -26,13 +26,16 @@ class Handed:
         self.update = converted(given)
         self.steps = torch.zeros(())
         self._theirs = given if isinstance(given, torch.optim.Optimizer) else None
-        self._group_of = None if self._theirs is None else group_of(model, self._theirs)
+        self._model = model
+        self.recipe(None)  # refuses what it cannot train
         self._hook: RemovableHandle | None = None
 
     def recipe(self, clip: float | None) -> Recipe:
         """How it trains."""
-        groups = None if self._theirs is None else groups_now(self._theirs)
-        return Recipe(self.update, clip, groups, self._group_of)
+        theirs = self._theirs
+        if theirs is None:
+            return Recipe(self.update, clip)
+        return Recipe(self.update, clip, groups_now(theirs), group_of(self._model, theirs))
 
     @property
     def states(self) -> Callable[[Job], int] | None:
@@ -51,6 +54,12 @@ class Handed:
         job.method.updates.groups = groups_now(self._theirs)
         mark_stepped(self._theirs)
         return 1.0
+
+    def anew(self) -> None:
+        """Another job is made for the same model."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def show(self, job: Callable[[], Job | None], views: bool) -> None:
         """After the first step: it has the states of the job as they are here where those are

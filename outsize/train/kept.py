@@ -24,6 +24,7 @@ from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import write_json
 from outsize.errors import OutsizeError, nearest
 from outsize.models.decoder import Decoder
+from outsize.optim import taker
 from outsize.runtime import Job
 from outsize.train.state import OPTIMIZER, WEIGHTS, tensors_of, weights_of
 from outsize.train.values import beside
@@ -103,6 +104,32 @@ def load(job: Job, model: nn.Module, path: Path) -> int:
     job.restore_counts({name: int(str(count)) for name, count in updates.items()})
     _load_buffers(model, partial(_into, found, BUFFERS), set(found.names(BUFFERS)))
     return found.step
+
+
+def moved(job: Job, steps: int) -> Callable[[Job], int]:
+    """What puts the states of a job into another of the same model that trains other parameters,
+    and gives the steps made: those that are new there begin as the optimizer's do. Until then they
+    are copied to the host's memory."""
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in job.weights()}
+    states = {name: tensor.to("cpu", copy=True) for name, tensor in job.optimizer_state()}
+    counts, both = job.update_counts(), (taker(job.optimizer, main) for main in (False, True))
+    first = {spec.name: spec.initial for one in both for spec in one.states}
+
+    def fill(name: str, out: Tensor) -> None:
+        if name in states:
+            out.copy_(states[name])
+        else:
+            out.fill_(first[name.rpartition(".")[2]])
+
+    def weight(name: str, out: Tensor) -> None:
+        out.copy_(weights[name])
+
+    def into(made: Job) -> int:
+        made.load(weight, fill)
+        made.restore_counts(counts)
+        return steps
+
+    return into
 
 
 def shown(job: Job, optimizer: torch.optim.Optimizer, steps: Tensor) -> None:

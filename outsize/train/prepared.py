@@ -102,6 +102,9 @@ class Prepared:
         A native decoder takes token ids (B, S), a mapping with input_ids, labels and weights (of
         the labels; what each one's loss is times), or a Batch; an adopted module what its forward
         takes: a mapping by keyword, a tuple by place. Where one worker's batch is refused, all are.
+
+        A parameter's requires_grad may change between steps; one that begins to train has the
+        optimizer's first states.
         """
         before = torch.get_rng_state() if self._job is None else None
         try:
@@ -119,6 +122,11 @@ class Prepared:
 
     def _stepped(self, batch: Any, lr: float | None) -> Tensor:
         batch, job = self._ready(batch, lr)
+        if self._preparing.outdated(job):
+            self._pending, self._job = kept.moved(job, int(self._handed.steps)), None
+            job.close()
+            self._handed.anew()
+            self._job = job = self._make(batch)
         lr = self._handed.ready(job, lr)
         with self._guard.computing(), leaving(self._preparing.abort):
             loss = job.step(batch, lr)

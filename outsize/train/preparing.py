@@ -26,6 +26,7 @@ from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.runtime.adopted.flow import reach_of
 from outsize.runtime.adopted.reach import Reach
+from outsize.runtime.checks import Retrained
 from outsize.runtime.making import AdoptedModel, NativeModel, Trainable, make_job
 from outsize.runtime.recipe import Here
 from outsize.search import PlanRequest, chosen, pick
@@ -130,6 +131,17 @@ class Preparing:
         if own.mesh.pipeline > 1:
             part = cut(batch, 0, -(-rows_in(batch) // own.microbatches))
             self.reach = reach_of(self.model, own.blocks, own.loss or own_loss, part)
+
+    def outdated(self, job: Job) -> bool:
+        """Whether other parameters are trained than a job was made for, so that it must be made
+        anew. OutsizeError where its states lie on tiers or on several workers, which it may not."""
+        try:
+            self.alike(job.method.check)
+        except Retrained:
+            if self.settings.mesh.size > 1 or self.settings.tiers:
+                raise
+            return True
+        return False
 
     # -- the plan ---------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.models.presets import PRESETS
+from outsize.optim import AdamW
 from outsize.train.prepare import prepare
 
 STEPS = 6
@@ -254,6 +255,51 @@ def test_frozen_parts(frozen):
     losses, _ = plain(model, data, optimizer_of, cross_entropy)
     job = prepare(model, optimizer_of(model.parameters()), loss=cross_entropy)
     assert [float(job.step(b)) for b in data] == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_what_trains_may_change_between_steps(theirs):
+    """Layers are thawed one by one and one is frozen again; states go on, new ones begin."""
+    model = WithTarget(ResNet()).double()
+    twin = copy.deepcopy(model)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(twin.parameters(), **settings)
+    mine = (
+        torch.optim.AdamW(model.parameters(), **settings) if theirs else AdamW(1e-2, weight_decay=0)
+    )
+    job = prepare(model, mine, loss=cross_entropy)
+    turns = [("stem", "layer1"), ("stem",), (), ("layer2.0",), ("layer1",)]
+    for step, frozen in enumerate(turns):
+        for one in (model, twin):
+            for name, p in one.inner.named_parameters():
+                p.requires_grad_(not name.startswith(frozen))
+        batch = images(step)
+        optimizer.zero_grad()
+        wanted = cross_entropy(twin(*batch), batch)
+        wanted.backward()
+        optimizer.step()
+        assert float(job.step(batch)) == pytest.approx(float(wanted.detach()), rel=1e-10)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+    if theirs:
+        found, wanted = (one.state_dict()["state"] for one in (mine, optimizer))
+        assert {n: float(s["step"]) for n, s in found.items()} == {
+            n: float(s["step"]) for n, s in wanted.items()
+        }
+
+
+def test_what_trains_is_fixed_where_states_lie_on_tiers():
+    model = WithTarget(ResNet()).double()
+    model.inner.layer1.requires_grad_(False)
+    job = prepare(model, "adamw", "8MiB", loss=cross_entropy, host_memory="8MiB")
+    job.step(images(0))
+    model.inner.layer1.requires_grad_(True)
+    with pytest.raises(
+        OutsizeError, match=r"layer1.*requires_grad is True, and was False when the"
+    ):
+        job.step(images(1))
+    model.inner.layer1.requires_grad_(False)
+    job.step(images(1))
 
 
 def test_memory_is_predicted_to_the_byte_and_kept():

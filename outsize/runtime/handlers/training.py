@@ -15,7 +15,14 @@ from outsize.memory.store import MemoryStore
 from outsize.models.cuts import Cut
 from outsize.optim import taker
 from outsize.plan import Plan
-from outsize.runtime.checks import by_shape, check_pipeline, dtypes_of, grains_of, taken_by
+from outsize.runtime.checks import (
+    by_shape,
+    check_pipeline,
+    check_trained,
+    dtypes_of,
+    grains_of,
+    taken_by,
+)
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.links import Links
@@ -45,7 +52,8 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """Steps of one forward and one backward pass. See outsize/runtime/method.py."""
+    """Steps of one forward and one backward pass. See outsize/runtime/method.py. A parameter that
+    stops to require a gradient is left as it is until it does again."""
 
     def __init__(self, job: Job) -> None:
         watch, weight_pool, passing, recipe = job.watch, job.weight_pool, job.passing, job.recipe
@@ -56,6 +64,7 @@ class Training:
         job.flow.attach(gradients)
         spills = Spills((weight_pool.pool, *(chunk.parameters for chunk in job.chunks)))
         self._wrapped = list(wrapped(job.flow, job.plan, spills))
+        self._frozen = [(n, p, False) for n, p in job.owners.items() if not p.requires_grad]
         self.spilling = Spilling(spills, job.plan, job.stores, watch)
         self.microbatches = Microbatches(
             job.flow, watch, self.spilling.of, sent=passing is not None
@@ -109,6 +118,7 @@ class Training:
 
     def check(self) -> None:
         self.update.check()
+        check_trained(self._frozen)
 
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None

@@ -186,6 +186,8 @@ class LocalJob:
             raise OutsizeError(
                 "job: a step was cut off when some groups had made it; load a checkpoint to go on"
             )
+        for job in self.jobs:
+            job.method.check()
         ran: list[Ran] = []
         with self.handing():
             for index, job in enumerate(self.jobs):

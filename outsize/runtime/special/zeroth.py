@@ -27,7 +27,7 @@ from outsize.errors import OutsizeError
 from outsize.memory import tables
 from outsize.models.cuts import Cut
 from outsize.plan import Plan
-from outsize.runtime.checks import dtypes_of
+from outsize.runtime.checks import check_trained, dtypes_of
 from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.norm import Diverged
@@ -66,6 +66,7 @@ class Losses:
         self._job, self._settings = job, settings
         self._chunks = job.placement.chunks
         self.learns = learning(job.flow, job.placement)
+        self._trained = [(name, p, p.requires_grad) for name, p in job.owners.items()]
         uses, compute = uses_of(job.flow, self._chunks), dtypes_of(job.plan.precision).parameters
         with job.watch.on():
             self._perturbed = Perturbed(
@@ -106,6 +107,7 @@ class Losses:
             raise OutsizeError(
                 "job: a step was cut off while it updated the weights; load a checkpoint to go on"
             )
+        check_trained(self._trained)
 
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
