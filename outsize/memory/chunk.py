@@ -87,6 +87,11 @@ class ChunkTable:
         return self.grain == WHOLE or (self.grain > 1 and slot.parted)
 
     @property
+    def joint(self) -> tuple[Slot, ...]:
+        """Parameters that are updated as wholes by workers of whom each has a part."""
+        return tuple(slot for slot in self.slots if slot.parted and self.whole(slot))
+
+    @property
     def open(self) -> frozenset[int]:
         """Where parameters begin that may be cut, at multiples of the grain in them."""
         return frozenset(slot.offset for slot in self.slots if not self.whole(slot))

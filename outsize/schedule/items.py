@@ -149,7 +149,11 @@ class Items:
         )
 
     def _in_memory(self, stage: int) -> bool:
-        """Whether a stage's parts can be updated where they rest."""
+        """Whether a stage's parts can be updated where they rest: not where workers put matrices
+        together for that, which they do in the thread that computes."""
+        tables = (self.chunks.tables[chunk] for chunk in self.chunks.of_stage[stage])
+        if any(table.joint for table in tables):
+            return False
         rest = self.plan.stages[stage].rest
         reached = rest.parameters == DEVICE or rest.parameters in self.host
         below = self.plan.update == "apart" and {rest.optimizer, rest.gradients} <= self.host

@@ -245,8 +245,8 @@ class Spoken:
         main = MASTER if MASTER in dtypes else PARAMETERS
         shaped = [s.name for s in self.chunks.kept.specs(table) if s.per == 1]
         ranks = self.chunks.plan.mesh.ranks(table.axis, self.rank)
-        for slot in table.slots:
-            if slot.parted and table.whole(slot) and piece.first <= slot.offset < piece.last:
+        for slot in table.joint:
+            if piece.first <= slot.offset < piece.last:
                 for what in (main, *shaped, GRADIENTS):
                     size = table.shared * slot.whole * dtypes[what].itemsize
                     yield Talk(ranks, "compute", "all_gather", size)

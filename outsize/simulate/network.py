@@ -82,11 +82,9 @@ def received(
     for action, said in zip(actions, says, strict=True):
         for talk in said:
             if talk.received and talk.channel != AGREED:
-                name, had = _name(action, talk, mesh), found
-                before = had.get(name, Received())
-                had[name] = Received(
-                    before.near + near(talk, machine), before.far + far(talk, machine)
-                )
+                name = _name(action, talk, mesh)
+                had = found.get(name, Received())
+                found[name] = Received(had.near + near(talk, machine), had.far + far(talk, machine))
     return found
 
 

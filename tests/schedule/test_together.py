@@ -22,7 +22,8 @@ from schedule_text import read_schedule
 from subjects import config_of
 
 from outsize.collectives import Mesh
-from outsize.optim import AdamW
+from outsize.memory.tiers import TierSpec
+from outsize.optim import AdamW, Muon
 from outsize.plan import Pipelined, Plan, Precision, Stream, zero
 from outsize.plan import plan as plans
 from outsize.plan.plan import per_segment
@@ -144,6 +145,20 @@ def test_one_worker_that_reduces_in_another_order_is_refused():
     other = replace(made, workers=(tuple(actions),))
     assert not refusal(replace(program, lists=(other,), which=(0, 0)))  # both the same: one order
     assert "in its place; expected one order" in refusal(program.changed(1, other))
+
+
+def test_two_lanes_of_a_worker_do_not_speak_to_the_same_workers(monkeypatch):
+    """Matrices that workers put together for their update are updated in the thread that computes:
+    on the host's lane, another part's could come between."""
+    tiers = (TierSpec("host", "memory", (), 1 << 30),)
+    mesh, precision = Mesh(tensor=2), Precision.named("float32")
+    request = PlanRequest(4, 8, precision, Muon(), mesh=mesh, tiers=tiers)
+    facts = facts_of_model(config_of("llama", num_hidden_layers=6), request)
+    plan = Plan(8, per_segment(8), 4, 1, 8, precision, mesh=mesh, stream=Stream(host=2))
+    plan = streamed.resting(plan, gradients="host", optimizer="host")
+    prove(train(facts.placement(plan)))
+    monkeypatch.setattr(Items, "_in_memory", lambda items, stage: True)
+    assert "another lane speaks to the same workers" in refusal(train(facts.placement(plan)))
 
 
 def test_what_is_computed_twice_or_nowhere_is_refused():

@@ -87,6 +87,7 @@ class Together:
         self._sent: dict[_Pair, int] = defaultdict(int)
         self._number: dict[tuple[int, int], tuple[_Pair, int]] = {}  # of a message, by its SEND
         self._met: dict[_Group, list[tuple[Talk, Action, set[int]]]] = defaultdict(list)
+        self._speakers: dict[tuple[Hashable, ...], Lane | None] = {}
         self._count: dict[tuple[_Group, int], int] = defaultdict(int)  # by group and worker
         self._handed: dict[tuple[int, Lane], int] = defaultdict(int)  # places below have their turn
         self._ready: deque[_Thread] = deque(self._threads)
@@ -202,6 +203,9 @@ class Together:
 
     def _meet(self, thread: _Thread, action: Action, talk: Talk) -> _Key | None:
         """Come to a collective; gives it while others of its group have not."""
+        mine = (thread.worker.rank, talk.ranks, talk.channel)
+        if self._speakers.setdefault(mine, thread.lane) is not thread.lane:
+            raise _fault(thread, "another lane speaks to the same workers: either may be first")
         members = tuple(sorted({self._alike[rank] for rank in talk.ranks}))
         if len(members) == 1:
             return None
