@@ -6,8 +6,8 @@ import torch
 
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
-from outsize.models.kraken import krakened
-from outsize.models.ladder import laddered
+from outsize.techniques.wirings.kraken_ways import krakened
+from outsize.techniques.wirings.ladder_from import laddered
 
 
 def to_ladder(model: Decoder, first: int | None = None) -> Decoder:

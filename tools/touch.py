@@ -40,7 +40,8 @@ SUBJECTS: dict[str, Subject] = {
         ("techniques/overlap", "parallel/tensor/overlap", "parallel/courier"),
     ),
     "sequence chunks": Subject(r"sequence_chunk", ("techniques/sequence", "runtime/sequence")),
-    "ladder": Subject(r"\bladder", ("models/ladder",), 9),
+    "ladder": Subject(r"\bladder", ("techniques/wirings/ladder",)),
+    "kraken": Subject(r"(?i)kraken", ("techniques/wirings/kraken",)),
     "zeroth-order": Subject(
         r"(?i)zeroth",
         ("techniques/zeroth", "runtime/special/zeroth", "runtime/special/forwards",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outsize.models.adapter import Adapter
+from outsize.models.wiring import Wiring
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Placement = Literal["before", "after_branch", "around_branch", "after_sum"]
@@ -161,16 +162,15 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     init_std: float = 0.02
-    ladder_from: int | None = None  # layers from this on are a ladder (outsize/models/ladder.py)
-    ways: int = 1  # sub-layers of a layer beside one another (outsize/models/kraken.py)
+    wiring: Wiring | None = None  # of branches, where they are not one after the other
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
 
     @property
     def rewired(self) -> str:
         """The key of config.json by which branches are wired otherwise than one after the other,
         "" where none is."""
-        return "ladder_from" if self.ladder_from is not None else "kraken_ways" * (self.ways > 1)
+        return "" if self.wiring is None else self.wiring.key
 
     def unwired(self) -> DecoderConfig:
         """The plain model of the same branches."""
-        return replace(self, ladder_from=None, ways=1)
+        return replace(self, wiring=None)

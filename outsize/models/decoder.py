@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Union
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,12 @@ from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
-from outsize.models.kraken import KrakenBlock, KrakenJoin
-from outsize.models.ladder import LadderBlock, LadderJoin
 from outsize.models.linear import Embedding, Linear
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
 from outsize.models.seams import Attend, Beginning, Carry, Context, Dispatch, Mixer, Past
+from outsize.models.wiring import AnyBlock
 
-AnyBlock = Union["Block", LadderBlock, KrakenBlock]
-Join = LadderJoin | KrakenJoin
 Drop = Callable[[Tensor], Tensor]
 
 
@@ -63,7 +59,7 @@ class Prologue(nn.Module):
         return ctx.drop(x_TD, "embedding")
 
 
-class Block(nn.Module):
+class Block(AnyBlock):
     """x_TD -> x_TD: attention and MLP with their norms.
 
     placement: "before" x + f(norm(x)); "after_branch" x + norm(f(x)); "around_branch" both;
@@ -119,21 +115,13 @@ class Block(nn.Module):
 
 
 def _block(config: DecoderConfig, layer: int) -> AnyBlock:
-    if config.ways > 1:
-        return KrakenBlock(config, layer)
-    ladder = config.ladder_from is not None and layer >= config.ladder_from
-    return LadderBlock(config, layer) if ladder else Block(config, layer)
-
-
-def _joiner(config: DecoderConfig) -> Join | None:
-    if config.ways > 1:
-        return KrakenJoin(config)
-    return None if config.ladder_from is None else LadderJoin(config)
+    wired = None if config.wiring is None else config.wiring.block(config, layer)
+    return wired or Block(config, layer)
 
 
 def typed(blocks: nn.ModuleList) -> list[AnyBlock]:
     """A decoder's blocks, under their type."""
-    return [b for b in blocks if isinstance(b, Block | LadderBlock | KrakenBlock)]
+    return [b for b in blocks if isinstance(b, AnyBlock)]
 
 
 class Epilogue(nn.Module):
@@ -148,7 +136,7 @@ class Epilogue(nn.Module):
         self.project = Linear(config.hidden, size) if size != config.hidden else None
         self.head = Linear(size, config.vocab, use="column", unit="vocab")
         self.vocabulary: Vocabulary | None = None  # for the loss, where some rows are elsewhere
-        self.join = _joiner(config)
+        self.join = None if config.wiring is None else config.wiring.join(config)
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
         if self.join is not None:

@@ -21,10 +21,11 @@ from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.models.build import segments
 from outsize.models.config import DecoderConfig
-from outsize.models.decoder import AnyBlock, Decoder, typed
+from outsize.models.decoder import Decoder, typed
 from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
 from outsize.models.seams import Attend, Context
+from outsize.models.wiring import AnyBlock
 from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
 from outsize.registry import Registry

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from outsize.models.chunk import ChunkCarry, Left
 from outsize.models.chunked import ChunkAttend
-from outsize.models.decoder import AnyBlock
 from outsize.models.seams import Context
+from outsize.models.wiring import AnyBlock
 from outsize.runtime.spill import Handle, Spill, restore
 
 

@@ -29,7 +29,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.parallel.tensor.decoder import split
-from outsize.parallel.tensor.rewired import check_ways
+from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
@@ -179,7 +179,7 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
             f" is pipeline={most}"
         )
     check(config, mesh.tensor)
-    check_ways(config.ways, mesh.tensor, sequence_parallel=False)
+    check_wiring(config, mesh.tensor, sequence_parallel=False)
 
 
 def segment_bytes(model: Decoder, dtypes: Mapping[str, torch.dtype], mesh: Mesh) -> list[int]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from outsize.collectives.axes import Clash
 from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
-from outsize.models.decoder import AnyBlock
 from outsize.models.seams import Context
+from outsize.models.wiring import AnyBlock
 from outsize.plan import Plan
 from outsize.plan.settings import PLAN_SETTINGS, PlanSetting
 from outsize.runtime.native import RUNNERS

@@ -23,7 +23,7 @@ from outsize.optim import LearningRate
 from outsize.parallel.check.checker import refuse
 from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
-from outsize.parallel.tensor.rewired import check_ways
+from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.search import PlanRequest, TooSmall, choose, predict
@@ -184,7 +184,7 @@ def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     size = request.mesh.tensor
     if size > 1:
         check(config, size)
-        check_ways(config.ways, size, request.sequence_parallel)
+        check_wiring(config, size, request.sequence_parallel)
         config = config.unwired()
         cuts = cuts_of(build(config), size, 0, request.sequence_parallel)
         spread = Spread(cuts, boundaries(request.sequence_parallel))

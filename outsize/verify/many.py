@@ -11,6 +11,7 @@ from itertools import combinations
 from math import inf
 
 from outsize.errors import OutsizeError
+from outsize.models.wiring import WIRES
 from outsize.plan import Plan
 from outsize.verify.case import Case
 from outsize.verify.compare import LIMIT
@@ -167,8 +168,7 @@ def features(drawn: Drawn) -> Iterator[str]:
         ("order layer", plan.order == "layer"),
         ("update behind", plan.update == "behind"),
         ("uneven rows", plan.rows % plan.mesh.rows > 0),
-        ("ladder", what["model"].get("ladder_from") is not None),
-        ("kraken", what["model"].get("kraken_ways") is not None),
+        *((key, what["model"].get(key) is not None) for key in WIRES.names()),
         ("tied", bool(what["model"].get("tie_word_embeddings"))),
         ("clip", case.clip is not None),
         ("masked rows", what["masked rows"] != (0, 0)),

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from outsize.models.families import FAMILIES
+from outsize.models.wiring import WIRES
 
 POSITIONS = 256
 NARROW = 12  # features of a token
@@ -38,14 +39,11 @@ def _wired(draw: Random, made: Shape) -> Shape:
     if chance > 0.94 and others:
         again = Random(chance)
         return again.choice(others)(again)
-    if chance < 0.1:
-        return {**made, "ladder_from": draw.choice((0, 0, 1))}
-    counts = (made.get("num_attention_heads", 1), made.get("num_key_value_heads", 1))
-    ways = [n for n in (2, 3, 4) if not any(count % n for count in counts)]
-    if chance > 0.3 or not ways:
-        return made
-    way = draw.choice(ways)
-    return {**made, "kraken_ways": way, "intermediate_size": way * draw.randrange(4, 13)}
+    for _, wire in reversed(list(WIRES.items())):
+        if chance < wire.share:
+            return wire.draw(draw, made)
+        chance -= wire.share
+    return made
 
 
 def _common(draw: Random) -> Shape:

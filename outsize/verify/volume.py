@@ -164,11 +164,7 @@ def _handed(job: Job, config: DecoderConfig, move: Action) -> float:
     if move.part != WHOLE:  # of the ends, which have the embedding's features
         return _tokens(job, move.microbatch) * _features(config) * BYTES[plan.precision.compute]
     size = plan.mesh.tensor
-    wide = 1.0  # times as many features as the model has
-    if layer >= 0 and config.ways > 1:
-        wide += config.ways / size
-    elif layer >= 0 and config.ladder_from is not None:
-        wide += layer >= config.ladder_from
+    wide = 1.0 if config.wiring is None else config.wiring.width(layer, size)
     tokens = _tokens(job, move.microbatch) / (size if plan.sequence_parallel else 1)
     return tokens * wide * config.hidden * BYTES[plan.precision.compute]
 

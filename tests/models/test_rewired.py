@@ -14,12 +14,12 @@ from outsize.decode.generate import generate
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.models.kraken import krakened
-from outsize.models.ladder import laddered
 from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime.special.local import LocalJob
+from outsize.techniques.wirings.kraken_ways import krakened
+from outsize.techniques.wirings.ladder_from import laddered
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

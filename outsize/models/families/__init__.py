@@ -10,10 +10,9 @@ from typing import Any
 from outsize.errors import OutsizeError, nearest
 from outsize.models.config import DecoderConfig
 from outsize.models.families import deepseek, gemma, gpt, llama, mixture
-from outsize.models.families.reading import count, integer, only
-from outsize.models.kraken import krakened
-from outsize.models.ladder import laddered
-from outsize.registry import Registry
+from outsize.models.families.reading import only
+from outsize.models.wiring import WIRES
+from outsize.registry import Registry, filed
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,9 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     only(config, "add_cross_attention", False, "only decoders are built in")
     only(config, "use_bidirectional_attention", False, "attention is causal")
     facts = replace(family.read({**family.defaults, **config}), source=dict(config))
-    if config.get("ladder_from") is not None:
-        facts = laddered(facts, count(config, "ladder_from"))
-    if config.get("kraken_ways") is not None:
-        facts = krakened(facts, integer(config, "kraken_ways"))
+    for key in sorted(filed("wirings") & config.keys()):
+        if config[key] is not None:
+            facts = WIRES.get(key).read(facts, config)
     return facts
 
 

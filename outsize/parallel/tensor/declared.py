@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from outsize.models.config import DecoderConfig
 from outsize.models.declared import INSIDE, Lies, declarations
 from outsize.models.decoder import Decoder
 from outsize.parallel.layouts import PARTIAL, REPLICATED, Exchange, Laid, Sharded
+from outsize.parallel.tensor.rewired import over_axis
 
 TOKENS, FEATURES = Sharded(0), Sharded(1)
 WHOLE = Laid()  # every worker computes the same with it, from here on
@@ -52,35 +52,17 @@ class Boundary:
 
 def layouts(model: Decoder) -> dict[str, Lies]:
     """How each parameter lies: as its module declares, or as the blocks' wiring has it."""
-    rewired = _rewired(model.config)
+    wiring = over_axis(model.config)
+    rewired = () if wiring is None else wiring.inside()
     return {
         name: INSIDE if any(fnmatchcase(name, one) for one in rewired) else declared.lies
         for name, declared in declarations(model)
     }
 
 
-def _rewired(config: DecoderConfig) -> tuple[str, ...]:
-    """Names of what has partial gradients in ladder and Kraken models: the first worker alone
-    counts the biases of row weights; what each way sees of the stream is its own."""
-    biases = ("attention.o.bias", "mlp.down.bias")
-    if config.ways > 1:
-        norms = ("blocks.*_norm.*", "epilogue.norm.*", "epilogue.project.*")
-        return (*norms, *(f"blocks.*.{bias}" for bias in biases))
-    if config.ladder_from is None:
-        return ()
-    layers = range(config.ladder_from, len(config.layers))
-    return tuple(f"blocks.{i}.{bias}" for i in layers for bias in biases)
-
-
-def boundaries(sequence_parallel: bool, ways: int = 1) -> tuple[Boundary, ...]:
-    """Where layouts change. The row weights' biases are added behind the sum: the "output" of a
-    branch is the product of its last weight. ways: of a Kraken model, whose blocks sum inside."""
-    if ways > 1:
-        return (
-            Boundary("prologue.tokens", "output", SUMMAND, WHOLE),
-            Boundary("blocks.0", "input", WHOLE, FANNED),
-            Boundary("epilogue.head", "output", BY_FEATURES, WHOLE),
-        )
+def boundaries(sequence_parallel: bool) -> tuple[Boundary, ...]:
+    """Where layouts change in a plain model. The row weights' biases are added behind the sum: the
+    "output" of a branch is the product of its last weight."""
     between = stream(sequence_parallel)
     return (
         Boundary("prologue.tokens", "output", SUMMAND, between),

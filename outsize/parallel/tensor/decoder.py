@@ -28,7 +28,7 @@ from outsize.models.seams import Context
 from outsize.parallel.sums import cross, spans_of
 from outsize.parallel.tensor.beside import Beside
 from outsize.parallel.tensor.declared import Boundary, boundaries
-from outsize.parallel.tensor.rewired import check_ways, rewire
+from outsize.parallel.tensor.rewired import Rewired, check_wiring, over_axis
 from outsize.parallel.tensor.units import check, counts, cuts_of
 from outsize.parallel.tensor.vocabulary import lookup, vocabulary
 from outsize.parallel.tensor.wide_norm import wide_norm
@@ -52,7 +52,7 @@ def split(
     are what the cuts say. Raises OutsizeError for sizes that the axis cannot divide.
     """
     check(model.config, axis.size)
-    check_ways(model.config.ways, axis.size, sequence_parallel and axis.size > 1)
+    check_wiring(model.config, axis.size, sequence_parallel and axis.size > 1)
     cuts = cuts_of(model, axis.size, axis.rank, sequence_parallel)
     if axis.size == 1:
         return cuts
@@ -64,8 +64,10 @@ def split(
         model.first_token = lambda tokens: spans_of(tokens, axis)[axis.rank][0]
     _widen(model, axis)
     modules = dict(model.named_modules())
-    crossed = boundaries(sequence_parallel, model.config.ways)
-    wired = rewire(model, axis, sequence_parallel, beside)
+    crossed, wired, wiring = boundaries(sequence_parallel), Rewired(), over_axis(model.config)
+    if wiring is not None:
+        crossed = wiring.boundaries(sequence_parallel)
+        wired = wiring.rewire(model, axis, sequence_parallel, beside)
     taken = set[str]()
     if beside is not None:
         taken = _taken_over(modules, crossed, axis, beside, wired.branches)

@@ -20,35 +20,44 @@ T tokens, D hidden, n ways, I in, O out; W value size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.kernels import product
 from outsize.kernels.gate import gated
 from outsize.kernels.linear import GradSink
 from outsize.models.attention import Attention, keys_and_values
 from outsize.models.config import DecoderConfig
-from outsize.models.ladder import Launch, at_once, sequential
+from outsize.models.decoder import Decoder
+from outsize.models.families.reading import integer
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.norm import Norm
 from outsize.models.seams import Context, Mixer, StateSpec
+from outsize.models.wiring import WIRES, Launch, Launching, Wire, at_once, sequential
+from outsize.parallel.tensor.beside import Beside
+from outsize.parallel.tensor.declared import BY_FEATURES, FANNED, SUMMAND, WHOLE, Boundary
+from outsize.parallel.tensor.rewired import Rewired, first_counts, flying, launching
+
+NAME = "kraken_ways"
 
 
-class KrakenBlock(nn.Module):
+class KrakenBlock(Launching):
     """(T, D) in the first one, (T, (1 + n) D) in the others -> (T, (1 + n) D): x, c_0, c_1, ...
 
     ways, first: how many are on this worker, and the first one's number.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, ways: int) -> None:
         super().__init__()
         self.layer, self.hidden = layer, config.hidden
-        self.ways, self.first = config.ways, 0
+        self.ways, self.first = ways, 0
         self.attention_norm = Norm(config.hidden, config.norm)
         self.attention = KrakenAttention(config, layer)
         self.mlp_norm = Norm(config.hidden, config.norm)
@@ -264,12 +273,65 @@ class _Ways(torch.autograd.Function):
         return gx, gw, gb, None, None
 
 
+@dataclass(frozen=True)
+class Kraken:
+    """On a tensor axis the stream has whole values and partial gradients from the embedding to the
+    head, for each way sees it in its own way; the one sum of a layer is a sum in both directions.
+    """
+
+    ways: int
+    key = NAME
+
+    def block(self, config: DecoderConfig, layer: int) -> KrakenBlock:
+        return KrakenBlock(config, layer, self.ways)
+
+    def join(self, config: DecoderConfig) -> KrakenJoin:
+        return KrakenJoin(config)
+
+    def width(self, layer: int, size: int) -> float:
+        return 1.0 if layer < 0 else 1 + self.ways / size
+
+    def check(self, size: int, sequence_parallel: bool) -> None:
+        if self.ways % size:
+            fits = max(n for n in range(1, size + 1) if self.ways % n == 0)
+            raise OutsizeError(
+                f"mesh: tensor is {size}, which does not divide the model's {NAME}, {self.ways};"
+                f" the nearest that works is tensor={fits}"
+            )
+        if sequence_parallel:
+            raise OutsizeError(
+                f"plan: sequence_parallel is set, but a model with {NAME} {self.ways} sees its"
+                " stream differently on every worker; set it to false"
+            )
+
+    def inside(self) -> tuple[str, ...]:
+        norms = ("blocks.*_norm.*", "epilogue.norm.*", "epilogue.project.*")
+        return (*norms, "blocks.*.attention.o.bias", "blocks.*.mlp.down.bias")
+
+    def boundaries(self, sequence_parallel: bool) -> tuple[Boundary, ...]:
+        return (
+            Boundary("prologue.tokens", "output", SUMMAND, WHOLE),
+            Boundary("blocks.0", "input", WHOLE, FANNED),
+            Boundary("epilogue.head", "output", BY_FEATURES, WHOLE),
+        )
+
+    def rewire(
+        self, model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
+    ) -> Rewired:
+        for module in model.modules():
+            if isinstance(module, KrakenBlock):
+                module.ways = self.ways // axis.size
+                module.first = axis.rank * module.ways
+            elif isinstance(module, KrakenAttention | KrakenMLP):
+                first_counts(module, axis)
+        launching(model, flying(axis, beside, ("all_reduce", "all_reduce")))
+        return Rewired()
+
+
 def krakened(config: DecoderConfig, ways: int) -> DecoderConfig:
     """The config of the same model in so many ways. OutsizeError where heads or features do not
     divide, or for what has no ways: latent attention, experts, norms over all heads at once."""
-    sequential(config, "kraken_ways")
-    if config.ladder_from is not None:
-        raise OutsizeError("config.json: ladder_from and kraken_ways exclude each other; drop one")
+    sequential(config, NAME)
     lacking = (
         *((layer.kind != "attention", layer.kind) for layer in config.layers),
         (any(layer.experts for layer in config.layers), "experts"),
@@ -277,12 +339,25 @@ def krakened(config: DecoderConfig, ways: int) -> DecoderConfig:
     )
     for there, what in lacking:
         if there:
-            raise OutsizeError(f"config.json: kraken_ways is {ways}, but the model has {what}")
+            raise OutsizeError(f"config.json: {NAME} is {ways}, but the model has {what}")
     counts = {"heads": config.heads, "key-value heads": config.kv_heads}
     counts["inner features"] = config.mlp_hidden
-    for what, count in counts.items():
-        if ways < 1 or count % ways:
+    for what, number in counts.items():
+        if ways < 1 or number % ways:
             raise OutsizeError(
-                f"config.json: kraken_ways is {ways}; expected a divisor of the {count} {what}"
+                f"config.json: {NAME} is {ways}; expected a divisor of the {number} {what}"
             )
-    return replace(config, ways=ways, source={**config.source, "kraken_ways": ways})
+    wiring = Kraken(ways) if ways > 1 else None
+    return replace(config, wiring=wiring, source={**config.source, NAME: ways})
+
+
+def _drawn(draw: Random, made: dict[str, Any]) -> dict[str, Any]:
+    counts = (made.get("num_attention_heads", 1), made.get("num_key_value_heads", 1))
+    ways = [n for n in (2, 3, 4) if not any(count % n for count in counts)]
+    if not ways:
+        return made
+    way = draw.choice(ways)
+    return {**made, NAME: way, "intermediate_size": way * draw.randrange(4, 13)}
+
+
+WIRES.add(NAME, Wire(lambda c, said: krakened(c, integer(said, NAME)), _drawn, 0.2))

@@ -13,27 +13,31 @@ T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.models.families.reading import count
 from outsize.models.norm import Norm
 from outsize.models.seams import Context, Mixer
+from outsize.models.wiring import WIRES, Launch, Launching, Wire, at_once, sequential
+from outsize.parallel.sums import Crossing
+from outsize.parallel.tensor.beside import Beside
+from outsize.parallel.tensor.declared import Boundary, boundaries
+from outsize.parallel.tensor.rewired import Rewired, first_counts, flying, launching
 
-Launch = Callable[[Tensor], Callable[[], Tensor]]  # begins to add up; what that gives has the sum
+NAME = "ladder_from"
+SUM: Crossing = ("all_reduce", "none")
+BIASES = ("attention.o.bias", "mlp.down.bias")
 
 
-def at_once(x: Tensor) -> Callable[[], Tensor]:
-    """Nothing is left to add: one worker, or a sum that was taken before."""
-    return lambda: x
-
-
-class LadderBlock(nn.Module):
+class LadderBlock(Launching):
     """(T, D) in the first one, (T, 2 D) in the others -> (T, 2 D)."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -81,26 +85,64 @@ class LadderJoin:
         return x[:, : self.hidden] + fed_TD
 
 
+@dataclass(frozen=True)
+class Ladder:
+    """Of the layers from `first` on, of so many. On a tensor axis what a branch gives is summed as
+    in a plain model, one branch later."""
+
+    first: int
+    layers: int
+    key = NAME
+
+    def block(self, config: DecoderConfig, layer: int) -> LadderBlock | None:
+        return LadderBlock(config, layer) if layer >= self.first else None
+
+    def join(self, config: DecoderConfig) -> LadderJoin:
+        return LadderJoin(config)
+
+    def width(self, layer: int, size: int) -> float:
+        return 2.0 if layer >= self.first else 1.0
+
+    def check(self, size: int, sequence_parallel: bool) -> None:
+        """Any axis can share it."""
+
+    def inside(self) -> tuple[str, ...]:
+        return tuple(f"blocks.{i}.{b}" for i in range(self.first, self.layers) for b in BIASES)
+
+    def boundaries(self, sequence_parallel: bool) -> tuple[Boundary, ...]:
+        return boundaries(sequence_parallel)
+
+    def rewire(
+        self, model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
+    ) -> Rewired:
+        names = set[str]()
+        for i in range(self.first, self.layers):
+            for name in ("attention", "mlp"):
+                first_counts(getattr(model.blocks[i], name), axis)
+                names.add(f"blocks.{i}.{name}")
+        if beside is None or sequence_parallel:  # tokens that are cut have no place for summands
+            return Rewired(frozenset(names))
+        launching(model, flying(axis, beside, SUM))
+        return Rewired(frozenset(names), flying=True)
+
+
 def laddered(config: DecoderConfig, first: int | None = None) -> DecoderConfig:
     """The config of the same model with its layers from `first` on as a ladder; the upper half, as
     the paper converts trained models, where it is not given. OutsizeError for a model whose
     branches are arranged otherwise than x + f(norm(x)), one after the other."""
-    count = len(config.layers)
-    first = count // 2 if first is None else first
-    if not 0 <= first < count:
-        raise OutsizeError(f"ladder_from is {first}; expected 0 to {count - 1}, a layer")
-    sequential(config, "ladder_from")
-    if config.ways > 1:
-        raise OutsizeError("config.json: ladder_from and kraken_ways exclude each other; drop one")
-    source = {**config.source, "ladder_from": first}
-    return replace(config, ladder_from=first, source=source)
+    layers = len(config.layers)
+    first = layers // 2 if first is None else first
+    if not 0 <= first < layers:
+        raise OutsizeError(f"ladder_from is {first}; expected 0 to {layers - 1}, a layer")
+    sequential(config, NAME)
+    return replace(config, wiring=Ladder(first, layers), source={**config.source, NAME: first})
 
 
-def sequential(config: DecoderConfig, key: str) -> None:
-    """OutsizeError unless branches are x + f(norm(x)), one after the other."""
-    if config.placement != "before" or config.parallel:
-        how = "side by side" if config.parallel else f"with norms {config.placement}"
-        raise OutsizeError(
-            f"config.json: {key} is set, but {config.family} has its branches {how}; only models"
-            " with x + f(norm(x)), one branch after the other, can be wired like this"
-        )
+WIRES.add(
+    NAME,
+    Wire(
+        lambda config, said: laddered(config, count(said, NAME)),
+        lambda draw, made: {**made, NAME: draw.choice((0, 0, 1))},
+        0.1,
+    ),
+)
