@@ -13,8 +13,10 @@ from outsize.schedule.chunks import Chunks
 from outsize.schedule.compile.evaluate import forwards
 from outsize.schedule.compile.forward import compile_forward
 from outsize.schedule.compile.train import base_of
+from outsize.schedule.ends import ends_of
 from outsize.schedule.item import Item
 from outsize.schedule.items import Items
+from outsize.schedule.passes.ends import alone
 from outsize.schedule.passes.offload import streamed, visits
 from outsize.schedule.passes.pipeline import linked, placed
 from outsize.schedule.passes.shard import spread
@@ -115,4 +117,6 @@ class Placement:
             base, moves = forwards(line, turn, microbatches, kind)
             return placed(streamed(base, spare, self.rooms, stream), moves)
         base = replace(compile_forward(stages, microbatches, kind), first=stages)
+        ends = ends_of(self.plan.pipeline)
+        base = base if ends is None else alone(base, self.chunks.rows[-1], ends)
         return streamed(base, spare, self.rooms, stream)

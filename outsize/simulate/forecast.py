@@ -180,7 +180,7 @@ class _Place:
 
     def evaluation(self, costs: Costs) -> tuple[int, dict[str, int]]:
         """What an evaluation of one microbatch will hold: the peak, and bytes by kind at it. 0
-        where it is not known: of a vocabulary that is cut over the pipeline."""
+        where none was rehearsed."""
         if not costs.forward:
             return 0, {}
         mine, static = costs.evaluation, {**self._between, "data": costs.evaluated}

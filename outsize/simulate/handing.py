@@ -58,7 +58,8 @@ def evaluating(schedule: Schedule, costs: Costs, line: Pipelining | None) -> Sch
     if line is None:
         return schedule
     made = [replace(a, allocates=()) if a.kind is Kind.SEND else a for a in schedule.workers[0]]
-    first = next((i for i, a in enumerate(made) if a.kind in (Kind.RECV, Kind.FORWARD)), None)
+    begins = (Kind.RECV, Kind.FORWARD)
+    first = next((i for i, a in enumerate(made) if a.kind in begins or a.kind.end), None)
     if first is not None:
         begun = tuple((f"device/{kind}", n) for kind, n in costs.begun.items())
         taken = sum(costs.begun.values()) if made[first].lane is Lane.COMPUTE else 0

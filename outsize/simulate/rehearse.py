@@ -54,7 +54,7 @@ def rehearse(
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
             job, data, ledger = _rehearsed(alone, own, job_of, batch_of, line, whole)
-            if not whole.evaluated and job.rows is None:
+            if not whole.evaluated:
                 _evaluate(job, batch_of(rows), ledger, whole, line)
             job.close()
             names = tuple(name for name, _ in job.flow.segments)
@@ -205,7 +205,8 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
             with counter:
                 event = job.engine.alone(step)
             delta = _change(ledger, before)
-            if line and step is program.steps[-1]:  # the microbatch goes
+            gone = step is program.steps[-1] and program.schedule.ends is None
+            if line and gone:  # the microbatch goes
                 delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
             workspace = max(0, event.peak - total)
             played.forward[moved(action)] = ActionCost(delta, workspace, counter.work)

@@ -13,11 +13,13 @@ _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
-    """The list of one worker that has whole layers, in the passes of cut ones. head: the stage that
-    has what the last layer multiplies by; the first one has the first layer's."""
+    """The list of one worker that has whole layers, in the passes of cut ones: of a step, or of an
+    evaluation, which has the first at each end. head: the stage that has what the last layer
+    multiplies by; the first one has the first layer's."""
+    kinds = ends.ahead if schedule.first == schedule.stages else ends.passes
 
-    def passes(kinds: Iterable[Kind], stage: int, m: int) -> Iterator[Action]:
-        for kind in kinds:
+    def passes(wanted: Iterable[Kind], stage: int, m: int) -> Iterator[Action]:
+        for kind in (kind for kind in wanted if kind in kinds):
             yield Action(kind, stage, m)
             if kind in ends.makes:
                 yield exchange_of(ends.makes[kind], stage, m)
