@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from plain import batches
-from tensor_split import filled, one_pass, played, reference, whole, wrapping
+from tensor_split import filled, one_pass, played, reference, whole
 from threads import play
 
 from outsize.collectives import Lone, Mesh, along
@@ -42,17 +42,6 @@ FAMILIES = {
         "first_k_dense_replace": 1, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 6, "v_head_dim": 8,
     },
-}  # fmt: skip
-WAYS = {
-    "recompute": {"stages": per_segment(4, ("block",))},
-    "one stage": {"stages": (Stage(0, 4),), "microbatch_rows": 3, "loss_chunk": 0},
-    "parts again": {"recompute": ("attention", "mlp")},
-    "tiles": {"tile": 5},
-    "all of it": {
-        "stages": (Stage(0, 1), Stage(1, 3, ("block",)), Stage(3, 4)), "tile": 5,
-        "loss_chunk": 4, "recompute": ("attention",),
-    },
-    "sequence chunks": {"stages": per_segment(4, ("block",)), "sequence_chunk": 5},
 }  # fmt: skip
 ROWS, TOKENS = 3, 13
 BATCH = batches(1, ROWS, TOKENS, 61)[0]
@@ -94,18 +83,6 @@ def test_every_family(name, sequence_parallel):
 def test_sizes(size, chunks, sequence_parallel):
     model = filled(config_of("llama, biases"))
     close(played(model, plan_of(), BATCH, size, sequence_parallel, chunks=chunks), model, BATCH)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("way", WAYS)
-def test_with_what_else_a_plan_does(way, sequence_parallel):
-    if sequence_parallel and way == "sequence chunks":
-        pytest.skip("the stream is cut by tokens once")
-    changes = dict(WAYS[way])
-    wrap = wrapping(changes.pop("tile", 0), changes.pop("recompute", ()))
-    model, plan = filled(config_of("llama")), plan_of(**changes)
-    parts = played(model, plan, BATCH, 2, sequence_parallel, wrap=wrap, chunks=3)
-    close(parts, model, BATCH)
 
 
 def test_frozen_parts():

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from plain import batches
-from tensor_split import Part, filled, one_pass, played, reference, whole
+from tensor_split import Part, filled, one_pass, played, reference, whole, wrapping
 from threads import play
 
 from outsize.collectives import Mesh, along
@@ -22,8 +22,6 @@ from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import per_segment
-from outsize.runtime.again import recomputed, tiled
-from outsize.runtime.intercept import intercept
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 2,
@@ -111,17 +109,6 @@ def test_three_workers(name, sequence_parallel):
     close(played(model, plan_of(), batch, 3, sequence_parallel), model, batch)
 
 
-WAYS = {
-    "recompute": {"stages": per_segment(4, ("block",))},
-    "one stage": {"stages": (Stage(0, 4),), "microbatch_rows": 3, "loss_chunk": 0},
-    "loss chunks": {"loss_chunk": 1},
-    "parts again": {"recompute": ("attention", "mlp")},
-    "tiles": {"tile": 5},
-    "all of it": {
-        "stages": (Stage(0, 1), Stage(1, 3, ("block",)), Stage(3, 4)), "tile": 5,
-        "loss_chunk": 4, "recompute": ("attention",),
-    },
-}  # fmt: skip
 CHUNKS = {
     "sequence chunks": {"stages": per_segment(4, ("block",)), "sequence_chunk": 5},
     "chunks of all": {
@@ -131,39 +118,13 @@ CHUNKS = {
 }  # fmt: skip
 
 
-def wrapping(tile=0, recompute=()):
-    """What a job does to the parts of blocks once they are split."""
-
-    def wrap(model) -> None:
-        for block in model.blocks:
-            for part in recompute:
-                module = getattr(block, part)
-                intercept(module, recomputed(module, False))
-            if tile:
-                intercept(block.mlp, tiled(block.mlp, tile))
-
-    return wrap
-
-
-def run_way(name, way, size, sequence_parallel):
-    model, batch = filled(config_of(name)), batches(1, ROWS, TOKENS, 61)[0]
-    plan = plan_of(**{k: v for k, v in way.items() if k not in ("tile", "recompute")})
-    wrap = wrapping(way.get("tile", 0), way.get("recompute", ()))
-    parts = played(model, plan, batch, size, sequence_parallel, wrap=wrap)
-    close(parts, model, batch)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("name", ["llama, biases", "qwen3_moe"])
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_saving_ways(way, name, sequence_parallel):
-    run_way(name, WAYS[way], 2, sequence_parallel)
-
-
 @pytest.mark.parametrize("name", ["olmo2", "gemma2", "deepseek_v3"])
 @pytest.mark.parametrize("way", CHUNKS)
 def test_chunks_of_the_sequence(way, name):
-    run_way(name, CHUNKS[way], 2, False)
+    model, batch = filled(config_of(name)), batches(1, ROWS, TOKENS, 61)[0]
+    changes = dict(CHUNKS[way])
+    wrap = wrapping(changes.pop("tile", 0))
+    close(played(model, plan_of(**changes), batch, 2, False, wrap=wrap), model, batch)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])

@@ -1,4 +1,7 @@
-"""Every way of running a step gives the plain loop's numbers: 1e-10 in float64 over 20 steps."""
+"""Steps give the plain loop's numbers: 1e-10 in float64 over 20 steps, whose learning rates differ.
+
+Every way of running a step: tests/verify/test_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,8 @@ def plan_of(**changes) -> Plan:
 
 PLANS = {
     "plain": plan_of(microbatch_rows=3),
-    "accumulate": plan_of(),
     "uneven-microbatches": plan_of(microbatch_rows=2),
-    "recompute-block": plan_of(stages=per_segment(5, ("block",))),
-    "recompute-attention": plan_of(stages=per_segment(5, ("attention",))),
-    "recompute-mlp": plan_of(stages=per_segment(5, ("mlp", "attention"))),
-    "split-backward": plan_of(split_backward=True),
-    "split-recompute": plan_of(split_backward=True, stages=per_segment(5, ("block",))),
-    "one-stage": plan_of(stages=(Stage(0, 5),)),
-    "two-stages": plan_of(stages=(Stage(0, 2), Stage(2, 5))),
-    "graded": plan_of(stages=(Stage(0, 1), Stage(1, 3, ("block",)), Stage(3, 4), Stage(4, 5))),
     "loss-chunk": plan_of(loss_chunk=7),
-    "mlp-tile": plan_of(mlp_tile=5, microbatch_rows=2),
     "everything": plan_of(
         mlp_tile=5,
         loss_chunk=7,
@@ -85,7 +78,7 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["uneven-microbatches", "everything"])
 def test_losses_norms_and_weights_equal_the_plain_loop(name, data, rates, reference):
     losses, norms, model = reference
     assert any(norm > 0.5 for norm in norms), "the test must clip"

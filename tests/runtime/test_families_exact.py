@@ -1,4 +1,4 @@
-"""Families of many kinds, frozen parameters, unused experts: the plain loop's numbers, float64."""
+"""Frozen parameters and experts that no token chooses: the plain loop's numbers, float64."""
 
 from __future__ import annotations
 
@@ -59,13 +59,6 @@ def check(model, plan: Plan, data, reference) -> None:
         assert far(got[name], parameter.detach()) <= 1e-10, name
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "deepseek_v3", "mistral", "llama, untied"])
-def test_families(name, data):
-    model = built(name)
-    reference = plain.train(model, data, RATES, clip=CLIP, decay=0.1)
-    check(model, base_plan(**PLANS["everything"]), data, reference)
-
-
 @pytest.fixture(scope="module")
 def experts(data):
     """Mixtral's plain training; in its second layer expert 4 is never chosen."""
@@ -91,12 +84,12 @@ def unused():
     return model
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["accumulate", "everything"])
 def test_experts_without_tokens(name, data, experts):
     check(unused(), base_plan(**PLANS[name]), data, experts)
 
 
-@pytest.mark.parametrize("plan", ["recompute-block", "everything", "one-stage"])
+@pytest.mark.parametrize("plan", ["everything", "one-stage"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters(name, plan, data):
     model = built("llama, untied", FROZEN[name])

@@ -1,4 +1,6 @@
-"""Workers of a pipeline, as threads: the numbers of one worker, whatever the schedule."""
+"""Workers of a pipeline, as threads: the numbers of one worker, whatever the schedule.
+
+Two workers with everything else that a plan says: tests/verify/test_matrix.py."""
 
 from __future__ import annotations
 
@@ -32,11 +34,6 @@ SCHEDULES = (
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_workers_give_the_numbers_of_one(schedule):
-    check(piped(schedule))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_workers_give_the_numbers_of_one(schedule):
     check(piped(schedule, 4, 8), "llama, untied")
 
@@ -46,11 +43,10 @@ def test_with_both_other_axes():
     check(piped("interleaved:2", mesh=mesh, shards=zero(3, 2), sequence_parallel=True))
 
 
-CUT = ("1f1b", "interleaved:2", "zb-v", "chimera")
-
-
-@pytest.mark.parametrize("variant", [1, 2])
-@pytest.mark.parametrize("schedule", CUT)
+# On two workers: tests/verify/test_matrix.py.
+@pytest.mark.parametrize(
+    ("schedule", "variant"), [("interleaved:2", 1), ("zb-v", 2), ("chimera", 1)]
+)
 def test_a_cut_vocabulary(schedule, variant):
     check(piped(schedule, 4, 8, pipeline=Pipelined(schedule, vocabulary=variant)), "llama, untied")
 
@@ -85,8 +81,11 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize(
+    ("frozen", "schedule"),
+    zip(FROZEN.values(), ("1f1b", "zb-h1", "chimera", "zb-h1", "1f1b"), strict=True),
+    ids=FROZEN,
+)
 def test_frozen_parameters(frozen, schedule):
     check(piped(schedule), "llama, untied", frozen=frozen)
 
@@ -97,8 +96,13 @@ TIERS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb-v"])
-@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize(
+    ("tiers", "schedule"),
+    [
+        (TIERS["everything"], "interleaved:2"), (TIERS["everything"], "zb-v"),
+        (TIERS["parameters"], "1f1b"),
+    ],
+)  # fmt: skip
 def test_states_below_the_device(tiers, schedule, monkeypatch):
     small(monkeypatch)
     check(resting(piped(schedule), **tiers), "llama, untied")

@@ -98,10 +98,16 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("order", ["microbatch", "layer"])
-@pytest.mark.parametrize("shards", SHARDS.values(), ids=SHARDS)
-def test_four_workers_give_the_numbers_of_one(shards, order):
-    check(spread(4, shards, order=order))
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("pairs", "layer"), ("three levels", "microbatch"), ("three levels", "layer"),
+        ("parameters in pairs", "microbatch"), ("optimizer in pairs", "layer"),
+    ],
+)  # fmt: skip
+def test_degrees_between_one_and_all(name, order):
+    """The others: tests/verify/test_matrix.py."""
+    check(spread(4, SHARDS[name], order=order))
 
 
 def test_master_copy_of_bfloat16():

@@ -116,19 +116,6 @@ def test_attention_is_that_of_whole_rows(sight: dict, workers: int) -> None:
     play(Mesh(context=workers), run)
 
 
-FAMILIES = ["llama", "gemma2", "gpt2", "mixtral", "deepseek_v3"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str) -> None:
-    def noise(batch, step):
-        return replace(batch, noise=Noise(0.2, 5, step))
-
-    found = verify(case_of(family, mesh=Mesh(context=3), rows=3, clip=0.5, noise=noise), own=False)
-    assert found.holds, found.exact.worst
-    assert found.sent.compute == pytest.approx(found.sent.formula.compute, rel=1e-3, abs=64)
-
-
 def test_frequencies_that_depend_on_the_length_of_documents() -> None:
     scaled = {"rope_type": "dynamic", "factor": 4.0}
     changes = {"rope_scaling": scaled, "max_position_embeddings": 6}

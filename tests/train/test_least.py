@@ -53,7 +53,7 @@ def least_of(sets: list[str]) -> int:
     return int(found[-1])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_least_runs_and_a_byte_less_is_refused(runs, seed) -> None:
     rng = random.Random(seed)
     keys = drawn(rng)

@@ -99,7 +99,7 @@ def plain():
     return losses, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [3])
 def test_two_workers_give_the_numbers_of_plain_pytorch(zero):
     text = LOOP.format(paths=PATHS, zero=zero)
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

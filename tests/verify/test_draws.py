@@ -1,4 +1,4 @@
-"""Twenty random models under random plans hold; more of them: outsize verify --random 300."""
+"""Ten random models under random plans hold; more of them: outsize verify --random 300."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WORKERS = 8
 ODD = ("model", "workers", "optimizer", "schedule")
 
 
-@pytest.mark.parametrize("first", [0, 10])
-def test_ten_draws_hold(first):
-    found = list(outcomes(range(first, first + 10), WORKERS))
+@pytest.mark.parametrize("first", [0, 5])
+def test_five_draws_hold(first):
+    found = list(outcomes(range(first, first + 5), WORKERS))
     assert not [f"{one.fault}\n{one.drawn}" for one in found if not one.holds]
     total = summary(found)
-    assert total.held == 10 and 0 < total.worst <= 1e-10
+    assert total.held == 5 and 0 < total.worst <= 1e-10
 
 
 def first_of(seed: int) -> Drawn:

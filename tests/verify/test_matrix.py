@@ -16,7 +16,7 @@ from outsize.collectives import Mesh
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
 from outsize.optim.parse import parse
-from outsize.plan import Pipelined, Rest, Sharding
+from outsize.plan import Pipelined, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.techniques.optim.adamw8bit import Settings
 from outsize.verify import verify
@@ -33,14 +33,14 @@ def shards(name: str, data: int) -> Sharding:
 
 
 FACTORS = {
-    "family": ("llama", "gemma2", "gpt2", "mixtral", "deepseek_v3"),
+    "family": ("llama, untied", "gemma2", "gpt2", "mixtral", "deepseek_v3"),
     "mesh": (
         *(Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
         *(Mesh(context=2), Mesh(2, context=3), Mesh(tensor=2, context=2)),
         *(Mesh(expert=2), Mesh(2, expert=2)),
     ),
     "shards": ("whole", "optimizer", "gradients", "parameters"),
-    "recompute": ("none", "block", "parts", "mixed"),
+    "recompute": ("two stages", "block", "parts", "mixed"),
     "optimizer": ("adamw", "adamw8bit", "sgd", "muon"),
     "order": ("microbatch", "layer"),
     "update": ("apart", "behind"),
@@ -61,12 +61,15 @@ STAGES = {
     "block": per_segment(5, ("block",)),
     "parts": per_segment(5, ("mlp", "attention")),
     "mixed": MIXED,
+    "two stages": (Stage(0, 2), Stage(2, 5)),
 }
 
 
 # Two workers of a pipeline: plain, with several stages each, a V with gradients of weights apart,
 # both ways. The 5 segments lie in at least the 4 stages that these have.
 PIPED = FACTORS | {
+    "family": ("llama", *FACTORS["family"][1:]),
+    "recompute": ("none", "block", "parts", "mixed"),
     "mesh": (
         Mesh(1, 1, 2),
         Mesh(2, 1, 2),

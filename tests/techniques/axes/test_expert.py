@@ -1,6 +1,7 @@
 """The expert axis: experts dealt out over workers, tokens sent to them, beside all experts on one.
 
-With every other feature that may meet it: `outsize verify --random` draws the axis.
+With every other feature that may meet it: the pairs of tests/verify/test_matrix.py; `outsize verify
+--random` draws the axis.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from outsize.errors import OutsizeError
 from outsize.models.dropout import Noise
 from outsize.models.experts import Experts, LocalDispatch
 from outsize.optim import AdamW
-from outsize.optim.parse import parse
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
-from outsize.plan import Pipelined, Precision, Rest, Sharding, Stage
+from outsize.plan import Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
@@ -40,31 +40,10 @@ from outsize.techniques.axes.expert import dealt
 from outsize.verify import verify
 from outsize.verify.draw import draws
 
-MUON = parse("muon", 3e-3, 0.1, (0.9, 0.95))
 BELOW = tuple(replace(s, rest=Rest("disk", optimizer="host")) for s in per_segment(5))
 CASES = {
-    "two workers": ("mixtral", {"mesh": Mesh(expert=2)}),
     "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "rows": 7}),
     "dense layers, a shared expert": ("deepseek_v3", {"mesh": Mesh(expert=3), "resume_at": 1}),
-    "sharded, recomputed": (
-        "mixtral",
-        {
-            "mesh": Mesh(2, expert=2), "shards": Sharding(2, 2, 2), "order": "layer",
-            "stages": per_segment(5, ("block",)),
-        },
-    ),
-    "gradients of weights later": (
-        "deepseek_v3",
-        {"mesh": Mesh(expert=2), "split_backward": True, "stages": per_segment(5, ("mlp",))},
-    ),
-    "matrices updated whole": (
-        "mixtral",
-        {"mesh": Mesh(2, expert=2), "shards": Sharding(1, 2, 2), "optimizer": MUON},
-    ),
-    "a pipeline": (
-        "mixtral",
-        {"mesh": Mesh(1, 1, 2, expert=2), "pipeline": Pipelined("zb-h1"), "rows": 9},
-    ),
     "tokens cut": ("mixtral", {"mesh": Mesh(expert=2, context=2)}),
     "tiers": ("mixtral", {"mesh": Mesh(expert=2), "stages": BELOW}),
 }  # fmt: skip
