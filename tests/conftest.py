@@ -26,6 +26,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from openmp import let_threads_go
 from rates import known_machine
 
 from outsize.hardware import Hardware
@@ -61,6 +62,7 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
+    let_threads_go()  # workers of later tests are forked from this process
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 
 import pytest
 import torch
+from openmp import let_threads_go
 
 from outsize.hardware.probe import probe
 
@@ -42,3 +44,16 @@ def test_cache_holds_but_kernels_and_rates_at_start(turn: int) -> None:
     assert kernels == "kernels" and rates.startswith("hardware-")
     assert probe("cpu").source == "test"
     os.mkdir(os.path.join(cache, "left_by_a_test"))
+
+
+def test_a_forked_process_has_threads_of_its_own_after_a_test_that_had_some() -> None:
+    torch.set_num_threads(2)
+    x = torch.ones(1 << 17)
+    x.exp()
+    let_threads_go()
+    worker = os.fork()
+    if not worker:
+        signal.alarm(60)  # ends it where it waits for threads that it does not have
+        x.exp()
+        os._exit(0)
+    assert os.waitpid(worker, 0)[1] == 0
