@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     help="With --memory: keep the weights of a pruned model under --disk without their zeros.",
 )
 @click.option(
-    "--timing", is_flag=True, help="With --memory: seconds a token, predicted and measured."
+    "--timing",
+    is_flag=True,
+    help="With --memory or --mesh: seconds and most bytes, predicted and measured.",
 )
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
@@ -90,16 +92,14 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
     check_prompt(prompt)
-    if memory is None and (disk is not None or sparse or timing):
+    if memory is None and (disk is not None or sparse or (timing and not apart)):
         raise OutsizeError("--disk, --sparse and --timing go with --memory; give --memory SIZE")
-    wanted = _Wanted(prompt, max_tokens, sampling, stop, tokenizer, not no_echo)
+    wanted = _Wanted(prompt, max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
     found, config, text = _found(directory, tokenizer)
     with _opened(found, config, memory, disk, sparse) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
-        if timing:
-            click.echo(_timing(model), err=True)
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class _Wanted:
     stop: tuple[str, ...]
     tokenizer: str | None
     echo: bool
+    timing: bool
 
     def go(
         self,
@@ -120,12 +121,15 @@ class _Wanted:
         on_text: Callable[[str], None] | None,
     ) -> None:
         """Generate; on_text None: another worker says it."""
+        model.counts = self.timing
         own = (self.prompt, self.max_tokens, self.sampling, self.stop, text)
         if on_text is None:
             model.generate(*own)
             return
         model.generate(*own, on_text, self._ready)
         click.echo()
+        if self.timing:
+            click.echo("all in memory" if model.home is None else model.home.timing(), err=True)
 
     def _ready(self, plan: str) -> None:
         """Say before the first token the plan, if there is one, and the prompt."""
@@ -214,10 +218,3 @@ def _opened(
 
     described = describe(found, config)
     return Model(described.model, InFiles(described, parse_bytes(memory), disk=disk, sparse=sparse))
-
-
-def _timing(model: Model) -> str:
-    from outsize.serve.files import InFiles
-
-    assert isinstance(model.home, InFiles)
-    return model.home.timing()

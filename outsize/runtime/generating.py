@@ -24,7 +24,7 @@ from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context, Past
 from outsize.plan import Stage
-from outsize.runtime.engine import Engine, Loaded
+from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow, Record
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.native import ChainWalk, Edges, NativeFlow, through
@@ -62,7 +62,7 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
 
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, ready for its engine. begin:
-    sets out on a walk. lists: those made so far, by kind."""
+    sets out on a walk. lists: those made so far, by kind. ran: the actions of the last step."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class TokenSteps:
         self._engine, self._sample = engine, sample
         self._playable, self._begin = playable, begin
         self.lists = dict[Kind, Loaded]()
+        self.ran: Sequence[Ran] = ()
 
     def __call__(
         self,
@@ -87,7 +88,7 @@ class TokenSteps:
     ) -> list[Drawn]:
         loaded = self.begin(ids_T, positions_T, bounds, past)
         self._sample.ready(draws)
-        self._engine.play(loaded, time.perf_counter())
+        self.ran = self._engine.play(loaded, time.perf_counter())
         return self._sample.taken()
 
     @torch.no_grad()

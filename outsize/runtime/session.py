@@ -7,7 +7,7 @@ Who has handed on a slice of a long prompt begins with the next one while the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outsize.decode.generate import Draw
 from outsize.decode.samplers import Drawn
+from outsize.memory import format_bytes, meter
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Past
 from outsize.plan import Plan
@@ -58,6 +59,8 @@ class Session:
 
     weights: what brings those of a stage. lists: the proved list of each kind of step, where it is
     not all stages one after the other, as those of a model in memory. peers: the other workers.
+    seconds: of the steps of a request, by kind; peak: most bytes on the device, where `count` has
+    been called, in those that a prompt goes through and the first that does not: others are timed.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Session:
         def playable(kind: Kind) -> Loaded:
             return self.engine.load(one := made(kind), Points(one, uses))
 
+        self.seconds: dict[Kind, list[float]] = {}
+        self.peak = self._weights = 0
         self.steps = TokenSteps(flow, self.engine, sample, playable, microbatches.carry)
         self.forget()
 
@@ -97,14 +102,41 @@ class Session:
         past: Past,
         draws: Sequence[Draw],
     ) -> list[Drawn]:
-        begin = time.perf_counter()
+        kind, begin = kind_of(bounds), time.perf_counter()
+        if self.watch.ledger is not None and len(self.seconds[Kind.DECODE]) == 1:
+            self.watch.ledger = None
         found = self.steps(ids_T, positions_T, bounds, past, draws)
-        self.seconds[kind_of(bounds)].append(time.perf_counter() - begin)
+        self.seconds[kind].append(time.perf_counter() - begin)
+        self.peak = max(self.peak, *(self._weights + ran.peak for ran in self.steps.ran))
         return found
 
     def forget(self) -> None:
-        """Another request begins: the seconds of steps are those of its own."""
-        self.seconds: Mapping[Kind, list[float]] = {Kind.PREFILL: [], Kind.DECODE: []}
+        """Another request begins."""
+        self.seconds = {Kind.PREFILL: [], Kind.DECODE: []}
+        self.peak = self._weights = 0
+        self.watch.ledger = None
+
+    def count(self) -> None:
+        """Count bytes in the request that begins."""
+        ledger, parameters = meter(self.steps.flow.device), list(self.steps.model.parameters())
+        for parameter in parameters:
+            ledger.see(parameter)
+        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parameters}
+        self._weights = sum(held.values()) - ledger.total  # an allocator's count begins with 0
+        self.watch.ledger = ledger
+
+    def timing(self, peak: int, seconds: float | None = None) -> str:
+        """What the steps of a request took and held, with what was predicted of its peak in bytes
+        and the seconds of a token."""
+        prompt, tokens = self.seconds[Kind.PREFILL], self.seconds[Kind.DECODE]
+        said = [f"prompt {sum(prompt):.3g} s"] if prompt else []
+        if tokens:
+            timed = tokens[1:] if self.peak and len(tokens) > 1 else tokens  # beside what counted
+            expected = "" if seconds is None else f", predicted {seconds:.3g}"
+            said.append(f"{sum(timed) / len(timed):.3g} s a token{expected}")
+        if self.peak:
+            said.append(f"{format_bytes(self.peak)} at most, predicted {format_bytes(peak)}")
+        return "; ".join(said)
 
     def close(self) -> None:
         """End its threads, once everything has gone; raises what went wrong there."""

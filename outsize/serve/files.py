@@ -8,7 +8,7 @@ for bit.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -23,7 +23,6 @@ from outsize.runtime.session import Session
 from outsize.runtime.tokens.cycle import Layout, layout_of, smallest
 from outsize.runtime.tokens.pooled import PooledFiles
 from outsize.runtime.tokens.source import Source
-from outsize.schedule import Kind
 from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, needs_of_rows
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
@@ -31,8 +30,8 @@ NEAR = 0.9  # of the pool that could be had: one as large is kept for the next r
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is predicted of a request. weights: bytes of all of them; seconds: of one token, reading
-    and computing beside each other."""
+    """What is predicted of a request. weights: bytes of all of them; held: of buffers to read with;
+    seconds: of one token, reading and computing beside each other."""
 
     needs: Needs
     layout: Layout
@@ -40,6 +39,13 @@ class Outlook:
     weights: int
     read_rate: float
     compute_rate: float
+
+    held: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors, at most."""
+        return self.layout.pool + self.held + self.needs.cache + self.needs.work
 
     @property
     def seconds(self) -> float:
@@ -51,7 +57,8 @@ class Outlook:
             f"weights {format_bytes(self.weights)}, {kept} of {self.stages} parts stay in a pool of"
             f" {format_bytes(self.layout.pool)}; cache {format_bytes(self.needs.cache)},"
             f" a step {format_bytes(self.needs.work)}; {read} read a token at"
-            f" {format_bytes(self.read_rate)}/s; predicted {self.seconds:.3g} s a token"
+            f" {format_bytes(self.read_rate)}/s; predicted {format_bytes(self.peak)},"
+            f" {self.seconds:.3g} s a token"
         )
 
 
@@ -98,6 +105,11 @@ class InFiles:
         found = self._needs[key]
         return self._with(found), found.slice
 
+    def peak(self, request: Request) -> int:
+        self.ready(request)
+        assert self.outlook is not None
+        return self.outlook.peak
+
     def ready_for_rows(self, rows: int, length: int) -> Session:
         """The same for the logits of all tokens of rows."""
         work = needs_of_rows(self.held, rows, length)
@@ -115,19 +127,13 @@ class InFiles:
         return str(self.outlook)
 
     def timing(self) -> str:
-        """Seconds of a token, predicted and measured, and what the steps read."""
         session, outlook = self.session, self.outlook
         assert session is not None and outlook is not None, "asked for after a request"
-        prompt, tokens = session.seconds[Kind.PREFILL], session.seconds[Kind.DECODE]
-        said = [f"prompt {sum(prompt):.3g} s"] if prompt else []
-        if tokens:
-            mean = sum(tokens) / len(tokens)
-            said.append(f"{mean:.3g} s a token, predicted {outlook.seconds:.3g}")
-        said.append(
-            f"{format_bytes(outlook.layout.read)} read in each of"
-            f" {counted(len(prompt + tokens), 'step')}"
+        steps = sum(map(len, session.seconds.values()))
+        return (
+            f"{session.timing(outlook.peak, outlook.seconds)};"
+            f" {format_bytes(outlook.layout.read)} read in each of {counted(steps, 'step')}"
         )
-        return "; ".join(said)
 
     def close(self, faulty: bool = False) -> None:
         """Let files and memory go."""
@@ -189,9 +195,9 @@ class InFiles:
         past = self.outlook
         if rate is None:
             assert past is not None, "a pool that is full has been filled"
-            return Outlook(
-                found, pooled.layout, past.stages, past.weights, past.read_rate, past.compute_rate
-            )
+            return replace(past, needs=found, layout=pooled.layout)
         sizes = [stage.bytes for stage in self.source.stages]
-        stages = sum(map(bool, sizes))
-        return Outlook(found, pooled.layout, stages, sum(sizes), rate, pooled.compute_rate())
+        return Outlook(
+            found, pooled.layout, sum(map(bool, sizes)), sum(sizes), rate, pooled.compute_rate(),
+            self.source.bytes_held,
+        )  # fmt: skip

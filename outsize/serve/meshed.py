@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -44,6 +45,7 @@ from outsize.schedule.place import looped, one_way
 from outsize.schedule.programs import drawer, generating
 from outsize.search.partition import Cost, partition
 from outsize.serve.model import Model
+from outsize.simulate.tokens import Held, needs
 
 TOKENS = "prologue.tokens.weight"
 
@@ -68,7 +70,9 @@ class OnMesh:
     ) -> None:
         check_mesh(found.model.config, world.mesh)
         dtypes = found.dtypes(dtype)
-        self.mesh, self._leave = world.mesh, leave
+        self.mesh, self._rank, self._leave = world.mesh, world.rank, leave
+        self._request: Request | None = None
+        self._held = Held(found.model.config, dtypes, world.mesh)
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
         self.sizes = segment_bytes(found.model, dtypes, self.mesh)
         self.turns = turns_of(self.sizes, self.mesh.pipeline)
@@ -80,8 +84,16 @@ class OnMesh:
         self.session = session_on(self.model, world, self.turns)
 
     def ready(self, request: Request) -> tuple[Session, int]:
+        self._request = request
         self.session.forget()
         return self.session, PREFILL_TOKENS
+
+    def peak(self, request: Request) -> int:
+        return self._peak(request, self._rank)
+
+    def timing(self) -> str:
+        assert self._request is not None, "asked for after a request"
+        return self.session.timing(self.peak(self._request))
 
     def ready_for_rows(self, rows: int, length: int) -> Session:
         return self.session
@@ -91,10 +103,22 @@ class OnMesh:
         for size, turn in zip(self.sizes, self.turns, strict=True):
             held[turn] += size
         each = " of each stage" if len(held) > 1 else ""
-        return (
+        said = (
             f"weights {format_bytes(self.bytes)} on {self.mesh}; a worker{each} holds"
             f" {', '.join(map(format_bytes, held))}"
         )
+        if self._request is None:
+            return said
+        ranks = self.mesh.ranks("pipeline", 0)
+        peaks = (format_bytes(self._peak(self._request, rank)) for rank in ranks)
+        return f"{said} of weights, predicted {', '.join(peaks)} at most"
+
+    def _peak(self, request: Request, rank: int) -> int:
+        turn = self.mesh.index("pipeline", rank)
+        here = tuple(other == turn for other in self.turns)
+        found = needs(replace(self._held, rank=rank, here=here), request, PREFILL_TOKENS)
+        weights = sum(size for size, mine in zip(self.sizes, here, strict=True) if mine)
+        return weights + found.cache + found.work
 
     def close(self, faulty: bool = False) -> None:
         """Leave the other workers; without a fault once everything has gone to them."""

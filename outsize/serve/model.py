@@ -36,11 +36,17 @@ class Home(Protocol):
         """What plays the steps of a request, and how many tokens of its prompt are fed at once.
         OutsizeError where it does not fit."""
 
+    def peak(self, request: Request) -> int:
+        """Most bytes of tensors on this worker's device while it is served, predicted."""
+
     def ready_for_rows(self, rows: int, length: int) -> Session:
         """What gives the logits of rows of so many tokens."""
 
     def __str__(self) -> str:
         """What is said of it before the first token."""
+
+    def timing(self) -> str:
+        """What the last request took and held, measured and predicted."""
 
     def close(self, faulty: bool = False) -> None:
         """Let files, threads and other workers go, once everything has gone to them; after a
@@ -52,8 +58,10 @@ class Model(Decoder):
     memory budget or a mesh in a `with`, or close it.
 
     decoder: whose parts it has. home: where its weights are; None: in memory, to be trained and
-    saved as those of any module.
+    saved as those of any module. counts: whether bytes are counted while it generates.
     """
+
+    counts = False
 
     def __init__(self, decoder: Decoder, home: Home | None = None) -> None:
         nn.Module.__init__(self)
@@ -116,6 +124,19 @@ class Model(Decoder):
                     on_text(piece)
             return "".join(pieces)
 
+    def peak(self, prompt: int, max_tokens: int, sampling: Sampler = GREEDY) -> int:
+        """Most bytes of tensors, weights included, that this worker's device will hold while
+        `max_tokens` tokens follow a prompt of so many: found by playing the steps on tensors
+        without bytes. OutsizeError as of generate."""
+        request = Request((0,) * prompt, max_tokens, sampling)
+        check_request(self, request.ids, max_tokens)
+        if self.home is not None:
+            return self.home.peak(request)
+        from outsize.simulate.tokens import needs, resident
+
+        found = needs(resident(self), request, PREFILL_TOKENS)
+        return sum(x.nbytes for x in self.parameters()) + found.cache + found.work
+
     def close(self) -> None:
         """Let what it has open go: files, threads, other workers. One in memory stays as it is."""
         if self.home is not None:
@@ -131,7 +152,10 @@ class Model(Decoder):
     @contextmanager
     def _session(self, request: Request) -> Iterator[tuple[Session, int]]:
         if self.home is not None:
-            yield self.home.ready(request)
+            session, at_once = self.home.ready(request)
+            if self.counts:
+                session.count()
+            yield session, at_once
             return
         with Session(self) as session:
             yield session, PREFILL_TOKENS

@@ -54,10 +54,15 @@ class Held:
     def has(self, segment: int) -> bool:
         return not self.here or self.here[segment]
 
+    @property
+    def last(self) -> bool:
+        """Whether the head is this worker's."""
+        return self.has(len(self.config.layers) + 1)
+
     def plays(self, stage: int, last: int) -> bool:
         """Whether a stage of a model with one layer of each kind is this worker's."""
         if stage in (0, last):
-            return self.has(stage and len(self.config.layers) + 1)
+            return self.last if stage else self.has(0)
         return not self.config.rewired or self.has(stage)
 
 
@@ -83,11 +88,16 @@ def needs(held: Held, request: Request, length: int) -> Needs:
             for block, times in zip(typed(fake.blocks), layers, strict=True)
         )
         work = max(_step(held, fake, world, request.capacity, *step) for step in steps)
-    if held.mesh.pipeline > 1:  # what has been handed on may not have gone yet
+    if len(request.ids) > first and not held.last:  # what was handed on may not have gone yet
         work += first * held.config.hidden * fake.prologue.tokens.weight.dtype.itemsize
-    if held.has(len(held.config.layers) + 1):
+    if held.last and not held.mesh.index("tensor", held.rank):
         work = max(work, _drawing(held, request.sampler))
     return Needs(cache, work + SCALARS, length)
+
+
+def resident(model: Decoder) -> Held:
+    """Of a model that is in memory as a whole."""
+    return Held(model.config, {name: x.dtype for name, x in model.named_parameters()})
 
 
 def needs_of_rows(held: Held, rows: int, length: int) -> int:

@@ -36,6 +36,9 @@ def test_timing_says_predicted_and_measured(invoke, directory):
     words = ("generate", directory, "--max-tokens", 5, "--tokenizer", "bytes", "--memory", "160KiB")
     _, timing = invoke(*words, "--timing").stderr.splitlines()
     assert "s a token, predicted" in timing and "in each of 5 steps" in timing
+    (said,) = (each.split(" at most, predicted ") for each in timing.split("; ") if "most" in each)
+    found, predicted = (float(each.removesuffix(" KiB")) for each in said)
+    assert found <= predicted <= min(160, 1.05 * found + 4)
 
 
 def test_a_budget_that_is_too_small_is_one_line(invoke, directory):

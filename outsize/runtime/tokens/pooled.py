@@ -10,6 +10,7 @@ T tokens of the step laid flat, U different tokens, D hidden.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -79,12 +80,15 @@ class PooledFiles:
             _set(self.model, name, value.detach().to("meta"))
 
     def compute_rate(self) -> float:
-        """Bytes of weights that one token passes in a second, of stages that are in the pool."""
+        """Bytes of weights that one token passes in a second, of stages that are in the pool;
+        infinite where there is none to time."""
         positions = torch.zeros(1, dtype=torch.int64, device=self.device)
         context = self.model.context(positions, (0, 1))
         width, count = self.model.config.hidden, len(self.model.blocks)
         x_TD = torch.zeros(1, width, dtype=self.source.table.target, device=self.device)
-        stages = sorted({name.stage for name in self.present} - {0})[:SAMPLED]
+        # The first block's input is as wide as hidden states however the others are wired.
+        taken = {1} if self.model.config.rewired else set(range(1, count + 2))
+        stages = sorted(taken & {name.stage for name in self.present})[:SAMPLED]
 
         def run(stage: int) -> float:
             begin = time.perf_counter()
@@ -98,7 +102,8 @@ class PooledFiles:
 
         with torch.no_grad():
             spent = sum(min(run(stage), run(stage)) for stage in stages)
-        return sum(self.source.stages[stage].bytes for stage in stages) / max(spent, 1e-9)
+        size = sum(self.source.stages[stage].bytes for stage in stages)
+        return size / max(spent, 1e-9) if stages else math.inf
 
     def _look_up(self, table: Embedding, ids_T: Tensor) -> Tensor:
         """x_TD of the token embedding, with no more of it than the rows that are used."""
