@@ -17,7 +17,7 @@ before the next one begins. The average moves when its group has stepped and the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -44,6 +44,8 @@ from outsize.runtime.native import NativeFlow
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Recipe
 from outsize.runtime.special.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
+from outsize.runtime.storage.states import Stateful
+from outsize.runtime.storage.together import Part, Together
 from outsize.runtime.storage.weight_pool import NO_STORES
 from outsize.runtime.watch import Watch
 from outsize.schedule import Kind, Schedule, compile_forward, compile_tokens, prove
@@ -51,10 +53,9 @@ from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.layout import Placement
 
 NAME = "local-learning"  # what `approximate` must name
-VALUE = "value"  # what the weights of auxiliary networks are called among the states
 
 
-class LocalJob:
+class LocalJob(Stateful):
     """Trains a decoder group by group; used like Job.
 
     model: a native decoder whose head is its own. plan: of the whole model, with local-learning
@@ -140,7 +141,7 @@ class LocalJob:
         """The moving average by the names of the block's parameters: the parameters themselves, or
         copies as wide as what training continues from, for small changes would be lost."""
         average, read = self._ends[index].average, self.jobs[index + 1].weight_reader()
-        wide = torch.promote_types(self.weights_dtype, torch.float32)
+        wide = torch.promote_types(self.jobs[0].weights_dtype, torch.float32)
         return {
             name: p.data if p.dtype == wide else read(f"blocks.0.{name}").to(wide, copy=True)
             for name, p in (() if average is None else average.named_parameters())
@@ -164,15 +165,11 @@ class LocalJob:
         """Of the first group; all rest alike."""
         return self.jobs[0].placement
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        """What training continues from is held in."""
-        return self.jobs[0].weights_dtype
-
     def close(self) -> None:
         """Give the model back as an ordinary module; its parameters stay views of the chunks."""
         for job in self.jobs:
             job.close()
+        self.engine.close()
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -253,121 +250,26 @@ class LocalJob:
             job.method.microbatches.ready(None, (), 1.0)
         self.microbatches.ready(batch, [(start, stop)], 1.0)
 
-    def _each(self) -> Iterator[tuple[Group, Job]]:
-        return zip(self.groups, self.jobs, strict=True)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model by name; see Job.weights."""
-        return ((name, w) for name, w in self._weights() if not _extra(name))
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for group, job in self._each():
-            yield from ((group.name(name), weight) for name, weight in job.weights())
-
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Optimizer states by "parameter.state", and what auxiliary networks weigh."""
-        read = self.reader()
-        for name in self.state_names():
-            owner, _, state = name.rpartition(".")
-            yield name, read(owner, state)
-
-    def state_names(self) -> Iterator[str]:
-        """The names that `optimizer_state` gives."""
-        for group, job in self._each():
-            yield from (group.name(name) for name in job.state_names())
-        yield from (f"{name}.{VALUE}" for name in self.owners if _extra(name))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
-        return tuple(self.owners[name].shape)
-
-    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a parameter's optimizer state."""
-        if state == VALUE:
-            return self.shape(name), self.placement.chunks.kept.dtypes.optimizer
-        mine = ((job, own) for group, job in self._each() for own in job.owners
-                if group.name(own) == name)  # fmt: skip
-        job, own = next(mine)
-        return job.form(own, state)
-
-    def weight_reader(self) -> Callable[[str], Tensor]:
-        """Gives a weight by name; see Job.weight_reader."""
-        read = self.reader()
-        return lambda name: read(name, None)
-
-    def reader(self) -> Callable[[str, str | None], Tensor]:
-        """Gives the named state of a parameter, or (None) its weight."""
-        where = {
-            group.name(name): (job.reader(), name) for group, job in self._each()
-            for name in job.owners
-        }  # fmt: skip
-        means = dict(self._named_averages())
-        dtype = self.placement.chunks.kept.dtypes.optimizer
-
-        def read(name: str, state: str | None) -> Tensor:
-            of, local = where[name]
-            if state != VALUE:
-                return of(local, state)
-            return means[name].to(dtype) if name in means else of(local, None).to(dtype)
-
-        return read
-
-    def _named_averages(self) -> Iterator[tuple[str, Tensor]]:
-        for group, averages in zip(self.groups, self._averages, strict=False):
-            for name, mean in averages.items():
-                yield group.name(f"epilogue.{AVERAGE}.{name}"), mean
-
-    @torch.no_grad()
-    def load(self, value: Fill | None, state: Fill) -> None:
-        """Replace every weight of the model (value None: they stay) and every state."""
-        for group, job in self._each():
-            kept = job.weight_reader() if value is None else None
-            job.load(partial(_replaced, group, kept, value, state), partial(_renamed, group, state))
-        for name, mean in self._named_averages():
-            state(f"{name}.{VALUE}", mean)
-
-    def update_counts(self) -> dict[str, int]:
-        """Updates that each parameter has had."""
-        return {
-            group.name(name): count
-            for group, job in self._each()
-            for name, count in job.update_counts().items()
-        }
-
     def restore_counts(self, counts: Mapping[str, int]) -> None:
         """Set the updates that each parameter has had; weights and states were loaded before."""
-        for group, job in self._each():
-            names = {group.name(name): name for name in job.owners}
-            job.restore_counts({names[n]: c for n, c in counts.items() if n in names})
+        super().restore_counts(counts)
         self._torn = False
+
+    @cached_property
+    def states(self) -> Together:
+        """Those of all groups. The weights of auxiliary networks are states of the training."""
+        parts = [
+            Part(job, {local: group.name(local) for local in job.owners})
+            for group, job in zip(self.groups, self.jobs, strict=True)
+        ]
+        averages = {
+            group.name(f"epilogue.{AVERAGE}.{name}"): mean
+            for group, means in zip(self.groups, self._averages, strict=False)
+            for name, mean in means.items()
+        }
+        extra = frozenset(name for name in self.owners if name.startswith("auxiliary."))
+        return Together(parts, extra, self.placement.chunks.kept.dtypes.optimizer, averages)
 
 
 def _copied(named: Mapping[str, nn.Parameter], name: str, out: Tensor) -> None:
     out.copy_(named[name])
-
-
-def _renamed(group: Group, state: Fill, local: str, out: Tensor) -> None:
-    state(group.name(local), out)
-
-
-def _replaced(
-    group: Group,
-    kept: Callable[[str], Tensor] | None,
-    value: Fill | None,
-    state: Fill,
-    local: str,
-    out: Tensor,
-) -> None:
-    """Write a weight of a group anew. kept: gives it where the model's stay as they are."""
-    name = group.name(local)
-    if _extra(name):
-        state(f"{name}.{VALUE}", out)
-    elif value is not None:
-        value(name, out)
-    elif kept is not None:
-        out.copy_(kept(local))
-
-
-def _extra(name: str) -> bool:
-    """Whether a parameter is one of an auxiliary network's."""
-    return name.startswith("auxiliary.")
