@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from outsize.checkpoint import adapters, hub
+from outsize.checkpoint.adapters import model_directory
 from outsize.collectives.mesh import Mesh, parse_mesh
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampling
@@ -16,7 +17,6 @@ from outsize.errors import OutsizeError
 from outsize.memory.sizes import parse_bytes
 from outsize.models.decoder import Decoder
 from outsize.serve.model import Model
-from outsize.train.directory import model_directory
 
 __all__ = ["Model", "adapt", "generate", "load", "merge", "save"]
 

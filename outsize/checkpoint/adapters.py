@@ -5,6 +5,7 @@ The directory holds what is trained alone; the model that it is beside lies wher
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from outsize.checkpoint import hub
 from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
+from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.checkpoint.writing import Spec, write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.adapter import FORMATS
@@ -157,3 +159,32 @@ def merge(model: Decoder) -> Decoder:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
     return model
+
+
+def model_directory(path: str | Path) -> Path:
+    """The Hugging Face directory at `path`, or in the latest checkpoint of the run at `path`.
+
+    A checkpoint is verified, every byte of it. OutsizeError for what is neither, or damaged.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutsizeError(f"directory is {path!r}; expected the path of a run or a model")
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise OutsizeError(
+            f"{directory} is not a directory; expected a run, a checkpoint or a Hugging Face model"
+        )
+    if (directory / MANIFEST_NAME).is_file():
+        open_contents(directory).verify()
+        return directory
+    if any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        return directory
+
+    store = Store(directory)
+    if store.latest() is None:
+        raise OutsizeError(
+            f"{directory} holds no model: neither a config.json nor a checkpoint; expected a run, a"
+            " checkpoint or a Hugging Face model"
+        )
+    checkpoint = store.load()
+    checkpoint.verify()
+    return checkpoint.path

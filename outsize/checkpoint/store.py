@@ -11,16 +11,17 @@ What has no valid manifest is no checkpoint. One process at a time may write.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
 from outsize.checkpoint.contents import Named, write_contents, write_synced
-from outsize.checkpoint.lock import DirectoryLock
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint, DamageError, open_contents, read_manifest
 from outsize.checkpoint.writing import remove, sync_directory
@@ -28,7 +29,7 @@ from outsize.errors import OutsizeError
 
 OnDamage = Literal["refuse", "previous"]
 
-POINTER_NAME = "latest"
+POINTER_NAME, LOCK_NAME = "latest", ".lock"
 SHARD_BYTES = 1 << 30  # tensors made for the occasion are held until their shard is written
 _STEP = re.compile(r"step-([0-9]{8,15})")
 _LEFT_BEHIND = re.compile(r"\.(saving|removing|latest)-[0-9]{8,15}-[0-9]+")
@@ -281,3 +282,63 @@ def _step_of(name: str) -> int | None:
     match = _STEP.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and _step_name(step) == name else None
+
+
+class DirectoryLock:
+    """Held from `acquire` to `release` or the end of the process, however that comes: a file with
+    a pid in it would outlive a killed process, an flock does not. The pid is there only so that
+    the second comer can be told who was first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / LOCK_NAME
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock, or OutsizeError naming the process that has it; OSError as it comes."""
+        if self.held:
+            return
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise OutsizeError(
+                f"directory {str(self.path.parent)!r} is in use by process {holder or 'unknown'}; "
+                "expected one run at a time: wait for it, end it, or choose another directory"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self._write_pid(descriptor)
+        _drop_in_children(self)
+
+    def release(self) -> None:
+        """Let go; nothing happens when it is not held. The file stays: to remove it is a race."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _write_pid(self, descriptor: int) -> None:
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError:  # a full disk: the lock holds all the same, only unnamed
+            return
+
+
+def _drop_in_children(lock: DirectoryLock) -> None:
+    """A forked helper shares the lock and would keep it after a killed parent: close it there."""
+    reference = weakref.ref(lock)
+
+    def close() -> None:
+        held = reference()
+        if held is not None:
+            held.release()
+
+    os.register_at_fork(after_in_child=close)

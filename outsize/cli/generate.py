@@ -186,8 +186,7 @@ def _printing(pulse: Heartbeat) -> Callable[[str], None]:
 
 def _found(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, Tokenizer]:
     """Where a model lies, its config and the tokenizer that goes with it, each read once."""
-    from outsize.checkpoint.adapters import read_config
-    from outsize.train.directory import model_directory
+    from outsize.checkpoint.adapters import model_directory, read_config
 
     found = model_directory(directory)
     config = read_config(found)

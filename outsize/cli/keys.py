@@ -14,7 +14,7 @@ def keys(name: str | None) -> None:
     technique."""
     from rich.table import Table
 
-    from outsize.cli.show import console
+    from outsize.cli.command import console
     from outsize.errors import OutsizeError, nearest
     from outsize.registry import TECHNIQUES
     from outsize.train.config import leaves, technique_leaves

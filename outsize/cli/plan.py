@@ -44,7 +44,7 @@ def plan(
     if model is not None and not is_run(target):
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
 
-    from outsize.cli.show import console
+    from outsize.cli.command import console
     from outsize.train import show
     from outsize.train.resolve import as_sets, resolve
 

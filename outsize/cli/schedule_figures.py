@@ -24,7 +24,7 @@ def show(
     """Print the figures, and write what was asked for. spilling: where activations leave."""
     import json
 
-    from outsize.cli.show import console
+    from outsize.cli.command import console
     from outsize.texts import write_text
 
     figures = _figures(played)
@@ -120,7 +120,7 @@ def compared(
 
     from rich.table import Table
 
-    from outsize.cli.show import console
+    from outsize.cli.command import console
     from outsize.search.pipelines import compare
 
     ranked = compare(shape, times, memory, ends)

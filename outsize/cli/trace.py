@@ -182,7 +182,7 @@ def _sum(each: Sum) -> dict[str, Any]:
 
 
 def _print(of: _Compared, top: int) -> None:
-    from outsize.cli.show import console
+    from outsize.cli.command import console
 
     out = console()
     for line in _lines(of):

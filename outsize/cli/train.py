@@ -62,7 +62,7 @@ def train(
     # busy machine from running: a step of the default run took 135 to 2,300 ms beside one other
     # process on two cores, and 70 ms with threads that sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.cli.show import console
+    from outsize.cli.command import console
     from outsize.train.planned import with_plan
     from outsize.train.resolve import as_sets, resolve
 

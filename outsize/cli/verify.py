@@ -60,7 +60,7 @@ def verify(
     without it a small model. Exit code 1 where float64 differs by more than 1e-10.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.cli.show import console
+    from outsize.cli.command import console
 
     if count is None:
         refuse_unused(ctx, ("seed",), "no --random, whose first draw it is of")

@@ -53,8 +53,8 @@ def held(rank: int) -> int:
     return descriptor
 
 
-def tail(descriptor: int | None, path: Path | None) -> str:
-    """The last lines that a worker printed."""
+def tail(rank: int, descriptor: int | None, path: Path | None) -> str:
+    """The last lines that a worker printed, under a line that says so; empty where it has not."""
     data = b""
     if path is not None:
         with path.open("rb") as file:
@@ -63,7 +63,9 @@ def tail(descriptor: int | None, path: Path | None) -> str:
     elif descriptor is not None:
         size = os.fstat(descriptor).st_size
         data = os.pread(descriptor, TAIL, max(0, size - TAIL))
-    return data.decode(errors="replace").strip()
+    text = data.decode(errors="replace").strip()
+    at = "" if path is None else f" ({path})"
+    return text and f"-- the last that rank {rank} printed{at}:\n{text}"
 
 
 def _turn(descriptor: int) -> None:

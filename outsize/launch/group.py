@@ -14,8 +14,7 @@ from outsize.collectives.mesh import Mesh
 from outsize.collectives.world import Lone, World
 from outsize.errors import OutsizeError
 from outsize.launch import fingerprint
-from outsize.launch.heartbeat import Heartbeat, Unwatched
-from outsize.launch.mailbox import Mailbox
+from outsize.launch.heartbeat import Heartbeat, Mailbox, Unwatched
 from outsize.launch.watched import WatchedWorld
 
 T = TypeVar("T")

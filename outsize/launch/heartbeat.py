@@ -1,4 +1,5 @@
-"""Heartbeat: what a worker does at this moment, for whoever watches over it.
+"""Heartbeat: what a worker does at this moment, for whoever watches over it. Mailbox: its place
+among all of them, before they are joined in a World.
 
 The runtime says where it is; the collectives say when they wait. Both are a few bytes written into
 memory that the watcher reads, about a microsecond each.
@@ -6,7 +7,13 @@ memory that the watcher reads, about a microsecond each.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from outsize.torch_private import Store
 
 
 class Heartbeat(Protocol):
@@ -39,3 +46,19 @@ class Unwatched:
 
     def go(self) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """rank of count workers; here: which one it is of the `near` workers of its machine; machine:
+    a number. store: what all of them can write to and read. pulse: what it tells of itself.
+    output: told the run's directory once it is known."""
+
+    rank: int
+    count: int
+    here: int
+    near: int
+    machine: int
+    store: Store
+    pulse: Heartbeat
+    output: Callable[[Path], None]

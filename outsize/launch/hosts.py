@@ -17,17 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from outsize.collectives.joined import meeting
 from outsize.errors import OutsizeError
-from outsize.launch.activity import GONE, activity
-from outsize.launch.board import Board, memory, read
+from outsize.launch.activity import GONE, Activity, activity
+from outsize.launch.board import Board, Place, Spot, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_of
-from outsize.launch.mailbox import Mailbox
-from outsize.launch.message import Message, word
+from outsize.launch.heartbeat import Mailbox
 from outsize.launch.watchdog import GAP, SILENCE, Sample, Verdict, Watchdog, waiting
 
 if TYPE_CHECKING:
@@ -226,7 +225,8 @@ class _Watch:
             return
         self._say(failure.text)
         self._say(f"error: rank {rank} on {socket.gethostname()} failed (in {place})")
-        self._show()
+        if text := tail(rank, self.capture.held, self.capture.path):
+            self._say(text)
 
     def _judged(self, verdict: Verdict) -> NoReturn:
         """The run is over. What cannot end itself is ended by its neighbours."""
@@ -272,15 +272,49 @@ class _Watch:
     def _say(self, text: str) -> None:
         print(text, file=self.error, flush=True)
 
-    def _show(self) -> None:
-        text = tail(self.capture.held, self.capture.path)
-        if text:
-            at = "" if self.capture.path is None else f" ({self.capture.path})"
-            self._say(f"-- the last that rank {self.post.rank} printed{at}:\n{text}")
-
 
 def _end(code: int) -> NoReturn:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+@dataclass(frozen=True)
+class Message:
+    """beat: counts up. machine: a number; pid: on it. leaving: its part of the run is done.
+    spots: of its threads (action, what it waits in, seconds since the last change)."""
+
+    beat: int
+    host: str
+    machine: int
+    pid: int
+    leaving: bool
+    during: str
+    spots: tuple[tuple[str, str, float], ...]
+    activity: Activity
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Message:
+        said = json.loads(text)
+        spots = tuple((str(a), str(w), float(s)) for a, w, s in said.pop("spots"))
+        return Message(spots=spots, activity=Activity(**said.pop("activity")), **said)
+
+    def sample(self, heard: float) -> Sample:
+        """heard: seconds ago."""
+        now = time.monotonic()
+        spots = tuple(Spot(a, w, now - heard - seconds) for a, w, seconds in self.spots)
+        place = Place(self.during, spots)
+        waits = place.waits
+        return Sample(self.activity, place, None if waits is None else now - waits.since, heard)
+
+
+def word(beat: int, machine: int, leaving: bool, place: Place) -> Message:
+    """Of this process, which is at `place`."""
+    now = time.monotonic()
+    spots = tuple((s.action, s.waits, now - s.since) for s in place.spots)
+    host, pid = socket.gethostname(), os.getpid()
+    return Message(beat, host, machine, pid, leaving, place.during, spots, activity(pid))

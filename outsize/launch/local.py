@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from mmap import mmap
 from pathlib import Path
 from types import FrameType
@@ -28,8 +29,7 @@ from outsize.launch.activity import activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_by_status, failure_of
-from outsize.launch.mailbox import Mailbox
-from outsize.launch.rendezvous import client, serve
+from outsize.launch.heartbeat import Mailbox
 from outsize.launch.watchdog import Sample, Verdict, Watchdog, waiting
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ SETTLE = 0.3  # seconds in which several ends count as one event: the fault may 
 FOLLOWED = 10.0  # seconds for it to show where all that have failed did so because of another
 SHARED = Path("/dev/shm")
 KILL_PATIENCE = 5.0  # seconds until a killed process must be gone
+CONNECT = 60.0  # seconds
 _PR_SET_PDEATHSIG = 1
 _DONE = "done"
 
@@ -264,10 +265,8 @@ class _Team:
     def _show(self, rank: int) -> None:
         """What a worker printed, where nobody has seen it."""
         worker = self.workers[rank]
-        text = tail(worker.held, worker.log)
-        if text:
-            at = "" if worker.log is None else f" ({worker.log})"
-            _say(f"-- the last that rank {rank} printed{at}:\n{text}")
+        if text := tail(rank, worker.held, worker.log):
+            _say(text)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -358,3 +357,20 @@ def _work(start: _Start, work: Work) -> int:
     code = work(Mailbox(rank, count, rank, count, 0, store, pulse, start.output))
     pulse.at("the end")
     return code
+
+
+def serve(listener: socket.socket) -> Store:
+    """Serve a store on a socket that listens already; the store owns it from now on. It starts a
+    thread: workers are forked before."""
+    from outsize.torch_private import TCPStore
+
+    host, port = listener.getsockname()[:2]
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def client(host: str, port: int) -> Store:
+    """A worker's connection to it."""
+    from outsize.torch_private import TCPStore
+
+    return TCPStore(host, port, timeout=timedelta(seconds=CONNECT), wait_for_workers=False)

@@ -26,8 +26,15 @@ from outsize.errors import OutsizeError, nearest
 from outsize.models.decoder import Decoder
 from outsize.optim import taker
 from outsize.runtime import Job
-from outsize.train.state import OPTIMIZER, WEIGHTS, tensors_of, weights_of
-from outsize.train.values import beside
+from outsize.train.state import (
+    OPTIMIZER,
+    WEIGHTS,
+    beside,
+    make_all,
+    optimizer_tensors,
+    tensors_of,
+    weights_of,
+)
 
 KIND, BUFFERS = "outsize job", "buffers"
 KEPT = 2  # checkpoints in a directory
@@ -72,9 +79,7 @@ def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
     tensors = _tensors(job, model)
     counts: dict[str, JSON] = {name: count for name, count in job.update_counts().items()}
     if job.world.rank:
-        for _, _, tensor in tensors:
-            if isinstance(tensor, Later):
-                tensor.make()
+        make_all(tensors)
         return path
 
     def files(directory: Path) -> None:
@@ -173,10 +178,7 @@ def _tensors(job: Job, model: nn.Module) -> Iterator[Named]:
     read = job.reader()
     for name in job.owners:
         yield WEIGHTS, name, Later(job.weights_dtype, job.shape(name), partial(read, name, None))
-    for name in job.state_names():
-        owner, _, state = name.rpartition(".")
-        shape, dtype = job.form(owner, state)
-        yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
+    yield from optimizer_tensors(job, read)
     for name, buffer in model.named_buffers():
         yield BUFFERS, name, buffer
 

@@ -39,10 +39,9 @@ from outsize.train.adopting import Neighbours, begin_alike, derived_of, said
 from outsize.train.alike import agreed, alike, balanced
 from outsize.train.batches import cut, empty_like, own_loss
 from outsize.train.handed import Handed
-from outsize.train.rehearsals import Rehearsals
+from outsize.train.rehearsals import Rehearsals, twin_of
 from outsize.train.settings import Settings, given_plan, request_of, rows_in, segments_of
 from outsize.train.tiers import opened, with_tiers
-from outsize.train.twin import twin_of
 
 T = TypeVar("T")
 Blocks = Sequence[tuple[str, nn.Module]]

@@ -9,8 +9,7 @@ from rich.console import Console
 from outsize.data import Data, Dataset, TrainStream, open_data
 from outsize.errors import counted
 from outsize.launch import WorkerGroup
-from outsize.train.reading import data_config
-from outsize.train.recipe import stream_of
+from outsize.train.recipe import data_config, stream_of
 from outsize.train.setup import Setup, settled
 from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
 from outsize.train.timing import calibrated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outsize.data import Data, TrainStream
+from outsize.data import Data, DataConfig, TrainStream, sourced
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
 from outsize.plan import Plan
@@ -32,3 +32,24 @@ def stream_of(config: RunConfig, data: Data, plan: Plan) -> TrainStream:
     keys = config.train
     assert keys.sequence is not None
     return TrainStream(data.train, keys.seed, plan.rows, keys.sequence)
+
+
+def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
+    """tokenizer: a directory, or bytes. The row length of the run is settled."""
+    own = config.data
+    return DataConfig(
+        path=own.path,
+        kind=own.kind,
+        field=own.field,
+        tokenizer=tokenizer,
+        validation=own.validation,
+        cache=own.cache,
+        source=sourced(config.techniques),
+        sequence=config.train.sequence,
+    )
+
+
+def weighed(config: RunConfig) -> bool:
+    """Whether targets have weights of their own."""
+    found = sourced(config.techniques)
+    return found is not None and found[0].weighed

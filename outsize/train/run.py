@@ -52,11 +52,10 @@ from outsize.train.recipe import options_of, recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
-from outsize.train.state import Place, distances_of, place_of, restore, same_run
+from outsize.train.state import Place, distances_of, first_values, place_of, restore, same_run
 from outsize.train.stop import Stop
 from outsize.train.tiers import opened
 from outsize.train.timing import keep_pace, no_pace
-from outsize.train.values import first_values
 
 RUN, PLAN = "run.yaml", "plan.yaml"
 NOTHING = ""  # what the first worker says where there is nothing to do

@@ -35,8 +35,7 @@ from outsize.train.config import RunConfig
 from outsize.train.filling import filling_of
 from outsize.train.model import Subject, subject
 from outsize.train.planned import plan_of
-from outsize.train.reading import weighed
-from outsize.train.recipe import recipe_of
+from outsize.train.recipe import recipe_of, weighed
 from outsize.train.resolve import Resolved
 from outsize.train.special import Special, special_of
 from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
@@ -314,15 +313,9 @@ def _continued(
         free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:
             return made
-    fixed = replace(
-        request,
-        budget=budget,
-        microbatch_rows=plan.microbatch_rows,
-        loss_chunk=plan.loss_chunk,
-        mlp_tile=plan.mlp_tile,
-        order=plan.order,
-        settings=request.settings.having(dict(plan.settings.summing().said)),
-    )
+    settings = request.settings.having(dict(plan.settings.summing().said))
+    same = {name: getattr(plan, name) for name in FIXED}
+    fixed = replace(request, budget=budget, settings=settings, **same)
     chosen = _choose(model, fixed, hardware, way).plan
     made = _predict(model, request, _same_sums(plan, chosen), hardware, way)
     if made.peak > budget:

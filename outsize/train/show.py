@@ -15,8 +15,7 @@ from outsize.memory.tiers import TierSpec
 from outsize.plan import Plan, explain
 from outsize.search import Saving, Threshold
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import rate
-from outsize.simulate.network import Received
+from outsize.simulate.forecast import Turn, rate
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
 
@@ -192,34 +191,27 @@ def time_of(seconds: float) -> str:
 def as_json(forecast: Forecast) -> dict[str, Any]:
     """The same figures for programs: bytes and seconds."""
     return {
-        "peak": forecast.peak,
-        "peak_by_kind": dict(forecast.peak_by_kind),
-        "static": dict(forecast.static),
-        "below": dict(forecast.below),
-        "received": _received(forecast.received),
-        "workers": [
-            {
-                "stages": list(turn.stages),
-                "peak": turn.peak,
-                "peak_by_kind": dict(turn.peak_by_kind),
-                "static": dict(turn.static),
-                "below": dict(turn.below),
-                "received": _received(turn.received),
-            }
-            for turn in forecast.turns
-        ],
+        **_held(forecast),
+        "workers": [{"stages": list(turn.stages), **_held(turn)} for turn in forecast.turns],
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
         "flops": forecast.flops,
         "microbatches": forecast.plan.microbatches,
-        "schedule": {kind: count for kind, count in _counts(forecast).items()},
+        "schedule": dict(_counts(forecast)),
     }
 
 
-def _received(parts: Mapping[str, Received]) -> dict[str, dict[str, int]]:
-    return {
+def _held(of: Forecast | Turn) -> dict[str, Any]:
+    received = {
         name: {"this_machine": round(part.near), "other_machines": round(part.far)}
-        for name, part in parts.items()
+        for name, part in of.received.items()
+    }
+    return {
+        "peak": of.peak,
+        "peak_by_kind": dict(of.peak_by_kind),
+        "static": dict(of.static),
+        "below": dict(of.below),
+        "received": received,
     }
 
 

@@ -7,7 +7,7 @@ from (seed, name or sample), so the seed and the step are the whole random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,20 +26,22 @@ from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import write_json
 from outsize.data import Cursor
 from outsize.errors import OutsizeError
-from outsize.models.build import rest
+from outsize.models.build import initial_draw, rest
 from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill
 from outsize.runtime.trains import Trains
-from outsize.train.config import MOVED, RENAMED, may_change
+from outsize.train.config import MOVED, RENAMED, RunConfig, may_change
 from outsize.train.derive import warmup_now
-from outsize.train.filling import filling
+from outsize.train.filling import filling, hub_fill
 from outsize.train.resolve import Resolved
 from outsize.train.special import FREEZING, Notes
 from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 KIND = "outsize training run"
+Read = Callable[[str, str | None], Tensor]  # by a parameter's name and that of a state of it
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ def trained(config: DecoderConfig) -> tuple[str, tuple[Stored, ...]]:
 def join_saving(job: Trains, config: DecoderConfig) -> None:
     """What the other workers do while the first saves: each has parts of what it writes."""
     job.update_counts()
-    for _, _, tensor in tensors_of(job, config):
+    make_all(tensors_of(job, config))
+
+
+def make_all(tensors: Iterable[Named]) -> None:
+    """Give the worker that writes tensors what this one has of them."""
+    for _, _, tensor in tensors:
         if isinstance(tensor, Later):
             tensor.make()
 
@@ -186,6 +193,11 @@ def tensors_of(job: Trains, config: DecoderConfig) -> Iterator[Named]:
         for index, like in enumerate(entry.merge(shapes)):
             later = Later(like.dtype, tuple(like.shape), partial(made.take, index))
             yield group, entry.theirs[index], later
+    yield from optimizer_tensors(job, read)
+
+
+def optimizer_tensors(job: Trains, read: Read) -> Iterator[Named]:
+    """(group, name, tensor) of a job's optimizer states, read by parameter and state."""
     for name in job.state_names():
         owner, _, state = name.rpartition(".")
         shape, dtype = job.form(owner, state)
@@ -203,7 +215,7 @@ class _Merged:
     """The stored tensors of one entry, merged when the first is asked for, each given once."""
 
     entry: Stored
-    read: Callable[[str, str | None], Tensor]
+    read: Read
     left: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self, index: int) -> Tensor:
@@ -231,3 +243,29 @@ def _counts(found: Any, weights: Mapping[str, object]) -> dict[str, int]:
     if not good:
         raise OutsizeError("checkpoint: its counts of updates are not those of this model")
     return dict(found)
+
+
+def first_values(model: Decoder, keys: RunConfig, found: Checkpoint | None) -> Fill:
+    """Writes them by parameter name. model: before it is cut. found: the checkpoint that the run
+    goes on from. What an adapter leaves as it is comes from the model's directory always."""
+    config, directory = model.config, Path(keys.model.name).expanduser()
+    drawn = keys.model.weights == "random"
+    if config.adapter is None:
+        if found is not None:
+            return weights_of(found, config)
+        return initial_draw(model, keys.train.seed) if drawn else hub_fill(directory, config)
+    if found is not None:
+        return beside(config, directory, weights_of(found, config))
+    return beside(config, directory, initial_draw(model, keys.train.seed))
+
+
+def beside(config: DecoderConfig, directory: Path, trained: Fill) -> Fill:
+    """Writes the values of a model with an adapter: those that `trained` has, and of the rest those
+    of the model's directory."""
+    frozen = hub_fill(directory, config)
+    own = {name for entry in adapter_layout(config) for name in entry.ours}
+
+    def fill(name: str, out: Tensor) -> None:
+        (trained if name in own else frozen)(name, out)
+
+    return fill

@@ -25,12 +25,11 @@ from outsize.plan import Plan, Precision, Rest, Sharding, from_yaml, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
 from outsize.train.model import subject_of
-from outsize.train.reading import data_config
-from outsize.train.recipe import noise_of, options_of, recipe_of, stream_of
+from outsize.train.recipe import data_config, noise_of, options_of, recipe_of, stream_of
 from outsize.train.resolve import Resolved, resolve
 from outsize.train.run import PLAN, RUN, recorded_values
 from outsize.train.setup import Setup, set_up
-from outsize.train.values import first_values
+from outsize.train.state import first_values
 from outsize.verify.case import Adopted, Case, Native
 
 EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64

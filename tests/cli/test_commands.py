@@ -54,7 +54,7 @@ def test_train_then_generate_from_run_and_checkpoint(home, invoke) -> None:
 
 def test_greedy_text_is_the_argmax_of_the_logits(home, invoke) -> None:
     import outsize
-    from outsize.train.directory import model_directory
+    from outsize.checkpoint.adapters import model_directory
 
     assert invoke("train", "run.yaml").exit_code == 0
     model = outsize.load(model_directory("run"))

@@ -24,7 +24,7 @@ from outsize.launch import Mailbox, enter, hosts, run_there, watchdog
 from outsize.launch.activity import STOPPED, activity
 from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture
-from outsize.launch.message import Message, word
+from outsize.launch.hosts import Message, word
 
 WORKERS = 3
 
