@@ -174,10 +174,13 @@ def model_directory(path: str | Path) -> Path:
             f"{directory} is not a directory; expected a run, a checkpoint or a Hugging Face model"
         )
     if (directory / MANIFEST_NAME).is_file():
+        from outsize.checkpoint.opened import open_contents
+
         open_contents(directory).verify()
         return directory
     if any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return directory
+    from outsize.checkpoint.store import Store
 
     store = Store(directory)
     if store.latest() is None:
