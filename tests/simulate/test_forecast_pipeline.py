@@ -111,6 +111,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peaks_and_bytes_are_those_that_workers_count(case):
+    """Of a step; and an evaluation holds no more than was predicted."""
     made = predicted(CASES[case])
     plan = made.plan
     for rank, (peak, heard) in enumerate(measured(plan)):
@@ -120,11 +121,10 @@ def test_peaks_and_bytes_are_those_that_workers_count(case):
             assert sum(part.total for part in turn.received.values()) == heard
     assert made.peak == max(turn.peak for turn in made.turns)
     assert made.below == {}, "what is sent rests nowhere"
+    evaluation_holds_no_more(made)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_evaluation_holds_no_more_than_was_predicted(case):
-    made = predicted(CASES[case])
+def evaluation_holds_no_more(made):
     plan, size = made.plan, made.plan.microbatch_size
     ids = torch.randint(0, CONFIG.vocab, (size * plan.mesh.data, SEQUENCE + 1))
     both = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
