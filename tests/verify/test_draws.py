@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -82,8 +83,9 @@ def test_activations_of_draws_do_leave_the_device(monkeypatch):
         return plan is not None and {s.rest.activations for s in plan.stages} == {"host"}
 
     every = (drawn for seed in range(500) for drawn in draws(seed, 3))
-    case = next(drawn for drawn in every if spills(drawn)).case
-    assert verify(case, own=False).holds and sum(written) > 0
+    for drawn in itertools.islice(filter(spills, every), 2):  # one has little to move
+        assert verify(drawn.case, own=False).holds
+    assert sum(written) > 0
 
 
 def test_what_fails_in_a_step_is_no_refusal(monkeypatch):
