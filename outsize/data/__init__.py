@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from outsize.data.files import check_paths
     from outsize.data.open import Data, DataConfig, open_data
     from outsize.data.source import SOURCES, Document, Given, Source, SourceKind, sourced
-    from outsize.data.sources import Skip, SkipReport
-    from outsize.data.stream import Cursor, Prefetch, TrainStream, ValidationStream
+    from outsize.data.stream import Cursor, TrainStream, ValidationStream
     from outsize.data.tokenizer import (
         ByteTokenizer,
         FileTokenizer,
-        TextStream,
         Tokenizer,
         check_vocabulary,
         open_tokenizer,
@@ -39,12 +37,8 @@ __all__ = [
     "Document",
     "FileTokenizer",
     "Given",
-    "Prefetch",
-    "Skip",
-    "SkipReport",
     "Source",
     "SourceKind",
-    "TextStream",
     "Tokenizer",
     "TrainStream",
     "ValidationStream",

@@ -128,7 +128,5 @@ def _in_parallel(
 
 def _encode(tokenizer: Tokenizer, batch: Sequence[Part]) -> Encoded:
     plain = iter(tokenizer.encode_many([part.text for part in batch if not part.validation]))
-    return [
-        tokenizer.encode_measured(part.text) if part.validation else (next(plain), None)
-        for part in batch
-    ]
+    placed = [tokenizer.encode_placed(part.text) if part.validation else None for part in batch]
+    return [(next(plain), None) if one is None else (one.ids, one.widths) for one in placed]

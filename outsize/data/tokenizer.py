@@ -66,12 +66,9 @@ class Tokenizer(Protocol):
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """`encode` of every text, (tokens,) uint32 each; many at once, off the interpreter lock."""
 
-    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
-        """Ids and the UTF-8 bytes that each stands for, (tokens,) uint32 each; bytes that no token
-        covers (stripped by the tokenizer) count to the next token, else to the last."""
-
     def encode_placed(self, text: str) -> Placed:
-        """`encode`, and where each id is in the text; bytes as `encode_measured` has them."""
+        """`encode`, and where each id is in the text; bytes that no token covers (stripped by the
+        tokenizer) count to the next token, else to the last."""
 
     @property
     def special(self) -> tuple[str, ...]:
@@ -116,15 +113,11 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
-    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
-        (ids,) = self.encode_many([text])
-        return ids, np.ones_like(ids)
-
     def encode_placed(self, text: str) -> Placed:
-        ids, widths = self.encode_measured(text)
+        (ids,) = self.encode_many([text])
         bytes_before = _byte_offsets(text)
         starts = np.searchsorted(bytes_before, np.arange(len(ids)), side="right") - 1
-        return Placed(ids, starts, starts + 1, widths)
+        return Placed(ids, starts, starts + 1, np.ones_like(ids))
 
     def fingerprint(self) -> str:
         return BYTES
@@ -189,10 +182,6 @@ class FileTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
-
-    def encode_measured(self, text: str) -> tuple[Ids, Ids]:
-        placed = self.encode_placed(text)
-        return placed.ids, placed.widths
 
     def encode_placed(self, text: str) -> Placed:
         encoded = self._inner.encode(text, add_special_tokens=False)

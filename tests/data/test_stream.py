@@ -30,9 +30,9 @@ def text_data(count: int = 25, seed: int = 3) -> tuple[Dataset, list[str]]:
     draw = random.Random(seed)
     texts = ["".join(draw.choices("abcdé€\n", k=draw.randint(1, 50))) for _ in range(count)]
     tokenizer = ByteTokenizer()
-    measured = [tokenizer.encode_measured(text) for text in texts]
-    ids = [one.tolist() for one, _ in measured]
-    widths = [one.tolist() for _, one in measured]
+    measured = [tokenizer.encode_placed(text) for text in texts]
+    ids = [one.ids.tolist() for one in measured]
+    widths = [one.widths.tolist() for one in measured]
     return dataset_of(ids, tokenizer.eos, widths=widths), texts
 
 

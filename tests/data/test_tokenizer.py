@@ -91,7 +91,8 @@ def test_many_texts_are_encoded_as_each(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_is_counted_to_one_token(tokenizer: Tokenizer, text: str) -> None:
-    ids, widths = tokenizer.encode_measured(text)
+    placed = tokenizer.encode_placed(text)
+    ids, widths = placed.ids, placed.widths
     assert ids.tolist() == tokenizer.encode(text)
     assert len(widths) == len(ids) and int(widths.sum()) == len(text.encode())
 
@@ -100,10 +101,10 @@ def test_widths_are_the_bytes_of_each_token(tmp_path: Path) -> None:
     inner = Inner(models.WordLevel({"a": 0, "é€": 1, "cat": 2, "E": 3}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = FileTokenizer.load(written(inner, tmp_path, {"eos_token": "E"}))
-    ids, widths = tokenizer.encode_measured("cat é€  a\n")
+    placed = tokenizer.encode_placed("cat é€  a\n")
     # A space that no token covers counts to the token after it, the last newline to the last.
-    assert ids.tolist() == [2, 1, 0] and widths.tolist() == [3, 6, 4]
-    assert tokenizer.encode_measured("  ")[0].size == 0
+    assert placed.ids.tolist() == [2, 1, 0] and placed.widths.tolist() == [3, 6, 4]
+    assert tokenizer.encode_placed("  ").ids.size == 0
 
 
 def test_a_token_that_stands_for_no_text_has_no_width(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_token_that_stands_for_no_text_has_no_width(tmp_path: Path) -> None:
         def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:  # type: ignore
             return Encoding()
 
-    assert Stub().encode_measured("a€b")[1].tolist() == [4, 0, 1]
+    assert Stub().encode_placed("a€b").widths.tolist() == [4, 0, 1]
 
 
 @pytest.mark.parametrize("text", TEXTS)
