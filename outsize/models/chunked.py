@@ -7,8 +7,8 @@ later query has added to the gradients of its keys and values, which then go thr
 projections at once. (Luo et al., "StreamBP: Memory-Efficient Exact Backpropagation for Long
 Sequence Training of LLMs", 2025, whose chunks go first to last and keep the graph of all keys.)
 
-On a CPU our kernel sees the chunk as the last queries of its tokens; where that does not serve,
-outsize/models/chunked_flash.py does.
+The chunk is seen as the last queries of its tokens. On a CPU our kernel adds to the gradients of
+keys and values itself.
 
 T tokens of the sequences laid flat, C of a chunk, H query heads, G key-value heads, K head size, W
 value size.
@@ -16,7 +16,7 @@ value size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize.kernels import attention as kernel
-from outsize.models.attention import attend
+from outsize.models.attention import LocalAttend
 from outsize.models.chunk import Left, Part
-from outsize.models.chunked_flash import FusedPart
-from outsize.models.layout import stretches
 from outsize.models.seams import AttendSpec
 
 
@@ -54,43 +52,37 @@ class ChunkAttend:
         if not torch.is_grad_enabled():
             self.held.put(self.start, k_TGK, v_TGW)
         part = Part(self.held, self.start, self.start + q_THK.shape[0], spec)
-        way: type[torch.autograd.Function] = _Any
-        if q_THK.device.type == "cpu" and spec.softcap is None:
-            way = _Native if kernel.fits(q_THK, *self.held.values) else FusedPart
+        native = q_THK.device.type == "cpu" and spec.softcap is None
+        way = _Native if native and kernel.fits(q_THK, *self.held.values) else _Any
         o: Tensor = way.apply(q_THK, k_TGK, v_TGW, part)
         return o
 
 
-# -- any device: differentiable calls, their graphs kept ----------------------------------------
+# -- any device: the attention of whole documents, its graph kept --------------------------------
 
 
 class _Any(torch.autograd.Function):
-    """Documents of equal length through `attend`, whose graph is held until the backward pass."""
+    """The chunk as the last queries of its tokens; the graph is held until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part) -> Tensor:
         train = any(ctx.needs_input_grad)
-        pieces = []
-        for queries, keys, documents in stretches(part.held.bounds, part.start, part.stop):
-            cut = (q_CHK[queries], *(x[keys] for x in part.held.values))
-            leaves = [x.detach().requires_grad_(train) for x in cut]
-            with torch.set_grad_enabled(train):
-                q, k, v = (x.unflatten(0, (documents, -1)).transpose(1, 2) for x in leaves)
-                o = attend(q, k, v, part.spec).transpose(1, 2).flatten(0, 1)
-            pieces.append((queries, keys, leaves, o))
-        ctx.part, ctx.pieces = part, pieces if train else []
-        return torch.cat([o.detach() for *_, o in pieces])
+        q, k, v = leaves = [
+            x.detach().requires_grad_(train) for x in (q_CHK, *_seen(part, part.held.values))
+        ]
+        spec = replace(part.spec, first_query=part.past)
+        with torch.set_grad_enabled(train):
+            o: Tensor = LocalAttend()(q, k, v, _bounds(part), spec)
+        ctx.part, ctx.made = part, [(o, leaves)] if train else []
+        return o.detach()
 
     @staticmethod
     def backward(ctx: Any, go_CHW: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, found = ctx.part.held.gradients, []
-        while ctx.pieces:
-            queries, keys, leaves, o = ctx.pieces.pop(0)
-            torch.autograd.backward(o, go_CHW[queries])
-            for total, x in zip(gradients, leaves[1:], strict=True):
-                total[keys] += x.grad
-            found.append(leaves[0].grad)
-        return torch.cat(found), *ctx.part.own_gradients(), None
+        o, (q_CHK, *others) = ctx.made.pop()
+        torch.autograd.backward(o, go_CHW)
+        for total, x in zip(_seen(ctx.part, ctx.part.held.gradients), others, strict=True):
+            total += x.grad
+        return q_CHK.grad, *ctx.part.own_gradients(), None
 
 
 # -- a CPU: our own kernel ---------------------------------------------------------------------
@@ -133,6 +125,10 @@ def _seen(part: Part, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return x[0][here], x[1][here]
 
 
+def _bounds(part: Part) -> tuple[int, ...]:
+    """Of the documents among those tokens."""
+    return (0, *(bound + part.past for bound in part.bounds[1:]))
+
+
 def _sight(part: Part) -> tuple[tuple[int, ...], float, int | None]:
-    bounds = (0, *(bound + part.past for bound in part.bounds[1:]))
-    return bounds, part.spec.scale, part.spec.window
+    return _bounds(part), part.spec.scale, part.spec.window
