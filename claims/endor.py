@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from verdict import verdict
 
-from outsize.memory.codec import CODECS, Codec, best
+from outsize.memory import sparse as bitmap
 from outsize.memory.disk import DiskStore
 from outsize.memory.store import Place, pool
 
@@ -46,13 +46,15 @@ def prune(weight: Tensor, density: float) -> Tensor:
 
 
 class Layers:
-    """Matrices on a tier, all by one codec, and the rooms that they are read into."""
+    """Matrices on a tier, as images, and the rooms that they are read into."""
 
-    def __init__(self, store: DiskStore, codec: Codec, weights: Sequence[Tensor]) -> None:
-        self.store, self.codec = store, codec
+    def __init__(
+        self, store: DiskStore, encode: Callable[[Tensor], Tensor], weights: Sequence[Tensor]
+    ) -> None:
+        self.store = store
         self.places: list[Place] = []
         for weight in weights:
-            image = codec.encode(weight.flatten())
+            image = encode(weight.flatten())
             self.places.append(store.reserve(image.nbytes))
             store.write(self.places[-1], image)
         size = max(place.bytes for place in self.places)
@@ -92,13 +94,14 @@ def main(folder: Path) -> None:
         prune(torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16), DENSITY) for _ in range(DISTINCT)
     ]
     weights = made * (MATRICES // DISTINCT)
-    assert best(weights[0].flatten()).name == "bitmap"
+    assert bitmap.packed_bytes(weights[0].flatten()) < weights[0].nbytes
     store = DiskStore("disk", [folder], 4 * sum(w.nbytes for w in weights))
-    dense, sparse = (Layers(store, CODECS[name], weights) for name in ("dense", "bitmap"))
+    dense = Layers(store, lambda flat: flat.view(torch.uint8), weights)
+    sparse = Layers(store, bitmap.pack, weights)
     room = pool(weights[0].nbytes).view(torch.bfloat16)
 
     def check(index: int, image: Tensor) -> None:
-        sparse.codec.decode(image, room)
+        bitmap.unpack(image, room)
         assert torch.equal(room.view(torch.int16), weights[index].flatten().view(torch.int16))
 
     sparse.load(check)
@@ -107,7 +110,7 @@ def main(folder: Path) -> None:
         """Dense matrices are read where they are used."""
 
     def unpacked(index: int, image: Tensor) -> None:
-        sparse.codec.decode(image, room)
+        bitmap.unpack(image, room)
 
     runs = [
         (dense, nothing, math.inf),
@@ -118,7 +121,7 @@ def main(folder: Path) -> None:
     ]
     times = [[layers.load(use, pace) for layers, use, pace in runs] for _ in range(ROUNDS)]
     before, after, read, paced_before, paced_after = (min(t) for t in zip(*times, strict=True))
-    unpack = min(_timed(lambda: sparse.codec.decode(sparse.images[0], room)) for _ in range(5))
+    unpack = min(_timed(lambda: bitmap.unpack(sparse.images[0], room)) for _ in range(5))
     store.close()
     ratio, paced = before / after, paced_before / paced_after
     predicted = dense.bytes / sparse.bytes

@@ -24,7 +24,8 @@ from outsize.models.build import build
 from outsize.plan.spread import share
 from outsize.schedule.pipelines import Pipeline, Shape, make
 from outsize.search.block_costs import costs_of
-from outsize.search.partition import Cost, tuned
+from outsize.search.cuts import shifted
+from outsize.search.partition import Cost, partition
 from outsize.simulate.steps import Times, play
 
 WORKERS, MICROBATCHES, STEPS = 4, 8, 4
@@ -109,6 +110,19 @@ def seconds(made: Pipeline, costs: Sequence[Cost], cuts: Sequence[int]) -> float
 def by_hand(count: int, stages: int) -> tuple[int, ...]:
     """Cuts with as many fine stages in each stage."""
     return tuple(share(count, stages, place)[0] for place in range(1, stages))
+
+
+def tuned(costs: Sequence[Cost], pipeline: Pipeline) -> tuple[int, ...]:
+    """The cuts with the shortest simulated step that shifting finds, from those of `partition` and
+    from equal numbers of fine stages: where stages of a worker differ, waits count beside loads."""
+    place, count = pipeline.placement, len(costs)
+    starts = [(*partition(costs, place), count), (*by_hand(count, place.stages), count)]
+
+    def makespan(ends: Sequence[int]) -> tuple[float]:
+        return (seconds(pipeline, costs, ends[:-1]),)
+
+    ends = min((shifted(start, makespan, together=1) for start in starts), key=makespan)
+    return ends[:-1]
 
 
 def main() -> None:

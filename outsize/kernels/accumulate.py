@@ -26,8 +26,4 @@ def _run(total: Tensor, x: Tensor) -> None:
     native.loaded().outsize_add(code, total.data_ptr(), x.data_ptr(), count, native.threads())
 
 
-def _allocate(total: Tensor, x: Tensor) -> None:
-    """In place: nothing is made."""
-
-
-_OPERATORS = (native.define("accumulate(Tensor(a!) total, Tensor x) -> ()", _run, _allocate),)
+_OPERATORS = (native.define("accumulate(Tensor(a!) total, Tensor x) -> ()", _run, native.nothing),)

@@ -207,25 +207,12 @@ def _run(
     )  # fmt: skip
 
 
-def _allocate(
-    weights: Tensor,
-    gradients: Tensor,
-    mean: Tensor,
-    mean_scale: Tensor,
-    square: Tensor,
-    square_scale: Tensor,
-    block: int,
-    numbers: list[float],
-) -> None:
-    """In place: nothing is made."""
-
-
 _OPERATORS = (
     native.define(
         "blockwise_adam(Tensor(a!) weights, Tensor gradients, Tensor(b!) mean, Tensor(c!)"
         " mean_scale, Tensor(d!) square, Tensor(e!) square_scale, int block, float[] numbers)"
         " -> ()",
         _run,
-        _allocate,
+        native.nothing,
     ),
 )

@@ -125,6 +125,10 @@ def numbers(values: Iterable[int]) -> bytes:
     return array("q", values).tobytes()
 
 
+def nothing(*_: object) -> None:
+    """What an operator in place allocates."""
+
+
 def define(
     schema: str, run: Callable[..., object], allocate: Callable[..., object]
 ) -> torch.library.Library:

@@ -167,12 +167,12 @@ class MemoryStore:
 
     def write(self, place: Place, data: Tensor, at: int = 0) -> None:
         check_span(place, data, at)
-        _copy(self._held(), place.offset + at, data, inward=True)
+        move(self._held(), place.offset + at, data, inward=True)
         self._counts.count(written=data.nbytes)
 
     def read(self, place: Place, out: Tensor, at: int = 0) -> None:
         check_span(place, out, at)
-        _copy(self._held(), place.offset + at, out, inward=False)
+        move(self._held(), place.offset + at, out, inward=False)
         self._counts.count(read=out.nbytes)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class MemoryStore:
         return self._buffer
 
 
-def _copy(buffer: Tensor, offset: int, other: Tensor, inward: bool) -> None:
+def move(buffer: Tensor, offset: int, other: Tensor, inward: bool) -> None:
     """Between [offset, offset + other.nbytes) of the buffer and a tensor; done when it returns.
 
     On the CPU a plain memmove without the interpreter's lock: a lane that copies takes one core

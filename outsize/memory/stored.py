@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION, THREADS
-from outsize.memory.store import ALIGN, Counts, pool, rounded
+from outsize.memory.store import ALIGN, Counts, move, pool, rounded
 
 STAGING = THREADS * OPERATION  # bytes of memory that a reader holds
 
@@ -141,7 +141,9 @@ class StoredFiles:
             try:
                 self._fill(part, buffer)
                 for copy in part.copies:
-                    _hand_out(buffer, copy.start - part.start, out, copy)
+                    assert copy.to >= 0 and copy.to + copy.bytes <= out.nbytes, (copy, out.nbytes)
+                    here = out[copy.to : copy.to + copy.bytes]
+                    move(buffer, copy.start - part.start, here, inward=False)
                 self._counts.count(read=sum(copy.bytes for copy in part.copies))
             except BaseException:
                 parts.clear()  # the others stop as well
@@ -184,14 +186,3 @@ def _opened(path: Path) -> tuple[int, bool]:
         return os.open(path, flags), False  # memory file systems, some network ones
     except OSError as error:
         raise OutsizeError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _hand_out(buffer: Tensor, at: int, out: Tensor, copy: Copy) -> None:
-    """Bytes of a filled buffer to where they belong; done when it returns."""
-    assert copy.to >= 0 and copy.to + copy.bytes <= out.nbytes, (copy, out.nbytes)
-    if out.device.type == "cpu":
-        # Without the interpreter's lock, and by this thread alone.
-        ctypes.memmove(out.data_ptr() + copy.to, buffer.data_ptr() + at, copy.bytes)
-        return
-    out[copy.to : copy.to + copy.bytes].copy_(buffer[at : at + copy.bytes])
-    torch.cuda.current_stream(out.device).synchronize()

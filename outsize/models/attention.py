@@ -53,11 +53,14 @@ class Attention(nn.Module):
         return Norm(self.head_size, config.norm, INSIDE)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        y_TD: Tensor = self.o(self.attended(x_TD, ctx))
+        return y_TD
+
+    def attended(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        """(T, H W): what the output projection takes."""
         q_THK = self.heads(self.q(x_TD), self.q_norm, ctx)
         k_TGK, v_TGW = self.keys_values(x_TD, ctx)
-        o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
-        y_TD: Tensor = self.o(o_THW.flatten(-2))
-        return y_TD
+        return ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec).flatten(-2)
 
     def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """k_TGK and v_TGW as they are attended to; each token's are its own."""

@@ -54,7 +54,7 @@ class ChunkAttend:
         part = Part(self.held, self.start, self.start + q_THK.shape[0], spec)
         native = q_THK.device.type == "cpu" and spec.softcap is None
         way = _Native if native and kernel.fits(q_THK, *self.held.values) else _Any
-        o: Tensor = way.apply(q_THK, k_TGK, v_TGW, part)
+        o: Tensor = way.apply(q_THK, k_TGK, v_TGW, part)  # type: ignore[no-untyped-call]
         return o
 
 

@@ -58,10 +58,12 @@ class MLP(nn.Module):
         self.down = Linear(inner, hidden, bias, "row", unit)
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
+        y_TD: Tensor = self.down(self.inner(x_TD))
+        return y_TD
+
+    def inner(self, x_TD: Tensor) -> Tensor:
+        """(T, F): what `down` takes."""
         up_TF, gate = self.up(x_TD), self.gate
         if gate is None:
-            inner_TF = self.activation.forward(up_TF)
-        else:
-            inner_TF = gated(gate(x_TD), up_TF, self.activation)
-        y_TD: Tensor = self.down(inner_TF)
-        return y_TD
+            return self.activation.forward(up_TF)
+        return gated(gate(x_TD), up_TF, self.activation)

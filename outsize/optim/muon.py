@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim.declared import WHOLE, StateSpec, check_numbers
-from outsize.optim.optimizer import AdamW, Optimizer
+from outsize.optim.optimizer import AdamW, Optimizer, Rates
 
 # Of the quintic whose slope at zero is steepest while singular values end near 1 (Jordan's).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -62,13 +62,7 @@ class Muon:
         return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         """weights: (R, C) or (E, R, C); the others have its shape."""
         mean = state["momentum"]
@@ -76,8 +70,8 @@ class Muon:
         mean.lerp_(gradients, 1 - self.momentum)
         direction = gradients.lerp(mean, self.momentum) if self.nesterov else mean
         dtype = torch.float64 if weights.dtype == torch.float64 else torch.bfloat16
-        rate = lr * self._factor(*weights.shape[-2:])
-        weights.mul_(1 - lr * weight_decay)
+        rate = rates.lr * self._factor(*weights.shape[-2:])
+        weights.mul_(1 - rates.lr * rates.weight_decay)
         shape = (-1, *weights.shape[-2:])
         for matrix, towards in zip(weights.view(shape), direction.view(shape), strict=True):
             matrix.add_(orthogonal(towards, dtype, self.iterations), alpha=-rate)

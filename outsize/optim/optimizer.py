@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from torch import Tensor
 from outsize.kernels.pieces import pieces
 from outsize.optim.declared import StateSpec, check_numbers
 from outsize.torch_private import fused_adamw_
+
+
+class Rates(NamedTuple):
+    """Of one update. step: 1 at the first of these weights."""
+
+    step: int
+    lr: float
+    weight_decay: float
 
 
 class Optimizer(Protocol):
@@ -54,15 +62,9 @@ class Optimizer(Protocol):
         """What a plan must name under `approximate` for it; None: its maths is the plain one."""
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
-        """Update `weights` in place. step: 1 at the first update of these weights."""
+        """Update `weights` in place."""
 
 
 @dataclass(frozen=True)
@@ -90,49 +92,31 @@ class AdamW:
         return StateSpec("exp_avg"), StateSpec("exp_avg_sq")
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
-        count = torch.tensor(float(step), dtype=torch.float32, device=weights.device)
         tensors = (weights, gradients, state["exp_avg"], state["exp_avg_sq"])
         if len({tensor.dtype for tensor in tensors}) == 1:
-            self._fused(*tensors, count, lr, weight_decay)
+            self._fused(*tensors, rates)
             return
         # The kernel wants one dtype. The widest is that of a state, which is then no copy.
         wide = torch.promote_types(weights.dtype, state["exp_avg"].dtype)
         for parts in zip(*map(pieces, tensors), strict=True):
             w, g, first, second = (part.to(wide) for part in parts)
-            self._fused(w, g, first, second, count, lr, weight_decay)
+            self._fused(w, g, first, second, rates)
             for part, copy in ((parts[0], w), (parts[2], first), (parts[3], second)):
                 if copy is not part:
                     part.copy_(copy)
 
     def _fused(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        first: Tensor,
-        second: Tensor,
-        count: Tensor,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, rates: Rates
     ) -> None:
+        step = torch.tensor(float(rates.step), dtype=torch.float32, device=weights.device)
         fused_adamw_(
-            [weights],
-            [gradients],
-            [first],
-            [second],
-            [],
-            [count],
-            lr=lr,
+            *([weights], [gradients], [first], [second], [], [step]),
+            lr=rates.lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=weight_decay,
+            weight_decay=rates.weight_decay,
             eps=self.eps,
             amsgrad=False,
             maximize=False,
@@ -162,21 +146,15 @@ class SGD:
         return (StateSpec("momentum"),) if self.momentum else ()
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         direction = gradients.to(weights.dtype)
-        if weight_decay:
-            direction = direction.add(weights, alpha=weight_decay)
+        if rates.weight_decay:
+            direction = direction.add(weights, alpha=rates.weight_decay)
         if self.momentum:
             # The first step's buffer is the gradient itself; zeros times momentum add nothing.
             direction = state["momentum"].mul_(self.momentum).add_(direction)
-        weights.add_(direction, alpha=-lr)
+        weights.add_(direction, alpha=-rates.lr)
 
 
 def taker(optimizer: Optimizer, main: bool) -> Optimizer:

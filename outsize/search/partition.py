@@ -20,16 +20,13 @@ from outsize.schedule.place import Placement
 from outsize.search.cuts import (
     Cost,
     Counts,
-    Ends,
     Held,
     Search,
     Task,
     plays_of,
-    shifted,
     smallest,
     within,
 )
-from outsize.simulate.steps import Times, play
 
 __all__ = [
     "Cost",
@@ -40,7 +37,6 @@ __all__ = [
     "in_flight",
     "partition",
     "tightest",
-    "tuned",
 ]
 
 LIMIT = 100_000  # tries of a cut; about a second
@@ -104,32 +100,6 @@ def tightest(costs: Sequence[Cost], placement: Placement, held: Held) -> Cuts:
     """The cuts whose worker with most bytes has fewest, as far as the tries go."""
     task = Task(tuple(costs), placement, held)
     return smallest(task, (_even(len(costs), placement.stages),), LIMIT // _SLOWER)[:-1]
-
-
-def tuned(
-    costs: Sequence[Cost], pipeline: Pipeline, memory: int | None = None, transfer: float = 0.0
-) -> Cuts:
-    """The cuts with the shortest simulated step that shifting finds, from those of `best` and from
-    equal numbers of fine stages: where stages of a worker differ, waits count beside loads.
-
-    transfer: seconds between stages. Raises OutsizeError as `best` does.
-    """
-    place, held = pipeline.placement, in_flight(pipeline)
-    task = Task(tuple(costs), place, held)
-    fits = None if memory is None else within(task, memory)
-
-    def makespan(ends: Ends) -> tuple[float]:
-        stages = tuple(task.seconds(a, b) for a, b in zip((0, *ends), ends, strict=False))
-        third = 1 / 3 / place.share  # a forward takes as long as either gradient
-        times = Times(third, third, third, transfer, stages=stages)
-        return (play(pipeline, times).run.makespan,)
-
-    starts = [(*best(costs, place, memory, held).cuts, len(costs))]
-    even = _even(len(costs), place.stages)
-    if fits is None or fits(even):
-        starts.append(even)
-    ends = min((shifted(start, makespan, fits, together=1) for start in starts), key=makespan)
-    return ends[:-1]
 
 
 def in_flight(pipeline: Pipeline) -> Held:

@@ -19,7 +19,7 @@ from outsize.search.tiers import (
     Below,
     Passing,
     States,
-    graded_among,
+    graded,
     in_order,
     on_tier,
     placed,
@@ -44,7 +44,7 @@ class Place:
 
     def below(self, level: int, kinds: Sequence[str]) -> Below:
         """What rests below at a level (`tiers.graded`)."""
-        made = dict(graded_among(self.order, level, kinds))
+        made = dict(graded(self.order, level, kinds))
         return made | {GRADIENTS: made[GRADIENTS] - self.summed}
 
     def resident(self, below: Below) -> int:

@@ -102,17 +102,6 @@ def states_of(placement: Placement) -> States:
     return States(sizes, tuple(map(tuple, chunks)), placement.chunks.uses, own, pooled, places)
 
 
-def levels(count: int) -> int:
-    """The last level of `graded`, at which everything rests below."""
-    return len(APART) * count
-
-
-def graded(count: int, level: int, kinds: Sequence[str] = APART) -> Below:
-    """Level 0: all on the device. Each level more puts one segment's state below: of the first
-    kind the blocks from the first, the prologue and the epilogue, then of the next kind."""
-    return graded_among(in_order(range(count), count), level, kinds)
-
-
 def in_order(mine: Iterable[int], count: int) -> tuple[int, ...]:
     """Some of so many segments in the order in which their states go below."""
     found = set(mine)
@@ -120,8 +109,9 @@ def in_order(mine: Iterable[int], count: int) -> tuple[int, ...]:
     return tuple(i for i in order if i in found)
 
 
-def graded_among(order: Sequence[int], level: int, kinds: Sequence[str]) -> Below:
-    """`graded`, of these segments alone. Of kinds that are not said nothing rests below."""
+def graded(order: Sequence[int], level: int, kinds: Sequence[str]) -> Below:
+    """Level 0: all on the device. Each level more puts one segment's state below, in this order: of
+    the first kind, then of the next. Of kinds that are not said nothing rests below."""
     count = len(order)
     made = {
         kind: frozenset(order[: max(0, min(count, level - place * count))])

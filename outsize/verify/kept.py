@@ -11,30 +11,47 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outsize.optim import Optimizer
-from outsize.optim.around import Around
+from outsize.optim import Optimizer, StateSpec
+from outsize.optim.optimizer import Rates
 
 GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
-class Kept(Around):
+class Kept:
     """`inner`, with the state "gradient"."""
 
-    EXTRA = GRADIENT
+    inner: Optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.inner.lr
+
+    @property
+    def weight_decay(self) -> float:
+        return self.inner.weight_decay
+
+    @property
+    def grain(self) -> int:
+        return self.inner.grain
+
+    @property
+    def approximate(self) -> str | None:
+        return self.inner.approximate
 
     @property
     def rest(self) -> Optimizer | None:
         return None if self.inner.rest is None else Kept(self.inner.rest)
 
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return (*self.inner.states, StateSpec(GRADIENT))
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.takes(shape)
+
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         state[GRADIENT].copy_(gradients)
-        self.inner.update(weights, gradients, state, step, lr, weight_decay)
+        self.inner.update(weights, gradients, state, rates)

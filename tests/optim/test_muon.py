@@ -13,6 +13,7 @@ from torch import nn
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.optim import AdamW, Muon, taker
 from outsize.optim.declared import WHOLE, named
+from outsize.optim.optimizer import Rates
 from outsize.optim.parse import parse
 from outsize.plan import Stream
 
@@ -49,7 +50,7 @@ def ours(shape, muon: Muon, dtype=torch.float64) -> torch.Tensor:
     for step in range(STEPS):
         gradient = draw(shape, step, dtype)
         before = gradient.clone()
-        muon.update(weight, gradient, state, step + 1, 0.1 / (step + 1), muon.weight_decay)
+        muon.update(weight, gradient, state, Rates(step + 1, 0.1 / (step + 1), muon.weight_decay))
         assert torch.equal(gradient, before), "gradients are left as they are"
     return weight
 
@@ -78,7 +79,7 @@ def test_a_stack_is_its_matrices_one_by_one():
     muon, weights, gradients = Muon(), draw((3, 5, 7), 1), draw((3, 5, 7), 2)
     mean = torch.zeros_like(weights)
     apart = [(w.clone(), g, m.clone()) for w, g, m in zip(weights, gradients, mean, strict=True)]
-    muon.update(weights, gradients, {"momentum": mean}, 1, 0.1, 0.2)
+    muon.update(weights, gradients, {"momentum": mean}, Rates(1, 0.1, 0.2))
     for w, g, m in apart:
         muon.update(w, g, {"momentum": m}, 1, 0.1, 0.2)
     assert torch.equal(weights, torch.stack([w for w, _, _ in apart]))
@@ -88,7 +89,7 @@ def test_a_stack_is_its_matrices_one_by_one():
 def test_no_gradient_no_direction():
     weight = torch.ones(3, 4, dtype=torch.float64)
     zeros = torch.zeros_like(weight)
-    Muon().update(weight, zeros, {"momentum": zeros.clone()}, 1, 0.1, 0.0)
+    Muon().update(weight, zeros, {"momentum": zeros.clone()}, Rates(1, 0.1, 0.0))
     assert torch.equal(weight, torch.ones_like(weight)), "0 / 0 is no direction"
 
 

@@ -8,6 +8,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.optim import SGD, AdamW
 from outsize.optim.declared import named
+from outsize.optim.optimizer import Rates
 from outsize.optim.parse import MuonSettings, SGDSettings, parse
 
 SHAPES = [(5, 3), (7,), (), (2, 2, 3)]
@@ -106,7 +107,7 @@ def test_dtypes_may_be_mixed(optimizer, gradient, weight):
         w, g = start.bfloat16().to(dtypes[0]), first.bfloat16().to(dtypes[1])
         state = {name: torch.zeros(64) for name in named(optimizer.states)}
         for step in range(5):
-            optimizer.update(w, g, state, step + 1, 0.05, optimizer.weight_decay)
+            optimizer.update(w, g, state, Rates(step + 1, 0.05, optimizer.weight_decay))
         assert w.dtype == dtypes[0] and g.dtype == dtypes[1]
         assert all(s.dtype == torch.float32 for s in state.values())
         results.append(w.float())

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
-from outsize.parallel.check.checker import Declaration, check, refuse
+from outsize.parallel.check.checker import Declaration, examined, refuse
 from outsize.parallel.check.cuts import counted
 from outsize.parallel.check.trace import trace
 from outsize.parallel.layouts import (
@@ -62,7 +62,7 @@ GOOD = Declaration(
 def found(declared, module=Layer, shape=(4, 8)):
     with META:
         graph = trace(module(), (torch.empty(shape),))
-    return check(graph, declared)
+    return tuple(examined(graph, declared).findings)
 
 
 def only(findings):

@@ -28,7 +28,7 @@ from outsize.schedule.pipelines import Shape, make
 from outsize.schedule.place import looped, one_way, two_way
 from outsize.search import PlanRequest, predict
 from outsize.search.block_costs import costs_of
-from outsize.search.partition import Cost, best, in_flight, partition, tuned
+from outsize.search.partition import Cost, best, in_flight, partition
 from outsize.simulate.calibrate import calibrate
 from outsize.simulate.steps import Times, play
 
@@ -144,28 +144,6 @@ def test_what_is_in_flight_is_what_the_simulator_holds(name):
     share = made.placement.share
     # Of GPipe and the like a chunk's microbatches weigh the same, whatever its stage.
     assert [max(map(sum, held)) * share for held in in_flight(made)] == pytest.approx(peaks_)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_tuned_cuts_are_near_the_shortest_step_of_all(name):
-    made = make(name, Shape(2, 4))
-    rng = random.Random(5)
-    costs = [Cost(rng.uniform(0.2, 2.0), 0, 1) for _ in range(9)]
-
-    def step(cuts):
-        edges = [0, *cuts, len(costs)]
-        spans = pairwise(edges)
-        stages = tuple(sum(c.seconds for c in costs[a:b]) for a, b in spans)
-        third = 1 / 3 / made.placement.share
-        return play(made, Times(third, third, third, stages=stages)).run.makespan
-
-    every_ = combinations(range(1, 9), made.placement.stages - 1)
-    shortest = min(map(step, every_))
-    found = step(tuned(costs, made))
-    assert shortest <= found + 1e-9 <= 1.05 * shortest
-    assert found <= step(partition(costs, made.placement)) + 1e-9
-    cap = max(best(costs, made.placement, None, in_flight(made)).bytes)
-    assert max(peaks(made, costs, tuned(costs, made, cap))) <= cap
 
 
 def test_a_stage_without_blocks_is_refused():

@@ -22,10 +22,11 @@ from outsize.search import PlanRequest, choose, forecaster_of, predict, savings,
 from outsize.search.streamed import choose_streamed
 from outsize.search.thresholds import pace
 from outsize.search.tiers import (
+    APART,
     Passing,
     every,
     graded,
-    levels,
+    in_order,
     moved,
     placed,
     pool_bytes,
@@ -133,8 +134,16 @@ def test_every_budget_gets_a_plan_that_fits(least, plenty):
     assert rests(made[-2].plan, "optimizer") > 0 and not rests(made[-2].plan, "parameters")
 
 
+def levels(count: int) -> int:
+    return len(APART) * count
+
+
+def lower(count: int, level: int):
+    return graded(in_order(range(count), count), level, APART)
+
+
 def test_optimizer_states_go_first_and_gradients_next():
-    order = [graded(6, level) for level in range(levels(6) + 1)]
+    order = [lower(6, level) for level in range(levels(6) + 1)]
     for below in order:
         if below["gradients"]:
             assert len(below["optimizer"]) == 6
@@ -156,7 +165,7 @@ def test_estimates_of_states_and_pools_are_what_is_placed(family, update):
     sizes = states(facts, plan)
     assert sizes.total == 16 * sum(table.numel for table in facts.tables)
     for level in range(levels(segments) + 1):
-        below = graded(segments, level)
+        below = lower(segments, level)
         tiers, _ = placed(sizes, below, 0, (DISK,))
         stages = (replace(s, rest=r) for s, r in zip(plan.stages, tiers, strict=True))
         for resident in (1, 2):
@@ -190,7 +199,7 @@ def test_tiers_are_filled_in_order_and_what_moves_most_is_nearest():
     facts = forecaster_of(CONFIG, WISH, MACHINE).facts
     segments = BLOCKS + 2
     sizes = states(facts, Plan(segments, per_segment(segments), precision=FP32))
-    below = graded(segments, levels(segments))
+    below = lower(segments, levels(segments))
     weights = sum(sizes.bytes["parameters"])
     small = replace(HOST, bytes=weights + MIB)
     found, _ = placed(sizes, below, 0, (small, DISK))

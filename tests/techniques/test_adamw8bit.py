@@ -240,16 +240,16 @@ class Rounded(AdamW8Bit):
     """With gradients on a grid, so that those of several workers, which are one worker's but for
     the last digits, are the same bits."""
 
-    def update(self, weights, gradients, state, step, lr, weight_decay):
+    def update(self, weights, gradients, state, rates):
         gradients = (gradients * 2.0**24).round() / 2.0**24
-        super().update(weights, gradients, state, step, lr, weight_decay)
+        super().update(weights, gradients, state, rates)
 
 
 @dataclass(frozen=True)
 class RoundedAdamW(AdamW):
-    def update(self, weights, gradients, state, step, lr, weight_decay):
+    def update(self, weights, gradients, state, rates):
         gradients = (gradients * 2.0**24).round() / 2.0**24
-        super().update(weights, gradients, state, step, lr, weight_decay)
+        super().update(weights, gradients, state, rates)
 
 
 OPTIMIZER = Rounded(RoundedAdamW(weight_decay=0.1), Settings(block=64, least=65))

@@ -214,7 +214,7 @@ def test_a_matrix_optimizer_on_a_slice(monkeypatch, mesh):
     """DeepSpeed 7807."""
 
     def local(self, optimizer, name, weights, gradients, states, rates):
-        optimizer.update(weights, gradients, states, *rates)
+        optimizer.update(weights, gradients, states, rates)
 
     optimizer = Muon(1e-2, rest=AdamW(1e-2, eps=1e-4))
     case = case_of(optimizer=optimizer, mesh=mesh, rows=4)

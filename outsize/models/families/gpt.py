@@ -56,6 +56,17 @@ STARCODER2_DEFAULTS: Mapping[str, Any] = {
 }
 
 
+_KEYS: Mapping[str, str] = {
+    "heads": "num_attention_heads",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "inner": "intermediate_size",
+    "activation": "hidden_act",
+    "positions": "max_position_embeddings",
+    "std": "initializer_range",
+}
+
+
 def _qkv(module: str, how: str) -> tuple[Fused, ...]:
     ours = ("attention.q", "attention.k", "attention.v")
     return (Fused(ours, module, "heads" if how == "heads" else "rows"),)
@@ -132,16 +143,7 @@ def gpt2(config: Mapping[str, Any]) -> DecoderConfig:
 
 def gpt_neox(config: Mapping[str, Any]) -> DecoderConfig:
     """GPT-NeoX and Pythia: attention and MLP side by side, a quarter of each head rotated."""
-    keys = {
-        "heads": "num_attention_heads",
-        "hidden": "hidden_size",
-        "layers": "num_hidden_layers",
-        "inner": "intermediate_size",
-        "activation": "hidden_act",
-        "positions": "max_position_embeddings",
-        "std": "initializer_range",
-    }
-    facts = _base(config, keys, read.number(config, "layer_norm_eps"))
+    facts = _base(config, _KEYS, read.number(config, "layer_norm_eps"))
     parameters = read.rope_parameters(config, "rotary_emb_base", "rotary_pct")
     rope = read.rope(config, parameters, facts.head_size, partial=True)
     names = Names(
@@ -178,16 +180,8 @@ def gpt_neox(config: Mapping[str, Any]) -> DecoderConfig:
 def opt(config: Mapping[str, Any]) -> DecoderConfig:
     """OPT: learned positions from row 2 on; its 350M sibling normalises after each sum and has
     narrower embeddings."""
-    keys = {
-        "heads": "num_attention_heads",
-        "hidden": "hidden_size",
-        "layers": "num_hidden_layers",
-        "inner": "ffn_dim",
-        "activation": "activation_function",
-        "positions": "max_position_embeddings",
-        "std": "init_std",
-    }
-    facts = _base(config, keys, 1e-5)
+    own = {"inner": "ffn_dim", "activation": "activation_function", "std": "init_std"}
+    facts = _base(config, {**_KEYS, **own}, 1e-5)
     before = read.flag(config, "do_layer_norm_before", True)
     bias = read.flag(config, "enable_bias", True)
     attention_norm = "attention_norm" if before else "attention_out_norm"

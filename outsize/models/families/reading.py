@@ -7,7 +7,7 @@ rope_parameters that holds both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -37,15 +37,32 @@ def refuse(key: str, value: object, expected: str) -> OutsizeError:
 MOST_LAYERS = 100_000
 
 
-def integer(config: Config, key: str, default: int | None = None) -> int:
-    """A positive integer; a missing or null one is `default`, or an error without a default."""
+def _typed(
+    config: Config, key: str, default: Any, fits: Callable[[Any], bool], *expected: str
+) -> Any:
+    """A value that fits; `default` where it is missing or null. expected: what is said of one that
+    does not; and of one that is missing, where there is no default."""
     value = config.get(key)
     value = default if value is None else value
-    if value is None:
-        raise OutsizeError(f"config.json: {key} is missing; expected a positive integer")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected a positive integer")
+    if value is None and len(expected) > 1:
+        raise OutsizeError(f"config.json: {key} is missing; expected {expected[1]}")
+    if value is not None and not fits(value):
+        raise OutsizeError(f"config.json: {key} = {value!r}; expected {expected[0]}")
     return value
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def integer(config: Config, key: str, default: int | None = None) -> int:
+    """A positive integer; a missing or null one is `default`, or an error without a default."""
+    said = "a positive integer"
+    return int(_typed(config, key, default, lambda x: _whole(x) and x > 0, said, said))
 
 
 def layers(config: Config, key: str) -> int:
@@ -58,41 +75,24 @@ def layers(config: Config, key: str) -> int:
 
 def number(config: Config, key: str, default: float | None = None) -> float:
     """A finite number; a missing or null one is `default`, or an error without a default."""
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise OutsizeError(f"config.json: {key} is missing; expected a number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected a finite number")
-    return float(value)
+    return float(_typed(config, key, default, _number, "a finite number", "a number"))
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
     """true or false; a missing or null one is `default`."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected true or false")
-    return value
+    return bool(_typed(config, key, default, lambda x: isinstance(x, bool), "true or false"))
 
 
 def optional(config: Config, key: str) -> float | None:
     """A number above zero; None where it is null or missing."""
-    value = config.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected a number above 0, or null")
-    return float(value)
+    value = _typed(config, key, None, lambda x: _number(x) and x > 0, "a number above 0, or null")
+    return None if value is None else float(value)
 
 
 def count(config: Config, key: str) -> int:
     """An integer from 0 on."""
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected an integer from 0 on")
-    return value
+    said = "an integer from 0 on"
+    return int(_typed(config, key, None, lambda x: _whole(x) and x >= 0, said, said))
 
 
 def window(config: Config) -> int | None:
@@ -127,10 +127,8 @@ def divided(config: Config, size_key: str, parts_key: str, default: int | None =
 
 def table(config: Config, key: str) -> Config:
     """An object; empty where it is null or missing."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise OutsizeError(f"config.json: {key} = {value!r}; expected an object or null")
-    return value or {}
+    found = _typed(config, key, {}, lambda x: isinstance(x, Mapping), "an object or null")
+    return cast(Config, found)
 
 
 def either(config: Config, *keys: str) -> str:

@@ -91,12 +91,6 @@ class Checked:
     findings: list[Finding] = field(default_factory=list)
 
 
-def check(graph: Graph, declared: Declaration) -> tuple[Finding, ...]:
-    """Everything that is wrong with a module spread like this; empty where its values and gradients
-    are those of one worker."""
-    return tuple(examined(graph, declared).findings)
-
-
 def examined(graph: Graph, declared: Declaration) -> Checked:
     """The layouts of everything in a module spread like this, with what is wrong."""
     checked = forward(graph, declared, tuple(laid.value for laid in declared.inputs))

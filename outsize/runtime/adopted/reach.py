@@ -39,6 +39,7 @@ from outsize.torch_private import (
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
 DRAW = -1
+UNSEEN = "and other workers of the pipeline would not see it"
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,15 @@ def check_order(index: int, expected: int, paths: Sequence[str]) -> None:
     )
 
 
-def unknown_kind(call: Call) -> str | None:
-    """The type of something that a call receives and that may change while it runs."""
-    kinds = (type(value).__name__ for value in call.rest if not isinstance(value, _PLAIN))
-    return next(kinds, None)
+def check_kinds(call: Call, path: str, why: str, remedy: str = "") -> None:
+    """Refuse a block's call that receives something that may change while it runs. why: what that
+    would do; remedy: beside passing none."""
+    for value in call.rest:
+        if not isinstance(value, _PLAIN):
+            raise OutsizeError(
+                f"block {path!r} receives a {type(value).__name__}, which may change while it"
+                f" runs, {why}; pass none (use_cache=False){remedy}"
+            )
 
 
 class Outline:
@@ -120,12 +126,7 @@ class Outlines:
     def of(self, index: int, call: Call) -> Outline:
         """What a block gives for a call."""
         path, block = self._blocks[index]
-        kind = unknown_kind(call)
-        if kind is not None:
-            raise OutsizeError(
-                f"block {path!r} receives a {kind}, which may change while it runs, and other"
-                " workers of the pipeline would not see it; pass none (use_cache=False)"
-            )
+        check_kinds(call, path, UNSEEN)
         forms = tuple((t.shape, t.dtype, t.device) for t in call.tensors)
         key = (index, block.training, str(call.spec), forms, tuple(call.rest))
         if key not in self._known:

@@ -14,7 +14,7 @@ from outsize.errors import OutsizeError
 from outsize.runtime.adopted.absent import Absent, Place, Source, form_of, said
 from outsize.runtime.adopted.entered import Entered
 from outsize.runtime.adopted.exchange import Exchange
-from outsize.runtime.adopted.reach import Uncut, check_order, unknown_kind
+from outsize.runtime.adopted.reach import UNSEEN, Uncut, check_kinds, check_order
 from outsize.runtime.again import Call, Replay, leaf
 from outsize.runtime.flow import Record, SpillOf, no_spill
 
@@ -94,12 +94,7 @@ class AdoptedWalk:
         if self._share is None:
             return
         path = self._flow.paths[index]
-        kind = unknown_kind(call)
-        if kind is not None:
-            raise OutsizeError(
-                f"block {path!r} receives a {kind}, which may change while it runs, and other"
-                " workers of the pipeline would not see it; pass none (use_cache=False)"
-            )
+        check_kinds(call, path, UNSEEN)
         for tensor in call.tensors:
             if isinstance(tensor, Absent):
                 raise _unforeseen(f"block {path!r}", tensor)
@@ -164,24 +159,14 @@ class AdoptedWalk:
                 entered.given = entered.call.run(entered.leaves)
         else:
             if whole:
-                self._check_again(entered)
+                path = self._flow.paths[entered.index]  # what runs twice must not remember it
+                again = "so it cannot be computed again"
+                check_kinds(entered.call, path, again, " or set recompute to nothing")
                 entered.replay = Replay(self._flow.blocks[entered.index])
             spill = self._spill_of(stage)
             entered.record = Record(entered.call.run, entered.leaves, spill, own=False)
             entered.given = entered.record.forward(not whole)
         entered.places = range(len(entered.given))
-
-    def _check_again(self, entered: Entered) -> None:
-        """What is computed twice must not remember that it ran."""
-        assert entered.call is not None
-        kind = unknown_kind(entered.call)
-        if kind is not None:
-            path = self._flow.paths[entered.index]
-            raise OutsizeError(
-                f"block {path!r} receives a {kind}, which may change while it"
-                " runs, so it cannot be computed again; pass none (use_cache=False) or set"
-                " recompute to nothing"
-            )
 
     def _end(self) -> None:
         if self._flow.blocks:  # else the prologue was everything

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.optim.declared import StateSpec
+from outsize.optim.optimizer import Rates
 from outsize.runtime.flow import Flow
 from outsize.schedule.chunks import Chunks
 
@@ -49,13 +50,7 @@ class Zeroth:
         return True
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         raise AssertionError("there are no gradients")
 

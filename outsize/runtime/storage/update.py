@@ -17,6 +17,7 @@ from torch import Tensor
 from outsize.memory import Chunk, ChunkTable
 from outsize.optim import Optimizer, taker
 from outsize.optim.declared import StateSpec
+from outsize.optim.optimizer import Rates
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import DEVICE
 from outsize.runtime.storage.weight_pool import WeightPool
@@ -137,9 +138,9 @@ class Updates:
             if key not in cut:
                 cut[key] = _slices(table, optimizer.states, held, piece, key)
             mine = cut[key]
-            rates = (step, lr * settings.lr, settings.weight_decay)
+            rates = Rates(step, lr * settings.lr, settings.weight_decay)
             if shape == (-1,) or self.whole_tensors is None:
-                optimizer.update(*mine, *rates)
+                optimizer.update(*mine, rates)
             else:
                 self._whole(optimizer, parameter, *mine, rates)
         if MASTER in held:
@@ -157,7 +158,7 @@ class Updates:
         weights: Tensor,
         gradients: Tensor,
         states: Mapping[str, Tensor],
-        rates: tuple[int, float, float],
+        rates: Rates,
     ) -> None:
         """Update a matrix of which a part lies here: every worker updates the whole of it."""
         whole_tensors = self.whole_tensors
@@ -170,7 +171,7 @@ class Updates:
             else mine  # whole on every worker
             for state, mine in states.items()
         }
-        optimizer.update(whole, whole_tensors.whole(name, gradients), every, *rates)
+        optimizer.update(whole, whole_tensors.whole(name, gradients), every, rates)
         if whole is not weights:
             weights.copy_(whole_tensors.local(name, whole))
             for state in shaped:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import Described
 from outsize.errors import OutsizeError
-from outsize.memory.codec import Dense, best, codec
+from outsize.memory import sparse
 from outsize.memory.disk import DiskStore
 from outsize.memory.store import Place, pool, rounded
 from outsize.memory.stored import STAGING, Copy, Operation, StoredFiles, operations
@@ -29,10 +29,10 @@ _SMALL = 64 << 10  # bytes below which nothing is gained by an image
 
 @dataclass(frozen=True)
 class _Image:
-    """A converted parameter in the spill file."""
+    """A converted parameter in the spill file. packed: as a bitmap image (memory/sparse.py)."""
 
     place: Place
-    codec: str
+    packed: bool
 
 
 class Source:
@@ -112,40 +112,39 @@ class Source:
 
     def _read_image(self, image: _Image, out: Tensor) -> None:
         assert self.spill is not None
-        if image.codec == Dense.name:
+        if not image.packed:
             self.spill.read(image.place, out)
             return
         assert self._unpack is not None
         packed = self._unpack[: image.place.bytes]
         self.spill.read(image.place, packed)
         if out.device.type == "cpu":
-            codec(image.codec).decode(packed, out.view(-1))
+            sparse.unpack(packed, out.view(-1))
             return
         unpacked = torch.empty(out.numel(), dtype=out.dtype)
-        codec(image.codec).decode(packed, unpacked)
+        sparse.unpack(packed, unpacked)
         out.copy_(unpacked.view(out.shape))
 
     def _convert(
-        self, found: Described, dtype: torch.dtype | None, folder: Path, sparse: bool
+        self, found: Described, dtype: torch.dtype | None, folder: Path, sparse_too: bool
     ) -> None:
-        wanted = [p for stage in self.stages for p in stage.parts if sparse or not p.copies]
+        wanted = [p for stage in self.stages for p in stage.parts if sparse_too or not p.copies]
         if not wanted:
             return
         self.spill = DiskStore("converted", [folder], sum(rounded(part.bytes) for part in wanted))
         fill, meta = found.fill(dtype), dict(found.model.named_parameters())
         largest = 0
         for part in _grouped(wanted, found.stored):
-            value = fill(part.name, meta[part.name]).detach()
-            chosen = best(value.flatten()) if sparse and part.bytes >= _SMALL else Dense()
-            small = chosen.nbytes(value.flatten()) <= WORTH * part.bytes
-            if part.copies and not small:
+            flat = fill(part.name, meta[part.name]).detach().flatten()
+            large = sparse_too and part.bytes >= _SMALL
+            packed = large and sparse.packed_bytes(flat) <= WORTH * part.bytes
+            if part.copies and not packed:
                 continue
-            chosen = chosen if small else Dense()
-            image = chosen.encode(value.flatten())
+            image = sparse.pack(flat) if packed else flat.contiguous().view(torch.uint8)
             place = self.spill.reserve(image.nbytes)
             self.spill.write(place, image)
-            self._images[part.name] = _Image(place, chosen.name)
-            largest = max(largest, image.nbytes if chosen.name != Dense.name else 0)
+            self._images[part.name] = _Image(place, packed)
+            largest = max(largest, image.nbytes if packed else 0)
         self._unpack = pool(largest) if largest else None
 
 

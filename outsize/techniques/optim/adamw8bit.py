@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.kernels.blockwise import MOST, ZERO, Moments, Rates, update
+from outsize.kernels import blockwise
+from outsize.kernels.blockwise import MOST, ZERO, Moments, update
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec
-from outsize.optim.optimizer import AdamW
+from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
 NAME = "adamw8bit"
@@ -83,17 +84,13 @@ class AdamW8Bit:
         )
 
     def update(
-        self,
-        weights: Tensor,
-        gradients: Tensor,
-        state: Mapping[str, Tensor],
-        step: int,
-        lr: float,
-        weight_decay: float,
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         moments = Moments(*(state[spec.name] for spec in self.states))
-        rates = Rates(lr, self.rest.betas, self.rest.eps, weight_decay, step)
-        update(weights, gradients, moments, self.settings.block, rates)
+        numbers = blockwise.Rates(
+            rates.lr, self.rest.betas, self.rest.eps, rates.weight_decay, rates.step
+        )
+        update(weights, gradients, moments, self.settings.block, numbers)
 
 
 def _make(common: Common, settings: Settings | None) -> Optimizer:

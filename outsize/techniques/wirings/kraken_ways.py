@@ -25,21 +25,20 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.kernels import product
-from outsize.kernels.gate import gated
 from outsize.kernels.linear import GradSink
-from outsize.models.attention import Attention, keys_and_values
+from outsize.models.attention import Attention
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.families.reading import integer
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.norm import Norm
-from outsize.models.seams import Context, Mixer, StateSpec
+from outsize.models.seams import Context, Mixer
 from outsize.models.wiring import WIRES, Launch, Launching, Wire, at_once, sequential
 from outsize.parallel.tensor.beside import Beside
 from outsize.parallel.tensor.declared import BY_FEATURES, FANNED, SUMMAND, WHOLE, Boundary
@@ -120,62 +119,33 @@ def parts(x: Tensor, hidden: int) -> tuple[Tensor, Tensor | None]:
     return x[:, :hidden], x[:, hidden:].unflatten(-1, (-1, hidden))
 
 
-class KrakenAttention(nn.Module):
+class KrakenAttention(Attention):
     """h_TnD -> y_TnD: each way with its heads. The bias of the output is the first way's."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        whole = Attention(config, layer)
-        self.q, self.k, self.v, self.o = whole.q, whole.k, whole.v, whole.o
-        self.q_norm, self.k_norm = whole.q_norm, whole.k_norm
-        self.spec, self.value_size = whole.spec, whole.value_size
-        self.heads, self.head_size = whole.heads, whole.head_size
+        super().__init__(config, layer)
         for one in (self.q, self.k, self.v):
             one.product = columns
         self.o.product = rows
 
     def forward(self, h_TnD: Tensor, ctx: Context) -> Tensor:
-        q_THK = self.heads(self.q(h_TnD), self.q_norm, ctx)
-        k_TGK, v_TGW = self.keys_values(h_TnD, ctx)
-        o_THW = ctx.attend(q_THK, k_TGK, v_TGW, ctx.bounds, self.spec)
-        y_TnD: Tensor = self.o(o_THW.flatten(-2).unflatten(-1, (h_TnD.shape[1], -1)))
+        y_TnD: Tensor = self.o(self.attended(h_TnD, ctx).unflatten(-1, (h_TnD.shape[1], -1)))
         return y_TnD
 
-    def keys_values(self, h_TnD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """k_TGK and v_TGW as they are attended to."""
-        k_TGK = self.heads(self.k(h_TnD), self.k_norm, ctx)
-        return k_TGK, self.v(h_TnD).unflatten(-1, (-1, self.value_size))
 
-    def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        heads = self.k.weight.shape[0] // self.head_size
-        return keys_and_values(heads, self.head_size, self.value_size, dtype)
-
-    def leave(self, h_TnD: Tensor, ctx: Context) -> None:
-        ctx.carry.keep(self.keys_values(h_TnD, ctx))
-
-
-class KrakenMLP(nn.Module):
+class KrakenMLP(MLP):
     """h_TnD -> y_TnD: each way with its inner features."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        whole = MLP(
+        super().__init__(
             config.hidden, config.mlp_hidden, config.activation, config.gated, config.mlp_bias
         )
-        self.activation, self.gate, self.up, self.down = (
-            whole.activation, whole.gate, whole.up, whole.down,
-        )  # fmt: skip
         self.up.product, self.down.product = columns, rows
         if self.gate is not None:
             self.gate.product = columns
 
     def forward(self, h_TnD: Tensor, ctx: Context | None = None) -> Tensor:
-        up_TF = self.up(h_TnD)
-        if self.gate is None:
-            inner_TF = self.activation.forward(up_TF)
-        else:
-            inner_TF = gated(self.gate(h_TnD), up_TF, self.activation)
-        y_TnD: Tensor = self.down(inner_TF.unflatten(-1, (h_TnD.shape[1], -1)))
+        y_TnD: Tensor = self.down(self.inner(h_TnD).unflatten(-1, (h_TnD.shape[1], -1)))
         return y_TnD
 
 
