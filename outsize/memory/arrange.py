@@ -25,7 +25,6 @@ from outsize.memory.residency import (
     Gap,
     Item,
     Policy,
-    bound,
     gaps,
     kept,
     shortest,
@@ -33,7 +32,7 @@ from outsize.memory.residency import (
 )
 from outsize.memory.sizes import format_bytes
 
-__all__ = ["Arrangement", "Item", "Policy", "Traffic", "arrange", "bound", "least", "traffic"]
+__all__ = ["Arrangement", "Item", "Policy", "Traffic", "arrange", "least", "traffic"]
 
 _LOGICAL = (1.0, 0.95, 0.9, 0.8)  # of the capacity, for the policy: the rest is slack for placing
 _MANY = 500  # items above which fewer layouts are tried, and

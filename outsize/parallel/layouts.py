@@ -172,20 +172,3 @@ def part_of(whole: Tensor, layout: Layout, n: int, rank: int) -> Tensor:
     cuts = spans(whole.shape[layout.dim], layout, n, rank)
     pieces = [whole.narrow(layout.dim, first, last - first) for first, last in cuts]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
-
-
-def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The whole tensor from the parts of all workers, in their order."""
-    if isinstance(layout, Partial):
-        return torch.stack(list(parts)).sum(0)
-    if isinstance(layout, Replicated):
-        return parts[0]
-    n, dim = len(parts), layout.dim
-    length = sum(part.shape[dim] for part in parts[:: layout.copies])
-    whole = parts[0].new_empty([length if i == dim else s for i, s in enumerate(parts[0].shape)])
-    for rank, part in enumerate(parts):
-        at = 0
-        for first, last in spans(length, layout, n, rank):
-            whole.narrow(dim, first, last - first).copy_(part.narrow(dim, at, last - first))
-            at += last - first
-    return whole

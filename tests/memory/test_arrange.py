@@ -7,9 +7,10 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from yardstick import bound
 
 from outsize.errors import OutsizeError
-from outsize.memory.arrange import Arrangement, Traffic, arrange, bound, least, traffic
+from outsize.memory.arrange import Arrangement, Traffic, arrange, least, traffic
 from outsize.memory.residency import Gap, fit, gaps, kept, shortest, windows
 
 POLICIES = ("belady", "lru", "static")

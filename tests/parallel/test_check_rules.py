@@ -5,13 +5,14 @@ import itertools
 
 import pytest
 import torch
+from joined import joined
 from torch import nn
 from torch.nn import functional as F
 
 from outsize.parallel.check.checker import Declaration, examined
 from outsize.parallel.check.infer import Blank, whole
 from outsize.parallel.check.trace import trace
-from outsize.parallel.layouts import PARTIAL, REPLICATED, Laid, Sharded, dual, joined, part_of
+from outsize.parallel.layouts import PARTIAL, REPLICATED, Laid, Sharded, dual, part_of
 
 N = 2
 

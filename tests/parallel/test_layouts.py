@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from joined import joined
 
 from outsize.errors import OutsizeError
 from outsize.parallel.layouts import (
@@ -12,7 +13,6 @@ from outsize.parallel.layouts import (
     Exchange,
     Laid,
     Sharded,
-    joined,
     part_of,
 )
 
