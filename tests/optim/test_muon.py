@@ -81,7 +81,7 @@ def test_a_stack_is_its_matrices_one_by_one():
     apart = [(w.clone(), g, m.clone()) for w, g, m in zip(weights, gradients, mean, strict=True)]
     muon.update(weights, gradients, {"momentum": mean}, Rates(1, 0.1, 0.2))
     for w, g, m in apart:
-        muon.update(w, g, {"momentum": m}, 1, 0.1, 0.2)
+        muon.update(w, g, {"momentum": m}, Rates(1, 0.1, 0.2))
     assert torch.equal(weights, torch.stack([w for w, _, _ in apart]))
     assert torch.equal(mean, torch.stack([m for _, _, m in apart]))
 
@@ -98,8 +98,8 @@ def test_no_gradient_no_direction():
 def test_dtypes_may_be_mixed(weight, gradient):
     w, g = draw((6, 8), 1).to(weight), draw((6, 8), 2).to(gradient)
     like, mean = w.float(), torch.zeros(6, 8)
-    Muon().update(w, g, {"momentum": mean}, 1, 0.1, 0.1)
-    Muon().update(like, g.float(), {"momentum": torch.zeros(6, 8)}, 1, 0.1, 0.1)
+    Muon().update(w, g, {"momentum": mean}, Rates(1, 0.1, 0.1))
+    Muon().update(like, g.float(), {"momentum": torch.zeros(6, 8)}, Rates(1, 0.1, 0.1))
     assert w.dtype == weight
     assert torch.allclose(w.float(), like, rtol=2.0**-7 if weight is torch.bfloat16 else 1e-6)
 

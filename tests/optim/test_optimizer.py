@@ -48,7 +48,7 @@ def ours(optimizer, ranges=((0, 35),)) -> torch.Tensor:
             here = slice(start, stop)
             optimizer.update(
                 weights[here], gradient[here], {n: s[here] for n, s in state.items()},
-                step + 1, 0.1 / (step + 1), optimizer.weight_decay,
+                Rates(step + 1, 0.1 / (step + 1), optimizer.weight_decay),
             )  # fmt: skip
         assert torch.equal(gradient, before), "gradients are left as they are"
     return weights
@@ -89,7 +89,7 @@ def test_a_range_leaves_its_neighbours_alone(optimizer):
     state = {name: torch.zeros(10) for name in named(optimizer.states)}
     here = slice(3, 6)
     optimizer.update(
-        weights[here], torch.ones(3), {n: s[here] for n, s in state.items()}, 1, 0.1, 0.0
+        weights[here], torch.ones(3), {n: s[here] for n, s in state.items()}, Rates(1, 0.1, 0.0)
     )
     for buffer in (weights - 1, *state.values()):
         assert buffer[here].all() and not buffer[:3].any() and not buffer[6:].any()
