@@ -14,7 +14,7 @@ proofs, forecasts and the runtime follow from that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outsize.plan.spread import Pipelined
 from outsize.registry import Registry
@@ -97,12 +97,6 @@ def ends_of(line: Pipelined) -> Ends | None:
     return None if line.ends is None else named(*line.ends)
 
 
-def exchange(barrier: Barrier) -> Action:
-    """A worker's EXCHANGE in a pipeline's schedule."""
-    state, stage, microbatch = barrier
-    return Action(Kind.EXCHANGE, stage, microbatch, Lane.NETWORK, state=state)
-
-
-def exchange_of(state: State, stage: int, m: int) -> Action:
-    """An EXCHANGE in a worker's list, where it has a lane."""
-    return replace(exchange((state, stage, m)), lane=Lane.EXCHANGE)
+def exchange(state: State, stage: int, m: int, lane: Lane = Lane.EXCHANGE) -> Action:
+    """A worker's EXCHANGE. lane: the network's in the coarse lists of a pipeline."""
+    return Action(Kind.EXCHANGE, stage, m, lane, state=state)

@@ -19,6 +19,7 @@ from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.ends import Barrier, Ends
 from outsize.schedule.pipelines.costs import EndCosts
 from outsize.schedule.pipelines.pipeline import Pipeline, neighbours, plain_paths
+from outsize.schedule.pipelines.weave import steps_of
 from outsize.simulate.events import Node, Run, run
 from outsize.trace import Event, Trace
 
@@ -156,25 +157,11 @@ def play(pipeline: Pipeline, times: Times) -> Played:
     steps = [
         (worker, step)
         for worker, actions in enumerate(pipeline.schedule.workers)
-        for step in _steps(pipeline, actions)
+        for step in map(tuple, steps_of(actions, pipeline.together))
     ]
     links = _Links(pipeline, steps)
     nodes = [_node(pipeline, times, links, i) for i in range(len(steps))]
     return Played(pipeline, run(nodes), tuple(step for _, step in steps))
-
-
-def _steps(pipeline: Pipeline, actions: tuple[Action, ...]) -> list[tuple[Action, ...]]:
-    """Actions one by one, but those that run as one in a pair."""
-    steps: list[tuple[Action, ...]] = []
-    joins = False
-    for action in actions:
-        if joins:
-            steps[-1] = (*steps[-1], action)
-        else:
-            steps.append((action,))
-        pair = (action.stage, action.microbatch)
-        joins = action.kind is Kind.FORWARD and pair in pipeline.together
-    return steps
 
 
 class _Links:

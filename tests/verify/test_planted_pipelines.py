@@ -19,8 +19,7 @@ from outsize.runtime.native import ChainWalk
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.totals import Totals
 from outsize.schedule import Kind, Schedule, State, prove
-from outsize.techniques.vocabulary.handler import Vocabulary
-from outsize.techniques.vocabulary.rows import Rows
+from outsize.techniques.vocabulary.rows import Rows, Vocabulary
 from outsize.verify import Case, planned, verify
 
 LINE = Mesh(pipeline=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.ends import Ends
 from outsize.schedule.passes.pipeline import exchange_at
 from outsize.schedule.pipelined import Pipelining, Placed
 from outsize.schedule.role import Role
@@ -34,7 +35,7 @@ def forwards(
         if part >= 0:
             before, more, behind = _stage(line, worker, m, part, kind)
         elif ends is not None:
-            before, more, behind = _passes(line, ends.ahead, worker, m, part)
+            before, more, behind = _passes(line, ends, worker, m, part)
         moves += ((len(actions), move) for move in before)
         actions += more
         moves += ((len(actions), move) for move in behind)
@@ -58,16 +59,17 @@ def _stage(line: Pipelining, worker: int, m: int, part: int, kind: Kind) -> _Tur
     return [], actions, behind
 
 
-def _passes(line: Pipelining, kinds: tuple[Kind, Kind], worker: int, m: int, part: int) -> _Turn:
+def _passes(line: Pipelining, ends: Ends, worker: int, m: int, part: int) -> _Turn:
     """A worker's part of the first layer, or of the losses."""
-    first, then = (Action(kind, line.edge(kind), m) for kind in kinds)
+    kind = ends.ahead[part == _LEAVE]
+    action, behind = Action(kind, line.edge(kind), m), exchange_at(line, ends.makes[kind], m)
     if part == _ENTER:
-        return [], [first], [exchange_at(line, State.ACTIVATIONS, m)]
+        return [], [action], [behind]
     last, root = len(line.uses) - 1, line.coarse.placement.routes[0][-1]
     moves = [_move(Kind.RECV, last, m, worker)]
     if root == worker:
         moves = [_move(Kind.SEND, last, m, other) for other in line.others(worker)]
-    return moves, [then], [exchange_at(line, State.SUMS, m)]
+    return moves, [action], [behind]
 
 
 def _move(kind: Kind, stage: int, microbatch: int, part: int = WHOLE) -> Action:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from outsize.schedule.action import Action, Kind
-from outsize.schedule.ends import Ends, exchange_of
+from outsize.schedule.ends import Ends, exchange
 from outsize.schedule.schedule import Schedule
 
 _BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -22,7 +22,7 @@ def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
         for kind in (kind for kind in wanted if kind in kinds):
             yield Action(kind, stage, m)
             if kind in ends.makes:
-                yield exchange_of(ends.makes[kind], stage, m)
+                yield exchange(ends.makes[kind], stage, m)
 
     made: list[Action] = []
     begin, *behind = ends.at("first")

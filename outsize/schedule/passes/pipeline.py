@@ -8,7 +8,7 @@ from dataclasses import replace
 from outsize.plan import Plan
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.compile.train import fine_of
-from outsize.schedule.ends import exchange_of
+from outsize.schedule.ends import exchange
 from outsize.schedule.passes.shard import adds
 from outsize.schedule.pipelined import Pipelining, Placed
 from outsize.schedule.schedule import Schedule
@@ -86,4 +86,4 @@ def _merging(schedule: Schedule, line: Pipelining, worker: int) -> Iterator[Acti
 
 
 def exchange_at(line: Pipelining, state: State, microbatch: int) -> Action:
-    return exchange_of(state, line.edge(Kind.EXCHANGE, state), microbatch)
+    return exchange(state, line.edge(Kind.EXCHANGE, state), microbatch)

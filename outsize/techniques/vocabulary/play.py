@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, count, islice
 
-from outsize.schedule.action import Action, Kind, State
+from outsize.schedule.action import Action, Kind, Lane, State
 from outsize.schedule.ends import Barrier, Ends, exchange
 from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.schedule.pipelines.pipeline import Pair, Pipeline, neighbours, plain_paths
@@ -150,7 +150,7 @@ class Play:
             worker.order.append(action)
             barrier = self.cut.behind(action)
             if barrier is not None:
-                worker.order.append(exchange(barrier))
+                worker.order.append(exchange(*barrier, Lane.NETWORK))
         heappush(self.events, (now + seconds, next(self.turns), w, step))
 
     def _best(self, now: float, w: int) -> Step | None:
