@@ -314,6 +314,18 @@ def test_what_is_refused(data):
             plan_of(**changes)
 
 
+def test_what_trains_is_fixed(data):
+    """The change that a step has found is made in the next one."""
+    job = native(plan_of())
+    job.step(data[0])
+    head = job.owners["blocks.0.mlp.up.weight"]
+    head.requires_grad_(False)
+    with pytest.raises(OutsizeError, match=r"up.weight': requires_grad is False, and was True"):
+        job.step(data[1])
+    head.requires_grad_(True)
+    job.step(data[1])
+
+
 def test_repeated_steps_lower_the_loss(data):
     job = native(plan_of(microbatch_rows=ROWS))
     first = float(job.step(data[0], 0.0))
