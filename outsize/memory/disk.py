@@ -48,10 +48,13 @@ class DiskStore:
 
     The folders are written in turn, STRIPE bytes each, THREADS operations under way in each. Space
     is taken when it is reserved. After the first error the store refuses everything but close().
+    buffers: of OPERATION bytes, for what is not aligned; None: one for each thread.
     Raises OutsizeError where a folder is missing, cannot be written or has no room for its share.
     """
 
-    def __init__(self, name: str, directories: Sequence[Path], capacity: int) -> None:
+    def __init__(
+        self, name: str, directories: Sequence[Path], capacity: int, buffers: int | None = None
+    ) -> None:
         assert directories, "a tier on disk needs a folder"
         self.name, self._counts = name, Counts(name, capacity)
         self._growing = threading.Lock()
@@ -64,14 +67,15 @@ class DiskStore:
                 self._files.append(SpillFile(name, Path(folder)))
             expect(self._files, self._stripes, rounded(capacity))
             self._threads = THREADS * len(directories)
-            staging = pool(staging_bytes(len(directories)), torch.cuda.is_available())
+            self.bytes_held = (buffers or self._threads) * OPERATION
+            staging = pool(self.bytes_held, torch.cuda.is_available())
         except BaseException:
             self._let_go()
             raise
         self._idle: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         checksum(staging.data_ptr(), ALIGN)  # is compiled now, not within a step
-        for n in range(self._threads):
-            self._idle.put(staging[n * OPERATION : (n + 1) * OPERATION])
+        for buffer in staging.split(OPERATION):
+            self._idle.put(buffer)
         self._team = ThreadPoolExecutor(self._threads, thread_name_prefix=f"outsize-{name}")
 
     @property

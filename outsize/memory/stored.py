@@ -25,7 +25,8 @@ from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION, THREADS
 from outsize.memory.store import ALIGN, Counts, move, pool, rounded
 
-STAGING = THREADS * OPERATION  # bytes of memory that a reader holds
+STAGING = THREADS * OPERATION  # bytes of memory that a reader holds, where there is enough
+_SMALL = 64 << 10  # bytes of an operation below which fewer threads read at once
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,36 @@ class Operation:
     copies: tuple[Copy, ...]
 
 
-def operations(copies: Iterable[Copy]) -> tuple[Operation, ...]:
-    """The reads that carry these copies out, each at most OPERATION bytes."""
+@dataclass(frozen=True)
+class Buffers:
+    """Memory to read through: `count` buffers, a thread each, of `bytes` each, whole blocks."""
+
+    count: int = THREADS
+    bytes: int = OPERATION
+
+    @property
+    def total(self) -> int:
+        return self.count * self.bytes
+
+
+def buffers_of(total: int) -> Buffers:
+    """Of `total` bytes together at most, of STAGING; two blocks at least."""
+    total = min(max(total, 2 * ALIGN), STAGING)
+    count = max(1, min(THREADS, total // _SMALL))
+    return Buffers(count, total // count // ALIGN * ALIGN)
+
+
+WHOLE = Buffers()
+
+
+def operations(copies: Iterable[Copy], most: int = OPERATION) -> tuple[Operation, ...]:
+    """The reads that carry these copies out, each at most `most` bytes."""
     made: list[Operation] = []
     for run in _runs(sorted(copies, key=lambda c: (c.path, c.start, c.to))):
         begin = run[0].start // ALIGN * ALIGN
         end = max(copy.stop for copy in run)
-        for start in range(begin, end, OPERATION):
-            stop = min(start + OPERATION, end)
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
             inside = tuple(_clipped(copy, start, stop) for copy in run)
             made.append(Operation(run[0].path, start, stop, tuple(c for c in inside if c.bytes)))
     return tuple(made)
@@ -87,24 +110,26 @@ def _clipped(copy: Copy, start: int, stop: int) -> Copy:
 
 class StoredFiles:
     """Reads files in place. Safe to use from one thread at a time; the files are never written.
+    buffers: to read through; no operation may be larger than one.
 
     OutsizeError for a file that cannot be opened or read, or ends before what is wanted of it.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], buffers: Buffers = WHOLE) -> None:
+        self.buffers = buffers
         self._counts = Counts("files", 0)
         self._handles: dict[Path, tuple[int, bool]] = {}
         try:
             for path in paths:
                 self._handles[path] = _opened(path)
-            staging = pool(STAGING, torch.cuda.is_available())
+            staging = pool(buffers.total, torch.cuda.is_available())
         except BaseException:
             self._let_go()
             raise
         self._idle: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for n in range(THREADS):
-            self._idle.put(staging[n * OPERATION : (n + 1) * OPERATION])
-        self._team = ThreadPoolExecutor(THREADS, thread_name_prefix="outsize-files")
+        for buffer in staging.split(buffers.bytes):
+            self._idle.put(buffer)
+        self._team = ThreadPoolExecutor(buffers.count, thread_name_prefix="outsize-files")
 
     @property
     def bytes_read(self) -> int:
@@ -114,7 +139,8 @@ class StoredFiles:
     def read(self, wanted: Iterable[Operation], out: Tensor) -> None:
         """Carry out reads into `out` (1-D uint8, contiguous, on any device)."""
         parts = deque(wanted)
-        work = [self._team.submit(self._work_off, parts, out) for _ in range(len(parts))[:THREADS]]
+        team = range(len(parts))[: self.buffers.count]
+        work = [self._team.submit(self._work_off, parts, out) for _ in team]
         wait(work)
         for job in work:
             job.result()

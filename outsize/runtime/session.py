@@ -116,13 +116,14 @@ class Session:
         self.peak = self._weights = 0
         self.watch.ledger = None
 
-    def count(self) -> None:
-        """Count bytes in the request that begins."""
+    def count(self, beside: int = 0) -> None:
+        """Count bytes in the request that begins. beside: of buffers that are there already."""
         ledger, parameters = meter(self.steps.flow.device), list(self.steps.model.parameters())
         for parameter in parameters:
             ledger.see(parameter)
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parameters}
-        self._weights = sum(held.values()) - ledger.total  # an allocator's count begins with 0
+        # An allocator's count begins with 0.
+        self._weights = beside + sum(held.values()) - ledger.total
         self.watch.ledger = ledger
 
     def timing(self, peak: int, seconds: float | None = None) -> str:

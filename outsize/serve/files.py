@@ -93,6 +93,10 @@ class InFiles:
         self.least = smallest(self.source)
         self.held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
 
+    @property
+    def buffers(self) -> int:
+        return self.source.bytes_held
+
     def ready(self, request: Request) -> tuple[Session, int]:
         """What plays the steps of a request, its pool filled, and how many tokens of a prompt it
         is fed at once; `outlook` says what to expect.

@@ -59,6 +59,7 @@ class OnMesh:
     """
 
     what = "mesh"
+    buffers = 0
 
     def __init__(
         self,

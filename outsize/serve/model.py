@@ -32,6 +32,10 @@ class Home(Protocol):
 
     what: str  # the argument of `load` that asked for it
 
+    @property
+    def buffers(self) -> int:
+        """Bytes to read through, there whatever is asked."""
+
     def ready(self, request: Request) -> tuple[Session, int]:
         """What plays the steps of a request, and how many tokens of its prompt are fed at once.
         OutsizeError where it does not fit."""
@@ -154,7 +158,7 @@ class Model(Decoder):
         if self.home is not None:
             session, at_once = self.home.ready(request)
             if self.counts:
-                session.count()
+                session.count(self.home.buffers)
             yield session, at_once
             return
         with Session(self) as session:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.hardware.disk import OPERATION
+from outsize.hardware.disk import OPERATION, THREADS
 from outsize.memory.store import ALIGN
-from outsize.memory.stored import Copy, StoredFiles, operations
+from outsize.memory.stored import STAGING, Copy, StoredFiles, buffers_of, operations
 
 SIZE = 2 * OPERATION + 12345
 
@@ -84,3 +84,16 @@ def test_a_file_cut_meanwhile(files: dict[Path, bytes]) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OutsizeError, match=r"cannot read .*/x: No such file or directory"):
         StoredFiles([tmp_path / "x"])
+
+
+def test_small_buffers_read_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(256)) * 400)
+    for total, count in ((0, 1), (200_000, 3), (1 << 40, THREADS)):
+        buffers = buffers_of(total)
+        assert buffers.count == count and buffers.bytes % ALIGN == 0
+        assert buffers.total <= max(2 * ALIGN, min(total, STAGING))
+        reader, out = StoredFiles([path], buffers), torch.zeros(100_000, dtype=torch.uint8)
+        reader.read(operations([Copy(path, 77, 0, 100_000)], buffers.bytes), out)
+        reader.close()
+        assert out.numpy().tobytes() == path.read_bytes()[77:100_077]

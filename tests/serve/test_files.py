@@ -196,7 +196,7 @@ def test_long_prompts_are_cut_finer_where_memory_is_short(tmp_path: Path) -> Non
     request = Request(tuple(i % 50 for i in range(1200)), 2, GREEDY)
     with _streamed(path, 1 << 30) as model:
         found = needs(_home(model).held, request, 310)
-        budget = found.cache + found.work + _home(model).least
+        budget = found.cache + found.work + _home(model).least + _home(model).buffers
     with _streamed(path, budget) as model:
         assert _home(model).ready(request)[1] == 300  # half of half of it: 600 are too many
         assert _same(_run(model, request, 300), _run(outsize.load(path), request, 300))

@@ -19,11 +19,13 @@ from outsize.errors import OutsizeError
 from outsize.memory import sparse
 from outsize.memory.disk import DiskStore
 from outsize.memory.store import Place, pool, rounded
-from outsize.memory.stored import STAGING, Copy, Operation, StoredFiles, operations
+from outsize.memory.stored import STAGING, Copy, Operation, StoredFiles, buffers_of, operations
 from outsize.models.names import Stored
 from outsize.runtime.tokens.parts import Part, Table, stages_of, table_of
 
 WORTH = 0.8  # of the dense bytes at most: an image costs a pass of unpacking
+SHARE = 1 / 16  # of the weights' bytes, at most, for buffers to read files through
+SPILL_BUFFERS = 2  # what is converted is read straight into its room, but for its end
 _SMALL = 64 << 10  # bytes below which nothing is gained by an image
 
 
@@ -52,7 +54,8 @@ class Source:
         self.stages = stages_of(found, dtype)
         self.table, self.tied = table_of(found, dtype), found.model.config.tied
         paths = dict.fromkeys(found.entry(t)[0] for entry in found.stored for t in entry.theirs)
-        self.files = StoredFiles(paths)
+        whole = sum(stage.bytes for stage in self.stages)
+        self.files = StoredFiles(paths, buffers_of(int(SHARE * whole)))
         self.spill: DiskStore | None = None
         self._images: dict[str, _Image] = {}
         self._unpack: Tensor | None = None
@@ -62,8 +65,9 @@ class Source:
         except BaseException:
             self.close()
             raise
+        most = self.files.buffers.bytes
         self._operations: tuple[tuple[Operation, ...], ...] = tuple(
-            operations(c for part in stage.parts for c in self._direct(part))
+            operations((c for part in stage.parts for c in self._direct(part)), most)
             for stage in self.stages
         )
 
@@ -79,8 +83,10 @@ class Source:
 
     @property
     def bytes_held(self) -> int:
-        """Of memory, to unpack images in."""
-        return 0 if self._unpack is None else self._unpack.nbytes
+        """Of memory, to read through and to unpack images in."""
+        spill = 0 if self.spill is None else self.spill.bytes_held
+        unpack = 0 if self._unpack is None else self._unpack.nbytes
+        return self.files.buffers.total + spill + unpack
 
     def cost(self, stage: int) -> int:
         """Bytes that a fetch of a stage reads."""
@@ -131,7 +137,8 @@ class Source:
         wanted = [p for stage in self.stages for p in stage.parts if sparse_too or not p.copies]
         if not wanted:
             return
-        self.spill = DiskStore("converted", [folder], sum(rounded(part.bytes) for part in wanted))
+        size = sum(rounded(part.bytes) for part in wanted)
+        self.spill = DiskStore("converted", [folder], size, SPILL_BUFFERS)
         fill, meta = found.fill(dtype), dict(found.model.named_parameters())
         largest = 0
         for part in _grouped(wanted, found.stored):
@@ -182,5 +189,5 @@ def _check_tied(found: Described, table: Table) -> None:
 def _rows(files: StoredFiles, table: Table, ids: Sequence[int]) -> Tensor:
     """Rows of a table as they are stored."""
     raw = torch.empty(len(ids) * table.row_bytes, dtype=torch.uint8)
-    files.read(operations(table.copies(ids)), raw)
+    files.read(operations(table.copies(ids), files.buffers.bytes), raw)
     return raw.view(table.dtype).view(len(ids), table.width)
