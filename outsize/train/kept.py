@@ -22,7 +22,7 @@ from outsize.checkpoint.manifest import JSON
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import write_json
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import taker
 from outsize.runtime import Job
@@ -30,6 +30,7 @@ from outsize.train.state import (
     OPTIMIZER,
     WEIGHTS,
     beside,
+    check_names,
     make_all,
     optimizer_tensors,
     tensors_of,
@@ -58,7 +59,7 @@ def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
     first that is missing or not expected, before anything is changed."""
     wanted = {WEIGHTS: set(job.owners), OPTIMIZER: set(job.state_names())}
     for group, names in wanted.items():
-        _check_names(group, set(_group(state, group)), names)
+        check_names("state", group, set(_group(state, group)), names)
     for name, own in job.owners.items():
         found = tuple(state[WEIGHTS][name].shape)
         if found != (shape := job.shape(name)):
@@ -102,7 +103,7 @@ def load(job: Job, model: nn.Module, path: Path) -> int:
     names = {WEIGHTS: {n for g, n, _ in _tensors(job, model) if g == WEIGHTS}}
     names[OPTIMIZER] = set(job.state_names())
     for group, expected in names.items():
-        _check_names(group, set(found.names(group)), expected)
+        check_names("state", group, found.names(group), expected)
     job.load(_weights(found, model), lambda name, out: _into(found, OPTIMIZER, name, out))
     updates = found.meta.get("updates")
     assert isinstance(updates, Mapping)
@@ -213,13 +214,3 @@ def _group(state: State, group: str) -> Mapping[str, Tensor]:
     if not isinstance(found, Mapping):
         raise OutsizeError(f"state has no {group!r}; expected what job.state_dict() gives")
     return found
-
-
-def _check_names(group: str, found: set[str], wanted: set[str]) -> None:
-    for name in sorted(found ^ wanted):
-        what = "lacks" if name in wanted else "has an unexpected"
-        hint = nearest(name, tuple(wanted)) if name in found else ""
-        raise OutsizeError(
-            f"state {what} tensor {name!r} of its {group}{hint}; expected that of the same model"
-            " and optimizer"
-        )

@@ -20,6 +20,7 @@ from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
 
 Segments = Sequence[tuple[str, Mapping[str, int]]]
+ALL = slice(1, None)  # columns but the first
 _SHARED = {
     "gather": "parameters that are cut, before they are used",
     "reduce": "gradients, summed",
@@ -30,9 +31,17 @@ _SHARED = {
 }
 
 
+def _table(*heads: str, right: slice = slice(0)) -> Table:
+    """right: the columns of figures."""
+    table = Table(*heads, box=None, pad_edge=False)
+    for column in table.columns[right]:
+        column.justify = "right"
+    return table
+
+
 def values_table(resolved: Resolved) -> Table:
     """Every key with its value and where that came from."""
-    table = Table("key", "value", "from", "meaning", box=None, pad_edge=False)
+    table = _table("key", "value", "from", "meaning")
     for name, value, origin, meaning in resolved.rows():
         table.add_row(name, value, origin, meaning)
     return table
@@ -40,7 +49,7 @@ def values_table(resolved: Resolved) -> Table:
 
 def plan_table(forecast: Forecast) -> Table:
     """What the plan does."""
-    table = Table("plan", "", "", box=None, pad_edge=False)
+    table = _table("plan", "", "")
     for row in explain(forecast.plan):
         table.add_row(*row)
     table.add_row("schedule", _actions(forecast), "actions of a step")
@@ -50,9 +59,7 @@ def plan_table(forecast: Forecast) -> Table:
 def bytes_table(forecast: Forecast) -> Table:
     """Bytes by kind and by segment; blocks that are alike share a column."""
     groups = _grouped(forecast.segments)
-    table = Table("bytes", *(name for name, _ in groups), "at the peak", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("bytes", *(name for name, _ in groups), "at the peak", right=ALL)
     for kind in _kinds(forecast):
         held = [segment.get(kind, 0) for _, segment in groups]
         table.add_row(kind, *map(_bytes, (*held, forecast.peak_by_kind.get(kind, 0))))
@@ -61,9 +68,7 @@ def bytes_table(forecast: Forecast) -> Table:
 
 def network_table(forecast: Forecast) -> Table:
     """What a worker has from others in a step."""
-    table = Table("from others", "of this machine", "of others", "", box=None, pad_edge=False)
-    for column in table.columns[1:3]:
-        column.justify = "right"
+    table = _table("from others", "of this machine", "of others", "", right=slice(1, 3))
     for name, part in forecast.received.items():
         bytes_ = (_bytes(round(count)) for count in (part.near, part.far))
         table.add_row(name, *bytes_, _SHARED.get(name, f"what the {name} axis says inside layers"))
@@ -74,12 +79,10 @@ def turns_table(forecast: Forecast) -> Table:
     """What each worker of a pipeline holds, on tiers below too, and hears; workers of one place are
     alike."""
     tiers = tuple(forecast.below)
-    table = Table(
+    table = _table(
         "pipeline", "stages", "parameters", "always there", "peak", "from others",
-        *(f"on {tier}" for tier in tiers), box=None, pad_edge=False,
+        *(f"on {tier}" for tier in tiers), right=slice(2, None),
     )  # fmt: skip
-    for column in table.columns[2:]:
-        column.justify = "right"
     for place, turn in enumerate(forecast.turns):
         heard = sum(part.total for part in turn.received.values())
         sizes = (sum(turn.static.values()), turn.peak, round(heard))
@@ -104,7 +107,7 @@ def runs_of(numbers: Sequence[int]) -> str:
 def tiers_table(forecast: Forecast, specs: Sequence[TierSpec], hardware: Hardware) -> Table:
     """What rests on each tier, at which rates, and what of it is RAM of this process beside the
     device's budget."""
-    table = Table("tier", "holds", "of", "reads", "writes", "RAM", box=None, pad_edge=False)
+    table = _table("tier", "holds", "of", "reads", "writes", "RAM")
     on_cpu = hardware.devices[0].kind == "cpu"
     for spec in specs:
         held = forecast.below.get(spec.name, 0)
@@ -129,11 +132,7 @@ def _ram(spec: TierSpec, held: int, on_cpu: bool) -> str:
 
 def savings_table(every: Sequence[Saving]) -> Table:
     """Each technique on top of those before: bytes saved on the device, and its cost in time."""
-    table = Table(
-        "techniques", "on the device", "saves", "below", "a step", "costs", box=None, pad_edge=False
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table("techniques", "on the device", "saves", "below", "a step", "costs", right=ALL)
     for before, one in zip((None, *every), every, strict=False):
         saves, costs = "-", "-"
         if before is not None:
@@ -149,7 +148,7 @@ def savings_table(every: Sequence[Saving]) -> Table:
 
 def thresholds_table(limits: Sequence[Threshold], plan: Plan) -> Table:
     """From how many tokens on what streams is hidden, beside what the plan has."""
-    table = Table("hidden from", "tier", "tokens", "the plan has", "", box=None, pad_edge=False)
+    table = _table("hidden from", "tier", "tokens", "the plan has", "")
     for limit in limits:
         rows = plan.rows if limit.of == "step" else plan.microbatch_rows
         has = rows * plan.sequence

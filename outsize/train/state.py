@@ -7,7 +7,7 @@ from (seed, name or sample), so the seed and the step are the whole random state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import write_json
 from outsize.data import Cursor
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, nearest
 from outsize.models.build import initial_draw, rest
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
@@ -108,7 +108,8 @@ def restore(checkpoint: Checkpoint, job: Trains) -> Place:
 
     OutsizeError, naming the tensor, for one of another optimizer.
     """
-    _check_names(checkpoint, OPTIMIZER, set(job.state_names()))
+    where = f"checkpoint {checkpoint.path}"
+    check_names(where, OPTIMIZER, checkpoint.names(OPTIMIZER), set(job.state_names()))
 
     def state(name: str, out: Tensor) -> None:
         checkpoint.tensor(OPTIMIZER, name, out=out)
@@ -124,7 +125,8 @@ def weights_of(checkpoint: Checkpoint, config: DecoderConfig) -> Fill:
     OutsizeError, naming the tensor, where the checkpoint is of another model.
     """
     group, stored = trained(config)
-    _check_names(checkpoint, group, {name for entry in stored for name in entry.theirs})
+    names = {name for entry in stored for name in entry.theirs}
+    check_names(f"checkpoint {checkpoint.path}", group, checkpoint.names(group), names)
     return filling(stored, partial(checkpoint.tensor, group))
 
 
@@ -225,14 +227,14 @@ class _Merged:
         return self.left.pop(index)
 
 
-def _check_names(checkpoint: Checkpoint, group: str, names: set[str]) -> None:
+def check_names(where: str, group: str, found: Collection[str], wanted: Collection[str]) -> None:
     """Everything is there, and nothing else, before anything is overwritten."""
-    found = set(checkpoint.names(group))
-    for name in sorted(names ^ found):
-        what = "lacks" if name in names else "has an unexpected"
+    for name in sorted({*found} ^ {*wanted}):
+        what = "lacks" if name in wanted else "has an unexpected"
+        hint = nearest(name, tuple(wanted)) if name in found else ""
         raise OutsizeError(
-            f"checkpoint {checkpoint.path} {what} tensor {name!r} of its {group}; expected a"
-            " checkpoint of the same model and optimizer"
+            f"{where} {what} tensor {name!r} of its {group}{hint}; expected that of the same model"
+            " and optimizer"
         )
 
 
