@@ -19,9 +19,10 @@ from threads import play
 
 from outsize import prepare
 from outsize.collectives import Mesh, World
+from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
-from outsize.memory import Ledger
+from outsize.memory import Ledger, OverBudget
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
@@ -36,6 +37,7 @@ from outsize.runtime.trains import Trains
 from outsize.schedule import Kind, Program, State, prove
 from outsize.schedule.action import WHOLE
 from outsize.schedule.programs import generate
+from outsize.simulate.tokens import needs, resident
 
 PROMPTS = ((5, 17, 2, 44, 9, 30, 8), (3,), tuple(range(12)))
 SAMPLINGS = (Sampling(0.9, 20, 0.9, seed=1), Sampling(), Sampling(1.2, seed=3))
@@ -74,6 +76,7 @@ PLANS = {
     "context": plan_on(Mesh(context=2)),
 }
 # Of the others "llama, untied".
+FIRST = "llama, untied"
 FAMILIES = {"two pipelines, zero 3": "mixtral", "zero 3": "gemma2"}
 
 
@@ -147,6 +150,33 @@ def test_jobs_of_losses_alone() -> None:
     others("llama", lambda stores: Job(
         NativeFlow(model("llama"), plan), plan, Recipe(Zeroth(lr=2e-3)), Here(stores=stores)
     ))  # fmt: skip
+
+
+def test_what_a_request_holds_is_predicted_and_inside_the_budget() -> None:
+    plan, prompt = PLANS["one worker"], tuple(i % VOCAB for i in range(60))
+    data, losses = batches(2, plan.rows, SEQUENCE, VOCAB), []
+    for asks in (True, False):
+        ledger = Ledger()
+        job = Job(
+            NativeFlow(mine := model(FIRST), plan), plan, Recipe(AdamW()), Here(ledger=ledger)
+        )
+        job.step(data[0])
+        if asks:
+            job.method.microbatches.ready(None, (), 1.0)  # as a request begins
+            found = needs(resident(mine), Request(prompt, NEW, Sampling()), PREFILL_TOKENS)
+            before = ledger.total
+            with pytest.raises(OverBudget):
+                ledger.budget = before + found.cache // 2
+                job.generate([prompt], NEW)
+            ledger.budget = before + found.cache + found.work
+            (answer,) = job.generate([prompt], NEW)
+            assert len(answer.tokens) == NEW
+            peak = max(ran.peak for ran in job.tokens.ran)
+            ledger.budget = None
+            assert before < peak <= ledger.budget <= 1.05 * peak
+        losses.append(float(job.step(data[1])))
+        job.close()
+    assert losses[0] == losses[1]
 
 
 def test_jobs_of_groups() -> None:
