@@ -38,8 +38,9 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
 from outsize.search.single import facts_of_model
 from outsize.simulate import Forecast
+from outsize.simulate.costs import Facts
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Facts, rehearse
+from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
 
 MIB, GIB = 2**20, 2**30

@@ -21,8 +21,8 @@ from verdict import verdict
 from outsize.collectives import Collective, World, along
 from outsize.kernels import product
 from outsize.parallel.sums import all_gather, reduce_scatter
-from outsize.parallel.tensor.overlap import Arrivals
-from outsize.parallel.tensor.overlap_products import Overlap, chunks_of, scattered_rows, summed_rows
+from outsize.parallel.tensor.overlap import Arrivals, Overlap
+from outsize.parallel.tensor.overlap_products import chunks_of, scattered_rows, summed_rows
 from outsize.simulate.events import Node, run
 
 TOKENS, INNER, HIDDEN, CHUNKS, TIMES = 1024, 2048, 1024, 4, 10
