@@ -186,7 +186,7 @@ def from_environment(
 ) -> Joined:
     """The world that torchrun, or whoever sets the same variables, has started this process in. A
     process may have several, one after another or at once: all workers make them in one order."""
-    size = _number(environment, "WORLD_SIZE")
+    _, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if size != mesh.size:
         raise OutsizeError(
             f"mesh {mesh} has {counted(mesh.size, 'worker')}, WORLD_SIZE is {size}; start"
