@@ -152,11 +152,13 @@ class Job(Stateful):
         self.method.settle()
         size, found = self.plan.microbatch_rows, list[Tensor]()
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-        # A pipeline is full of microbatches. What streams passes once for those that a step has at
-        # once in a stage, so that they hold no more than a step's.
+        # A pipeline is full of microbatches, and what workers gather they gather as often, whatever
+        # rows each has. What streams passes once for those that a step has at once in a stage, so
+        # that they hold no more than a step's.
         layers = self.placement.rooms and self.plan.order == "layer"
         count = self.plan.microbatches if layers else 1
-        count = count if self.passing is None else max(1, len(cuts))
+        alike = self.passing is not None or self.placement.items.residency.gathered
+        count = max(1, len(cuts)) if alike else count
         for first in range(0, len(cuts), count):
             found += self._losses(batch, cuts[first : first + count])
         total = sum(torch.stack(found).double().tolist()) if found else 0.0
