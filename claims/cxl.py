@@ -24,6 +24,7 @@ from outsize.memory.sizes import format_bytes
 from outsize.memory.tiers import TierSpec, measured, memory_tier
 from outsize.plan import Plan, Rest, Stage, Stream
 from outsize.schedule import Action, Kind, Lane
+from outsize.schedule.talk import Spoken
 from outsize.simulate.forecast import Clock
 from outsize.simulate.replay import annotate, play
 
@@ -91,7 +92,8 @@ def seconds(plan: Plan, card: float) -> float:
     costs = tiered.costs_of(LARGE, plan)
     costs = replace(costs, facts=replace(costs.facts, host=TIERS))
     placement = costs.facts.placement(plan)
-    clock = Clock(placement, costs, hardware)
+    says = Spoken(placement.items, 0).says(placement.schedule)
+    clock = Clock(placement, costs, hardware, says)
 
     def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:

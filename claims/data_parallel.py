@@ -17,6 +17,7 @@ from verdict import verdict
 from outsize.collectives import Mesh
 from outsize.hardware import Hardware
 from outsize.plan import Plan, Precision, Sharding
+from outsize.schedule.talk import Spoken
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import Clock
 from outsize.simulate.replay import play
@@ -62,7 +63,9 @@ def plan_of(workers: int, rows: int) -> Plan:
 def behind(made: Forecast, forecaster: sharded.Predicted, hardware: Hardware) -> float:
     """Seconds of the same step with all sums behind the backward pass."""
     costs = forecaster.costs(made.plan)
-    clock = Clock(costs.facts.placement(made.plan), costs, hardware)
+    placement = costs.facts.placement(made.plan)
+    says = Spoken(placement.items, 0, inside=costs.said).says(made.schedule)
+    clock = Clock(placement, costs, hardware, says)
     places = {action.key: i for i, action in enumerate(made.schedule.workers[0])}
     late = sharded.sums_last(made.schedule)
     return play(late, made.static, lambda _, a: clock.seconds(places[a.key], a)).span()

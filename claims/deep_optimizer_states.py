@@ -19,6 +19,7 @@ from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
 from outsize.plan import Rest, Stream
 from outsize.schedule import Action, Kind, Lane
+from outsize.schedule.talk import Spoken
 from outsize.simulate.forecast import Clock
 from outsize.simulate.replay import annotate, play
 
@@ -50,7 +51,8 @@ def seconds(every: int, hardware: Hardware) -> float:
     costs = tiered.costs_of(LARGE, plan)
     costs = replace(costs, facts=replace(costs.facts, host=HOST))
     placement = costs.facts.placement(plan)
-    clock = Clock(placement, costs, hardware)
+    says = Spoken(placement.items, 0).says(placement.schedule)
+    clock = Clock(placement, costs, hardware, says)
 
     def of(index: int, action: Action) -> float:
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
