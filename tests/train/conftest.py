@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import until
 from rates import known_hardware
 from rich.console import Console
 
@@ -30,8 +31,10 @@ from outsize.train.loop import Loop
 plain = Loop._step
 
 def held(loop, batch, show):
-    while loop.place.step + 1 == {hold} and not Path("go").exists():
-        time.sleep(0.01)
+    if loop.place.step + 1 == {hold}:
+        Path("held").touch()
+        while not Path("go").exists():
+            time.sleep(0.01)
     plain(loop, batch, show)
 
 Loop._step = held
@@ -91,7 +94,7 @@ class Runs:
 
     def command(self, *words: str, hold: int | None = None) -> subprocess.Popen[str]:
         """The command in a process of its own, in the runs' home. hold: the number of a step before
-        which it waits until there is a file `go` there."""
+        which it makes a file `held` there and waits until there is a file `go`."""
         program = ["-m", "outsize"] if hold is None else ["-c", HELD.format(hold=hold)]
         return subprocess.Popen(
             [sys.executable, *program, *words],
@@ -101,6 +104,11 @@ class Runs:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def wait_for_hold(self) -> None:
+        """Wait until a command has got to the step before which it is held."""
+        assert until((self.home / "held").exists, 600.0), "the step was not reached"
+        (self.home / "held").unlink()
 
 
 @pytest.fixture

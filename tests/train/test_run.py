@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_files import DeathError, assert_same_run, files_of, wait_for_step
+from run_files import DeathError, assert_same_run, files_of
 from safetensors.torch import load_file
 
 from outsize.errors import OutsizeError
@@ -142,7 +142,7 @@ def test_a_stopped_process_goes_on_bitwise(runs) -> None:
         cut = runs.home / f"cut by {number:d}"
         words = [w for s in runs.sets(**steps, output=cut) for w in ("--set", s)]
         process = runs.command("train", *words, hold=11)
-        wait_for_step(cut, 10)
+        runs.wait_for_hold()
         process.send_signal(number)
         (runs.home / "go").touch()
         printed, _ = process.communicate()

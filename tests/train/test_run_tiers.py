@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rates import known_hardware
-from run_files import DeathError, assert_same_run, files_of, wait_for_step
+from run_files import DeathError, assert_same_run, files_of
 
 from outsize.errors import OutsizeError
 from outsize.hardware import Rate, Tier
@@ -206,7 +206,7 @@ def test_a_killed_run_leaves_no_spill_file_and_goes_on(runs, spill) -> None:
     cut = runs.home / "cut"
     sets = runs.sets(output=cut, disk=f"{spill}:64MiB", threads=1, **keys)
     process = runs.command("train", *(word for s in sets for word in ("--set", s)), hold=11)
-    wait_for_step(cut, 10)
+    runs.wait_for_hold()
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
