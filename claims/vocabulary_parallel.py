@@ -29,9 +29,10 @@ from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
+from outsize.schedule.ends import named
 from outsize.schedule.pipelines import Costs, Pipeline, one_f_one_b, v_half
-from outsize.schedule.pipelines.costs import VocabularyCosts
-from outsize.schedule.pipelines.vocabulary import with_vocabulary
+from outsize.schedule.pipelines.costs import EndCosts
+from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.proof import prove
 from outsize.simulate.steps import Times, play
 
@@ -60,7 +61,7 @@ class Model:
         held = self.tokens * vocab * PER_LOGIT / self.devices / self.activations
         return Times(
             forward, per * (product + 2 * attention), per * product, TRANSFER * forward,
-            vocabulary=VocabularyCosts(output, output, output, held=held),
+            ends=EndCosts(output, output, output, held=held),
         )  # fmt: skip
 
     @property
@@ -93,7 +94,7 @@ def at_the_ends(model: Model, made: Pipeline, vocab: int, layers: list[int]) -> 
     even = model.layers / place.stages
     priced = Times(
         times.forward, times.of_input, times.of_weight, times.transfer,
-        stages=tuple(count / even for count in layers), vocabulary=times.vocabulary,
+        stages=tuple(count / even for count in layers), ends=times.ends,
     )  # fmt: skip
     run = play(made, priced).run
     bytes_of = []
@@ -111,9 +112,9 @@ def at_the_ends(model: Model, made: Pipeline, vocab: int, layers: list[int]) -> 
 def redistributed(model: Model, vocab: int) -> list[int]:
     """Layers of each stage: the last has what is left for it while it is the longest."""
     times = model.times(vocab)
-    assert times.vocabulary is not None
+    assert times.ends is not None
     a_layer = (times.forward + times.of_input + times.of_weight) * model.devices / model.layers
-    output = sum(times.vocabulary.output) / a_layer
+    output = sum(times.ends.output) / a_layer
     others = model.devices - 1
 
     def split(last: int) -> list[int]:
@@ -129,9 +130,9 @@ def redistributed(model: Model, vocab: int) -> list[int]:
 def cut(model: Model, made: Pipeline, vocab: int, variant: int) -> Outcome:
     """Both layers cut over all workers."""
     times = model.times(vocab)
-    assert times.vocabulary is not None
+    assert times.ends is not None
     costs = Costs(times.forward, times.of_input, times.of_weight, times.transfer)
-    passes = with_vocabulary(made, variant, costs, times.vocabulary)
+    passes = with_ends(made, named("vocabulary", variant), costs, times.ends)
     prove(passes.schedule, paths=passes.paths)
     run = play(passes, times).run
     tables = 2 * model.table(vocab) / model.devices
