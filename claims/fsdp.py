@@ -47,7 +47,7 @@ def real() -> tuple[bool, dict[str, Ran]]:
     best = (min(pair, key=lambda ran: ran.seconds) for pair in pairs)
     by = dict(zip(("replicas", *WAYS), best, strict=True))
     for name, ran in by.items():
-        gathers = sum(e.kind.startswith(Kind.GATHER.value) for e in ran.trace.events)
+        gathers = sum(e.kind.startswith(Kind.GATHER) for e in ran.trace.events)
         print(
             f"  2 real workers, {name}: a step {ran.seconds:.2f} s,"
             f" {sharded.hidden(ran.trace)[1]:.0%} of messages hidden, {gathers} gathers,"

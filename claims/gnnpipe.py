@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from verdict import verdict
 
-from outsize.collectives import Mesh, World
+from outsize.collectives import Mesh, World, received
 from outsize.collectives.threads import play
 from outsize.models.adopt import find_blocks
 from outsize.optim import AdamW
@@ -63,9 +63,9 @@ def trained(
         job = Job(flow, plan, Recipe(AdamW(weight_decay=0.01)), Here(world))
         losses, had = [], 0
         for step in range(steps):
-            before = received(job)
+            before = embeddings(job)
             losses.append(float(job.step(example.batch_of(graph, chunks, step), RATE)))
-            had = received(job) - before
+            had = embeddings(job) - before
         weights = {name: weight.clone() for name, weight in job.weights()}
         job.close()
         return losses, weights, had
@@ -79,9 +79,9 @@ def counted(batch: example.Batch) -> torch.Tensor:
     return torch.tensor(example.known(batch), dtype=torch.float64)
 
 
-def received(job: Job) -> int:
+def embeddings(job: Job) -> int:
     """Bytes of embeddings and their gradients that a worker has had from the others."""
-    return 0 if job.passing is None else job.passing.received
+    return received(job.world, "stages").total()
 
 
 def accuracy(

@@ -55,10 +55,10 @@ def real() -> tuple[bool, dict[str, float]]:
         print(
             f"  8 real workers on 2 hosts, {name}: a worker has {had / 1e6:.3f} MB a step from"
             f" others, {across[name] / 1e6:.3f} of them from the other host (predicted"
-            f" {sharded.received(made) / 1e6:.3f}, {sharded.far(made) / 1e6:.3f}); weights differ"
+            f" {sharded.foretold(made) / 1e6:.3f}, {sharded.far(made) / 1e6:.3f}); weights differ"
             f" by {apart:.0e}"
         )
-        right = (had / sharded.received(made), across[name] / sharded.far(made))
+        right = (had / sharded.foretold(made), across[name] / sharded.far(made))
         good &= apart < 1e-10 and all(abs(ratio - 1) < 0.01 for ratio in right)
     return good, across
 
@@ -89,7 +89,7 @@ def simulated() -> tuple[dict[tuple[str, float], Forecast], float]:
         fits = "" if one.peak <= MEMORY else ", which does NOT fit"
         print(
             f"  (simulated) {WORKERS} chips, {name}: {seconds} s a step at {NETWORKS} GB/s;"
-            f" {format_bytes(round(sharded.received(one)))} from others,"
+            f" {format_bytes(round(sharded.foretold(one)))} from others,"
             f" {format_bytes(round(sharded.far(one)))} from other nodes; peak"
             f" {format_bytes(one.peak)}{fits}"
         )

@@ -24,6 +24,7 @@ from outsize.collectives import (
     along,
     everyone,
     join,
+    received,
 )
 from outsize.collectives.collective import DONE, Call, Handle
 from outsize.data import Batch
@@ -175,11 +176,11 @@ class Steps:
             job.loaded = job.playable(self.change(job.schedule))
         losses, seconds, before, far = [], [], 0, 0.0
         for step in range(self.steps):
-            before, far = sum(world.received().values()), world.across()
+            before, far = received(world).total(), world.across()
             mine = batch_of(self.config, self.plan, step).rows(*self.plan.rows_at(job.place))
             losses.append(float(job.step(mine, 1e-3)))
             seconds.append(job.report.seconds)
-        had = sum(world.received().values()) - before
+        had = received(world).total() - before
         far, held, trace = world.across() - far, held_by(job), job.report.trace
         # Tensors would travel as files that are gone when their worker is.
         weights = {name: weight.numpy().copy() for name, weight in job.weights()}
@@ -233,7 +234,7 @@ class Slow:
 
 def hidden(trace: Trace) -> tuple[float, float]:
     """(seconds of the network lane, the share of them in which a pass computes)."""
-    passes = {kind.value for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)}
+    passes = {str(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)}
     computing = [e for e in trace.events if e.kind in passes]
     network = [e for e in trace.events if e.lane == Lane.NETWORK.value]
     total = sum(event.end - event.start for event in network)
@@ -324,7 +325,7 @@ def far(made: Forecast) -> float:
     return sum(part.far for part in made.received.values())
 
 
-def received(made: Forecast) -> float:
+def foretold(made: Forecast) -> float:
     """Bytes that a worker has from others in a step."""
     return sum(part.total for part in made.received.values())
 

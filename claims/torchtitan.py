@@ -113,7 +113,7 @@ def simulated() -> list[float]:
         print(
             f"  (simulated) {case.name}, {case.mesh}: {speed:,.0f} tokens a second and device"
             f" (published {case.published:,.0f}), peak {format_bytes(made.peak)}, from others"
-            f" {format_bytes(round(sharded.received(made)))} a step, of it the tensor axis"
+            f" {format_bytes(round(sharded.foretold(made)))} a step, of it the tensor axis"
             f" {format_bytes(round(within.total)) if within else '-'}"
         )
     return ratios

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from support.contender import start
@@ -17,8 +17,7 @@ from support.ours import batch_of, job_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from outsize.runtime import Job
-from outsize.schedule import Action
-from outsize.trace.trace import Event
+from outsize.runtime.engine import Step
 
 WARM = 2
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul"})
@@ -42,13 +41,16 @@ class Breakdown:
 
 def name_actions(job: Job) -> None:
     """Make every action of the job a range of the profile."""
-    inner = job.act
 
-    def act(index: int, action: Action, begin: float) -> Event:
-        with record_function(PREFIX + action.kind):
-            return inner(index, action, begin)
+    def named(step: Step) -> Step:
+        def call() -> None:
+            with record_function(PREFIX + step.action.kind):
+                for each in step.calls:
+                    each()
 
-    job.act = act  # type: ignore[method-assign]
+        return replace(step, calls=(call,))
+
+    job.loaded = replace(job.loaded, steps=tuple(map(named, job.loaded.steps)))
 
 
 def action_of(event: Any) -> str:

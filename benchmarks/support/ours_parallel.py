@@ -12,7 +12,7 @@ from support.ours import batch_of
 from torch import Tensor
 
 from outsize.checkpoint import hub
-from outsize.collectives import Mesh, along, join, meeting
+from outsize.collectives import Mesh, along, join, meeting, received
 from outsize.hardware.probe import probe
 from outsize.models.build import shells
 from outsize.models.config import DecoderConfig
@@ -65,12 +65,12 @@ class Worker:
         self.before: dict[str, int] = {}
 
     def step(self, ids_BS: Tensor) -> float:
-        self.before = dict(self.world.received())
+        self.before = dict(received(self.world))
         mine_BS = ids_BS[slice(*self.plan.rows_at(self.job.place))]
         return float(self.job.step(batch_of(mine_BS)))
 
     def found(self, base: int, peak: int) -> Answer:
-        now = self.world.received()
+        now = received(self.world)
         had = {name: count - self.before.get(name, 0) for name, count in now.items()}
         self.world.close()
         return Answer(peak, base, had, self.tensors, self.plan_note())

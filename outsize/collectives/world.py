@@ -78,10 +78,11 @@ def inside(world: World) -> Iterator[Within]:
 
 
 def received(world: World, *uses: Use) -> Counter[str]:
-    """Bytes by operation that this worker has had from others, through collectives of some uses."""
+    """Bytes by operation that this worker has had from others, through collectives of some uses, or
+    of all."""
     total = Counter[str]()
     for (_, use), group in list(world.groups.items()):
-        if use in uses:
+        if not uses or use in uses:
             total.update(own(group))
     return total
 
