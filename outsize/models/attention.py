@@ -9,6 +9,8 @@ size; inside one call B documents, S queries, L keys, C queries of a chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +22,7 @@ from outsize.models.flash import flash
 from outsize.models.layout import chunks, clip, past, stretches, visible
 from outsize.models.linear import Linear
 from outsize.models.masked import attend_masked
-from outsize.models.norm import Norm
+from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
 from outsize.models.seams import MIXERS, AttendSpec, Context, StateSpec
 
@@ -176,12 +178,11 @@ class LocalAttend:
         spec: AttendSpec,
     ) -> Tensor:
         queries, keys = q_THK.shape[0], k_TGK.shape[0]
-        beyond = spec.first_key or spec.first_query + queries > keys
-        if not spec.in_order or beyond or spec.softcap is not None:
+        if not spec.in_order or spec.first_key or spec.first_query + queries > keys:
             return attend_masked(q_THK, k_TGK, v_TGW, bounds, spec)[0]
         if not queries:
             return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))
-        cpu = q_THK.device.type == "cpu"
+        cpu = q_THK.device.type == "cpu" and spec.softcap is None
         if queries == keys and cpu:
             return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
         if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
@@ -212,6 +213,9 @@ def attend(q_BHSK: Tensor, k_BGLK: Tensor, v_BGLW: Tensor, spec: AttendSpec) -> 
     length = k_BGLK.shape[2]
     past = length - q_BHSK.shape[2]
     window = None if spec.window is None or spec.window >= length else spec.window
+    if spec.softcap is not None:
+        o: Tensor = _Capped.apply(q_BHSK, k_BGLK, v_BGLW, spec.scale, window, spec.softcap)  # type: ignore[no-untyped-call]
+        return o
     if window is None and not past:
         return _fused(q_BHSK, k_BGLK, v_BGLW, spec.scale, None)
     pieces = []
@@ -244,3 +248,70 @@ def _shares_heads(q: Tensor, mask: Tensor | None) -> bool:
     attention does, in half precision and without a mask; asked otherwise, PyTorch makes all S x S
     scores."""
     return q.device.type == "cpu" or (mask is None and q.dtype in (torch.float16, torch.bfloat16))
+
+
+class _Capped(torch.autograd.Function):
+    """Attention with capped scores, a chunk of queries at a time; the backward makes a chunk's
+    scores again, so that no more than one chunk's scores exist at once. The queries are the last S
+    of L tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHSK: Tensor,
+        k_BGLK: Tensor,
+        v_BGLW: Tensor,
+        scale: float,
+        window: int | None,
+        cap: float,
+    ) -> Tensor:
+        ctx.save_for_backward(q_BHSK, k_BGLK, v_BGLW)
+        ctx.facts = (scale, window, cap)
+        length = k_BGLK.shape[2]
+        past = length - q_BHSK.shape[2]
+        q_BGRSK = q_BHSK.unflatten(1, (k_BGLK.shape[1], -1))
+        o_BGRSW = q_BGRSK.new_empty((*q_BGRSK.shape[:-1], v_BGLW.shape[-1]))
+        for start, stop, low in chunks(length, window, past):
+            k, v = k_BGLK[:, :, None, low:stop], v_BGLW[:, :, None, low:stop]
+            here = slice(start - past, stop - past)
+            weight, _ = _capped_weights(q_BGRSK[:, :, :, here], k, (start, stop, low), ctx.facts)
+            o_BGRSW[:, :, :, here] = weight.to(v.dtype) @ v
+        o_BHSW: Tensor = o_BGRSW.flatten(1, 2)
+        return o_BHSW
+
+    @staticmethod
+    def backward(ctx: Any, go_BHSW: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q_BHSK, k_BGLK, v_BGLW = ctx.saved_tensors
+        scale, window, _ = ctx.facts
+        groups, length = k_BGLK.shape[1:3]
+        past = length - q_BHSK.shape[2]
+        q_BGRSK, go_BGRSW = q_BHSK.unflatten(1, (groups, -1)), go_BHSW.unflatten(1, (groups, -1))
+        gq = torch.empty_like(q_BGRSK)
+        gk, gv = torch.zeros_like(upcast(k_BGLK)), torch.zeros_like(upcast(v_BGLW))
+        for start, stop, low in chunks(length, window, past):
+            k, v = k_BGLK[:, :, None, low:stop], v_BGLW[:, :, None, low:stop]
+            here = slice(start - past, stop - past)
+            q, go = q_BGRSK[:, :, :, here], go_BGRSW[:, :, :, here]
+            weight, slope = _capped_weights(q, k, (start, stop, low), ctx.facts)
+            gv[:, :, low:stop] += (weight.to(go.dtype).mT @ go).sum(2)
+            gweight = upcast(go @ v.mT)
+            gscore = weight * (gweight - (gweight * weight).sum(-1, keepdim=True))
+            gscore = gscore.mul_(slope).mul_(scale).to(q.dtype)
+            gq[:, :, :, here] = gscore @ k
+            gk[:, :, low:stop] += (gscore.mT @ q).sum(2)
+        gradients = gq.flatten(1, 2), gk.to(k_BGLK.dtype), gv.to(v_BGLW.dtype)
+        return *gradients, None, None, None
+
+
+def _capped_weights(
+    q: Tensor,
+    k: Tensor,
+    chunk: tuple[int, int, int],
+    facts: tuple[float, int | None, float],
+) -> tuple[Tensor, Tensor]:
+    """(softmax weights, slope of the cap) of a chunk, both (B, G, R, C, L), float32 at least."""
+    scale, window, cap = facts
+    bent = (upcast(q @ k.mT) * (scale / cap)).tanh_()
+    seen_CL = visible(*chunk, window, q.device)
+    weight = (bent * cap).masked_fill_(~seen_CL, float("-inf")).softmax(-1)
+    return weight, 1 - bent.square_()
