@@ -71,10 +71,8 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         if go_THW.stride(2) != 1:
             go_THW = go_THW.contiguous()
-        # Sums over keys and queries: float32, whatever the inputs are.
-        sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in saved[1:3]]
-        pull = torch.ops.outsize.attention_backward_into.default
-        gradients = (pull(go_THW, *saved, sums, *ctx.facts), *sums)
+        pull = torch.ops.outsize.attention_backward.default
+        gradients = pull(go_THW, *saved, *ctx.facts)
         if go_THW.dtype == torch.float32:
             return *gradients, None, None, None
         return *(g.to(x.dtype) for g, x in zip(gradients, saved, strict=False)), None, None, None
@@ -138,6 +136,37 @@ def _run_backward_into(
     return gq
 
 
+def _allocate_backward(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over keys and queries: float32, whatever the inputs are."""
+    gq, gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+    return gq, gk, gv
+
+
+def _run_backward(
+    go: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), bounds, scale, window), gk, gv
+
+
 def _strides(*heads: Tensor) -> bytes:
     """Of a token and of a head, in elements."""
     return native.numbers(stride for x in heads for stride in x.stride()[:2])
@@ -162,6 +191,12 @@ _INPUTS = "Tensor q, Tensor k, Tensor v"
 _FACTS = "int[] bounds, float scale, int? window"
 _OPERATORS = (
     native.define(f"attention({_INPUTS}, {_FACTS}) -> (Tensor, Tensor)", _run, _allocate),
+    native.define(
+        f"attention_backward(Tensor go, {_INPUTS}, Tensor o, Tensor lse, {_FACTS})"
+        " -> (Tensor, Tensor, Tensor)",
+        _run_backward,
+        _allocate_backward,
+    ),
     native.define(
         f"attention_backward_into(Tensor go, {_INPUTS}, Tensor o, Tensor lse, Tensor(a!)[] sums,"
         f" {_FACTS}) -> Tensor",
