@@ -17,6 +17,8 @@ import torch
 from collective_tasks import numpy, values
 from crew import WorkerGroup
 
+from outsize.collectives import Mesh
+
 SIZE = 4
 HOSTS = {"Shared": (), "C10d": ("a", "b", "c", "d"), "Hierarchical": ("a", "a", "b", "b")}
 UNEVEN = ((0, 5), (5, 5), (5, 150_000), (150_000, 150_007))
@@ -26,7 +28,7 @@ KINDS = pytest.mark.parametrize("kind", HOSTS)
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
-    crew = WorkerGroup.of(SIZE, str(tmp_path_factory.mktemp("crew") / "store"))
+    crew = WorkerGroup.of(Mesh(SIZE), str(tmp_path_factory.mktemp("crew") / "store"))
     yield crew
     crew.end()
 

@@ -11,6 +11,8 @@ import collective_tasks as tasks
 import pytest
 from crew import WorkerGroup
 
+from outsize.collectives import Mesh
+
 KILLED, STOPPED = 2, 1
 FOREVER = 3600.0  # seconds; longer than anybody's patience
 HOSTS = {"Shared": (), "C10d": ("a", "b", "c")}
@@ -18,7 +20,7 @@ HOSTS = {"Shared": (), "C10d": ("a", "b", "c")}
 
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[WorkerGroup]:
-    crew = WorkerGroup.of(3, str(tmp_path / "store"))
+    crew = WorkerGroup.of(Mesh(3), str(tmp_path / "store"))
     yield crew
     crew.end()
 

