@@ -1,7 +1,7 @@
 """What an optimizer declares of each of its states: type, size, first value.
 
 Chunks, pools, tiers, cuts over workers, checkpoints and forecasts follow from this alone
-(outsize/runtime/placement.py), so that a state need not be as large as the weights.
+(outsize/schedule/items.py), so that a state need not be as large as the weights.
 """
 
 from __future__ import annotations
