@@ -170,7 +170,7 @@ def run_document(path: str, root: Path, limit: float) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the code blocks of Markdown documents.")
     parser.add_argument("documents", nargs="+", help="paths relative to the current directory")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds a block may take")
+    parser.add_argument("--limit", type=float, default=5400.0, help="seconds a block may take")
     options = parser.parse_args(arguments)
     try:
         for path in options.documents:
