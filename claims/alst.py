@@ -36,7 +36,7 @@ from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
-from outsize.search.single import facts_of_model
+from outsize.search.request import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Facts
 from outsize.simulate.forecast import compose

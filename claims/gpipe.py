@@ -10,7 +10,7 @@ from __future__ import annotations
 from verdict import verdict
 
 from outsize.schedule.pipelines import gpipe
-from outsize.simulate.steps import Times, play
+from outsize.simulate.coarse import Times, play
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from verdict import verdict
 
 from outsize.schedule.pipelines import Costs, chimera, hanayo
-from outsize.simulate.steps import Times, play
+from outsize.simulate.coarse import Times, play
 
 DEVICES, WAVES = 8, (1, 2, 4)
 

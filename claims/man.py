@@ -31,8 +31,8 @@ from outsize.optim import AdamW
 from outsize.plan import Local, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.local import LocalJob
 
 LAYERS, HIDDEN, ROWS, SEQUENCE, GROUPS = 12, 64, 16, 128, 4
 SEEDS = (1, 2)  # of initial values and of the order of rows
@@ -66,13 +66,13 @@ def batches(data: Tensor, count: int, seed: int) -> list[Batch]:
     return made
 
 
-def job_of(way: str, seed: int, ledger: Ledger | None = None) -> Job | LocalJob:
+def job_of(way: str, seed: int, ledger: Ledger | None = None) -> Job:
     model, optimizer = build(parse(CONFIG), seed=seed), AdamW(weight_decay=0.1)
     if way == "end to end":
         return Job(NativeFlow(model, EXACT), EXACT, Recipe(optimizer, 1.0), Here(ledger=ledger))
     local = {"approximate": ("local-learning",), "local": Local(GROUPS, way, MOMENTUM)}
     plan = Plan(**{**vars(EXACT), **local})
-    return LocalJob(model, plan, optimizer, clip=1.0, ledger=ledger)
+    return make_job(NativeModel(model), plan, Recipe(optimizer, 1.0), Here(ledger=ledger))
 
 
 def peak(way: str, batch: Batch) -> tuple[int, int]:

@@ -32,9 +32,8 @@ from outsize.schedule.pipelined import bounds_of
 from outsize.schedule.pipelines import Pipeline, interleaved, one_f_one_b
 from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.proof import prove
-from outsize.search.spilling import Spilling, spilled
-from outsize.simulate.away import Moving
-from outsize.simulate.steps import Times, play
+from outsize.search.pipeline_offload import Spilling, spilled
+from outsize.simulate.coarse import Moving, Times, play
 
 RATE, LINK = 312e12 * 0.55, 25e9  # A100's peak in bfloat16, as reached; PCIe 4.0 x16, bytes/s
 KEPT = 34  # bytes of a token's activations in a layer, over hidden (Korthikanti et al., 2022)

@@ -11,6 +11,7 @@ has measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -23,10 +24,11 @@ import outsize
 from outsize.models.build import build
 from outsize.plan.spread import share
 from outsize.schedule.pipelines import Pipeline, Shape, make
-from outsize.search.block_costs import costs_of
-from outsize.search.cuts import shifted
-from outsize.search.partition import Cost, partition
-from outsize.simulate.steps import Times, play
+from outsize.search.branch_and_bound import Cost, shifted
+from outsize.search.partition import partition
+from outsize.search.pipeline_cuts import costs_of
+from outsize.simulate.coarse import Times, play
+from outsize.trace import Trace
 
 WORKERS, MICROBATCHES, STEPS = 4, 8, 4
 ROUNDING = 1e-9
@@ -89,12 +91,13 @@ def measured(model: nn.Module, batch: object) -> list[Cost]:
     """Costs of the model's fine stages, from real steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     job = outsize.prepare(model, optimizer, memory="8GiB", recompute=())
-    traces = []
+    traces: list[Trace] = []
     for _ in range(STEPS):
         job.step(batch)
         traces.append(job.report.trace)
     assert job.forecast is not None
-    costs = costs_of(job.forecast, traces[1:])
+    events = tuple(event for trace in traces[1:] for event in trace.events)
+    costs = costs_of(replace(job.forecast, trace=Trace("measured", events)))
     job.close()
     return costs
 

@@ -234,7 +234,7 @@ class Slow:
 
 def hidden(trace: Trace) -> tuple[float, float]:
     """(seconds of the network lane, the share of them in which a pass computes)."""
-    passes = {str(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE)}
+    passes = {str(kind) for kind in (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.RECOMPUTE)}
     computing = [e for e in trace.events if e.kind in passes]
     network = [e for e in trace.events if e.lane == Lane.NETWORK.value]
     total = sum(event.end - event.start for event in network)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from verdict import verdict
 
 from outsize.schedule.pipelines import Costs, one_f_one_b, skip_pipe
-from outsize.simulate.steps import Times, play
+from outsize.simulate.coarse import Times, play
 
 DEVICES, TRANSFER = 8, 0.1
 

@@ -33,7 +33,7 @@ from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.freezing import Freezing
+from outsize.techniques.frozen_by_dynamics import KEY, FrozenByDynamics
 
 LAYERS, HIDDEN, ROWS, SEQUENCE = 6, 64, 8, 64
 BEFORE, STEPS, HELD, RATE = 150, 200, 16, 3e-3
@@ -73,19 +73,20 @@ def batches(data: Tensor, count: int, seed: int) -> list[Batch]:
 
 def trained(model: Decoder, data: Sequence[Batch], share: float, keep: Keep) -> Job:
     """The job behind its last step. The learning rate falls to 0."""
-    job = Job(NativeFlow(model, PLAN), PLAN, Recipe(AdamW(weight_decay=0.0), 1.0))
-    freezing = Freezing(job, share, keep=keep)
+    said = {KEY: FrozenByDynamics(share, keep)}
+    recipe = Recipe(AdamW(weight_decay=0.0), 1.0, techniques=said)
+    job = Job(NativeFlow(model, PLAN), PLAN, recipe)
     for step, batch in enumerate(data):
-        freezing.step(batch, RATE * (1 - step / len(data)))
-    freezing.close()
+        job.step(batch, RATE * (1 - step / len(data)))
     return job
 
 
 def activations(model: Decoder, batch: Batch, share: float, keep: Keep) -> int:
     """Bytes at the peak of a step beyond what the job holds between steps."""
     ledger = Ledger()
-    job = Job(NativeFlow(model, PLAN), PLAN, Recipe(AdamW()), Here(ledger=ledger))
-    Freezing(job, share, keep=keep).step(batch, 0.0)
+    recipe = Recipe(AdamW(), techniques={KEY: FrozenByDynamics(share, keep)})
+    job = Job(NativeFlow(model, PLAN), PLAN, recipe, Here(ledger=ledger))
+    job.step(batch, 0.0)
     trace = job.report.trace
     return trace.peak() - sum(trace.events[-1].live.values())
 

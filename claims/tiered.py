@@ -23,7 +23,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, native_makers
-from outsize.search.single import facts_of_model
+from outsize.search.request import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import Costs, rehearse

@@ -34,7 +34,7 @@ from outsize.schedule.pipelines import Costs, Pipeline, one_f_one_b, v_half
 from outsize.schedule.pipelines.costs import EndCosts
 from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.proof import prove
-from outsize.simulate.steps import Times, play
+from outsize.simulate.coarse import Times, play
 
 MICROBATCHES, TRANSFER = 128, 0.02  # of a unit's forward
 BLOCKS, WORKERS, VOCABULARY = 6, 4, 32_768  # of the model that is trained here

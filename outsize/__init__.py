@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outsize.schedule.program import Program
     from outsize.serve.model import Model
     from outsize.trace.trace import Trace
-    from outsize.train.plans import plan, simulate
+    from outsize.train.planned import plan, simulate
     from outsize.train.prepare import prepare
 
 __version__ = "0.1.0"

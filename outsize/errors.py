@@ -12,6 +12,12 @@ class Everywhere(OutsizeError):
     """One that all workers of a run raise at once: it follows from numbers that all have."""
 
 
+def expect(holds: bool, what: str, value: object, expected: str) -> None:
+    """OutsizeError "WHAT is VALUE; expected EXPECTED" where something does not hold."""
+    if not holds:
+        raise OutsizeError(f"{what} is {value}; expected {expected}")
+
+
 def counted(count: int, thing: str, form: str = "") -> str:
     """A number of things: "1 byte", "2 bytes". form: of the number, as format() has it."""
     ending = "" if count == 1 else "es" if thing.endswith("ch") else "s"

@@ -9,12 +9,15 @@ from pathlib import Path
 from outsize.errors import OutsizeError
 
 
-def read_text(path: Path) -> str:
-    """A file as UTF-8. OutsizeError where it cannot be read."""
+def read_text(path: str | Path, remedy: str = "") -> str:
+    """A file as UTF-8. OutsizeError where it cannot be read; remedy: what to do then."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutsizeError(f"{path} cannot be read: {error}") from None
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        reason = "not text in UTF-8"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise OutsizeError(f"{path} cannot be read: {reason}{remedy and '; '}{remedy}")
 
 
 def write_text(text: str, path: str | Path) -> Path:

@@ -15,10 +15,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only cost, and give 
 import fcntl
 import gc
 import random
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,10 @@ import pytest
 import torch
 from openmp import let_threads_go
 from rates import known_machine
+from remembered import remember
 
-from outsize.hardware import Hardware
 from outsize.hardware.probe import keep
 from outsize.kernels import native
-from outsize.models.config import DecoderConfig
-from outsize.search import single
-from outsize.search.request import Forecaster, PlanRequest
-from outsize.simulate.costs import Costs
 
 # The same examples on every machine, and no verdict by the clock of a busy one.
 hypothesis.settings.register_profile(
@@ -67,9 +63,11 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the compiled kernels: who comes first builds them for the whole session, so
-    that no test that has its eye on the clock does."""
+    """The folder of the compiled kernels: who comes first builds them for the whole session, or
+    takes those that this person has: their names say of what they were built, their ends that they
+    are whole."""
     base = tmp_path_factory.getbasetemp()
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outsize" / "kernels"
     folder = base.parent / "kernels"
     folder.mkdir(exist_ok=True)
     (base / "first" / "outsize").mkdir(parents=True)
@@ -77,6 +75,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, (base.parent / "building").open("w") as lock:
         patch.setenv("XDG_CACHE_HOME", str(base / "first"))
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for library in own.glob("native-*.so"):
+            if not (folder / library.name).exists():
+                shutil.copy(library, folder)
         native.library()
     return folder
 
@@ -96,18 +97,13 @@ def _own_cache(
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _rehearsed_once() -> Iterator[None]:
-    """What one search has rehearsed, the next one knows: it depends neither on the budget nor on
-    what rests where."""
-    plain, known = single.forecaster_of, dict[str, dict[tuple[object, ...], Costs]]()
-
-    def shared(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecaster:
-        made = plain(config, request, hardware)
-        made._known = known.setdefault(repr((config, replace(request, budget=None, tiers=()))), {})
-        return made
-
+def _rehearsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one search has rehearsed, the next one knows, in any process of this session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rehearsed"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single, "forecaster_of", shared)
+        remember(folder, patch)
         yield
 
 

@@ -20,7 +20,7 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.optim import AdamW
 from outsize.plan import Precision
-from outsize.search import PlanRequest, choose, forecaster_of, savings, thresholds
+from outsize.search import PlanRequest, choose, forecaster_of, thresholds, tradeoffs
 from outsize.search.tiers import states
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -66,7 +66,7 @@ def written() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     before = None
-    for rung in savings(forecaster, len(config.layers) + 2):
+    for rung in tradeoffs(forecaster, len(config.layers) + 2):
         saves = "" if before is None else format_bytes(before.bytes - rung.bytes)
         costs = "" if before is None else f"{rung.seconds / before.seconds - 1:+.1%}"
         lines.append(

@@ -48,7 +48,7 @@ SUBJECTS: dict[str, Subject] = {
         "schedule/compile/zeroth"),
     ),
     "local learning": Subject(
-        r"(?i)local[-_]learning|LocalJob|\bplan\.local\b",
+        r"(?i)local[-_]learning|\bplan\.local\b",
         ("techniques/local", "runtime/special/local", "runtime/special/groups"),
     ),
     "frozen by dynamics": Subject(

@@ -20,8 +20,8 @@ from torch import Tensor
 from outsize.checkpoint import hub
 from outsize.collectives import everyone
 from outsize.data import Batch
-from outsize.simulate.alone import durations, work
 from outsize.simulate.shared_cores import paces
+from outsize.simulate.worker_profile import durations, work
 from outsize.trace import write
 
 

@@ -23,7 +23,7 @@ from outsize.plan.text import from_yaml, to_yaml
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose
-from outsize.train.filling import hub_fill
+from outsize.train.first_values import hub_fill
 
 
 def optimizer_of(task: Task) -> AdamW:

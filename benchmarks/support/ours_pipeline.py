@@ -20,7 +20,7 @@ from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
-from outsize.train.filling import hub_fill
+from outsize.train.first_values import hub_fill
 
 SUFFIX = ".exp_avg"
 

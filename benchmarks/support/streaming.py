@@ -23,7 +23,7 @@ from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.schedule.residency import moved as item_of
 from outsize.search import PlanRequest, native_makers
-from outsize.search.single import facts_of_model
+from outsize.search.request import facts_of_model
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import compose
 from outsize.simulate.rehearse import rehearse

@@ -1,20 +1,17 @@
 """What commands share: errors that name what was typed (`--max-tokens is -3`, not `max_tokens is
--3`), the options that place a run, and where they print."""
+-3`), and the options that place a run."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from outsize.errors import OutsizeError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Command(click.Command):
@@ -91,14 +88,3 @@ def _as_typed(text: str, ctx: click.Context) -> str:
         if given and isinstance(parameter, click.Option) and parameter.name == found[1]:
             return parameter.opts[-1] + text[found.end() :]
     return text
-
-
-WIDE = 160  # columns where there is no terminal to ask: tables are not to be cut in a log
-
-
-def console() -> Console:
-    """Standard output, as wide as the terminal or wide enough for every table."""
-    from rich.console import Console
-
-    made = Console()
-    return made if made.is_terminal else Console(width=WIDE)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--timing",
     is_flag=True,
-    help="With --memory or --mesh: seconds and most bytes, predicted and measured.",
+    help="Seconds and most bytes, predicted and measured.",
 )
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
@@ -92,8 +92,8 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
     check_prompt(prompt)
-    if memory is None and (disk is not None or sparse or (timing and not apart)):
-        raise OutsizeError("--disk, --sparse and --timing go with --memory; give --memory SIZE")
+    if memory is None and (disk is not None or sparse):
+        raise OutsizeError("--disk and --sparse go with --memory; give --memory SIZE")
     wanted = _Wanted(prompt, max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
@@ -129,7 +129,7 @@ class _Wanted:
         model.generate(*own, on_text, self._ready)
         click.echo()
         if self.timing:
-            click.echo("all in memory" if model.home is None else model.home.timing(), err=True)
+            click.echo(model.timing, err=True)
 
     def _ready(self, plan: str) -> None:
         """Say before the first token the plan, if there is one, and the prompt."""

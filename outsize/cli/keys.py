@@ -12,13 +12,11 @@ from outsize.cli.command import Command
 def keys(name: str | None) -> None:
     """List the keys that a run's file or --set can say. NAME: a key, a section as train, or a
     technique."""
-    from rich.table import Table
-
-    from outsize.cli.command import console
     from outsize.errors import OutsizeError, nearest
     from outsize.registry import TECHNIQUES
+    from outsize.screen import console, table
     from outsize.train.config import leaves, technique_leaves
-    from outsize.train.others import here
+    from outsize.train.other_trainers import here
     from outsize.train.resolve import shown
 
     every = {**leaves(), **technique_leaves()}
@@ -29,9 +27,9 @@ def keys(name: str | None) -> None:
             raise OutsizeError(f"key {name!r} is not known; here it is {ours}")
         sections = {key.rpartition(".")[0] for key in every} - {""}
         raise OutsizeError(f"key {name!r} is not known{nearest(name, (*every, *sections))}")
-    table = Table("key", "default", "range", "meaning", box=None, pad_edge=False)
+    made = table("key", "default", "range", "meaning")
     for key in found:
         leaf = every[key]
         default = "off" if TECHNIQUES.find(key) else shown(leaf.default)
-        table.add_row(key, default, leaf.range or "-", leaf.meaning)
-    console().print(table, markup=False)
+        made.add_row(key, default, leaf.range or "-", leaf.meaning)
+    console().print(made, markup=False)

@@ -37,7 +37,7 @@ class _Group(click.Group):
 
 def _ours(option: str) -> str:
     """What an option of another trainer is here."""
-    from outsize.train.others import here
+    from outsize.train.other_trainers import here
 
     ours = here(option)
     return "" if ours is None else f" Here it is {ours}."

@@ -41,20 +41,18 @@ def plan(
     """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
     import json
 
-    if model is not None and not is_run(target):
-        refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
-
-    from outsize.cli.command import console
+    from outsize.screen import console, say
+    from outsize.screen import show as shown
     from outsize.train import show
-    from outsize.train.resolve import as_sets, resolve
+    from outsize.train.resolve import as_sets, is_file, values_of
 
-    file, said = _target(target)
-    resolved = resolve(file, (*said, *sets, *as_sets({"model.name": model, **places})))
+    if model is not None and target is not None and not is_file(target):
+        refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
+    resolved = values_of(target, (*sets, *as_sets({"model.name": model, **places})))
     from outsize.train.setup import set_up
-    from outsize.train.workers import mesh_of, with_workers
+    from outsize.train.workers import over_workers
 
-    whole = mesh_of(resolved, None, None)
-    setup = set_up(with_workers(resolved, whole, whole.size), fit=False)
+    setup = set_up(over_workers(resolved), fit=False)
     if out is not None:
         from outsize.plan.file import write_plan
         from outsize.train.planned import file_of
@@ -65,30 +63,33 @@ def plan(
         return
     screen = console()
     tables = [show.plan_table(setup.forecast), show.bytes_table(setup.forecast)]
-    if setup.forecast.turns:
+    if setup.forecast.ranks:
         tables.append(show.turns_table(setup.forecast))
     if setup.forecast.received:
         tables.append(show.network_table(setup.forecast))
-    for table in tables:
-        screen.print(table, markup=False)
-        screen.print()
-    for line in (show.predicted(setup.forecast), _fits(setup)):
-        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+    shown(screen, *tables)
+    say(screen, show.predicted(setup.forecast), _fits(setup))
     if setup.tiers:
         _print_tiers(setup, screen)
 
 
 def _print_tiers(setup: Setup, out: Console) -> None:
-    """What rests on the tiers, what techniques save, and the thresholds."""
-    from outsize.search import forecaster_of, savings, thresholds
+    """What rests on the tiers, what techniques save, and the thresholds: of steps that are
+    predicted from one microbatch."""
+    from outsize.runtime.method import method_of
+    from outsize.search import forecaster_of, thresholds, tradeoffs
     from outsize.search.tiers import states
     from outsize.train import show
     from outsize.train.setup import request_of
 
     made, config = setup.forecast, setup.subject.config
+    if not method_of(made.plan.approximate).rehearsed:
+        out.print()
+        out.print(show.tiers_table(made, setup.tiers, setup.hardware), markup=False)
+        return
     forecaster = forecaster_of(config, request_of(setup.resolved, setup.tiers), setup.hardware)
     limits = thresholds(made, states(forecaster.facts, made.plan), setup.tiers, setup.hardware)
-    every = savings(forecaster, len(config.layers) + 2)
+    every = tradeoffs(forecaster, len(config.layers) + 2)
     tables = (
         show.tiers_table(made, setup.tiers, setup.hardware),
         show.savings_table(every),
@@ -97,21 +98,6 @@ def _print_tiers(setup: Setup, out: Console) -> None:
     for table in tables:
         out.print()
         out.print(table, markup=False)
-
-
-def is_run(target: str | None) -> bool:
-    """Whether a target is a run's file: anything else is the name of a model."""
-    path = Path(target or "")
-    return target is not None and (path.is_file() or path.suffix in (".yaml", ".yml"))
-
-
-def _target(target: str | None) -> tuple[Path | None, tuple[str, ...]]:
-    """(run file or None, what to set): a file is a run, anything else the name of a model."""
-    if target is None:
-        return None, ()
-    if is_run(target):
-        return Path(target), ()
-    return None, (f"model.name={target}",)
 
 
 def _fits(setup: Setup) -> str:

@@ -10,15 +10,16 @@ import click
 
 from outsize.cli.command import Command
 from outsize.cli.schedule_figures import compared, show
+from outsize.errors import OutsizeError
 
 if TYPE_CHECKING:
     from outsize.schedule.ends import Ends
     from outsize.schedule.pipelines import Pipeline, Shape
     from outsize.schedule.pipelines.costs import EndCosts
-    from outsize.simulate.away import Moving
-    from outsize.simulate.steps import Times
+    from outsize.simulate.coarse import Moving, Times
 
 COMPARE, AUTO = "compare", "auto"
+_NUMBERS = "numbers of seconds, as 1,1.2,0.8"
 
 
 @click.command(cls=Command)
@@ -113,7 +114,7 @@ def schedule(
         compared(shape, replace(seconds, ends=tables), memory, ends, as_json)
         return
     if name == AUTO:
-        from outsize.search.pipelines import automatic
+        from outsize.search.pipeline_scheduler import automatic
 
         _refuse(AUTO, chunks=chunks, waves=waves, skip=skip)
         _refuse(AUTO, vocabulary=vocabulary, vocabulary_times=vocabulary_times)
@@ -127,28 +128,24 @@ def schedule(
 
 
 def _times(text: str, transfer: float, both: float | None) -> Times:
-    from outsize.simulate.steps import Times
+    from outsize.simulate.coarse import Times
 
-    forward, of_input, of_weight = _seconds("--times", text, (3,))
+    forward, of_input, of_weight = _seconds("--times", text, (3,), f"three {_NUMBERS}")
     return Times(forward, of_input, of_weight, transfer, both)
 
 
-def _seconds(option: str, text: str, counts: tuple[int, ...]) -> list[float]:
-    from outsize.errors import OutsizeError
-
+def _seconds(option: str, text: str, counts: tuple[int, ...], wanted: str) -> list[float]:
     words = text.split(",")
     try:
         if len(words) in counts:
             return [float(word) for word in words]
     except ValueError:
         pass
-    many = " or ".join({3: "three", 5: "five"}[count] for count in counts)
-    raise OutsizeError(f"{option}: {text!r}; expected {many} numbers of seconds, as 1,1.2,0.8")
+    raise OutsizeError(f"{option}: {text!r}; expected {wanted}")
 
 
 def _ends(variant: int | None, text: str | None) -> tuple[Ends | None, EndCosts | None]:
     """How the first and the last layer are cut, and their times."""
-    from outsize.errors import OutsizeError
     from outsize.schedule.ends import named
     from outsize.schedule.pipelines.costs import EndCosts
 
@@ -158,8 +155,10 @@ def _ends(variant: int | None, text: str | None) -> tuple[Ends | None, EndCosts 
             " seconds, as --vocabulary-times 2,2,2"
         )
     ends = None if variant is None else named("vocabulary", variant)
-    costs = None if text is None else EndCosts(*_seconds("--vocabulary-times", text, (3, 5)))
-    return ends, costs
+    if text is None:
+        return ends, None
+    wanted = f"three or five {_NUMBERS}"
+    return ends, EndCosts(*_seconds("--vocabulary-times", text, (3, 5), wanted))
 
 
 def _cut(
@@ -179,7 +178,6 @@ def _shape(
     devices: int | None, microbatches: int | None, times: Times,
     chunks: int | None, waves: int | None, skip: float | None,
 ) -> Shape:  # fmt: skip
-    from outsize.errors import OutsizeError
     from outsize.schedule.pipelines import Costs, Shape
 
     for option, value in (("--devices", devices), ("--microbatches", microbatches)):
@@ -192,7 +190,6 @@ def _shape(
 
 def _refuse(what: str, **options: object) -> None:
     """Options that would do nothing are errors."""
-    from outsize.errors import OutsizeError
 
     for option, value in options.items():
         if value is not None:
@@ -203,32 +200,24 @@ def _refuse(what: str, **options: object) -> None:
 
 
 def _from_csv(path: Path) -> Pipeline:
-    from outsize.errors import OutsizeError
     from outsize.schedule.csv import from_csv
+    from outsize.texts import read_text
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutsizeError(f"{path}: cannot read the schedule ({error})") from None
-    return from_csv(text, path.name)
+    return from_csv(read_text(path), path.name)
 
 
 def _moving(text: str | None) -> Moving | None:
     """What activations take to the host and back."""
-    from outsize.errors import OutsizeError
-    from outsize.simulate.away import Moving
+    from outsize.simulate.coarse import Moving
 
     if text is None:
         return None
-    try:
-        out, back, *both = (float(word) for word in text.split(","))
-        (shared,) = both or (1.0,)
-    except ValueError:
-        raise OutsizeError(
-            f"--offload: {text!r}; expected seconds out and back, as 0.5,0.5, and how many times"
-            " longer both take at once, as 0.5,0.5,2"
-        ) from None
-    return Moving(out, back, shared)
+    wanted = (
+        "seconds out and back, as 0.5,0.5, and how many times longer both take at once, as"
+        " 0.5,0.5,2"
+    )
+    out, back, *both = _seconds("--offload", text, (2, 3), wanted)
+    return Moving(out, back, *(both or (1.0,)))
 
 
 def _one(
@@ -236,13 +225,13 @@ def _one(
     moving: Moving | None,
 ) -> None:  # fmt: skip
     from outsize.schedule.proof import prove
-    from outsize.simulate.steps import play
+    from outsize.simulate.coarse import play
 
     prove(made.schedule, paths=made.paths)
     if moving is None:
         show(play(made, times), as_json, html, to_csv)
         return
-    from outsize.search.spilling import spilled
+    from outsize.search.pipeline_offload import spilled
 
     _refuse("a schedule with --offload, whose moves the format cannot say", csv=to_csv)
     found = spilled(made, times, moving)

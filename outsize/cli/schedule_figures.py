@@ -12,9 +12,9 @@ from outsize.errors import counted
 if TYPE_CHECKING:
     from outsize.schedule.ends import Ends
     from outsize.schedule.pipelines import Shape
-    from outsize.search.pipelines import Ranked
-    from outsize.search.spilling import Spilling
-    from outsize.simulate.steps import Played, Times
+    from outsize.search.pipeline_offload import Spilling
+    from outsize.search.pipeline_scheduler import Ranked
+    from outsize.simulate.coarse import Played, Times
 
 
 def show(
@@ -24,7 +24,7 @@ def show(
     """Print the figures, and write what was asked for. spilling: where activations leave."""
     import json
 
-    from outsize.cli.command import console
+    from outsize.screen import console, say
     from outsize.texts import write_text
 
     figures = _figures(played)
@@ -43,8 +43,7 @@ def show(
         return
     out = console()
     out.print(_table(played), markup=False)
-    for line in _lines(figures):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(out, *_lines(figures))
 
 
 def _figures(played: Played) -> dict[str, Any]:
@@ -120,8 +119,8 @@ def compared(
 
     from rich.table import Table
 
-    from outsize.cli.command import console
-    from outsize.search.pipelines import compare
+    from outsize.screen import console
+    from outsize.search.pipeline_scheduler import compare
 
     ranked = compare(shape, times, memory, ends)
     if as_json:

@@ -147,20 +147,20 @@ def _figures(of: _Compared, top: int | None) -> dict[str, Any]:
         "only_predicted": len(of.only_predicted),
         "only_measured": len(of.only_measured),
         "actions": [_action(one) for one in of.found[:top]],
-        "kinds": [{"kind": each.name, **_sum(each)} for each in of.kinds()],
-        "workers": [{"worker": int(each.name), **_sum(each)} for each in of.workers()],
+        "kinds": [{"kind": s.name, "count": s.count, **_took(s)} for s in of.kinds()],
+        "workers": [{"worker": int(s.name), "count": s.count, **_took(s)} for s in of.workers()],
     }
 
 
 def _action(one: Difference) -> dict[str, Any]:
     event = one.measured
+    names = ("kind", "stage", "microbatch", "part")
+    said = {name: getattr(event, name) for name in names}
+    return {"worker": event.worker, "action": event.name, **said, **_took(one)}
+
+
+def _took(one: Difference | Sum) -> dict[str, float]:
     return {
-        "worker": event.worker,
-        "action": event.name,
-        "kind": event.kind,
-        "stage": event.stage,
-        "microbatch": event.microbatch,
-        "part": event.part,
         "predicted": one.expected,
         "measured": one.took,
         "waited": one.waited,
@@ -168,25 +168,14 @@ def _action(one: Difference) -> dict[str, Any]:
     }
 
 
-def _sum(each: Sum) -> dict[str, Any]:
-    return {
-        "count": each.count,
-        "predicted": each.expected,
-        "measured": each.took,
-        "waited": each.waited,
-        "beyond": each.beyond,
-    }
-
-
 # -- for people ------------------------------------------------------------------------------------
 
 
 def _print(of: _Compared, top: int) -> None:
-    from outsize.cli.command import console
+    from outsize.screen import FIGURES, console, say, table
 
     out = console()
-    for line in _lines(of):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(out, *_lines(of))
     late = [one for one in of.found[:top] if one.beyond > 0]
     rows = [[one.measured.name, str(one.measured.worker), *_seconds(one)] for one in late]
     for heads, body in (
@@ -194,8 +183,11 @@ def _print(of: _Compared, top: int) -> None:
         (("kind", "actions"), [[s.name, str(s.count), *_seconds(s)] for s in of.kinds()]),
         (("worker", "actions"), [[s.name, str(s.count), *_seconds(s)] for s in of.workers()]),
     ):
+        made = table(*heads, "predicted", "measured", "waited", "beyond", "", right=FIGURES)
+        for row in body:
+            made.add_row(*row)
         out.print()
-        out.print(_table(heads, body), markup=False)
+        out.print(made, markup=False)
 
 
 def _lines(of: _Compared) -> list[str]:
@@ -228,14 +220,3 @@ def _seconds(one: Difference | Sum) -> list[str]:
         f"+{beyond}" if one.beyond > 0 else beyond,
         signed_percent(one.took, one.expected),
     ]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.table import Table
-
-    table = Table(*heads, "predicted", "measured", "waited", "beyond", "", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
 from outsize.cli.command import Command, placed, refuse_unused
-
-if TYPE_CHECKING:
-    from outsize.train.resolve import Resolved
 
 
 @click.command(cls=Command)
@@ -48,7 +45,7 @@ def train(
     """Train a model as the file RUN (YAML) says.
 
     Without a file and without --set, a small model learns from the text of Python's standard
-    library, in at most three minutes on two cores.
+    library, in at most two minutes on two cores.
 
     Workers of several machines are started by torchrun: torchrun ... -m outsize train RUN.
     """
@@ -62,19 +59,19 @@ def train(
     # busy machine from running: a step of the default run took 135 to 2,300 ms beside one other
     # process on two cores, and 70 ms with threads that sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.cli.command import console
+    from outsize.screen import console
     from outsize.train.planned import with_plan
-    from outsize.train.resolve import as_sets, resolve
+    from outsize.train.resolve import Resolved, as_sets, recorded_values, resolve
 
     def said() -> Resolved:
         return with_plan(resolve(run, (*sets, *as_sets({**places, "plan_file": plan_file}))))
 
     directory = None if resume is None else _run_directory(resume)
     if explain:
-        from outsize.train import run as runs
+        from outsize.train.run import explain as shown
 
-        before = None if directory is None else runs.recorded_values(directory)
-        runs.explain(said() if before is None else _laid_over(before, said()), console())
+        before = Resolved() if directory is None else recorded_values(directory)
+        shown(before.under(said()), console())
         return
     from outsize.train.workers import run_workers
 
@@ -84,9 +81,3 @@ def train(
 def _run_directory(path: Path) -> Path:
     """The run's own directory, if one of its checkpoints was given."""
     return path.parent if (path / "manifest.json").is_file() else path
-
-
-def _laid_over(recorded: Resolved, said: Resolved) -> Resolved:
-    for name, value in said.values.items():
-        recorded = recorded.with_value(name, value, said.origins[name])
-    return recorded

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from outsize.cli.command import Command, refuse_unused
+from outsize.errors import OutsizeError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outsize.collectives import Mesh
     from outsize.verify.target import Wanted
     from outsize.verify.verify import Verdict
 
@@ -60,66 +60,40 @@ def verify(
     without it a small model. Exit code 1 where float64 differs by more than 1e-10.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.cli.command import console
+    from outsize.screen import console
+    from outsize.train.resolve import as_sets
+    from outsize.verify.target import wanted
 
     if count is None:
         refuse_unused(ctx, ("seed",), "no --random, whose first draw it is of")
     else:
         refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
         ctx.exit(_random(count, seed, workers or DRAWN_WORKERS, processes, as_json, console()))
-    wanted = _wanted(target, workers, mesh, zero, shards, sequence_parallel, sets, steps, resume)
-    verdict = _verdict(wanted, processes)
+    if zero is not None and shards is not None:
+        raise OutsizeError(
+            f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
+        )
+    cut = zero if shards is None else _degrees(shards)
+    places = {
+        "workers": workers, "mesh": mesh, "plan.zero": cut,
+        "plan.sequence_parallel": sequence_parallel or None,
+    }  # fmt: skip
+    verdict = _verdict(wanted(target, (*sets, *as_sets(places)), steps, resume), processes)
     if isinstance(verdict, int):
         ctx.exit(verdict)
     _print(verdict, as_json, console())
     ctx.exit(0 if verdict.holds else 1)
 
 
-def _wanted(
-    target: str | None,
-    workers: int | None,
-    mesh: str | None,
-    zero: int | None,
-    shards: str | None,
-    sequence_parallel: bool,
-    sets: tuple[str, ...],
-    steps: int,
-    resume: bool,
-) -> Wanted:
-    from outsize.errors import OutsizeError
-    from outsize.train.resolve import as_sets
-    from outsize.verify import target as targets
-
-    if zero is not None and shards is not None:
+def _degrees(text: str) -> list[int]:
+    """Three numbers, as "1,2,4"."""
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
         raise OutsizeError(
-            f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
+            f"--shards {text!r}; expected three numbers (parameters, gradients, optimizer), as"
+            " 1,2,4"
         )
-    if targets.is_factory(target):
-        grid = _mesh(None, workers, mesh)
-        sharding = targets.sharding(grid, zero, shards)
-        return targets.Wanted(target, sets, grid, sharding, steps, resume)
-    places = {
-        "workers": workers,
-        "mesh": mesh,
-        "plan.zero": zero if shards is None else list(targets.degrees(shards)),
-        "plan.sequence_parallel": sequence_parallel or None,
-    }
-    said = (*sets, *as_sets(places))
-    return targets.Wanted(
-        target, said, _mesh(target, workers, mesh, said), targets.WHOLE, steps, resume
-    )
-
-
-def _mesh(
-    target: str | None, workers: int | None, mesh: str | None, said: tuple[str, ...] = ()
-) -> Mesh:
-    from outsize.train.resolve import as_sets, resolve
-    from outsize.train.workers import mesh_of
-    from outsize.verify.target import values_of
-
-    if said or target is not None:
-        return mesh_of(values_of(target, said), None, None)
-    return mesh_of(resolve(None, as_sets({"workers": workers, "mesh": mesh})), None, None)
+    return [int(word) for word in words]
 
 
 def _verdict(wanted: Wanted, processes: bool) -> Verdict | int:
@@ -137,16 +111,15 @@ def _verdict(wanted: Wanted, processes: bool) -> Verdict | int:
 
 
 def _print(verdict: Verdict, as_json: bool, out: Console) -> None:
+    from outsize.screen import say
+    from outsize.screen import show as shown
     from outsize.verify import show
 
     if as_json:
         click.echo(json.dumps(show.as_json(verdict), indent=2))
         return
-    for table in (show.parameters(verdict.exact, verdict.limit), show.steps(verdict.exact)):
-        out.print(table, markup=False, highlight=False)
-        out.print()
-    for line in show.lines(verdict):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    shown(out, show.parameters(verdict.exact, verdict.limit), show.steps(verdict.exact))
+    say(out, *show.lines(verdict))
 
 
 def _random(
@@ -155,6 +128,7 @@ def _random(
     """Verify draws; gives the exit code."""
     import torch
 
+    from outsize.screen import say
     from outsize.verify import many, show
     from outsize.verify.workers import judge
 
@@ -167,13 +141,11 @@ def _random(
             found.append(one)
             status.update(f"{len(found)} of {count} draws")
             if not one.holds and not as_json:
-                text = (
-                    f"{one.fault}\n  {one.drawn}\n  {many.command(one.drawn, workers, processes)}"
-                )
-                out.print(text, markup=False, highlight=False, soft_wrap=True)
+                again = many.command(one.drawn, workers, processes)
+                say(out, f"{one.fault}\n  {one.drawn}\n  {again}")
     total = many.summary(found)
     if as_json:
         click.echo(json.dumps(show.draws_json(total, workers, processes), indent=2))
     else:
-        out.print(show.draws_line(total), markup=False, highlight=False, soft_wrap=True)
+        say(out, show.draws_line(total))
     return 1 if total.faults else 0

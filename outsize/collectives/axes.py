@@ -51,10 +51,6 @@ class Axis:
         """Its workers have different tokens of a step: counts and gradients are parts of sums."""
         return self.cuts in ("rows", "tokens")
 
-    def sums(self, own: str) -> bool:
-        """Its workers sum gradients whole, of parameters that lie on the axis `own`."""
-        return self.batch and not self.sharded and self.name != own
-
     @property
     def inside(self) -> bool:
         """Its workers talk inside layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -108,12 +108,18 @@ class Mesh(Written):
         zero = rank - digit * inner * stride
         return tuple(zero + i * inner * stride for i in range(count))
 
+    def runs(self, counts: Mapping[str, int], rank: int) -> tuple[int, ...]:
+        """The workers that differ from `rank` in their place among so many neighbours of some axes
+        alone."""
+        found: tuple[int, ...] = (rank,)
+        for axis in self.axes:
+            ways = (self.ranks(axis.name, one, 1, counts.get(axis.name, 1)) for one in found)
+            found = tuple(chain.from_iterable(ways))
+        return found
+
     def along(self, wanted: Callable[[Axis], bool], rank: int) -> tuple[int, ...]:
         """The workers that differ from `rank` on the axes that are wanted alone."""
-        axes = [axis.name for axis in self.axes if wanted(axis)]
-        first = rank - sum(self.index(axis, rank) * self.stride(axis) for axis in axes)
-        places = product(*(range(0, self[a] * self.stride(a), self.stride(a)) for a in axes))
-        return tuple(first + sum(place) for place in places)
+        return self.runs({axis.name: self[axis.name] for axis in self.axes if wanted(axis)}, rank)
 
     def written(self) -> dict[str, int]:
         """By axis, those of the core always."""

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from outsize.data.files import SourceFile
 from outsize.data.source import Document, Source
 from outsize.data.sources import ReadLog
 from outsize.data.tokenizer import Tokenizer
@@ -21,15 +20,6 @@ from outsize.data.tokenizer import Tokenizer
 Progress = Callable[[int, int], None]  # bytes of the files done, bytes in all
 
 _SHOWN = 200  # calls of a Progress, at most
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that decides the tokens: the files, the tokenizer, and how the one becomes the other."""
-
-    files: tuple[SourceFile, ...]
-    tokenizer: Tokenizer
-    source: Source
 
 
 @dataclass(frozen=True)
@@ -44,17 +34,15 @@ class Written:
     checksums: dict[str, int]
 
 
-def build(recipe: Recipe, folder: Path, log: ReadLog, progress: Progress) -> dict[str, Written]:
+def build(source: Source, folder: Path, log: ReadLog, progress: Progress) -> dict[str, Written]:
     """Write everything into files under `folder`: "train" and "validation"."""
-    weighed = ("weights",) if recipe.source.weighed else ()
-    train = SplitWriter(folder, "train", recipe.tokenizer, ("tokens", "ends", *weighed))
-    validation = SplitWriter(
-        folder, "validation", recipe.tokenizer, ("tokens", "ends", "widths", *weighed)
-    )
-    total = sum(file.size for file in recipe.files)
+    tokenizer, kinds = source.given.tokenizer, ("tokens", "ends", *["weights"] * source.weighed)
+    train = SplitWriter(folder, "train", tokenizer, kinds)
+    validation = SplitWriter(folder, "validation", tokenizer, (*kinds, "widths"))
+    total = sum(file.size for file in source.given.files)
     with train, validation:
         shown = 0
-        for document in recipe.source.documents(log):
+        for document in source.documents(log):
             (validation if document.validation else train).add(document)
             if log.done - shown >= total / _SHOWN:
                 shown = log.done

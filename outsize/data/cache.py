@@ -21,8 +21,6 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,11 @@ from numpy.typing import NDArray
 
 from outsize.checkpoint.files import file_crc32
 from outsize.checkpoint.writing import remove, sync_directory
-from outsize.data.build import Progress, Recipe, Written, build, token_dtype
+from outsize.data.build import Progress, Written, build, token_dtype
 from outsize.data.dataset import Dataset
 from outsize.data.files import SourceFile
-from outsize.data.sources import ReadLog, Skip, SkipReport
+from outsize.data.source import Source
+from outsize.data.sources import ReadLog, Skip
 from outsize.errors import OutsizeError, counted
 
 VERSION = 1  # of the files and of what is in them; an entry of another version is never read
@@ -43,31 +42,34 @@ HASHED_BYTES = 64 * 2**20  # up to here files are known by content: reading take
 CHECKED_BYTES = 2**30  # up to here an entry's checksums are verified when it is opened
 STALE_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that was killed
 
-Opened = tuple[Dataset, Dataset, SkipReport]
+Opened = tuple[Dataset, Dataset, ReadLog]
 
 
-def open_cached(recipe: Recipe, ignored: int, cache: Path, progress: Progress) -> Opened:
-    """Train and validation data of a recipe, from the cache or built into it.
-
-    `ignored` is the count of files that nothing reads, for the report. Raises OutsizeError when
-    the cache directory cannot be written or is full.
-    """
-    entry = cache / key(recipe)
-    opened = _open(entry, recipe)
+def open_cached(source: Source, cache: Path, progress: Progress) -> Opened:
+    """Train and validation data of a source, from the cache or built into it. OutsizeError when
+    the cache directory cannot be written or is full."""
+    entry = cache / key(source)
+    opened = _open(entry, source)
     if opened is None:
-        with _cache_errors(cache):
-            opened = _build(recipe, ignored, entry, progress)
+        try:
+            opened = _build(source, entry, progress)
+        except OSError as error:
+            raise OutsizeError(
+                f"data cache {cache} cannot be written ({error.strerror or error}): "
+                "free some space there or set data.cache to another directory"
+            ) from error
     return opened
 
 
-def key(recipe: Recipe) -> str:
+def key(source: Source) -> str:
     """The name of the entry."""
-    content = sum(file.size for file in recipe.files) <= HASHED_BYTES
+    files = source.given.files
+    content = sum(file.size for file in files) <= HASHED_BYTES
     identity = {
         "version": VERSION,
-        "files": [_identity(file, content) for file in recipe.files],
-        **recipe.source.identity(),
-        "tokenizer": recipe.tokenizer.fingerprint(),
+        "files": [_identity(file, content) for file in files],
+        **source.identity(),
+        "tokenizer": source.given.tokenizer.fingerprint(),
     }
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
 
@@ -82,27 +84,26 @@ def _identity(file: SourceFile, content: bool) -> tuple[str, str, bool, int, int
     return os.path.abspath(file.path), file.kind, file.named, file.size, state
 
 
-def _build(recipe: Recipe, ignored: int, entry: Path, progress: Progress) -> Opened:
+def _build(source: Source, entry: Path, progress: Progress) -> Opened:
     entry.parent.mkdir(parents=True, exist_ok=True)
     _sweep(entry.parent)
     folder = entry.parent / f".{entry.name}.{uuid.uuid4().hex}"
     folder.mkdir()
     try:
-        log = ReadLog()
-        written = build(recipe, folder, log, progress)
-        report = log.report(ignored)
-        _refuse_empty(recipe, written, report)
-        _write_manifest(folder, written, report)
-        _publish(folder, entry, recipe)
+        log = ReadLog(ignored=source.given.ignored)
+        written = build(source, folder, log, progress)
+        _refuse_empty(source, written, log)
+        _write_manifest(folder, written, log)
+        _publish(folder, entry, source)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    opened = _open(entry, recipe)
+    opened = _open(entry, source)
     if opened is None:
         raise OutsizeError(f"data cache {entry} is damaged just after writing: check the disk")
     return opened
 
 
-def _publish(folder: Path, entry: Path, recipe: Recipe) -> None:
+def _publish(folder: Path, entry: Path, source: Source) -> None:
     """Give `folder` its final name, unless a sound entry has it: then that one stays."""
     while True:
         try:
@@ -110,7 +111,7 @@ def _publish(folder: Path, entry: Path, recipe: Recipe) -> None:
         except OSError:
             if not entry.exists():
                 raise
-            if _open(entry, recipe) is not None:
+            if _open(entry, source) is not None:
                 return
             # Damaged: put aside in one step, so that nobody sees half of it. If another process
             # was faster, the next round meets what it put there.
@@ -125,9 +126,9 @@ def _publish(folder: Path, entry: Path, recipe: Recipe) -> None:
             return
 
 
-def _write_manifest(folder: Path, written: dict[str, Written], report: SkipReport) -> None:
+def _write_manifest(folder: Path, written: dict[str, Written], log: ReadLog) -> None:
     splits = {name: asdict(split) for name, split in written.items()}
-    manifest = {"version": VERSION, "splits": splits, "report": asdict(report)}
+    manifest = {"version": VERSION, "splits": splits, "report": asdict(log)}
     text = json.dumps(manifest)
     checksum = zlib.crc32(text.encode())
     with (folder / "manifest.json").open("x") as file:
@@ -137,7 +138,7 @@ def _write_manifest(folder: Path, written: dict[str, Written], report: SkipRepor
     sync_directory(folder)
 
 
-def _open(entry: Path, recipe: Recipe) -> Opened | None:
+def _open(entry: Path, source: Source) -> Opened | None:
     """The entry's data, None when there is no sound entry."""
     try:
         outer = json.loads((entry / "manifest.json").read_bytes())
@@ -145,16 +146,16 @@ def _open(entry: Path, recipe: Recipe) -> Opened | None:
             return None
         manifest = json.loads(outer["manifest"])
         train, validation = (
-            _map(entry, name, manifest["splits"][name], recipe) for name in ("train", "validation")
+            _map(entry, name, manifest["splits"][name], source) for name in ("train", "validation")
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     found = manifest["report"]
-    skips = tuple(Skip(**skip) for skip in found.pop("skips"))
-    return train, validation, SkipReport(skips, **found)
+    skips = [Skip(**skip) for skip in found.pop("skips")]
+    return train, validation, ReadLog(skips, **found)
 
 
-def _map(entry: Path, name: str, split: dict[str, Any], recipe: Recipe) -> Dataset:
+def _map(entry: Path, name: str, split: dict[str, Any], source: Source) -> Dataset:
     """One split, its files mapped. Raises ValueError or OSError when a file is not as it was."""
     for file, size in split["sizes"].items():
         path = entry / file
@@ -170,14 +171,14 @@ def _map(entry: Path, name: str, split: dict[str, Any], recipe: Recipe) -> Datas
         return _array(entry / file, np.dtype(dtype)) if file in split["sizes"] else None
 
     return Dataset(
-        tokens_N=_array(entry / f"{name}.tokens", token_dtype(recipe.tokenizer.vocab_size)),
+        tokens_N=_array(entry / f"{name}.tokens", token_dtype(source.given.tokenizer.vocab_size)),
         ends=_array(entry / f"{name}.ends", np.dtype("<i8")),
         widths_N=array("widths", "<u4"),
-        start=recipe.tokenizer.start,
+        start=source.given.tokenizer.start,
         bytes=split["bytes"],
         fingerprint=split["fingerprint"],
         weights_N=array("weights", "<f4"),
-        whole=recipe.source.whole,
+        whole=source.whole,
     )
 
 
@@ -187,11 +188,11 @@ def _array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.memmap(path, dtype, mode="r")
 
 
-def _refuse_empty(recipe: Recipe, written: dict[str, Written], report: SkipReport) -> None:
+def _refuse_empty(source: Source, written: dict[str, Written], log: ReadLog) -> None:
     if written["train"].documents:
         return
-    first = recipe.files[0].path
-    paths = f"{first}" if len(recipe.files) == 1 else f"{first} and {len(recipe.files) - 1} more"
+    first, more = source.given.files[0].path, len(source.given.files) - 1
+    paths = f"{first} and {more} more" if more else f"{first}"
     if written["validation"].documents:
         raise OutsizeError(
             f"data in {paths}: validation takes all of it,"
@@ -199,19 +200,8 @@ def _refuse_empty(recipe: Recipe, written: dict[str, Written], report: SkipRepor
             " data.validation to 0"
         )
     raise OutsizeError(
-        f"data in {paths} is empty: expected at least one document of text; {report.summary()}"
+        f"data in {paths} is empty: expected at least one document of text; {log.summary()}"
     )
-
-
-@contextmanager
-def _cache_errors(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutsizeError(
-            f"data cache {cache} cannot be written ({error.strerror or error}): "
-            "free some space there or set data.cache to another directory"
-        ) from error
 
 
 def _sweep(cache: Path) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outsize.data.build import Progress, Recipe
+from outsize.data.build import Progress
 from outsize.data.cache import open_cached
 from outsize.data.dataset import Dataset
-from outsize.data.files import STDLIB, Kind, SourceFile, find_files
+from outsize.data.files import STDLIB, Kind, find_files
 from outsize.data.source import Given, Source, SourceKind
-from outsize.data.sources import SkipReport
+from outsize.data.sources import ReadLog
 from outsize.data.texts import TextSource
 from outsize.data.tokenizer import BYTES, Tokenizer, check_vocabulary, open_tokenizer
 from outsize.errors import OutsizeError, nearest
@@ -66,7 +66,7 @@ class Data:
 
     train: Dataset
     validation: Dataset
-    skipped: SkipReport
+    skipped: ReadLog
     tokenizer: Tokenizer
 
 
@@ -86,17 +86,15 @@ def open_data(
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     found = find_files(config.paths(), None if config.kind == "auto" else config.kind)
-    recipe = Recipe(found.files, tokenizer, _source(config, found.files, tokenizer))
-    cache = config.cache_directory()
-    train, validation, skipped = open_cached(recipe, found.ignored, cache, progress)
-    return Data(train, validation, skipped, tokenizer)
-
-
-def _source(config: DataConfig, files: tuple[SourceFile, ...], tokenizer: Tokenizer) -> Source:
-    if config.source is None:
-        return TextSource(files, tokenizer, config.field, config.validation)
-    assert config.sequence is not None, "rows have a length by now"
-    kind, settings = config.source
     directory = None if config.tokenizer == BYTES else config.tokenizer
-    given = Given(files, tokenizer, directory, config.sequence, config.validation, config.field)
-    return kind.open(settings, given)
+    given = Given(
+        found.files, found.ignored, tokenizer, directory, config.sequence or 0,
+        config.validation, config.field,
+    )  # fmt: skip
+    if config.source is None:
+        source: Source = TextSource(given)
+    else:
+        kind, settings = config.source
+        source = kind.open(settings, given)
+    train, validation, skipped = open_cached(source, config.cache_directory(), progress)
+    return Data(train, validation, skipped, tokenizer)

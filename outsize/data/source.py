@@ -34,8 +34,27 @@ class Document:
     widths: Ids | None = None
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a source is opened with. ignored: files of directories that nothing reads; directory: of
+    the tokenizer's files, None for bytes; sequence: tokens of a row, 0 while it is open;
+    fraction: of the documents to be held out; field: as data.field."""
+
+    files: tuple[SourceFile, ...]
+    ignored: int
+    tokenizer: Tokenizer
+    directory: str | None
+    sequence: int
+    fraction: float
+    field: str
+
+
 class Source(Protocol):
     """Documents in a fixed order."""
+
+    @property
+    def given(self) -> Given:
+        """What it was opened with."""
 
     @property
     def whole(self) -> bool:
@@ -52,19 +71,6 @@ class Source(Protocol):
     def documents(self, log: ReadLog) -> Iterator[Document]:
         """All of them; `log` learns what is left out, and how far reading is. OutsizeError, naming
         file and line, for what is refused."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a source is opened with. directory: of the tokenizer's files, None for bytes; sequence:
-    tokens of a row; fraction: of the documents to be held out; field: as data.field."""
-
-    files: tuple[SourceFile, ...]
-    tokenizer: Tokenizer
-    directory: str | None
-    sequence: int
-    fraction: float
-    field: str
 
 
 @dataclass(frozen=True)

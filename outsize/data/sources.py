@@ -30,17 +30,26 @@ class Skip:
     why: str
 
 
-@dataclass(frozen=True)
-class SkipReport:
-    """What reading left out. `skips` holds the first SKIPS_KEPT of `bad` broken records."""
+@dataclass
+class ReadLog:
+    """What reading files has left out, collected by one thread, and how far it is. `skips` holds
+    the first SKIPS_KEPT of `bad` broken records; ignored: files of a directory whose suffix no
+    reader takes; long, cut: documents longer than a row that were left out, or of which a row's
+    length was kept; done: bytes of the files."""
 
-    skips: tuple[Skip, ...] = ()
+    skips: list[Skip] = field(default_factory=list)
     bad: int = 0
     duplicates: int = 0
     empty: int = 0
-    ignored: int = 0  # files of a directory whose suffix no reader takes
-    long: int = 0  # documents longer than a row, left out
-    cut: int = 0  # documents longer than a row, of which its length was kept
+    ignored: int = 0
+    long: int = 0
+    cut: int = 0
+    done: int = 0
+
+    def skip(self, where: str, why: str) -> None:
+        self.bad += 1
+        if len(self.skips) < SKIPS_KEPT:
+            self.skips.append(Skip(where, why))
 
     def summary(self) -> str:
         """One line for people; "nothing skipped" when that is so."""
@@ -55,30 +64,6 @@ class SkipReport:
         said = [f"{count} {what}" for count, what in counts if count]
         skipped = f"skipped {', '.join(said)}" if said else "nothing skipped"
         return f"{skipped}; {self.cut} cut to the length of a row" if self.cut else skipped
-
-
-@dataclass
-class ReadLog:
-    """Collects, while files are read by one thread, what a SkipReport will say and how far
-    reading is (`done`, bytes of the files)."""
-
-    skips: list[Skip] = field(default_factory=list)
-    bad: int = 0
-    duplicates: int = 0
-    empty: int = 0
-    long: int = 0
-    cut: int = 0
-    done: int = 0
-
-    def skip(self, where: str, why: str) -> None:
-        self.bad += 1
-        if len(self.skips) < SKIPS_KEPT:
-            self.skips.append(Skip(where, why))
-
-    def report(self, ignored: int) -> SkipReport:
-        return SkipReport(
-            tuple(self.skips), self.bad, self.duplicates, self.empty, ignored, self.long, self.cut
-        )
 
 
 def read_documents(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
@@ -138,46 +123,55 @@ def _decode(raw: bytes, path: Path, line: int, log: ReadLog) -> str | None:
         return None
 
 
-class _BadRecordError(Exception):
-    """Why a record has no text."""
+class BadRecordError(Exception):
+    """Why a record cannot be read."""
 
 
-def _jsonl(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+def json_lines(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that hold something, each with "file:line"."""
     with file.path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             log.done += len(line)
-            if not line.strip():
-                continue
-            try:
-                text = _record(line, column)
-            except _BadRecordError as error:
-                log.skip(f"{file.path}:{number}", str(error))
-            else:
-                yield text
+            if line.strip():
+                yield f"{file.path}:{number}", line
 
 
-def _record(line: bytes, column: str) -> str:
+def from_json(line: bytes) -> Any:
+    """What a line says. BadRecordError where it is not JSON."""
     try:
-        record = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        return json.loads(line.removeprefix(b"\xef\xbb\xbf"))
     except UnicodeDecodeError:
-        raise _BadRecordError("not UTF-8") from None
+        raise BadRecordError("not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise _BadRecordError(f"not JSON ({str(error)[:80]})") from None
+        raise BadRecordError(f"not JSON ({str(error)[:80]})") from None
+
+
+def _jsonl(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    for where, line in json_lines(file, log):
+        try:
+            text = _field(from_json(line), column)
+        except BadRecordError as error:
+            log.skip(where, str(error))
+        else:
+            yield text
+
+
+def _field(record: Any, column: str) -> str:
     if not isinstance(record, dict):
-        raise _BadRecordError(f"expected a JSON object, found {type(record).__name__}")
+        raise BadRecordError(f"expected a JSON object, found {type(record).__name__}")
     if column not in record:
         fields = ", ".join(map(repr, record))
-        raise _BadRecordError(f"no field {column!r} (fields: {fields[:120]})")
+        raise BadRecordError(f"no field {column!r} (fields: {fields[:120]})")
     return _checked(record[column], column)
 
 
 def _checked(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise _BadRecordError(f"{column!r} is {type(value).__name__}, expected a string")
+        raise BadRecordError(f"{column!r} is {type(value).__name__}, expected a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _BadRecordError(f"{column!r} holds half a surrogate pair") from None
+        raise BadRecordError(f"{column!r} holds half a surrogate pair") from None
     return value
 
 
@@ -202,11 +196,11 @@ def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
                 row += 1
                 try:
                     text = _checked(value, column)
-                except _BadRecordError as error:
+                except BadRecordError as error:
                     log.skip(f"{file.path}:{row}", str(error))
                 else:
                     yield text
-    except (broken, _BadRecordError) as error:
+    except (broken, BadRecordError) as error:
         why = " ".join(f"not readable as Parquet: {error}".split())[:200]
         if file.named and not row:
             raise OutsizeError(f"data file {file.path} {why}") from None
@@ -216,6 +210,6 @@ def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
 def _column(table: Any, column: str) -> Iterator[Any]:
     names = table.schema_arrow.names
     if column not in names:
-        raise _BadRecordError(f"no column {column!r} (columns: {', '.join(names)[:120]})")
+        raise BadRecordError(f"no column {column!r} (columns: {', '.join(names)[:120]})")
     for batch in table.iter_batches(batch_size=1024, columns=[column]):
         yield from batch.column(0).to_pylist()

@@ -8,9 +8,12 @@ same row for any batch size and any number of data-parallel readers.
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,8 +28,8 @@ from outsize.data.whole import Whole, pack
 from outsize.errors import OutsizeError, counted
 from outsize.plan.spread import share
 
+AHEAD = 2  # batches that are made before they are asked for
 _LAYOUTS_KEPT = 2  # a step may lie across two epochs
-_POLL = 0.1  # seconds between looks of a waiting reader whether it should stop
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,29 @@ class TrainStream:
             )
         return step
 
+    @contextmanager
     def prefetch(
-        self, step: int = 0, stop: int | None = None, depth: int = 2, own: Span | None = None
-    ) -> Prefetch:
-        """Batches `step` .. stop - 1 (endless for None), at most `depth` made ahead by a thread.
-        own: as for `batch`."""
-        return Prefetch(lambda at: self.batch(at, own), step, stop, depth)
+        self, step: int = 0, stop: int | None = None, own: Span | None = None
+    ) -> Iterator[Iterator[Batch]]:
+        """Batches `step` .. stop - 1 (endless for None), at most AHEAD made ahead by a thread,
+        which ends with this context, wherever it is. An error in it is raised where the batch is
+        taken. own: as for `batch`."""
+        steps = itertools.count(step) if stop is None else iter(range(step, stop))
+        pool = ThreadPoolExecutor(1, "outsize-data")
+        ahead = deque(pool.submit(self.batch, at, own) for at in itertools.islice(steps, AHEAD))
+
+        def taken() -> Generator[Batch]:
+            while ahead:
+                found = ahead.popleft().result()
+                ahead.extend(pool.submit(self.batch, at, own) for at in itertools.islice(steps, 1))
+                yield found
+
+        batches = taken()
+        try:
+            yield batches
+        finally:
+            batches.close()
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _layout(self, epoch: int) -> Layout | Whole:
         with self._lock:
@@ -130,62 +150,6 @@ class TrainStream:
                 f"{what} is {now}, the checkpoint was trained with {then}: {remedy}, "
                 "or start a new run"
             )
-
-
-class Prefetch:
-    """An iterator over batches that a thread makes ahead. Use it in `with`, or call `close`: the
-    thread ends then, wherever it is. An error in the thread is raised where the batch is taken."""
-
-    def __init__(
-        self, batch_of: Callable[[int], Batch], step: int, stop: int | None, depth: int
-    ) -> None:
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(max(depth, 1))
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, args=(batch_of, step, stop), name="outsize-data", daemon=True
-        )
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._closed.is_set():
-            raise StopIteration
-        found = self._ready.get()
-        if isinstance(found, Batch):
-            return found
-        self.close()
-        if found is None:
-            raise StopIteration
-        raise found
-
-    def close(self) -> None:
-        """End the thread and wait for it; more than once does no harm."""
-        self._closed.set()
-        self._thread.join()
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _work(self, batch_of: Callable[[int], Batch], step: int, stop: int | None) -> None:
-        try:
-            while not self._closed.is_set() and (stop is None or step < stop):
-                self._put(batch_of(step))
-                step += 1
-            self._put(None)
-        except BaseException as error:  # handed to whoever waits for the batch
-            self._put(error)
-
-    def _put(self, item: Batch | BaseException | None) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._ready.put(item, timeout=_POLL)
-            except queue.Full:
-                continue
 
 
 class ValidationStream:

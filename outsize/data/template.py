@@ -99,10 +99,8 @@ class _Compiled:
     """A template in its sandbox, which keeps where `generation` blocks came to lie."""
 
     def __init__(self, text: str, name: str) -> None:
-        try:
-            import jinja2
-        except ImportError:
-            raise OutsizeError("chat templates need jinja2: pip install jinja2") from None
+        import jinja2
+
         try:
             self._template = _environment(self).from_string(text)
         except jinja2.TemplateError as error:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from outsize.data.files import SourceFile
-from outsize.data.source import Document, held_out
+from outsize.data.source import Document, Given, held_out
 from outsize.data.sources import ReadLog, read_documents
 from outsize.data.tokenizer import Ids, Tokenizer
 
@@ -38,39 +37,35 @@ class Part:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Documents of text; every token is a target, and what ends each. field: of a JSON line or a
-    Parquet row; fraction: of the documents, to be held out."""
+    """Documents of text; every token is a target, and what ends each."""
 
-    files: tuple[SourceFile, ...]
-    tokenizer: Tokenizer
-    field: str
-    fraction: float
+    given: Given
     whole = False
     weighed = False
 
     def identity(self) -> Mapping[str, Any]:
-        return {"field": self.field, "fraction": self.fraction}
+        return {"field": self.given.field, "fraction": self.given.fraction}
 
     def documents(self, log: ReadLog) -> Iterator[Document]:
-        batches = _batches(read_parts(self, log))
-        for parts, encoded in _in_parallel(self.tokenizer, batches):
+        tokenizer = self.given.tokenizer
+        for parts, encoded in _in_parallel(tokenizer, _batches(read_parts(self.given, log))):
             for part, (ids, widths) in zip(parts, encoded, strict=True):
                 if not ids.size:
                     log.empty += 1
                     continue
-                ended = np.append(ids, np.uint32(self.tokenizer.eos))
+                ended = np.append(ids, np.uint32(tokenizer.eos))
                 wide = None if widths is None else np.append(widths, np.uint32(0))
                 size = len(part.text.encode())
                 yield Document(ended, part.validation, size, widths=wide)
 
 
-def read_parts(source: TextSource, log: ReadLog) -> Iterator[Part]:
+def read_parts(given: Given, log: ReadLog) -> Iterator[Part]:
     """The documents of all files in order, each text once, given to train or validation."""
-    files, fraction = source.files, source.fraction
+    files, fraction = given.files, given.fraction
     few = all(file.kind == "text" for file in files) and len(files) * fraction < 2
     seen: set[bytes] = set()
     for file in files:
-        for text in read_documents(file, source.field, log):
+        for text in read_documents(file, given.field, log):
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
             if digest in seen:
                 log.duplicates += 1

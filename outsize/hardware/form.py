@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from outsize import typed
-from outsize.errors import OutsizeError
 from outsize.hardware.hardware import Hardware
+from outsize.texts import read_text
 
 
 def dumps(hardware: Hardware) -> str:
@@ -26,8 +26,4 @@ def loads(text: str, name: str = "hardware") -> Hardware:
 
 def read(path: str | Path) -> Hardware:
     """Hardware from a file. Raises OutsizeError when it is missing or damaged."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutsizeError(f"{path}: cannot read hardware ({error}); name a YAML file") from None
-    return loads(text, str(path))
+    return loads(read_text(path, "name a YAML file of hardware"), str(path))

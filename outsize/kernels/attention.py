@@ -98,19 +98,8 @@ def _run(
     return o, lse
 
 
-def _allocate_backward_into(
-    go: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sums: Sequence[Tensor],
-    bounds: Sequence[int],
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """gq in float32; what the call gives keys and values is added to `sums`, theirs."""
+def _allocate_backward_into(go: Tensor, q: Tensor, *_: object) -> Tensor:
+    """gq in float32; what the call gives keys and values is added to the sums, theirs."""
     return q.new_zeros(q.shape, dtype=torch.float32)
 
 
@@ -127,7 +116,7 @@ def _run_backward_into(
     window: int | None,
 ) -> Tensor:
     assert all(g.is_contiguous() and g.dtype == torch.float32 for g in sums)
-    gq, inputs = q.new_zeros(q.shape, dtype=torch.float32), (go, q, k, v, o)
+    gq, inputs = _allocate_backward_into(go, q), (go, q, k, v, o)
     native.loaded().outsize_attention_backward(
         *(native.CODES[q.dtype], native.numbers(x.data_ptr() for x in inputs)),
         *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), *(g.data_ptr() for g in sums)),
@@ -137,15 +126,7 @@ def _run_backward_into(
 
 
 def _allocate_backward(
-    go: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bounds: Sequence[int],
-    scale: float,
-    window: int | None,
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over keys and queries: float32, whatever the inputs are."""
     gq, gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
@@ -153,18 +134,10 @@ def _allocate_backward(
 
 
 def _run_backward(
-    go: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bounds: Sequence[int],
-    scale: float,
-    window: int | None,
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *facts: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
-    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), bounds, scale, window), gk, gv
+    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), *facts), gk, gv
 
 
 def _strides(*heads: Tensor) -> bytes:

@@ -1,8 +1,8 @@
 """How the workers of a run are started, joined, watched and ended."""
 
 from outsize.launch.group import WorkerGroup, enter
-from outsize.launch.heartbeat import Heartbeat, Mailbox, Unwatched
+from outsize.launch.heartbeat import Heartbeat, Mailbox
 from outsize.launch.hosts import run_there
 from outsize.launch.local import run_here
 
-__all__ = ["Heartbeat", "Mailbox", "Unwatched", "WorkerGroup", "enter", "run_here", "run_there"]
+__all__ = ["Heartbeat", "Mailbox", "WorkerGroup", "enter", "run_here", "run_there"]

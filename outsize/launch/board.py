@@ -14,10 +14,10 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from mmap import mmap
+
+from outsize.launch.heartbeat import Heartbeat
 
 THREADS = 12  # of a worker that have places of their own; any others share the last
 TEXT = 120  # bytes of an action, or of what is waited for
@@ -25,10 +25,7 @@ _WORD = 8  # bytes of a count; every part starts at a multiple of it
 _HEAD = struct.Struct("=dHH4x")  # since (monotonic seconds), lengths of both texts
 _SPOT = _HEAD.size + 2 * TEXT
 _PLACE = _WORD + 2 * _SPOT
-_LENGTH = struct.Struct("=H6x")
-_NOTE = _LENGTH.size + TEXT
-_DURING = _WORD + 2 * _NOTE
-_WORKER = _DURING + THREADS * _PLACE
+_WORKER = (1 + THREADS) * _PLACE  # first what the actions of its threads are part of
 
 
 @dataclass(frozen=True)
@@ -64,91 +61,77 @@ def memory(workers: int) -> mmap:
 
 
 @dataclass
-class Board:
+class Board(Heartbeat):
     """The pulse of the worker `rank`, written into `memory`."""
 
     memory: mmap
     rank: int
     # By name: the threads of lanes come and go with every step.
-    _places: dict[str, int] = field(default_factory=lambda: {"MainThread": 0})
+    _places: dict[str, int] = field(default_factory=lambda: {"MainThread": 1})
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def during(self, what: str) -> None:
-        text = what.encode()[:TEXT]
-        with _change(self.memory, self.rank * _WORKER, _NOTE) as (_, at):
-            _LENGTH.pack_into(self.memory, at, len(text))
-            self.memory[at + _LENGTH.size : at + _LENGTH.size + len(text)] = text
+        self._write(0, what, "")
 
     def at(self, action: str) -> None:
-        self._write(action.encode()[:TEXT], b"")
+        self._write(self._own(), action, "")
 
     def wait(self, what: str) -> None:
-        self._write(None, what.encode()[:TEXT])
+        self._write(self._own(), None, what)
 
     def go(self) -> None:
-        self._write(None, b"")
+        self._write(self._own(), None, "")
 
-    def _write(self, action: bytes | None, waits: bytes) -> None:
-        memory = self.memory
-        with _change(memory, self._start(), _SPOT) as (before, at):
-            if action is None:
-                length = _HEAD.unpack_from(memory, before)[1]
-                action = memory[before + _HEAD.size : before + _HEAD.size + length]
-            text = at + _HEAD.size
-            _HEAD.pack_into(memory, at, time.monotonic(), len(action), len(waits))
-            memory[text : text + len(action)] = action
-            memory[text + TEXT : text + TEXT + len(waits)] = waits
-
-    def _start(self) -> int:
+    def _own(self) -> int:
+        """The place of the calling thread."""
         name = threading.current_thread().name
         place = self._places.get(name)
         if place is None:
             with self._lock:
-                place = self._places.setdefault(name, min(len(self._places), THREADS - 1))
-        return self.rank * _WORKER + _DURING + place * _PLACE
+                place = self._places.setdefault(name, min(1 + len(self._places), THREADS))
+        return place
+
+    def _write(self, place: int, said: str | None, awaited: str) -> None:
+        """said: None where the action goes on."""
+        memory, start = self.memory, self.rank * _WORKER + place * _PLACE
+        with memoryview(memory) as view, view.cast("Q") as words:
+            changes, copies = words[start // _WORD], start + _WORD
+            if said is None:
+                before = copies + changes % 2 * _SPOT
+                length, text = _HEAD.unpack_from(memory, before)[1], before + _HEAD.size
+                action = memory[text : text + length]
+            else:
+                action = said.encode()[:TEXT]
+            waits = awaited.encode()[:TEXT]
+            at = copies + (changes + 1) % 2 * _SPOT
+            text = at + _HEAD.size
+            _HEAD.pack_into(memory, at, time.monotonic(), len(action), len(waits))
+            memory[text : text + len(action)] = action
+            memory[text + TEXT : text + TEXT + len(waits)] = waits
+            words[start // _WORD] = changes + 1
 
 
 def read(memory: mmap, rank: int) -> Place:
     """Where the worker `rank` is."""
     start = rank * _WORKER
-    spots = (_spot(memory, start + _DURING + i * _PLACE) for i in range(THREADS))
-    return Place(_during(memory, start), tuple(spot for spot in spots if spot is not None))
-
-
-def _during(memory: mmap, start: int) -> str:
-    _, data = _whole(memory, start, _NOTE)
-    (length,) = _LENGTH.unpack_from(data)
-    return data[_LENGTH.size : _LENGTH.size + length].decode(errors="replace")
+    during, *spots = (_spot(memory, start + place * _PLACE) for place in range(1 + THREADS))
+    said = "" if during is None else during.action
+    return Place(said, tuple(spot for spot in spots if spot is not None))
 
 
 def _spot(memory: mmap, start: int) -> Spot | None:
-    """None: no thread has this place yet."""
-    changes, data = _whole(memory, start, _SPOT)
+    """The copy that holds, read at once, so that a writer that never rests leaves time for it;
+    None: no thread has this place yet."""
+    with memoryview(memory) as view, view.cast("Q") as words:
+        while True:
+            changes = words[start // _WORD]
+            first = start + _WORD + changes % 2 * _SPOT
+            data = memory[first : first + _SPOT]
+            if words[start // _WORD] == changes:
+                break
     if not changes:
         return None
     since, action, waits = _HEAD.unpack_from(data)
     texts = data[_HEAD.size :]
     done, awaited = texts[:action], texts[TEXT : TEXT + waits]
     return Spot(done.decode(errors="replace"), awaited.decode(errors="replace"), since)
-
-
-def _whole(memory: mmap, start: int, size: int) -> tuple[int, bytes]:
-    """Changes so far, and the copy that holds: read at once, so that a writer that never rests
-    leaves time for it."""
-    with memoryview(memory) as view, view.cast("Q") as words:
-        at = start // _WORD
-        while True:
-            changes = words[at]
-            first = start + _WORD + changes % 2 * size
-            data = memory[first : first + size]
-            if words[at] == changes:
-                return changes, data
-
-
-@contextmanager
-def _change(memory: mmap, start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where the copy that holds begins, and the one that shall."""
-    with memoryview(memory) as view, view.cast("Q") as words:
-        changes, copies = words[start // _WORD], start + _WORD
-        yield copies + changes % 2 * size, copies + (changes + 1) % 2 * size
-        words[start // _WORD] = changes + 1

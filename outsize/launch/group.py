@@ -14,7 +14,7 @@ from outsize.collectives.mesh import Mesh
 from outsize.collectives.world import Lone, World
 from outsize.errors import OutsizeError
 from outsize.launch import fingerprint
-from outsize.launch.heartbeat import Heartbeat, Mailbox, Unwatched
+from outsize.launch.heartbeat import Heartbeat, Mailbox
 from outsize.launch.watched import WatchedWorld
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class WorkerGroup:
     """The workers of a run as one of them sees them; by default it is alone."""
 
     world: World = field(default_factory=Lone)
-    pulse: Heartbeat = field(default_factory=Unwatched)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
     post: Mailbox | None = None
 
     @property

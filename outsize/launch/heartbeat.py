@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outsize.torch_private import Store
 
 
-class Heartbeat(Protocol):
-    """What a worker tells of itself, from any of its threads: each has a place of its own."""
+class Heartbeat:
+    """What a worker tells of itself, from any of its threads: each has a place of its own. This one
+    is for where nobody watches."""
 
     def during(self, what: str) -> None:
         """The larger thing that actions are part of, as "step 12"."""
@@ -30,22 +31,6 @@ class Heartbeat(Protocol):
 
     def go(self) -> None:
         """It has what it waited for."""
-
-
-class Unwatched:
-    """Nobody watches."""
-
-    def during(self, what: str) -> None:
-        return None
-
-    def at(self, action: str) -> None:
-        return None
-
-    def wait(self, what: str) -> None:
-        return None
-
-    def go(self) -> None:
-        return None
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from outsize.lazy import importing
 
 if TYPE_CHECKING:
-    from outsize.memory.allocator import AllocatorLedger, meter
+    from outsize.memory.allocator import AllocatorLedger, Meter, meter
     from outsize.memory.chunk import Chunk, ChunkTable, Slot, tables
-    from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
+    from outsize.memory.ledger import KINDS, Ledger, OverBudget
     from outsize.memory.sizes import format_bytes, parse_bytes
 
 __all__ = [

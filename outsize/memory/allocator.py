@@ -10,68 +10,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outsize.memory.ledger import KINDS, Ledger, Meter, OverBudget
+from outsize.memory.ledger import KINDS, Ledger, OverBudget
 
 _HELD = ("parameters", "gradients", "master", "optimizer", "window")
 
 
-class Allocator(Protocol):
-    """A device's allocator."""
-
-    def allocated(self) -> int:
-        """Bytes that tensors hold now."""
-
-    def most(self) -> int:
-        """Highest of these since reset."""
-
-    def reset(self) -> None: ...
-
-    def limit(self, budget: int) -> None:
-        """Refuse to hold more, with torch.OutOfMemoryError."""
-
-
-class CudaAllocator:
-    """PyTorch's caching allocator on one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def most(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def limit(self, budget: int) -> None:
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / whole), self.device)
-
-
 class AllocatorLedger:
-    """A Meter over an allocator. What it held before the ledger was made counts as nobody's."""
+    """Counts live bytes of a CUDA device as a `Ledger` does, by PyTorch's caching allocator. What
+    that held before the ledger was made counts as nobody's."""
 
-    def __init__(self, allocator: Allocator, budget: int | None = None) -> None:
-        self.budget, self._allocator = budget, allocator
-        self._before = allocator.allocated()
+    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+        self.budget, self._device = budget, device
+        self._before = torch.cuda.memory_allocated(device)
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
         if budget is not None:
-            allocator.limit(budget)
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / whole), device)
 
     @property
     def total(self) -> int:
-        return self._allocator.allocated() - self._before
+        return torch.cuda.memory_allocated(self._device) - self._before
 
     @property
     def peak(self) -> int:
-        return self._allocator.most() - self._before
+        return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def __enter__(self) -> AllocatorLedger:
         return self
@@ -105,12 +71,13 @@ class AllocatorLedger:
         self.live["activations"], self.live["workspace"] = self.total - held, 0
 
     def reset_peak(self) -> None:
-        self._allocator.reset()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+Meter = Ledger | AllocatorLedger  # what counts live bytes of the device tier while entered
 
 
 def meter(device: torch.device | str, budget: int | None = None) -> Meter:
     """What counts bytes on a device: its allocator on CUDA, the dispatcher elsewhere."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return AllocatorLedger(CudaAllocator(device), budget)
-    return Ledger(budget, device.type)
+    return AllocatorLedger(device, budget) if device.type == "cuda" else Ledger(budget, device.type)

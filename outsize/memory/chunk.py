@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from outsize.models.cuts import NO_CUTS, Cut
+from outsize.models.cuts import NO_CUTS, Copies, Cut
 from outsize.optim.declared import WHOLE
 
 
@@ -37,21 +37,27 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     group: int  # index of the optimizer's parameter group
-    whole: int = 0  # elements of the whole parameter, where a part of it lies here; 0: all do
+    # Elements of what each of its cuts is of, of the whole parameter first; () where all lie here.
+    cut_of: tuple[int, ...] = ()
 
     @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
     @property
+    def whole(self) -> int:
+        """Elements of the whole parameter."""
+        return self.cut_of[0] if self.cut_of else self.numel
+
+    @property
     def parted(self) -> bool:
         """Whether others have the rest of the parameter."""
-        return self.whole not in (0, self.numel)
+        return self.whole != self.numel
 
     def elements(self, per: int) -> int:
         """How many a state has here that has one for each `per` of a parameter's: one of the
         parameter's shape is cut as it is, any other is whole on every worker."""
-        return self.numel if per == 1 else -(-(self.whole or self.numel) // per)
+        return self.numel if per == 1 else -(-self.whole // per)
 
     def of(self, flat: Tensor) -> Tensor:
         """The view of this parameter in a flat buffer."""
@@ -64,19 +70,24 @@ class ChunkTable:
     float32 at least, whatever the others are held in; main: the optimizer updates them itself and
     does not leave them to its `rest`; grain: elements of a parameter, counted from its first, that
     are updated together, or WHOLE (outsize/optim/optimizer.py): cuts of the chunk keep to it.
-
-    shared: how many neighbours on `axis` hold these elements too (1: none); partial: the gradient
-    is the sum of theirs."""
+    copies: who holds these elements too, on the axes along which they are cut."""
 
     segment: int
     trainable: bool
     slots: tuple[Slot, ...]
     wide: bool = False
     main: bool = False
-    shared: int = 1
-    partial: bool = False
-    axis: str = "tensor"
+    copies: tuple[Copies, ...] = ()
     grain: int = 1
+
+    def on(self, axis: str) -> bool:
+        """Whether it is cut along an axis."""
+        return any(axis == one.axis for one in self.copies)
+
+    @property
+    def partial(self) -> bool:
+        """Whether some of those have parts of the gradient."""
+        return any(one.partial for one in self.copies)
 
     @cached_property
     def numel(self) -> int:
@@ -119,7 +130,7 @@ class ChunkTable:
     @property
     def marks(self) -> dict[int, int]:
         """By where its parameters begin, and its end: elements of whole parameters before it."""
-        sizes = [slot.whole or slot.numel for slot in self.slots]
+        sizes = [slot.whole for slot in self.slots]
         places = (*self.edges, self.numel)
         return dict(zip(places, accumulate(sizes, initial=0), strict=True))
 
@@ -168,15 +179,13 @@ def tables(
         kinds = {n: _kind(n, p, wide, main, cuts) for n, p in fresh}
         for kind in sorted(set(kinds.values())):
             mine = [(n, p) for n, p in fresh if kinds[n] == kind]
-            frozen, large, other, shared, partial, axis = kind
+            frozen, large, other, copies = kind
             slots, grain = _slots(mine, group_of, cuts), grains[not other]
-            made.append(
-                ChunkTable(index, not frozen, slots, large, not other, shared, partial, axis, grain)
-            )
+            made.append(ChunkTable(index, not frozen, slots, large, not other, copies, grain))
     return tuple(made)
 
 
-Kind = tuple[bool, bool, bool, int, bool, str]  # frozen, wide, not main, shared, partial, axis
+Kind = tuple[bool, bool, bool, tuple[Copies, ...]]  # frozen, wide, not main, copies
 
 
 def _kind(
@@ -187,11 +196,10 @@ def _kind(
     cuts: Mapping[str, Cut],
 ) -> Kind:
     """Parameters of one kind share a chunk."""
-    cut, trainable = cuts.get(name), parameter.requires_grad
-    other = not (trainable and name in main)
-    shared, partial = (1, False) if cut is None else (cut.shared, cut.partial and trainable)
-    axis = Cut.axis if cut is None else cut.axis
-    return not trainable, name in wide, other, shared, partial, axis
+    trainable, copies = parameter.requires_grad, cuts[name].copies if name in cuts else ()
+    if not trainable:
+        copies = tuple(one._replace(partial=False) for one in copies)
+    return not trainable, name in wide, not (trainable and name in main), copies
 
 
 def _slots(
@@ -201,16 +209,13 @@ def _slots(
 ) -> tuple[Slot, ...]:
     # Large first within a group: sizes of matrices keep what follows aligned without padding. By
     # their whole sizes: workers whose parts are uneven have them in one order all the same.
-    def size(name: str, parameter: nn.Parameter) -> int:
-        return prod(cuts[name].shape) if name in cuts else parameter.numel()
+    def slot(name: str, parameter: nn.Parameter) -> Slot:
+        cut_of = tuple(prod(cut.shape) for cut in cuts[name].levels) if name in cuts else ()
+        return Slot(name, tuple(parameter.shape), 0, group_of[name], cut_of)
 
-    order = sorted(named, key=lambda item: (group_of[item[0]], -size(*item)))
-    slots, offset = [], 0
-    for name, parameter in order:
-        whole = size(name, parameter) if name in cuts else 0
-        slots.append(Slot(name, tuple(parameter.shape), offset, group_of[name], whole))
-        offset += parameter.numel()
-    return tuple(slots)
+    slots = sorted((slot(*item) for item in named), key=lambda s: (s.group, -s.whole))
+    offsets = accumulate((s.numel for s in slots), initial=0)
+    return tuple(replace(s, offset=at) for s, at in zip(slots, offsets, strict=False))
 
 
 @dataclass

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,44 +39,6 @@ class OverBudget(OutsizeError):
             f" {format_bytes(live)} of the budget of {format_bytes(budget)} in use;"
             f" {counted(self.missing, 'byte')} missing"
         )
-
-
-class Meter(Protocol):
-    """Counts live bytes of the device tier, by kind, while entered."""
-
-    @property
-    def budget(self) -> int | None: ...
-
-    @property
-    def live(self) -> dict[str, int]: ...
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def peak(self) -> int:
-        """Highest total since reset_peak."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def kind(self, kind: str) -> AbstractContextManager[None]:
-        """What is made inside counts as `kind`."""
-
-    def see(self, tensor: Tensor) -> None: ...
-
-    def release(self, tensor: Tensor) -> None: ...
-
-    def settle(self) -> None:
-        """An action ends: what it leaves are activations."""
-
-    def reset_peak(self) -> None: ...
 
 
 class _Dispatch(TorchDispatchMode):

@@ -73,14 +73,19 @@ class Part:
     spec: AttendSpec
 
     @property
-    def bounds(self) -> tuple[int, ...]:
-        """Of the documents inside the chunk, counted from its start."""
-        return clip(self.held.bounds, self.start, self.stop)
-
-    @property
     def past(self) -> int:
         """Tokens before the chunk that belong to the document it begins in."""
         return past(self.held.bounds, self.start)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Of the documents among what the chunk may see."""
+        return clip(self.held.bounds, self.start - self.past, self.stop)
+
+    def seen(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """From the start of the document that the chunk begins in to the chunk's end."""
+        here = slice(self.start - self.past, self.stop)
+        return x[0][here], x[1][here]
 
     def own_gradients(self) -> tuple[Tensor, Tensor]:
         """Of the chunk's keys and values: complete once its own queries are differentiated."""

@@ -68,11 +68,11 @@ class _Any(torch.autograd.Function):
     def forward(ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part) -> Tensor:
         train = any(ctx.needs_input_grad)
         q, k, v = leaves = [
-            x.detach().requires_grad_(train) for x in (q_CHK, *_seen(part, part.held.values))
+            x.detach().requires_grad_(train) for x in (q_CHK, *part.seen(part.held.values))
         ]
         spec = replace(part.spec, first_query=part.past)
         with torch.set_grad_enabled(train):
-            o: Tensor = LocalAttend()(q, k, v, _bounds(part), spec)
+            o: Tensor = LocalAttend()(q, k, v, part.bounds, spec)
         ctx.part, ctx.made = part, [(o, leaves)] if train else []
         return o.detach()
 
@@ -80,7 +80,7 @@ class _Any(torch.autograd.Function):
     def backward(ctx: Any, go_CHW: Tensor) -> tuple[Tensor | None, ...]:
         o, (q_CHK, *others) = ctx.made.pop()
         torch.autograd.backward(o, go_CHW)
-        for total, x in zip(_seen(ctx.part, ctx.part.held.gradients), others, strict=True):
+        for total, x in zip(ctx.part.seen(ctx.part.held.gradients), others, strict=True):
             total += x.grad
         return q_CHK.grad, *ctx.part.own_gradients(), None
 
@@ -95,7 +95,7 @@ class _Native(torch.autograd.Function):
     def forward(ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part) -> Tensor:
         ctx.lead = part.past % kernel.BLOCK  # queries begin a tile: there are some before the first
         q = _behind(ctx.lead, q_CHK)
-        made = torch.ops.outsize.attention.default(q, *_seen(part, part.held.values), *_sight(part))
+        made = torch.ops.outsize.attention.default(q, *part.seen(part.held.values), *_sight(part))
         o, lse = made
         ctx.save_for_backward(q, o, lse)
         ctx.part = part
@@ -107,7 +107,7 @@ class _Native(torch.autograd.Function):
         q, o, lse = ctx.saved_tensors
         part: Part = ctx.part
         go = _behind(ctx.lead, go_CHW if go_CHW.stride(2) == 1 else go_CHW.contiguous())
-        values, gradients = (_seen(part, x) for x in (part.held.values, part.held.gradients))
+        values, gradients = (part.seen(x) for x in (part.held.values, part.held.gradients))
         gq = torch.ops.outsize.attention_backward_into.default(
             go, q, *values, o, lse, gradients, *_sight(part)
         )
@@ -119,16 +119,5 @@ def _behind(lead: int, x_CHE: Tensor) -> Tensor:
     return F.pad(x_CHE, (0, 0, 0, 0, lead, 0)) if lead else x_CHE
 
 
-def _seen(part: Part, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """From the start of the document that the chunk begins in to the chunk's end."""
-    here = slice(part.start - part.past, part.stop)
-    return x[0][here], x[1][here]
-
-
-def _bounds(part: Part) -> tuple[int, ...]:
-    """Of the documents among those tokens."""
-    return (0, *(bound + part.past for bound in part.bounds[1:]))
-
-
 def _sight(part: Part) -> tuple[tuple[int, ...], float, int | None]:
-    return _bounds(part), part.spec.scale, part.spec.window
+    return part.bounds, part.spec.scale, part.spec.window

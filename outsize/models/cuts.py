@@ -1,10 +1,11 @@
-"""Cut: which part of a parameter lies on one worker of an axis, and its gradient's kind."""
+"""Cut: which part of a parameter lies on one worker of a mesh, and its gradient's kind, by axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +13,24 @@ from torch import Tensor
 Span = tuple[int, int]  # rows [first, last)
 
 
+class Copies(NamedTuple):
+    """How many neighbours on an axis hold the same elements (1: nobody else; the axis' size: all).
+    The axis falls into runs of so many neighbours. partial: each of them has a part of the
+    gradient, and their sum is the gradient; else each has the whole of it."""
+
+    axis: str
+    holders: int
+    partial: bool
+
+
 @dataclass(frozen=True)
 class Cut:
-    """shape: of the whole parameter. dim: along which it is cut, None: whole on every worker.
+    """Along an axis of the mesh. shape: of what is cut, the whole parameter or what `outer`, its
+    cut along another axis, leaves of it. dim: along which it is cut, None: whole on every worker.
     spans: the rows of that dim that lie here, one span behind the other; of a weight that fuses
     several layers (queries, keys and values) a span of each. Every worker has as many spans.
 
-    axis: of the mesh, on which it is cut or held by several. shared: how many neighbours on that
-    axis hold these same elements (1: nobody else; the axis' size: all). The axis falls into runs of
-    `shared` neighbours. partial: each of them has a part of the gradient, and their sum is the
-    gradient; else each has the whole of it. On every other axis that cuts no stages, all workers
+    shared, partial: see Copies. On an axis that no cut names and that cuts no stages, all workers
     hold the same; where such an axis cuts the batch, each has a part of the gradient.
     """
 
@@ -31,9 +40,25 @@ class Cut:
     shared: int = 1
     partial: bool = False
     axis: str = "tensor"
+    outer: Cut | None = None
+
+    @property
+    def levels(self) -> tuple[Cut, ...]:
+        """The cuts along one axis each, that of the whole parameter first."""
+        return (*(() if self.outer is None else self.outer.levels), replace(self, outer=None))
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.levels[0].shape
+
+    @property
+    def copies(self) -> tuple[Copies, ...]:
+        """Who else has what lies here, level by level."""
+        return tuple(Copies(cut.axis, cut.shared, cut.partial) for cut in self.levels)
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """The views of a whole parameter (or of a state of its shape) that lie here."""
+        """The views of what is cut (or of a state of its shape) that lie here."""
         if self.dim is None:
             return [whole]
         return [whole.narrow(self.dim, first, last - first) for first, last in self.spans]
@@ -41,11 +66,12 @@ class Cut:
     def of(self, whole: Tensor) -> Tensor:
         """What lies here of a whole parameter (or of a state of its shape): a view, or where there
         are several spans a copy."""
+        whole = whole if self.outer is None else self.outer.of(whole)
         pieces = self.pieces(whole)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim or 0)
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Write what lies here to its places in a whole parameter."""
+        """Write what lies here to its places in what is cut."""
         if self.dim is None:
             whole.copy_(local)
             return

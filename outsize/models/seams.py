@@ -206,7 +206,8 @@ class Context:
     """What a block needs beside the hidden state; made once per microbatch.
 
     rope maps the name of each rotary embedding to its cosines and sines, (T, dim / 2) each. noise:
-    the dropout of these tokens, in training where it is wanted.
+    the dropout of these tokens, in training where it is wanted. most: as many tokens as any worker
+    may have that runs the same layers with this one, who all call them as often; 0: nobody does.
     """
 
     positions_T: Tensor
@@ -216,6 +217,7 @@ class Context:
     dispatch: Dispatch
     carry: Carry
     noise: Noise | None = None
+    most: int = 0
 
     def drop(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout, if there is any. name: of the place in the model."""

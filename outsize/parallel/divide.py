@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from outsize.collectives import Collective, World, along
 from outsize.models.cuts import Cut
@@ -13,7 +14,7 @@ from outsize.plan import Plan
 from outsize.registry import Registry
 
 # By axis whose workers hold different parts of some weights, or by what cuts a pipeline's ends:
-# leaves of a decoder those of a worker; gives how these weights were cut, by name.
+# leaves of a decoder those of a worker; gives how what was there of these weights was cut, by name.
 DIVISIONS: Registry[Callable[[Decoder, Collective], dict[str, Cut]]] = Registry("division")
 
 
@@ -29,10 +30,10 @@ def divide(
     """
     beside = beside_of(world, plan)
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
-    for axis in world.mesh.axes:
-        if axis.parts:
-            cuts |= DIVISIONS.get(axis.name)(model, along(world, axis.name))
+    over = [(axis.name, along(world, axis.name)) for axis in world.mesh.axes if axis.parts]
     if plan.pipeline.ends is not None:
-        name, _ = plan.pipeline.ends
-        cuts |= DIVISIONS.get(name)(model, line or along(world, "pipeline", "exchange"))
+        over.append((plan.pipeline.ends[0], line or along(world, "pipeline", "exchange")))
+    for name, workers in over:
+        further = DIVISIONS.get(name)(model, workers)
+        cuts |= {name: replace(cut, outer=cuts.get(name)) for name, cut in further.items()}
     return cuts

@@ -1,9 +1,9 @@
-"""WholeTensors: parameters (and states of their shape) that lie in parts on an axis of the mesh,
-put together and taken apart."""
+"""WholeTensors: parameters (and states of their shape) that lie in parts on axes of the mesh, put
+together and taken apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from math import prod
@@ -16,38 +16,32 @@ from outsize.models.cuts import Cut, Span
 from outsize.torch_private import unset_fake_temporarily
 
 Fill = Callable[[str, Tensor], None]
+Parts = Mapping[str, list[tuple[Span, ...]]]  # by name of what is cut, that of each worker
 
 
 class WholeTensors:
-    """Knows which part of every parameter each worker of its axis has; the workers ask each other
+    """Knows which part of every parameter each worker of its axes has; the workers ask each other
     at the first call of `whole`, which all make for the same names in the same order."""
 
     def __init__(self, cuts: Mapping[str, Cut], world: World) -> None:
         self._cuts = cuts
-        names = sorted({cut.axis for cut in cuts.values()}, reverse=True)
-        self._axes = {name: along(world, name) for name in names}
-        self._known: Mapping[str, list[tuple[Span, ...]]] | None = None
+        self._on: dict[str, dict[str, Cut]] = {}  # what is cut, by axis and by name
+        for name, cut in cuts.items():
+            for level in (one for one in cut.levels if one.dim is not None):
+                self._on.setdefault(level.axis, {})[name] = level
+        self._axes = {axis: along(world, axis) for axis in self._on}
+        self._known: Mapping[str, Parts] | None = None
 
     @property
-    def _parts(self) -> Mapping[str, list[tuple[Span, ...]]]:
-        """By name of what is cut, the part of each worker. Not a cached_property: Python 3.11 locks
-        those of all instances, and workers that are threads would wait for one another for ever."""
+    def _parts(self) -> Mapping[str, Parts]:
+        """By axis. Not a cached_property: Python 3.11 locks those of all instances, and workers
+        that are threads would wait for one another for ever."""
         if self._known is None:
-            self._known = self._asked()
+            self._known = {n: self._asked(self._on[n], axis) for n, axis in self._axes.items()}
         return self._known
 
-    def _asked(self) -> Mapping[str, list[tuple[Span, ...]]]:
-        found: dict[str, list[tuple[Span, ...]]] = {}
-        for name, axis in self._axes.items():
-            parts = {n: c for n, c in self._cuts.items() if c.dim is not None and c.axis == name}
-            if parts:
-                found |= self._asked_of(parts, axis)
-        return found
-
     @staticmethod
-    def _asked_of(
-        cuts: Mapping[str, Cut], axis: Collective
-    ) -> Mapping[str, list[tuple[Span, ...]]]:
+    def _asked(cuts: Mapping[str, Cut], axis: Collective) -> Parts:
         names = sorted(cuts)
         ends = [0]
         for name in names:
@@ -69,12 +63,17 @@ class WholeTensors:
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole of a tensor that has a parameter's shape, of which `local` lies here. The
         tensor itself where it is whole."""
-        cut = self._cuts.get(name)
-        if cut is None or cut.dim is None:
-            return local
-        if all(spans == ((0, cut.shape[cut.dim]),) for spans in self._parts[name]):
+        levels = self._cuts[name].levels if name in self._cuts else ()
+        for cut in (one for one in reversed(levels) if one.dim is not None):
+            local = self._joined(cut, self._parts[cut.axis][name], local)
+        return local
+
+    def _joined(self, cut: Cut, every_part: Sequence[tuple[Span, ...]], local: Tensor) -> Tensor:
+        """What a cut along one axis is of."""
+        assert cut.dim is not None
+        if all(spans == ((0, cut.shape[cut.dim]),) for spans in every_part):
             return local  # one key-value head, which every worker has
-        parts = [replace(cut, spans=spans) for spans in self._parts[name]]
+        parts = [replace(cut, spans=spans) for spans in every_part]
         offsets = [0]
         for part in parts:
             offsets.append(offsets[-1] + prod(part.local))
@@ -92,7 +91,7 @@ class WholeTensors:
 
     def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
         """The shape of a whole parameter of which `local` lies here."""
-        return self._cuts[name].shape if name in self._cuts else tuple(local.shape)
+        return self._cuts[name].whole if name in self._cuts else tuple(local.shape)
 
     def cutting(self, fill: Fill, suffix: str = "") -> Fill:
         """A fill that writes what lies here, from one that writes whole parameters. suffix: behind
@@ -100,10 +99,10 @@ class WholeTensors:
 
         def filled(name: str, out: Tensor) -> None:
             cut = self._cuts.get(name.removesuffix(suffix))
-            if cut is None or cut.dim is None:
+            if cut is None or cut.whole == tuple(out.shape):
                 fill(name, out)
                 return
-            whole = out.new_empty(cut.shape)
+            whole = out.new_empty(cut.whole)
             fill(name, whole)
             out.copy_(cut.of(whole))
 

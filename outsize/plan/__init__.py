@@ -23,4 +23,4 @@ __all__ = [
     "zero",
 ]
 
-called(__name__, "outsize.train.plans")  # outsize.plan(...)
+called(__name__, "outsize.train.planned")  # outsize.plan(...)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError, expect, nearest
 from outsize.registry import TECHNIQUES
 
 if TYPE_CHECKING:
@@ -47,26 +47,23 @@ class Local:
     momentum: float = 0.995
 
     def __post_init__(self) -> None:
-        if self.groups < 2:
-            raise OutsizeError(f"plan: local.groups is {self.groups}; expected 2 or more")
+        expect(self.groups >= 2, "plan: local.groups", self.groups, "2 or more")
         if self.auxiliary not in AUXILIARY:
             raise OutsizeError(
                 f"plan: local.auxiliary is {self.auxiliary!r}{nearest(self.auxiliary, AUXILIARY)}"
             )
-        if not 0 <= self.momentum < 1:
-            raise OutsizeError(
-                f"plan: local.momentum is {self.momentum}; expected 0 or more and less than 1"
-            )
+        holds = 0 <= self.momentum < 1
+        expect(holds, "plan: local.momentum", self.momentum, "0 or more and less than 1")
 
 
-def clash(plan: Plan) -> tuple[str, str] | None:
-    """A name under the plan's `approximate` and what it cannot go with, which the plan has: it
-    computes otherwise, or nothing would be done."""
-    if PARTIAL in plan.approximate and (
+def clash(plan: Plan, approximate: Iterable[str]) -> tuple[str, str] | None:
+    """A name under `approximate` and what it cannot go with, which the plan has: it computes
+    otherwise, or nothing would be done."""
+    if PARTIAL in approximate and (
         plan.mesh.pipeline == 1 or not plan.pipeline.schedule.startswith("skip")
     ):
         return PARTIAL, "a pipeline.schedule that leaves no stage out: expected skip-pipe"
-    for name in plan.approximate:
+    for name in approximate:
         one = TECHNIQUES.find(name)
         for what, found in () if one is None else one.clashes:
             if found(plan):

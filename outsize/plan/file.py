@@ -21,6 +21,7 @@ import yaml
 
 from outsize.errors import OutsizeError
 from outsize.plan.plan import Plan
+from outsize.texts import read_text, write_text
 from outsize.typed import load_yaml, plain, read
 
 VERSION = 2
@@ -60,23 +61,12 @@ def write_plan(path: Path, file: PlanFile) -> None:
     """OutsizeError where the system refuses."""
     said = {"version": file.version, "model": file.model, "parameters": file.parameters}
     text = yaml.safe_dump({**said, "plan": plain(file.plan)}, sort_keys=False)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutsizeError(f"plan file {path} cannot be written: {error.strerror}") from None
+    write_text(text, path)
 
 
 def read_plan(path: Path) -> PlanFile:
     """OutsizeError, one line, for what is no plan, and for a version that is not known here."""
-    try:
-        found = load_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError:
-        raise OutsizeError(f"plan file {path} is not text; expected YAML in UTF-8") from None
-    except OSError as error:
-        raise OutsizeError(
-            f"plan file {path} cannot be read: {error.strerror}; expected what outsize plan --out"
-            " writes"
-        ) from None
+    found = load_yaml(read_text(path, "expected what outsize plan --out writes"), str(path))
     if not isinstance(found, dict) or not {"version", "segments"} & set(found):
         raise OutsizeError(f"{path} is no plan; expected what outsize plan --out writes")
     version = found.get("version", 1)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from outsize.collectives.mesh import Mesh
-from outsize.errors import OutsizeError, counted, nearest
+from outsize.errors import OutsizeError, counted, expect, nearest
 from outsize.plan.approximate import APPROXIMATE, Local, alone, clash, known_names
 from outsize.plan.settings import NONE, Extended, Settings, extended
 from outsize.plan.spread import Pipelined, Sharding, share
@@ -111,26 +111,16 @@ class Stream:
     host: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("resident", "returned", "parts"):
-            _positive(f"stream.{name}", getattr(self, name))
-        if self.returned > self.resident:
-            raise OutsizeError(
-                f"plan: stream.returned is {self.returned}; expected at most stream.resident,"
-                f" {self.resident}"
-            )
-        for name in ("pool", "host"):
-            if getattr(self, name) < 0:
-                raise OutsizeError(
-                    f"plan: stream.{name} is {getattr(self, name)}; expected 0 or more"
-                )
+        _least(self, 1, "resident", "returned", "parts", within="stream.")
+        most = f"at most stream.resident, {self.resident}"
+        expect(self.returned <= self.resident, "plan: stream.returned", self.returned, most)
+        _least(self, 0, "pool", "host", within="stream.")
         if self.policy not in POLICIES:
             raise OutsizeError(
                 f"plan: stream.policy {self.policy!r}{nearest(self.policy, POLICIES)}"
             )
-        if self.part < PART or self.part % PART:
-            raise OutsizeError(
-                f"plan: stream.part is {self.part}; expected a multiple of {PART} elements"
-            )
+        parts = self.part >= PART and self.part % PART == 0
+        expect(parts, "plan: stream.part", self.part, f"a multiple of {PART} elements")
 
 
 @extended
@@ -175,13 +165,10 @@ class Plan(Extended):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", self.settings.changed)
-        for name in ("segments", "rows", "microbatch_rows"):
-            _positive(name, getattr(self, name))
-        for name in ("sequence", "loss_chunk", "mlp_tile"):
-            if getattr(self, name) < 0:
-                raise OutsizeError(f"plan: {name} is {getattr(self, name)}; expected 0 or more")
+        _least(self, 1, "segments", "rows", "microbatch_rows")
+        _least(self, 0, "sequence", "loss_chunk", "mlp_tile")
         if self.budget is not None:
-            _positive("budget", self.budget)
+            _least(self, 1, "budget")
         for name, known in (("order", ORDERS), ("update", UPDATES)):
             if getattr(self, name) not in known:
                 raise OutsizeError(
@@ -279,7 +266,7 @@ class Plan(Extended):
                     f"plan: approximate holds {name!r}{nearest(name, known_names())}"
                 )
         refuse_shared(self.approximate, [one for one, _ in self.settings.every()])
-        if found := clash(self):
+        if found := clash(self, self.approximate):
             raise OutsizeError(
                 f"plan: approximate holds {found[0]} and the plan has {found[1]}, which do not go"
                 " together: leave one of them out"
@@ -304,11 +291,6 @@ class Plan(Extended):
         return min((value for one, value in self.settings.every() if one.tokens), default=0)
 
     @property
-    def tiled(self) -> bool:
-        """Whether layers are called several times for a microbatch, more often for more tokens."""
-        return bool(self.block_tokens or self.mlp_tile)
-
-    @property
     def microbatches(self) -> int:
         """Microbatches of a step on every worker; the last may have fewer rows. They are fewer and
         larger than asked for where some worker has not as many rows."""
@@ -319,6 +301,11 @@ class Plan(Extended):
     def microbatch_size(self) -> int:
         """Rows of the largest microbatch."""
         return self.rows_of(0)[1]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that no microbatch of a worker has more of, in a step or in an evaluation."""
+        return max(self.microbatch_size, self.microbatch_rows)
 
     def rows_at(self, place: int) -> tuple[int, int]:
         """Rows [start, stop) of the step that the worker with so many of them before it
@@ -335,9 +322,11 @@ class Plan(Extended):
         return share(own, count, microbatch)  # none is empty
 
 
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise OutsizeError(f"plan: {name} is {value}; expected 1 or more")
+def _least(of: Plan | Stream, least: int, *names: str, within: str = "") -> None:
+    """Refuse fields that are less."""
+    for name in names:
+        value = getattr(of, name)
+        expect(value >= least, f"plan: {within}{name}", value, f"{least} or more")
 
 
 def per_segment(segments: int, recompute: tuple[str, ...] = ()) -> tuple[Stage, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, expect
 
 KINDS = ("parameters", "gradients", "optimizer")
 VOCABULARY = "vocabulary"
@@ -43,7 +43,7 @@ class Sharding:
 class Pipelined:
     """How the pipeline axis plays a step.
 
-    schedule: a name of outsize/schedule/pipelines/registry.py, with its number behind a colon where
+    schedule: a name of outsize/schedule/pipelines, with its number behind a colon where
     it takes one: "interleaved:2" stages a worker, "hanayo:2" waves. cuts: the plan's stages at
     which the second and further stages of the pipeline begin; (): as many in each as can be. costs:
     seconds of a unit's forward, input gradient and weight gradient, for schedules that ask.
@@ -77,21 +77,14 @@ class Pipelined:
         return Pipelined(vocabulary=self.vocabulary)
 
     def __post_init__(self) -> None:
-        if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 for cut in self.cuts):
-            raise OutsizeError(
-                f"plan: pipeline.cuts is {list(self.cuts)}; expected rising numbers from 1 on: a"
-                " stage without blocks cannot run"
-            )
+        rising = list(self.cuts) == sorted(set(self.cuts)) and all(cut >= 1 for cut in self.cuts)
+        numbers = "rising numbers from 1 on: a stage without blocks cannot run"
+        expect(rising, "plan: pipeline.cuts", list(self.cuts), numbers)
         for name, costs in (("costs", self.costs), ("head", self.head)):
-            if not all(0 < cost < float("inf") for cost in costs):
-                raise OutsizeError(
-                    f"plan: pipeline.{name} is {list(costs)}; expected positive seconds"
-                )
-        if self.vocabulary not in (0, 1, 2):
-            raise OutsizeError(
-                f"plan: pipeline.vocabulary is {self.vocabulary}; expected 0 (whole layers), 1 (cut"
-                " over the workers, two barriers) or 2 (one barrier)"
-            )
+            positive = all(0 < cost < float("inf") for cost in costs)
+            expect(positive, f"plan: pipeline.{name}", list(costs), "positive seconds")
+        known = "0 (whole layers), 1 (cut over the workers, two barriers) or 2 (one barrier)"
+        expect(self.vocabulary in (0, 1, 2), "plan: pipeline.vocabulary", self.vocabulary, known)
 
 
 def pipelined(text: str) -> Pipelined:

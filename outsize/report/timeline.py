@@ -26,8 +26,8 @@ from outsize.texts import write_text
 from outsize.trace import Event, Trace, differences, pairs, waiting
 
 KINDS = (  # the order of the legend, whatever state follows a dot; others follow by name
-    *("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),
-    *("DECODE", "NORM", "UPDATE", "SEND", "RECV", "GATHER", "RELEASE", "REDUCE", "COLLECT"),
+    *("FORWARD", "LOSS", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),
+    *("DECODE", "NORM", "UPDATE", "SEND", "RECV", "GATHER", "REDUCE", "COLLECT"),
     *("MERGE", "EXCHANGE", "FETCH", "EVICT"),
 )
 CARDS = (beyond_card, kinds_card, workers_card, meta_card)  # from the top

@@ -7,13 +7,14 @@ tile exist at once. (Tiled feed-forward: Bekman et al., "Arctic Long Sequence Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize.models.seams import Context
 from outsize.torch_private import TreeSpec, buffers_here, tree_flatten, tree_unflatten
 
 Leaves = list[Tensor]
@@ -145,17 +146,18 @@ def recomputed(module: nn.Module, replay: bool) -> Callable[..., Any]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor) -> Tensor:
-        ctx.run, ctx.tile = run, tile
+    def forward(
+        ctx: Any, run: Callable[[Tensor], Tensor], tiles: Sequence[slice], x_TD: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.tiles = run, tiles
         ctx.save_for_backward(x_TD)
-        return _tiles(run, tile, x_TD)
+        return _tiles(run, tiles, x_TD)
 
     @staticmethod
     def backward(ctx: Any, gy_TD: Tensor) -> tuple[None, None, Tensor]:
         (x_TD,) = ctx.saved_tensors
         gx_TD = torch.empty_like(x_TD)
-        for start in range(0, x_TD.shape[0], ctx.tile):
-            here = slice(start, start + ctx.tile)
+        for here in ctx.tiles:
             x_tile = leaf(x_TD[here])
             with torch.enable_grad():
                 y_tile = ctx.run(x_tile)
@@ -165,29 +167,32 @@ class _Tiled(torch.autograd.Function):
         return None, None, gx_TD
 
 
-def _tiles(run: Callable[[Tensor], Tensor], tile: int, x_TD: Tensor) -> Tensor:
-    first = run(x_TD[:tile])
+def _tiles(run: Callable[[Tensor], Tensor], tiles: Sequence[slice], x_TD: Tensor) -> Tensor:
+    first = run(x_TD[tiles[0]])
     y_TD = first.new_empty((x_TD.shape[0], *first.shape[1:]))
-    y_TD[:tile] = first
-    for start in range(tile, x_TD.shape[0], tile):
-        y_TD[start : start + tile] = run(x_TD[start : start + tile])
+    y_TD[tiles[0]] = first
+    for here in tiles[1:]:
+        y_TD[here] = run(x_TD[here])
     return y_TD
 
 
 def tiled(module: nn.Module, tile: int) -> Callable[..., Tensor]:
-    """A forward for a token-wise `module(x_TD, ...)`; `tile` tokens' activations exist at once."""
+    """A forward for a token-wise `module(x_TD, ...)`; `tile` tokens' activations exist at once. A
+    Context may ask for more tiles than there are tokens for: the last ones are empty."""
     plain = module.forward
 
     def forward(x_TD: Tensor, *rest: Any) -> Tensor:
-        if x_TD.shape[0] <= tile:
+        asked = (one.most for one in rest if isinstance(one, Context))
+        tiles = [slice(at, at + tile) for at in range(0, max(x_TD.shape[0], *asked, 0), tile)]
+        if len(tiles) <= 1:
             return plain(x_TD, *rest)  # type: ignore[no-any-return]
 
         def run(x: Tensor) -> Tensor:
             return plain(x, *rest)  # type: ignore[no-any-return]
 
         if not torch.is_grad_enabled():
-            return _tiles(run, tile, x_TD)
-        y: Tensor = _Tiled.apply(run, tile, x_TD if x_TD.requires_grad else leaf(x_TD))  # type: ignore[no-untyped-call]
+            return _tiles(run, tiles, x_TD)
+        y: Tensor = _Tiled.apply(run, tiles, x_TD if x_TD.requires_grad else leaf(x_TD))  # type: ignore[no-untyped-call]
         return y
 
     return forward

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from outsize.collectives import Collective, World
-from outsize.collectives.axes import axis_of
 from outsize.errors import Everywhere, OutsizeError, nearest
 from outsize.memory.chunk import Dtypes
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
-from outsize.registry import TECHNIQUES
 from outsize.runtime.flow import Flow
 from outsize.runtime.recipe import Recipe
+from outsize.schedule.chunks import LINE
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
 
@@ -73,38 +72,23 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
             f"plan: mesh is {plan.mesh}, but the workers that run are {world.mesh}; start as many"
             f" as the mesh has, {plan.mesh.size}"
         )
-    shared = plan.pipeline.ends
-    if shared and not any(axis_of(cut.axis).cuts == "stages" for cut in cuts.values()):
+    lying = {one.axis for cut in cuts.values() for one in cut.copies}
+    cutting = [axis for axis in plan.mesh.axes if axis.parts or axis.cuts == "weights"]
+    wanted = {axis.name: f"mesh.{axis.name} is {plan.mesh[axis.name]}" for axis in cutting}
+    if plan.pipeline.ends is not None:
+        name, variant = plan.pipeline.ends
+        wanted[LINE] = f"pipeline.{name} is {variant}"
+    for said in (said for axis, said in wanted.items() if axis not in lying):
         raise OutsizeError(
-            f"model: whole, while pipeline.{shared[0]} is {shared[1]}; cut it with"
-            " outsize.parallel.divide.divide before, and hand over what that gives"
-        )
-    missing = [
-        a.name for a in plan.mesh.axes if a.parts and all(c.axis != a.name for c in cuts.values())
-    ]
-    if missing:
-        raise OutsizeError(
-            f"model: whole, while mesh.{missing[0]} is {plan.mesh[missing[0]]}; cut it with"
-            " outsize.parallel.divide.divide before, and hand over what that gives"
-        )
-    if plan.mesh.tensor > 1 and not cuts:
-        raise OutsizeError(
-            f"model: whole, while mesh.tensor is {plan.mesh.tensor}; cut it with"
-            " outsize.parallel.tensor.decoder.split before, and hand over what that gives"
+            f"model: whole, while {said}; cut it with outsize.parallel.divide.divide before, and"
+            " hand over what that gives"
         )
 
 
 def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
     """Refuse what cannot be, before anything is allocated."""
-    own, clip = recipe.optimizer.approximate, recipe.clip
+    clip = recipe.clip
     check_approximate(recipe.optimizer, plan.approximate)
-    for name in plan.approximate:
-        one = TECHNIQUES.find(name)
-        if one is not None and one.method and name != own:
-            raise OutsizeError(
-                f"plan: approximate holds {name}, whose steps this job does not make; use"
-                f" {one.method}, or leave the name out"
-            )
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))
     for stage in plan.stages:
@@ -172,8 +156,7 @@ def check_same(placement: Placement, line: Collective) -> None:
     made = placement.chunks.pipelining
     if made is None:
         return
-    text = f"{made.bounds}\n{made.coarse.schedule.to_text()}"
-    mine = crc32(text.encode())
+    mine = crc32(repr((made.bounds, made.coarse.schedule.workers)).encode())
     with unset_fake_temporarily():
         ends = line.all_reduce(torch.tensor([mine, -mine], dtype=torch.float64), "max").tolist()
     if ends != [mine, -mine]:
@@ -195,7 +178,8 @@ def taken_by(flow: Flow, optimizer: Optimizer, cuts: Mapping[str, Cut] = NO_CUTS
     if optimizer.rest is None:
         return frozenset()
     named = chain.from_iterable(params for _, params in flow.segments[1:-1])
-    shapes = {n: cuts[n].shape if n in cuts else tuple(p.shape) for n, p in named}
+    own = ((n, p) for n, p in named if n not in flow.aside)
+    shapes = {n: cuts[n].whole if n in cuts else tuple(p.shape) for n, p in own}
     return frozenset(n for n, shape in shapes.items() if optimizer.takes(shape))
 
 

@@ -31,6 +31,7 @@ from outsize.trace.trace import Event
 
 Call = Callable[[], None]
 Key = Kind | tuple[Kind, State]
+Around = Callable[[Call, Action, Points], Call]  # what is run in place of an action's own call
 Hook = Callable[[int, Points], Call | None]  # by an action's place; None: nothing
 _NO_BYTES: Mapping[str, int] = {}
 
@@ -113,7 +114,8 @@ class Loaded:
 
 class Engine:
     """Plays lists. handlers: each kind of action has one. before, after: what else happens around a
-    computing action, and behind what the calling thread does of another."""
+    computing action, and behind what the calling thread does of another. around: by kind, what a
+    technique makes of what carries an action out."""
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class Engine:
         self._handlers, self._watch = tuple(handlers), watch
         self._table = {key: handler for handler in handlers for key in handler.kinds}
         self._before, self._after = before, after
+        self.around: dict[Kind, Around] = {}
         self._cuda = device if device.type == "cuda" else None
         self._lanes = Lanes(device)
 
@@ -157,7 +160,9 @@ class Engine:
         deed = handler.bind(action, index, points)
         before, after = (_calls(hooks, index, points) for hooks in (self._before, self._after))
         computes = action.lane is Lane.COMPUTE
-        calls = (*before, deed.run, *after) if computes else (deed.run,)
+        around = self.around.get(action.kind)
+        run = deed.run if around is None else around(deed.run, action, points)
+        calls = (*before, run, *after) if computes else (run,)
         ahead = () if deed.prepare is None else (deed.prepare,)
         said = f"{action.label} {action.stage} {action.microbatch}"
         return Step(

@@ -82,6 +82,10 @@ class Flow(Protocol):
         """Names of the parameters that are held in float32 at least, whatever the plan says."""
 
     @property
+    def aside(self) -> Collection[str]:
+        """Names of the parameters that are of the training alone, and no part of the model."""
+
+    @property
     def uses(self) -> Sequence[Sequence[int]]:
         """By segment, the segments whose parameters its computation reads: itself, and others
         where a parameter is shared."""

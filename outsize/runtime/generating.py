@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.decode.generate import GREEDY, Draw, Request, check_request, play
 from outsize.decode.samplers import Drawn, Sampler
@@ -158,21 +158,21 @@ def tokens_walk(
         way, held = points.way(0), points.held(0)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
         ends = Edges(rows, way)
-    count = len(model.blocks) + 2
-    chain = [partial(_segment, model, rows, context, segment) for segment in range(count - 1)]
+    chain = [partial(_first, model, rows, context)]
+    chain += (partial(_block, block, context) for block in flow.blocks)
     chain.append(partial(_end, model, rows, context, every))
 
     def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
         return Record(partial(through, chain[here.first : here.last]), [x], spill)
 
-    return ChainWalk(record, flow.plan, count, ids_T, ends=ends)
+    return ChainWalk(record, flow.plan, len(chain), ids_T, ends=ends, heads=flow.heads)
 
 
-def _segment(
-    model: Decoder, rows: Rows | None, context: Context, segment: int, x: Tensor
-) -> Tensor:
-    if segment:
-        return model.blocks[segment - 1](x, context)  # type: ignore[no-any-return]
+def _block(block: nn.Module, context: Context, x: Tensor) -> Tensor:
+    return block(x, context)  # type: ignore[no-any-return]
+
+
+def _first(model: Decoder, rows: Rows | None, context: Context, x: Tensor) -> Tensor:
     if rows is not None:
         return model.prologue.enter(x, context)
     return model.prologue(x, context)  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from outsize.runtime.report import Report as Report
 from outsize.runtime.stage_links import StageLinks
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.storage.states import Fill as Fill
-from outsize.runtime.storage.states import Stateful, States
+from outsize.runtime.storage.states import Stated, Stateful, States
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
@@ -57,7 +57,7 @@ class Job(Stateful):
     ) -> None:
         self.flow, self.plan, self.recipe, self.optimizer = flow, plan, recipe, recipe.optimizer
         self.world, self.stores, self.rows = here.world, here.stores, flow.rows
-        self.watch, method = Watch(here.ledger, here.at), method_of(recipe)
+        self.watch, method = Watch(here.ledger, here.at), method_of(plan.approximate)
         check_world(plan, self.world, cuts)
         check(flow, plan, recipe)
         self.owners = {name: p for _, params in flow.segments for name, p in params}
@@ -77,8 +77,8 @@ class Job(Stateful):
             self.weight_pool = WeightPool(
                 self.placement, self.stores, device, kind, self.shard_groups
             )
-            self._states = States(self.weight_pool, self.whole_tensors, self.owners, line)
-            self._states.adopt(fill)
+            self.held = States(self.weight_pool, self.whole_tensors, self.owners, line)
+            self.held.adopt(fill)
         self.chunks = self.weight_pool.chunks
         self.method: Method = method(self)
         self.engine: Engine = self.method.engine
@@ -101,10 +101,10 @@ class Job(Stateful):
         return self.loaded.schedule
 
     @property
-    def states(self) -> States:
+    def states(self) -> Stated:
         """Of the weights after all steps made so far."""
         self.method.settle()
-        return self._states
+        return self.method.stated(self.held)
 
     def playable(self, schedule: Schedule) -> Loaded:
         """A list that the job's engine can play: one that `prove` has passed, over the same
@@ -158,14 +158,16 @@ class Job(Stateful):
         layers = self.placement.rooms and self.plan.order == "layer"
         count = self.plan.microbatches if layers else 1
         alike = self.passing is not None or self.placement.items.residency.gathered
+        own = len(cuts)
+        cuts += cuts[-1:] * (self.totals.most(own) - own)  # for others' experts, and not counted
         count = max(1, len(cuts)) if alike else count
         for first in range(0, len(cuts), count):
-            found += self._losses(batch, cuts[first : first + count])
+            found += self._losses(batch, cuts[first : first + count], own - first)
         total = sum(torch.stack(found).double().tolist()) if found else 0.0
         return self.totals.evaluated(total, float(self.flow.count(batch)[0]))
 
-    def _losses(self, batch: Any, cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Of the microbatches that this worker books."""
+    def _losses(self, batch: Any, cuts: Sequence[tuple[int, int]], own: int) -> list[Tensor]:
+        """Of the microbatches that this worker books; the first `own` of them count."""
         if len(cuts) not in self._evaluations:
             program = evaluate(self.placement, len(cuts))
             prove(program)
@@ -173,7 +175,7 @@ class Job(Stateful):
         microbatches = self.method.microbatches
         microbatches.ready(batch, cuts, 1.0)
         self.evaluated = self.engine.play(self._evaluations[len(cuts)], time.perf_counter())
-        losses = [loss for _, loss in sorted(microbatches.losses.items())]
+        losses = [loss for m, loss in sorted(microbatches.losses.items()) if m < own]
         microbatches.ready(None, (), 1.0)
         microbatches.reset()
         return losses

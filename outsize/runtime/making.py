@@ -22,6 +22,7 @@ from outsize.runtime.adopted.flow import AdoptedFlow
 from outsize.runtime.adopted.reach import Reach
 from outsize.runtime.flow import Flow
 from outsize.runtime.job import Job
+from outsize.runtime.method import method_of
 from outsize.runtime.native import NativeFlow
 from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.runtime.storage.states import Fill
@@ -81,5 +82,6 @@ class AdoptedModel:
 
 def make_job(model: Trainable, plan: Plan, recipe: Recipe, here: Here = ALONE) -> Job:
     """The job that trains a model under a plan, on one of its workers."""
+    model, plan = method_of(plan.approximate).adapted(model, plan)
     flow, cuts = model.part(plan, here)
     return Job(flow, plan, recipe, here, cuts, model.fill)

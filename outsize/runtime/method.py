@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -17,24 +17,50 @@ from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.storage.states import Stated, States
+from outsize.schedule import Action
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
+    from outsize.runtime.making import Trainable
 
+Notes = Mapping[str, Mapping[str, float]]
 GRADIENTS = "outsize.runtime.handlers.training.Training"
 
 
 class Method(Protocol):
-    """Made for a job whose states are there. engine: plays what its handlers carry out; evaluations
-    and tokens too, of whose walks and numbers microbatches and sample know."""
+    """Made for a job whose states are there; what a method does not say is as usual.
 
+    engine: plays what its handlers carry out; evaluations and tokens too, of whose walks and
+    numbers microbatches and sample know. rehearsed: a step is predicted from one microbatch's
+    actions; else all of them are played. left: the share of the layers that each step leaves alone,
+    where it does; what the others were is copied.
+    """
+
+    rehearsed: ClassVar[bool] = True
+    left: float | None = None
     engine: Engine
     microbatches: Microbatches
     sample: Sample
 
     def __init__(self, job: Job) -> None: ...
+
+    @staticmethod
+    def recipe(said: Recipe) -> Recipe:
+        """How a run trains that says so much. OutsizeError for settings that cannot be."""
+        return said
+
+    @staticmethod
+    def planned(plan: Plan, recipe: Recipe) -> Plan:
+        """A plan with what the technique's settings say of it."""
+        return plan
+
+    @staticmethod
+    def adapted(model: Trainable, plan: Plan) -> tuple[Trainable, Plan]:
+        """What is trained in place of a model and its plan. OutsizeError for what cannot be."""
+        return model, plan
 
     @staticmethod
     def placement(
@@ -65,6 +91,21 @@ class Method(Protocol):
     def settle(self) -> None:
         """Have the weights be those that all steps made so far have given."""
 
+    def stated(self, states: States) -> Stated:
+        """What is saved of the weights and states that rest with the job."""
+        return states
+
+    def seconds(self, action: Action) -> float:
+        """What an action takes beside its operations, for forecasts."""
+        return 0.0
+
+    def notes(self) -> Notes:
+        """What a checkpoint keeps beside tensors and counts, by name."""
+        return {}
+
+    def recall(self, notes: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's notes, which have other names too."""
+
     def mend(self) -> None:
         """Weights and counts were loaded: go on from there."""
 
@@ -72,9 +113,8 @@ class Method(Protocol):
         """Give the model back."""
 
 
-def method_of(recipe: Recipe) -> type[Method]:
-    """What makes the steps of an optimizer: its technique's, where that says so."""
-    name = recipe.optimizer.approximate
-    one = None if name is None else TECHNIQUES.find(name)
-    found: type[Method] = resolve_name((one and one.method) or GRADIENTS)
+def method_of(approximate: Iterable[str]) -> type[Method]:
+    """What makes the steps of a plan: the method of the one technique that has another, if any."""
+    named = (one.method for name in approximate if (one := TECHNIQUES.find(name)) is not None)
+    found: type[Method] = resolve_name(next(filter(None, named), GRADIENTS))
     return found

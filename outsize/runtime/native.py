@@ -5,10 +5,12 @@ T tokens of a microbatch, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +40,14 @@ from outsize.schedule.ends import ends_of
 if TYPE_CHECKING:
     from outsize.runtime.storage.gradients import Gradients
 
+NO_HEADS: Mapping[int, nn.Module] = MappingProxyType({})
+AUXILIARY = "auxiliary"  # how names of heads and of their parameters begin
+
 
 @dataclass(frozen=True)
 class Part:
     """A microbatch laid flat, on the device: the tokens that this worker has. lengths: of the whole
-    documents, where a part of some is here; attend: how its tokens attend."""
+    documents, where a part of some is here; attend: how its tokens attend; most: see Context."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -51,6 +56,7 @@ class Part:
     noise: Noise | None = None
     lengths: tuple[int, ...] | None = None
     attend: Attend | None = None
+    most: int = 0
 
 
 class StageRecord(Protocol):
@@ -99,6 +105,8 @@ class NativeFlow:
 
     options: of the loss in training; a pass without gradients gives the plain cross-entropy.
     execution: how tokens lie, attend and reach experts, and what is made of their cross-entropy.
+    heads: auxiliary networks by segment, in order: the blocks before one learn by its loss, and
+    those behind it begin with what these give. They are as epilogues, and no part of the model.
     """
 
     replay = False
@@ -109,17 +117,23 @@ class NativeFlow:
         plan: Plan,
         options: LossOptions = PLAIN,
         execution: Execution = LOCAL,
+        heads: Mapping[int, nn.Module] = NO_HEADS,
     ) -> None:
         execution.check(model.config)
         self.model, self.plan, self.options = model, plan, options
         self.execution, self.loss = execution, execution.loss
         self.blocks: list[AnyBlock] = typed(model.blocks)
+        self.heads = heads
         self.device = next(model.parameters()).device
         named = dict(model.named_parameters())
-        self.wide = frozenset(filter(stays_float32, named))
-        self.segments = tuple(
-            (name, tuple((n, named[n]) for n in names)) for name, names in segments(model)
-        )
+        parts = [(name, tuple((n, named[n]) for n in names)) for name, names in segments(model)]
+        for i, (at, module) in enumerate(heads.items()):
+            own = ((f"{AUXILIARY}.{i}.{n}", p) for n, p in module.named_parameters())
+            parts.insert(at, (f"{AUXILIARY} {i}", tuple(own)))
+            self.blocks.insert(at - 1, module)  # type: ignore[arg-type]
+        self.segments = tuple(parts)
+        self.aside = frozenset(n for at in heads for n, _ in parts[at][1])
+        self.wide = frozenset(n for _, params in parts for n, _ in params if stays_float32(n))
         self._trainable_from = next(
             (i for i, (_, ps) in enumerate(self.segments) if any(p.requires_grad for _, p in ps)),
             len(self.segments),
@@ -127,14 +141,14 @@ class NativeFlow:
         head, ends = model.epilogue.head.weight, ends_of(plan.pipeline)
         self.rows = None if ends is None else ROWS.get(ends.name)(model, ends)
         shared = ends is None and any(head is p for _, p in self.segments[0][1])
-        own = [(i,) for i in range(len(self.segments) - 1)]
-        self.uses = (*own, (len(own), 0) if shared else (len(own),))
+        each = [(i,) for i in range(len(self.segments) - 1)]
+        self.uses = (*each, (len(each), 0) if shared else (len(each),))
         self._sink: Gradients | None = None
         self._columns = () if self.loss is None else tuple(self.loss.columns)
 
     def attach(self, sink: Gradients | None) -> None:
         self._sink = sink
-        for module in self.model.modules():
+        for module in chain.from_iterable(m.modules() for m in (self.model, *self.heads.values())):
             if "sink" in module.__dict__:
                 module.sink = sink  # type: ignore[assignment]
 
@@ -162,9 +176,13 @@ class NativeFlow:
         targets = Targets(flat(rows.targets_BS), weights, columns)
         positions, lengths = flat(taken(whole.positions(), spans)), whole.lengths(spans)
         attend = self.execution.tokens.attend(count, tokens, whole.flat_bounds())
+        most = 0
+        if any(axis.parts for axis in self.plan.mesh.axes):
+            most = rows.ids_BS.shape[1] * self.plan.most_rows
         return Part(
-            flat(rows.ids_BS), positions, targets, rows.flat_bounds(), rows.noise, lengths, attend
-        )
+            flat(rows.ids_BS), positions, targets, rows.flat_bounds(), rows.noise, lengths, attend,
+            most,
+        )  # fmt: skip
 
     def begin(
         self,
@@ -181,6 +199,7 @@ class NativeFlow:
             part.positions_T, part.bounds, part.attend, self.execution.dispatch, part.lengths,
             part.noise,
         )  # fmt: skip
+        context = replace(context, most=part.most)
         head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
         ends: Edges | None = None
         if rows is not None:
@@ -194,9 +213,9 @@ class NativeFlow:
                 return model.prologue.enter(given, context)
             return model.prologue(part.ids_T, context)  # type: ignore[no-any-return]
 
-        def loss_of(x_CD: Tensor, here: slice) -> Tensor:
-            h_CD = model.epilogue(x_CD, context)
-            return chunked_loss(h_CD, *model.epilogue.head.fused(), part.targets.at(here), head)
+        def loss_of(x_CD: Tensor, here: slice, end: Any = model.epilogue) -> Tensor:
+            h_CD, (weight, bias) = end(x_CD, context), end.head.fused()
+            return chunked_loss(h_CD, weight, bias, part.targets.at(here), head)
 
         runner = runner_of(self.plan)
 
@@ -207,17 +226,21 @@ class NativeFlow:
                 return runner.loss(x_TD, loss_of)
             return loss_of(x_TD, slice(None))
 
-        def block(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        def inner(segment: int, module: nn.Module) -> Callable[[Tensor], Tensor]:
+            if segment in self.heads:
+                return lambda x_TD: loss_of(x_TD, slice(None), module)
             return lambda x_TD: module(x_TD, context)
 
-        chain = [prologue, *(block(b) for b in model.blocks), loss]
+        every = [prologue, *(inner(i, m) for i, m in enumerate(self.blocks, 1)), loss]
 
         def record(here: Stage, x: Tensor, spill: Spill | None) -> StageRecord:
             if runner is not None and here.whole:
                 return runner.record(self.blocks[here.first - 1 : here.last - 1], context, x, spill)
-            return Record(partial(through, chain[here.first : here.last]), [x], spill)
+            return Record(partial(through, every[here.first : here.last]), [x], spill)
 
-        return ChainWalk(record, self.plan, self._trainable_from, part.ids_T, spill_of, ends)
+        return ChainWalk(
+            record, self.plan, self._trainable_from, part.ids_T, spill_of, ends, self.heads
+        )
 
     def _head(self, factor: float, tokens: int) -> Head:
         options, loss = (self.options, self.loss) if torch.is_grad_enabled() else (PLAIN, None)
@@ -267,7 +290,8 @@ class Edges:
 class ChainWalk:
     """A walk along stages from one tensor to the next. record: how a stage runs on its input, and
     what takes what it keeps. ends: what is before the first stage and behind the last, where they
-    are not the ids and the loss."""
+    are not the ids and the loss. heads: segments that give a loss by the way, in training: what
+    they are given goes on behind them, and no gradient comes back."""
 
     def __init__(
         self,
@@ -277,8 +301,9 @@ class ChainWalk:
         start: Tensor,
         spill_of: SpillOf = no_spill,
         ends: Edges | None = None,
+        heads: Collection[int] = (),
     ) -> None:
-        self._spill_of, self._ends = spill_of, ends
+        self._spill_of, self._ends, self._heads = spill_of, ends, heads
         self._record, self._plan, self._trainable_from = record, plan, trainable_from
         self._carry: Tensor | None = start
         self._gradient: list[Tensor | None] = [None]
@@ -287,13 +312,19 @@ class ChainWalk:
 
     def forward(self, stage: int) -> None:
         here, ends = self._plan.stages[stage], self._ends
+        train = torch.is_grad_enabled() and here.last > self._trainable_from
+        aside = here.first in self._heads
+        if aside and not train:
+            return
         entered = None if ends is None else ends.enter(stage)
         carry, self._carry = self._carry if entered is None else entered, None
         assert carry is not None
+        if aside:
+            self._carry = carry
         del entered
-        train = torch.is_grad_enabled() and here.last > self._trainable_from
         spill = self._spill_of(stage) if train else None
-        x = input_leaf(carry, ends is not None or here.first > self._trainable_from)
+        fed = here.first > self._trainable_from and here.first - 1 not in self._heads
+        x = input_leaf(carry, ends is not None or fed)
         record = self._record(here, x, spill)
         del carry, x
         (out,) = record.forward(train and not here.whole)
@@ -303,7 +334,7 @@ class ChainWalk:
             ends.leave(stage, out)
         if ends is not None and stage == ends.way.last:
             return
-        if stage == len(self._plan.stages) - 1:
+        if aside or stage == len(self._plan.stages) - 1:
             self.loss = out
             self._gradient = [torch.ones_like(out)] if train else []
         else:

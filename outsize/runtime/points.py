@@ -6,14 +6,13 @@ from collections import defaultdict
 
 from outsize.runtime.flow import Way
 from outsize.schedule import Kind, Schedule, State
-from outsize.schedule.action import AHEAD
 from outsize.schedule.item import Item
 from outsize.schedule.passes.shard import adds
 from outsize.schedule.residency import Presence, Residency
 from outsize.schedule.role import Role
 
 _NOTHING = frozenset[int]()
-_WALKS = (*AHEAD, Kind.SAMPLE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.SEND)
+_LATER = (Kind.SAMPLE, Kind.SEND)  # what a walk stays for, behind its stages
 
 
 class Points:
@@ -22,7 +21,6 @@ class Points:
 
     anew: stages whose gradients in the pool begin, by the place of the action that adds first.
     complete: stages whose gradients have all been added and will leave, by the last that adds.
-    at_norm: stages whose gradients stay until NORM, or are summed over workers until then.
     at_update: stages whose sums are known just before their update. outdated: places of the updates
     that change parameters which the pool holds still. sums: places of the REDUCEs that are the last
     of their stage. spilled: (stage, microbatch) whose activations leave. ends: microbatches whose
@@ -44,7 +42,7 @@ class Points:
         }
         self.anew: dict[int, list[int]] = defaultdict(list)
         self.outdated: set[int] = set()
-        presence = Presence(residency, schedule.stages - 1, schedule.first)
+        presence = Presence(residency, schedule.first)
         last: dict[int, int] = {}
         reduced: dict[int, int] = {}
         for index, action in enumerate(actions):
@@ -55,10 +53,13 @@ class Points:
                     self.anew[index].append(name.stage)
             if action.kind is Kind.REDUCE:
                 reduced[action.stage] = index
-            if adds(action, schedule.stages, schedule.first):
+            if adds(action, schedule.first):
                 last |= dict.fromkeys(residency.uses[action.stage], index)
-        walks = ((i, a) for i, a in enumerate(actions) if a.kind in _WALKS or a.kind.end)
-        walked = {action.microbatch: index for index, action in walks}
+        walked = {
+            a.microbatch: index
+            for index, a in enumerate(actions)
+            if a.kind.way or a.kind.end or a.kind in _LATER
+        }
         samples = any(a.kind is Kind.SAMPLE for a in actions)  # behind everything else
         later = self.evaluates and schedule.ends is not None and not samples
         self.ends = {} if later else {index: microbatch for microbatch, index in walked.items()}
@@ -71,7 +72,11 @@ class Points:
         self.sums = frozenset(reduced.values())
         self.at_update = residency.summed if behind else frozenset[int]()
         gone = {stage for stages in self.complete.values() for stage in stages} | self.at_update
-        self.at_norm = tuple(s for s in range(schedule.stages) if s not in gone)
+        self._at_norm = tuple(s for s in range(schedule.stages) if s not in gone)
+
+    def at_norm(self, stage: int) -> tuple[int, ...]:
+        """Of a NORM, the stages whose gradients stay until then, or are summed over workers."""
+        return tuple(s for s in self._at_norm if self.schedule.norm(s) == stage)
 
     def held(self, microbatch: int) -> frozenset[int] | None:
         """The stages of a microbatch that this worker computes; None: all."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outsize.collectives import Collective, Lone, World
 from outsize.memory import Meter
 from outsize.memory.store import Store
 from outsize.optim import Optimizer
+from outsize.registry import TECHNIQUES
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,19 @@ class Group:
 @dataclass(frozen=True)
 class Recipe:
     """How a model is trained, whatever its plan. clip: largest gradient norm. groups and group_of:
-    settings by parameter name; matrices decay, vectors do not, where none are given."""
+    settings by parameter name; matrices decay, vectors do not, where none are given. techniques:
+    settings, by name, of those that the plan's `approximate` names. seed: of what these draw."""
 
     optimizer: Optimizer
     clip: float | None = None
     groups: Sequence[Group] | None = None
     group_of: Mapping[str, int] | None = None
+    techniques: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def of(self, name: str) -> Any:
+        """The settings of a technique, its defaults where none are said."""
+        return self.techniques.get(name) or TECHNIQUES.get(name).settings()
 
 
 @dataclass(frozen=True)

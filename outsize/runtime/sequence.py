@@ -13,6 +13,8 @@ T tokens of a microbatch, C of a chunk, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ from outsize.models.chunk import ChunkCarry, Left
 from outsize.models.chunked import ChunkAttend
 from outsize.models.seams import Context
 from outsize.models.wiring import AnyBlock
+from outsize.parallel.shards import even
 from outsize.runtime.spill import Handle, Spill, restore
 
 
-def pieces(tokens: int, chunk: int) -> list[slice]:
-    """The chunks of a sequence, the last one shorter where they do not divide."""
+def pieces(tokens: int, chunk: int, most: int = 0) -> list[slice]:
+    """The chunks of a sequence, the last one shorter where they do not divide. most: as many as so
+    many tokens would have, all alike."""
+    if most:
+        return [slice(*span) for span in pairwise(even(0, tokens, -(-most // chunk)))]
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
@@ -43,6 +49,7 @@ class ChunkRecord:
         spill: Spill | None = None,
     ) -> None:
         self.blocks, self.context, self.chunk = blocks, context, chunk
+        self._pieces = pieces(x_TD.shape[0], chunk, context.most)
         self.inputs, self.spill = [x_TD], spill
         self._xs: list[Tensor] = []  # inputs of the blocks, once they are computed again
         self._held: Left | None = None
@@ -81,7 +88,7 @@ class ChunkRecord:
     @torch.no_grad()
     def _run(self, block: AnyBlock, x_TD: Tensor) -> Tensor:
         y_TD, held = x_TD.new_empty(0), Left(self.context.bounds)
-        for here in pieces(x_TD.shape[0], self.chunk):
+        for here in self._pieces:
             y_CD = block(x_TD[here], self._context(here, held))
             if not here.start:  # a block may give more features than it takes
                 y_TD = y_CD.new_empty((x_TD.shape[0], *y_CD.shape[1:]))
@@ -91,7 +98,7 @@ class ChunkRecord:
     @torch.no_grad()
     def _left(self, block: AnyBlock, x_TD: Tensor) -> Left:
         held = Left(self.context.bounds, every=True)
-        for here in pieces(x_TD.shape[0], self.chunk):
+        for here in self._pieces:
             block.leave(x_TD[here], self._context(here, held))
         return held
 
@@ -101,7 +108,7 @@ class ChunkRecord:
         held = self._held or self._left(block, x_TD)
         g_TD = g_TD.contiguous()
         gx_TD = g_TD if g_TD.shape == x_TD.shape else torch.zeros_like(x_TD)
-        for here in reversed(pieces(x_TD.shape[0], self.chunk)):
+        for here in reversed(self._pieces):
             x_CD = x_TD[here].detach().requires_grad_(wanted)
             with torch.enable_grad():
                 y_CD: Tensor = block(x_CD, self._context(here, held))
@@ -119,7 +126,8 @@ class ChunkRecord:
 
     def _context(self, here: slice, held: Left) -> Context:
         carry = ChunkCarry(held, here.start, here.stop)
-        return self.context.at(here.start, here.stop, ChunkAttend(held, here.start), carry)
+        attend, most = ChunkAttend(held, here.start), min(self.context.most, self.chunk)
+        return replace(self.context.at(here.start, here.stop, attend, carry), most=most)
 
 
 class _ChunkedSum(torch.autograd.Function):

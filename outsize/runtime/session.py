@@ -77,7 +77,7 @@ class Session:
         microbatches = Microbatches(flow, self.watch, nothing_leaves, sent=passing is not None)
         hand = nothing_comes if passing is None else passing.hand
         sample = Sample(lambda m: microbatches.of(m).loss, peers.draws, peers.tell)
-        handlers: list[Handler] = [Forward(microbatches, count, hand), Arrivals(weights), sample]
+        handlers: list[Handler] = [Forward(microbatches, hand), Arrivals(weights), sample]
         before: list[Hook] = []
         if passing is not None:
             links = Links(passing, microbatches)
@@ -91,8 +91,15 @@ class Session:
 
         self.seconds: dict[Kind, list[float]] = {}
         self.peak = self._weights = 0
+        self._playable = playable
         self.steps = TokenSteps(flow, self.engine, sample, playable, microbatches.carry)
         self.forget()
+
+    def fill(self) -> float:
+        """Bring what every list finds in the pool; gives the seconds that it took."""
+        begin = time.perf_counter()
+        self.engine.play(self._playable(Kind.FETCH), begin)
+        return time.perf_counter() - begin
 
     def __call__(
         self,

@@ -15,11 +15,10 @@ from outsize.collectives.channel import Form, Receiver, Sender
 from outsize.runtime.flow import Walk
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, State
-from outsize.schedule.action import AHEAD, WHOLE
+from outsize.schedule.action import WHOLE
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, channels, peer
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _Name = tuple[State, int, int, int]
 
 
@@ -112,9 +111,9 @@ class StageLinks:
         s, m = action.stage, action.microbatch
         before = s - 1 if self.evaluating else self.line.before(s, m)
         ahead, back = (State.ACTIVATIONS, before, m, WHOLE), (State.GRADIENTS, s, m, WHOLE)
-        if action.kind in AHEAD and ahead in self._here:
+        if action.kind.way == "forward" and ahead in self._here:
             walk.put(before, self._here.pop(ahead))
-        elif action.kind in _BACK and back in self._here:
+        elif action.kind.way == "back" and back in self._here:
             walk.put_gradient(s, list(self._here.pop(back)))
 
     def prepare(self, move: Action, walk: Walk, shapes: Hashable) -> None:

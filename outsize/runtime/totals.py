@@ -14,14 +14,14 @@ from torch import Tensor
 
 from outsize.collectives import Axis, World, along, everyone, together
 from outsize.memory import ChunkTable
-from outsize.schedule.chunks import Chunks
+from outsize.schedule.chunks import LINE, Chunks
 
 
 class Totals:
     """The sums of one worker's job."""
 
     def __init__(self, world: World, chunks: Chunks) -> None:
-        self._alone = world.mesh.size == 1
+        self._alone, self._axes = world.mesh.size == 1, world.mesh.axes
         self._tables, self._every = chunks.tables, chunks.every
         self._chunks_of = chunks.of_stage
         self._counts = [_counts(world, chunks, table) for table in self._tables]
@@ -36,6 +36,12 @@ class Totals:
         """Weight and number of the targets of the whole step."""
         weight, count = self._batch.all_reduce(mine.clone()).tolist()
         return weight, int(count)
+
+    def most(self, mine: int) -> int:
+        """The largest number of those whose layers need what others compute of theirs."""
+        if not any(axis.parts for axis in self._axes):
+            return mine
+        return int(self._batch.all_reduce(torch.tensor([mine], dtype=torch.float64), "max"))
 
     def evaluated(self, total: float, weight: float) -> tuple[float, float]:
         """Losses and weight of the targets of all rows. total: 0 where the last stage is not."""
@@ -101,9 +107,7 @@ def _counts(world: World, chunks: Chunks, table: ChunkTable) -> bool:
         return False
     if chunks.holders(table)[0] != chunks.turn:
         return False
-    if world.mesh.index(table.axis, world.rank) % table.shared:
-        return False
-    own = table.axis
-    return _first(
-        world, lambda axis: not (axis.sharded or axis.cuts == "stages" or axis.name == own)
-    )
+    runs = {axis.name: world.mesh[axis.name] for axis in world.mesh.axes if not axis.sharded}
+    runs |= {one.axis: one.holders for one in table.copies}
+    same = world.mesh.runs({**runs, LINE: 1}, world.rank)
+    return world.rank == same[0]

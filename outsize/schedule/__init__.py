@@ -1,4 +1,4 @@
-"""Schedules: for each worker the ordered actions of one step, their text form and their proof."""
+"""Schedules: for each worker the ordered actions of one step, and their proof."""
 
 from typing import TYPE_CHECKING
 

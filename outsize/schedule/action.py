@@ -31,12 +31,14 @@ class Kind(str):
     declares its own by `Kind.add`.
 
     reads: the parameters with which it computes: "uses", those that its stage's passes use; "own",
-    its stage's alone; "", none. adds: to gradients of weights. end: of a pass that every worker of
-    a pipeline does (outsize/schedule/ends.py), the end of a microbatch's path at which it is:
-    "first", "last", or "". lane: where it runs.
+    its stage's alone; "", none. adds: to gradients of weights. way: "forward" from a stage's inputs
+    to its outputs, "back" from the gradient of its outputs to that of its inputs, or "". end: of a
+    pass that every worker of a pipeline does (outsize/schedule/ends.py), the end of a microbatch's
+    path at which it is: "first", "last", or "". lane: where it runs.
     """
 
     FORWARD: ClassVar[Kind]  # a stage's outputs from its inputs
+    LOSS: ClassVar[Kind]  # the last stage: the loss from its inputs, and gradients made with it
     RECOMPUTE: ClassVar[Kind]  # a stage's forward again, to have its activations
     BACKWARD: ClassVar[Kind]  # gradients of a stage's inputs and weights
     BACKWARD_INPUT: ClassVar[Kind]  # of its inputs alone
@@ -58,6 +60,7 @@ class Kind(str):
 
     reads: Reads
     adds: bool
+    way: Way
     end: End
     lane: Lane
 
@@ -75,21 +78,26 @@ class Kind(str):
         adds: bool = False,
         end: End = "",
         lane: Lane = Lane.COMPUTE,
+        way: Way = "",
     ) -> Kind:
         """Declare a kind. OutsizeError where the name is taken."""
         made = str.__new__(cls, name)
-        made.reads, made.adds, made.end, made.lane = reads, adds, end, lane
+        made.reads, made.adds, made.end, made.lane, made.way = reads, adds, end, lane, way
         return KINDS.add(name, made)
 
 
 Reads = Literal["", "uses", "own"]
+Way = Literal["", "forward", "back"]
 End = Literal["", "first", "last"]
 KINDS: Registry[Kind] = Registry("kind of action")
 
-for _name in ("FORWARD", "RECOMPUTE", "PREFILL", "DECODE"):
-    setattr(Kind, _name, Kind.add(_name, "uses"))
-for _name in ("BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
-    setattr(Kind, _name, Kind.add(_name, "uses", adds=True))
+for _name in ("FORWARD", "PREFILL", "DECODE"):
+    setattr(Kind, _name, Kind.add(_name, "uses", way="forward"))
+for _name in ("BACKWARD", "BACKWARD_INPUT"):
+    setattr(Kind, _name, Kind.add(_name, "uses", adds=True, way="back"))
+Kind.LOSS = Kind.add("LOSS", "uses", adds=True, way="forward")
+Kind.RECOMPUTE = Kind.add("RECOMPUTE", "uses")
+Kind.BACKWARD_WEIGHT = Kind.add("BACKWARD_WEIGHT", "uses", adds=True)
 for _name in ("NORM", "UPDATE", "SAMPLE"):
     setattr(Kind, _name, Kind.add(_name))
 for _name, _lane in (
@@ -112,8 +120,6 @@ class State(StrEnum):
 
     __hash__ = str.__hash__
 
-
-AHEAD = (Kind.FORWARD, Kind.PREFILL, Kind.DECODE)  # a stage of a microbatch, on the way to its end
 
 WHOLE = -1  # the stage, microbatch or part of an action that is of no single one
 

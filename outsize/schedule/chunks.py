@@ -48,13 +48,13 @@ class Chunks:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """The stages of whose parameters every worker of a pipeline has rows of its own."""
-        return tuple(sorted({self.stage_of[t.segment] for t in self.every if t.axis == LINE}))
+        return tuple(sorted({self.stage_of[t.segment] for t in self.every if t.on(LINE)}))
 
     def holders(self, table: ChunkTable) -> tuple[int, ...]:
         """The places of the pipeline axis that have the elements of a chunk that are here: of one
         that is cut over that axis this place alone."""
         line = self.pipelining
-        if line is None or table.axis == LINE:
+        if line is None or table.on(LINE):
             return (self.turn,)
         return line.holders[self.stage_of[table.segment]]
 

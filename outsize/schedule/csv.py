@@ -42,9 +42,7 @@ def to_csv(made: Pipeline) -> str:
     ):
         if not wrong:
             continue
-        raise OutsizeError(
-            f"schedule {made.name}: has {what}, which PyTorch's CSV cannot say; use the text form"
-        )
+        raise OutsizeError(f"schedule {made.name}: has {what}, which PyTorch's CSV cannot say")
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     for actions in made.schedule.workers:

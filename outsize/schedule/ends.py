@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 from outsize.plan.spread import Pipelined
 from outsize.registry import Registry
-from outsize.schedule.action import AHEAD, Action, End, Kind, Lane, State
+from outsize.schedule.action import Action, End, Kind, Lane, State
 
 Barrier = tuple[State, int, int]  # what is exchanged, the stage it is of, microbatch
 Tensor = tuple[State, int, int, int]  # what, the stage it is of, microbatch, part
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +75,9 @@ class Ends:
     def before(self, action: Action, path: Sequence[int]) -> Barrier | None:
         """The exchange that an action of a microbatch with this path waits for."""
         state = self.needs.get(action.kind)
-        if action.kind in AHEAD and action.stage == path[0]:
+        if action.kind.way == "forward" and action.stage == path[0]:
             state = self.enters
-        elif action.kind in _BACK and action.stage == path[-1]:
+        elif action.kind.way == "back" and action.stage == path[-1]:
             state = self.back
         return None if state is None else (state, action.stage, action.microbatch)
 

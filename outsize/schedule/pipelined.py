@@ -25,7 +25,6 @@ from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.proof import prove
 from outsize.schedule.role import Role
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _MOVES = (Kind.SEND, Kind.RECV, Kind.EXCHANGE)
 Placed = tuple[int, Action]  # how many computing actions stand before it
 
@@ -46,6 +45,11 @@ class Pipelining:
     def run(self, stage: int) -> range:
         """The plan's stages of a stage of the pipeline."""
         return range(self.bounds[stage], self.bounds[stage + 1])
+
+    @property
+    def loses(self) -> int:
+        """See Schedule.loses."""
+        return len(self.uses) - 1 if self.coarse.schedule.ends is None else WHOLE
 
     @cached_property
     def partial(self) -> bool:
@@ -119,7 +123,7 @@ class Pipelining:
         """Where in a worker's list gradients of a stage are added last."""
         users = {s for s, uses in enumerate(self.uses) if stage in (s, *uses)}
         actions = enumerate(self.coarse.schedule.workers[worker])
-        back = ((i, a) for i, a in actions if a.kind in _BACK)
+        back = ((i, a) for i, a in actions if a.kind.adds and not a.kind.end)
         adds = (i for i, a in back if users.intersection(self.fine(a.stage, a.microbatch)))
         return max(adds, default=-1)
 

@@ -76,12 +76,3 @@ class Program:
         which[rank] = len(self.lists)
         every = tuple(range(len(which)))
         return replace(self, lists=(*self.lists, schedule), which=tuple(which), alike=every)
-
-    def to_text(self) -> str:
-        """The stable text form: the workers of each list, then the list."""
-        found = []
-        for index, schedule in enumerate(self.lists):
-            ranks = [str(rank) for rank, of in enumerate(self.which) if of == index]
-            if ranks:
-                found.append(f"workers {','.join(ranks)}\n{schedule.to_text()}")
-        return f"program workers={len(self.which)}\n" + "".join(found)

@@ -72,16 +72,14 @@ class Residency:
         values = (getattr(self, one.name) for one in fields(self) if one.name != "rooms")
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
-    def needs(self, action: Action, last: int, first: int) -> Iterator[Item]:
-        """What an action computes with in the pool. last: the last stage, whose FORWARD makes
-        gradients of weights too; first: the first that is trained."""
+    def needs(self, action: Action, first: int) -> Iterator[Item]:
+        """What an action computes with in the pool. first: the first stage that is trained."""
         kind, s = action.kind, action.stage
         if kind.reads:
             stages = self.uses[s] if kind.reads == "uses" else (s,)
             yield from self._of(State.PARAMETERS, self.parameters, stages)
             # A stage computed again is differentiated at once: one visit to the pool.
-            learns = kind.adds or kind is Kind.RECOMPUTE or (kind is Kind.FORWARD and s == last)
-            if learns and s >= first:
+            if (kind.adds or kind is Kind.RECOMPUTE) and s >= first:
                 yield from self._of(State.GRADIENTS, self.gradients, stages)
         elif kind is Kind.UPDATE and action.lane is not Lane.HOST:
             yield from self._of_update(s, action.part)
@@ -164,8 +162,8 @@ class Residency:
 class Presence:
     """The items that are in the pool, as a schedule's list goes on."""
 
-    def __init__(self, residency: Residency, last: int, first: int) -> None:
-        self.residency, self._last, self._first = residency, last, first
+    def __init__(self, residency: Residency, first: int) -> None:
+        self.residency, self._first = residency, first
         self.present = set(residency.start)
 
     def step(self, action: Action) -> tuple[Item, ...]:
@@ -179,7 +177,7 @@ class Presence:
             self.present.discard(Item(State.PARAMETERS, action.stage))
         if self.outdated(action) and action.lane is Lane.HOST:
             self.present.discard(Item(State.PARAMETERS, action.stage))
-        needed = residency.needs(action, self._last, self._first)
+        needed = residency.needs(action, self._first)
         made = tuple(name for name in needed if name not in self.present)
         for name in made:
             self._enter(name)

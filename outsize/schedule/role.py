@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+
+
+def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """(the stage before, the stage after) of each stage of a path, where there is one."""
+    return dict(zip(path[1:], path, strict=False)), dict(pairwise(path))
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,4 @@ class Role:
 
     @cached_property
     def _around(self) -> list[tuple[dict[int, int], dict[int, int]]]:
-        return [
-            (dict(zip(path[1:], path, strict=False)), dict(pairwise(path))) for path in self.paths
-        ]
-
-    def __str__(self) -> str:
-        """As in a schedule's text: "role plays=0/0,1;1/0,1 holds=0,1 paths=-"."""
-        by_stage: dict[int, list[int]] = defaultdict(list)
-        for stage, microbatch in sorted(self.plays):
-            by_stage[stage].append(microbatch)
-        plays = ";".join(f"{s}/{','.join(map(str, ms))}" for s, ms in by_stage.items())
-        holds = ",".join(map(str, sorted(self.holds)))
-        paths = ";".join(",".join(map(str, path)) for path in self.paths)
-        others = f" others={','.join(map(str, self.others))}" if self.others else ""
-        return f"role plays={plays or '-'} holds={holds or '-'} paths={paths or '-'}{others}"
+        return [neighbours(path) for path in self.paths]

@@ -70,7 +70,6 @@ def _of_slots(table: ChunkTable, size: int, filling: Filling) -> int:
     whole parameter is made first."""
     most = 0
     for slot in table.slots:
-        whole = slot.whole or slot.numel
-        cut = whole * size if whole > slot.numel else 0
-        most = max(most, cut + filling.bytes(slot.name, whole))
+        cut = slot.whole * size if slot.parted else 0
+        most = max(most, cut + filling.bytes(slot.name, slot.whole))
     return most

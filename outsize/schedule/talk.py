@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from outsize.collectives.world import LAYERS
+from outsize.memory.chunk import ChunkTable, Slot
 from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.items import Items, Piece
@@ -64,19 +66,19 @@ class Groups:
         axis = self.chunks.plan.mesh.ranks("data", self.rank)
         return Neighbours(tuple(axis[place] for place in places), places)
 
-    def sharing(self, axis: str, count: int) -> tuple[int, ...]:
-        """Neighbours on an axis that hold the same."""
-        return self.chunks.plan.mesh.ranks(axis, self.rank, 1, count)
-
     def of_stages(self, turns: Sequence[int]) -> tuple[int, ...]:
         """Some places of the pipeline axis."""
         ranks = self.chunks.plan.mesh.ranks("pipeline", self.rank)
         return tuple(ranks[turn] for turn in turns)
 
-    def batch(self, own: str) -> tuple[int, ...]:
-        """Those with other tokens, over whom no state is cut, of parameters that lie on the axis
-        `own`: along that axis a worker has the whole gradient, or shares it (`sharing`)."""
-        return self.chunks.plan.mesh.along(lambda axis: axis.sums(own), self.rank)
+    def summing(self, table: ChunkTable) -> tuple[int, ...]:
+        """Those with other parts of a chunk's gradient, over whom no state is cut: along the axes
+        on which it lies as its cuts say, along the others those with other tokens."""
+        mesh = self.chunks.plan.mesh
+        runs = {axis.name: mesh[axis.name] for axis in mesh.axes if axis.batch and not axis.sharded}
+        for one in table.copies:
+            runs[one.axis] = one.holders if one.partial else 1
+        return mesh.runs(runs, self.rank)
 
     @cached_property
     def inside(self) -> tuple[int, ...]:
@@ -188,11 +190,7 @@ class Spoken:
                 inner, own = (self._bytes(chunk, GRADIENTS, d) for d in (GRADIENTS, MASTER))
                 yield Talk(groups.outer.ranks, "network", "reduce_scatter", inner)
                 yield Talk(groups.replicas.ranks, "network", "all_reduce", own)
-                table = chunks.tables[chunk]
-                if table.partial:
-                    ranks = groups.sharing(table.axis, table.shared)
-                    yield Talk(ranks, "network", "all_reduce", own)
-                yield Talk(groups.batch(table.axis), "network", "all_reduce", own)
+                yield Talk(groups.summing(chunks.tables[chunk]), "network", "all_reduce", own)
 
     def _collect(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):
@@ -239,17 +237,23 @@ class Spoken:
             yield from self._matrices(piece)
 
     def _matrices(self, piece: Piece) -> Iterator[Talk]:
-        """Parameters that every worker of an axis updates whole, of which parts lie on them: what
-        has their shape is put together, with every copy (outsize/parallel/whole.py)."""
+        """Parameters that every worker of some axes updates whole, of which parts lie on them: what
+        has their shape is put together along one after another, with every copy
+        (outsize/parallel/whole.py)."""
         table, dtypes = self.chunks.tables[piece.chunk], dict(self.chunks.held(piece.chunk))
         main = MASTER if MASTER in dtypes else PARAMETERS
         shaped = [s.name for s in self.chunks.kept.specs(table) if s.per == 1]
-        ranks = self.chunks.plan.mesh.ranks(table.axis, self.rank)
         for slot in table.joint:
             if piece.first <= slot.offset < piece.last:
                 for what in (main, *shaped, GRADIENTS):
-                    size = table.shared * slot.whole * dtypes[what].itemsize
-                    yield Talk(ranks, "compute", "all_gather", size)
+                    yield from self._whole(table, slot, dtypes[what].itemsize)
+
+    def _whole(self, table: ChunkTable, slot: Slot, itemsize: int) -> Iterator[Talk]:
+        levels = zip(table.copies, pairwise((*slot.cut_of, slot.numel)), strict=True)
+        for one, (whole, here) in reversed(list(levels)):
+            if here < whole:
+                ranks = self.chunks.plan.mesh.ranks(one.axis, self.rank)
+                yield Talk(ranks, "compute", "all_gather", one.holders * whole * itemsize)
 
     def _walk(self, action: Action) -> Iterator[Talk]:
         """What workers that share a pass say inside of it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.ends import Ends
 from outsize.schedule.item import Item
 from outsize.schedule.residency import (
@@ -30,9 +30,9 @@ Resource = tuple[object, ...]
 Waits = tuple[tuple[int, ...], ...]
 
 
-def waits(schedule: Schedule, worker: int = 0) -> Waits:
+def waits(schedule: Schedule) -> Waits:
     """For every action the places of those it waits for, at most one of each other lane."""
-    actions = schedule.workers[worker]
+    actions = schedule.workers[0]
     if all(action.lane is Lane.COMPUTE for action in actions):
         return ((),) * len(actions)
     reader = _Reader(schedule)
@@ -52,13 +52,13 @@ def waits(schedule: Schedule, worker: int = 0) -> Waits:
     return tuple(found)
 
 
-def settled(schedule: Schedule, worker: int = 0) -> dict[int, tuple[int, ...]]:
+def settled(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     """Which EVICTs of activations must have ended before which action begins, by its place.
 
     Their bytes are let go there: before the second computing action after the EVICT, or at the end
     (the place behind the last action).
     """
-    actions = schedule.workers[worker]
+    actions = schedule.workers[0]
     due: dict[int, list[int]] = {}
     waiting: list[tuple[int, int]] = []  # (place, computing actions since)
     for index, action in enumerate(actions):
@@ -100,11 +100,11 @@ class _Reader:
     """What actions of a schedule read and write."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.last, self.first = schedule.stages - 1, schedule.first
+        self.first = schedule.first
         own = tuple((s,) for s in range(schedule.stages))
         self.residency = schedule.residency or Residency(own)
         self.role, self.schedule = schedule.role, schedule
-        self.presence = Presence(self.residency, self.last, self.first)
+        self.presence = Presence(self.residency, self.first)
         rooms = set(self.residency.rooms.values())
         self.outdated = False
         self.beside: dict[Room, tuple[Room, ...]] = {
@@ -149,15 +149,15 @@ class _Reader:
 
     def _compute(self, action: Action) -> Iterator[tuple[Resource, bool]]:
         residency, s = self.residency, action.stage
-        for name in residency.needs(action, self.last, self.first):
+        for name in residency.needs(action, self.first):
             yield from self._room(name, residency.changes(action, name))
         if action.microbatch != WHOLE and s in residency.spills:
-            yield ("activations", s, action.microbatch), action.kind is Kind.FORWARD
+            yield ("activations", s, action.microbatch), action.kind.way == "forward"
         if self.role is not None:
             m = action.microbatch
-            if action.kind in AHEAD:
+            if action.kind.way == "forward":
                 yield ("passed", True, State.ACTIVATIONS, self.role.before(s, m), m), False
-            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            elif action.kind.way == "back":
                 yield ("passed", True, State.GRADIENTS, s, m), False
         if self.schedule.ends is not None:
             yield from self._ends(self.schedule.ends, action)

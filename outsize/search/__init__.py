@@ -1,29 +1,21 @@
 """The planner: from what a user requests to a plan that fits, by forecasting candidates."""
 
-from outsize.search.savings import Saving, savings
-from outsize.search.single import (
-    PlanRequest,
-    TooSmall,
-    choose,
-    chosen,
-    forecaster_of,
-    native_makers,
-    pick,
-    predict,
-)
+from outsize.search.planner import TooSmall, choose, chosen, forecaster_of, pick, predict
+from outsize.search.request import PlanRequest, native_makers
 from outsize.search.thresholds import Threshold, thresholds
+from outsize.search.tradeoffs import Tradeoff, tradeoffs
 
 __all__ = [
     "PlanRequest",
-    "Saving",
     "Threshold",
     "TooSmall",
+    "Tradeoff",
     "choose",
     "chosen",
     "forecaster_of",
     "native_makers",
     "pick",
     "predict",
-    "savings",
     "thresholds",
+    "tradeoffs",
 ]

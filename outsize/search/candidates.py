@@ -12,7 +12,7 @@ from dataclasses import replace
 from outsize.plan import Plan, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.plan.settings import PLAN_SETTINGS
-from outsize.search.pipelined import playing, row_choices
+from outsize.search.pipeline_request import playing, row_choices
 from outsize.search.request import PlanRequest
 
 # Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512

@@ -5,7 +5,7 @@ placement. A worker's load is the time of everything that it plays in a step, wh
 the route these are, so looped, folded and two-way placements are balanced by worker and not by
 stage. Like the partition by measured costs and memory of Karakus et al., "Amazon SageMaker Model
 Parallelism", 2021, which shares devices out over a tree of modules from the root down; a chain can
-be cut exactly (outsize/search/cuts.py).
+be cut exactly (outsize/search/branch_and_bound.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outsize.errors import OutsizeError, counted
 from outsize.schedule.action import Kind
 from outsize.schedule.pipelines import Pipeline
 from outsize.schedule.place import Placement
-from outsize.search.cuts import (
+from outsize.search.branch_and_bound import (
     Cost,
     Counts,
     Held,
@@ -27,17 +27,6 @@ from outsize.search.cuts import (
     smallest,
     within,
 )
-
-__all__ = [
-    "Cost",
-    "Held",
-    "Partition",
-    "best",
-    "everything",
-    "in_flight",
-    "partition",
-    "tightest",
-]
 
 LIMIT = 100_000  # tries of a cut; about a second
 _SLOWER = 5  # times as long a try takes where bytes are counted too

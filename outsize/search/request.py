@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from outsize.runtime import Job
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule.starting import Filling
-from outsize.search.settled import composed
+from outsize.search.pipeline_cuts import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts, facts_of
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
@@ -48,10 +48,10 @@ class PlanRequest(Extended):
     forecast has a tier of the same name with measured rates for each. dropout: its rate.
     weighed: whether targets have weights.
     mesh, shards, sequence_parallel: the workers, as a plan has them. pipeline: its schedule, with
-    its cuts where it is a plan's own. filling: how the model's first values come. frozen: as Facts
-    have it. tiled: whether a block's tokens can be computed in parts, as those of somebody's own
-    module cannot. few: microbatches are as said, even if there are more workers. settings: those of
-    techniques that are fixed.
+    its cuts where it is a plan's own. filling: how the model's first values come. techniques: as
+    Recipe has them. tiled: whether a block's tokens can be computed in parts, as those of
+    somebody's own module cannot. few: microbatches are as said, even if there are more workers.
+    settings: those of plans that are fixed.
     """
 
     rows: int
@@ -77,7 +77,7 @@ class PlanRequest(Extended):
     gathered: int = 2  # stages whose weights are gathered at once, where they are cut
     pipeline: str | Pipelined | None = None
     filling: Filling = field(default_factory=Filling)
-    frozen: float | None = None
+    techniques: Mapping[str, Any] = field(default_factory=dict)
     tiled: bool = True
     few: bool = False
     settings: Settings = NONE
@@ -87,6 +87,11 @@ class PlanRequest(Extended):
         """Of the pipeline, as said or SCHEDULE."""
         said = self.pipeline or SCHEDULE
         return pipelined(said) if isinstance(said, str) else said
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the job trains that is planned."""
+        return Recipe(self.optimizer, self.clip, techniques=self.techniques)
 
     def noise(self) -> Noise | None:
         """That of a batch that is predicted."""
@@ -128,8 +133,7 @@ def native_makers(
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line)
-        recipe = Recipe(request.optimizer, request.clip)
-        return make_job(NativeModel(Decoder(config)), plan, recipe, here)
+        return make_job(NativeModel(Decoder(config)), plan, request.recipe, here)
 
     return job_of, lambda rows: request.batch(rows, bounds)
 
@@ -159,7 +163,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
 def known_of(request: PlanRequest, facts: Facts) -> Facts:
     """Facts of a model with what a request knows beside it."""
     host = memories(request)
-    return replace(facts, host=host, filling=request.filling, frozen=request.frozen)
+    return replace(facts, host=host, filling=request.filling)
 
 
 def memories(request: PlanRequest) -> frozenset[str]:

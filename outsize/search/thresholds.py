@@ -16,11 +16,11 @@ from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
 from outsize.schedule import Kind
 from outsize.schedule.kept import GRADIENTS, PARAMETERS
+from outsize.search.pipeline_cuts import PASSES
 from outsize.search.tiers import OPTIMIZER, States
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import host_share, rate
 
-PASSES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 SMALL = 0.1  # of a step: an update that takes no more of it is as good as hidden
 
 
@@ -58,7 +58,7 @@ def pace(made: Forecast, sizes: States) -> Pace:
         if event.lane == "compute" and event.stage == block and Kind(event.kind) in spent:
             spent[Kind(event.kind)] += event.end - event.start
     tokens = made.plan.rows * made.plan.sequence
-    forward = spent[Kind.FORWARD] / tokens
+    forward = (spent[Kind.FORWARD] + spent[Kind.LOSS]) / tokens
     whole = sum(spent[kind] for kind in PASSES) / tokens
     states = (sizes.bytes[kind][block] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER))
     return Pace(forward, whole - forward, spent[Kind.UPDATE], *states)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
@@ -120,46 +121,35 @@ def graded(order: Sequence[int], level: int, kinds: Sequence[str]) -> Below:
     return dict.fromkeys(APART, frozenset[int]()) | made
 
 
-def placed(
-    states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]
-) -> tuple[tuple[Rest, ...], str] | None:
-    """By segment, the tiers on which its states rest, and the one of activations that are spilled;
-    None where the tiers are too small.
+class OnTiers(NamedTuple):
+    """rests: by segment, where its states rest. activations: the tier of those that are spilled.
+    short: bytes by which the last tier is too small; 0 or less where all have room."""
 
-    What moves most bytes for each byte held takes the first tier that still has room.
-    """
+    rests: tuple[Rest, ...]
+    activations: str
+    short: int
+
+
+def placed(states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]) -> OnTiers:
+    """What rests below on tiers: what moves most bytes for each byte held takes the first one that
+    still has room, and the last where none has."""
     free = {tier.name: tier.bytes for tier in tiers}
     where = {(kind, i): DEVICE for kind in APART for i in range(states.segments)}
-    wanted = [(kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
     activations = _take(free, spilled) if spilled else DEVICE
-    if activations is None:
-        return None
-    for kind, i in wanted:
-        found = _take(free, on_tier(states, kind, i))
-        if found is None:
-            return None
-        where[kind, i] = found
+    for kind in NEAR_FIRST:
+        for i in sorted(below[kind]):
+            where[kind, i] = _take(free, on_tier(states, kind, i))
     rests = (
         Rest(*(where[kind, i] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)))
         for i in range(states.segments)
     )
-    return tuple(rests), activations
+    return OnTiers(tuple(rests), activations, -free[tiers[-1].name])
 
 
-def shortage(states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]) -> int:
-    """Bytes by which the last tier is too small."""
-    free = {tier.name: tier.bytes for tier in tiers[:-1]}
-    wanted = [spilled] if spilled else []
-    wanted += [on_tier(states, kind, i) for kind in NEAR_FIRST for i in sorted(below[kind])]
-    return sum(size for size in wanted if _take(free, size) is None) - tiers[-1].bytes
-
-
-def _take(free: dict[str, int], size: int) -> str | None:
-    for name in free:
-        if size <= free[name]:
-            free[name] -= size
-            return name
-    return None
+def _take(free: dict[str, int], size: int) -> str:
+    name = next((name for name in free if size <= free[name]), [*free][-1])
+    free[name] -= size
+    return name
 
 
 def on_tier(states: States, kind: str, segment: int) -> int:

@@ -7,7 +7,6 @@ for bit.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -23,7 +22,7 @@ from outsize.runtime.session import Session
 from outsize.runtime.tokens.cycle import Layout, layout_of, smallest
 from outsize.runtime.tokens.pooled import PooledFiles
 from outsize.runtime.tokens.source import Source
-from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, needs_of_rows
+from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, needs_of_rows, pace
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
 
@@ -31,15 +30,14 @@ NEAR = 0.9  # of the pool that could be had: one as large is kept for the next r
 @dataclass(frozen=True)
 class Outlook:
     """What is predicted of a request. weights: bytes of all of them; held: of buffers to read with;
-    seconds: of one token, reading and computing beside each other."""
+    computing: seconds of one token, beside which it reads."""
 
     needs: Needs
     layout: Layout
     stages: int
     weights: int
     read_rate: float
-    compute_rate: float
-
+    computing: float
     held: int
 
     @property
@@ -49,7 +47,7 @@ class Outlook:
 
     @property
     def seconds(self) -> float:
-        return max(self.layout.read / self.read_rate, self.weights / self.compute_rate)
+        return max(self.layout.read / self.read_rate, self.computing)
 
     def __str__(self) -> str:
         kept, read = self.layout.kept, format_bytes(self.layout.read)
@@ -89,7 +87,6 @@ class InFiles:
         self.pooled: PooledFiles | None = None
         self.session: Session | None = None
         self.outlook: Outlook | None = None
-        self._needs: dict[object, Needs] = {}
         self.least = smallest(self.source)
         self.held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
 
@@ -103,10 +100,7 @@ class InFiles:
 
         OutsizeError where the budget is too small, with what is missing.
         """
-        key = len(request.ids), request.max_new_tokens, request.sampler
-        if key not in self._needs:
-            self._needs = {key: self._fit(request)}
-        found = self._needs[key]
+        found = self._fit(request)
         return self._with(found), found.slice
 
     def peak(self, request: Request) -> int:
@@ -180,9 +174,9 @@ class InFiles:
             self.session = Session(self.model, self.pooled, lists)
         assert self.pooled is not None and self.session is not None
         self.session.forget()
-        before, begin = self.source.bytes_read, time.perf_counter()
-        self.pooled.fill()
-        spent, read = time.perf_counter() - begin, self.source.bytes_read - before
+        before = self.source.bytes_read
+        spent = 0.0 if self.pooled.filled else self.session.fill()
+        read = self.source.bytes_read - before
         self.outlook = self._outlook(found, self.pooled, read / spent if read else None)
         return self.session
 
@@ -201,7 +195,8 @@ class InFiles:
             assert past is not None, "a pool that is full has been filled"
             return replace(past, needs=found, layout=pooled.layout)
         sizes = [stage.bytes for stage in self.source.stages]
+        computing = pace(self.model, pooled.layout.filled).token(self.model)
         return Outlook(
-            found, pooled.layout, sum(map(bool, sizes)), sum(sizes), rate, pooled.compute_rate(),
+            found, pooled.layout, sum(map(bool, sizes)), sum(sizes), rate, computing,
             self.source.bytes_held,
         )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -43,9 +42,10 @@ from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
 from outsize.schedule.place import looped, one_way
 from outsize.schedule.programs import drawer, generating
-from outsize.search.partition import Cost, partition
+from outsize.search.branch_and_bound import Cost
+from outsize.search.partition import partition
 from outsize.serve.model import Model
-from outsize.simulate.tokens import Held, needs
+from outsize.simulate.tokens import Held, Pace, needs, pace
 
 TOKENS = "prologue.tokens.weight"
 
@@ -71,30 +71,46 @@ class OnMesh:
     ) -> None:
         check_mesh(found.model.config, world.mesh)
         dtypes = found.dtypes(dtype)
-        self.mesh, self._rank, self._leave = world.mesh, world.rank, leave
+        self.mesh, self.world, self._leave = world.mesh, world, leave
         self._request: Request | None = None
-        self._held = Held(found.model.config, dtypes, world.mesh)
+        self._pace: Pace | None = None
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
         self.sizes = segment_bytes(found.model, dtypes, self.mesh)
         self.turns = turns_of(self.sizes, self.mesh.pipeline)
         self.model = _shells(found, dtypes, torch.device(device or "cpu"))
         cuts = split(self.model, along(world, "tensor"))
-        here = world.mesh.index("pipeline", world.rank)
-        held = _held(found.model, [turn == here for turn in self.turns])
-        _read(self.model, found, held, cuts, dtype)
+        self.held = [  # by stage of the pipeline, on the workers that share this one's part
+            Held(found.model.config, dtypes, self.mesh, rank, tuple(t == turn for t in self.turns))
+            for turn, rank in enumerate(self.mesh.ranks("pipeline", world.rank))
+        ]
+        self._turn = world.mesh.index("pipeline", world.rank)
+        names = _held(found.model, self.held[self._turn].here)
+        _read(self.model, found, names, cuts, dtype)
         self.session = session_on(self.model, world, self.turns)
 
     def ready(self, request: Request) -> tuple[Session, int]:
         self._request = request
+        if self._pace is None:
+            mine = self.held[self._turn].here
+            timed = pace(self.model, [s for s, here in enumerate(mine) if here])
+            # Stages of a pipeline take turns: a token takes what it takes in all of them.
+            whole = along(self.world, "pipeline").all_reduce(torch.tensor(timed).double())
+            self._pace = Pace(float(whole[0]), int(whole[1]))
         self.session.forget()
         return self.session, PREFILL_TOKENS
 
     def peak(self, request: Request) -> int:
-        return self._peak(request, self._rank)
+        return self._peak(request, self._turn)
+
+    @property
+    def seconds(self) -> float:
+        """Of a token, once there has been a request."""
+        assert self._pace is not None, "asked for after a request"
+        return self._pace.token(self.model)
 
     def timing(self) -> str:
         assert self._request is not None, "asked for after a request"
-        return self.session.timing(self.peak(self._request))
+        return self.session.timing(self.peak(self._request), self.seconds)
 
     def ready_for_rows(self, rows: int, length: int) -> Session:
         return self.session
@@ -110,15 +126,16 @@ class OnMesh:
         )
         if self._request is None:
             return said
-        ranks = self.mesh.ranks("pipeline", 0)
-        peaks = (format_bytes(self._peak(self._request, rank)) for rank in ranks)
-        return f"{said} of weights, predicted {', '.join(peaks)} at most"
+        turns = range(self.mesh.pipeline)
+        peaks = (format_bytes(self._peak(self._request, turn)) for turn in turns)
+        return (
+            f"{said} of weights, predicted {', '.join(peaks)} at most, {self.seconds:.3g} s a token"
+        )
 
-    def _peak(self, request: Request, rank: int) -> int:
-        turn = self.mesh.index("pipeline", rank)
-        here = tuple(other == turn for other in self.turns)
-        found = needs(replace(self._held, rank=rank, here=here), request, PREFILL_TOKENS)
-        weights = sum(size for size, mine in zip(self.sizes, here, strict=True) if mine)
+    def _peak(self, request: Request, turn: int) -> int:
+        held = self.held[turn]
+        found = needs(held, request, PREFILL_TOKENS)
+        weights = sum(size for size, mine in zip(self.sizes, held.here, strict=True) if mine)
         return weights + found.cache + found.work
 
     def close(self, faulty: bool = False) -> None:

@@ -62,10 +62,11 @@ class Model(Decoder):
     memory budget or a mesh in a `with`, or close it.
 
     decoder: whose parts it has. home: where its weights are; None: in memory, to be trained and
-    saved as those of any module. counts: whether bytes are counted while it generates.
+    saved as those of any module. counts: whether a request is timed and its bytes counted; timing:
+    what the last such took and held, measured and predicted.
     """
 
-    counts = False
+    counts, timing = False, ""
 
     def __init__(self, decoder: Decoder, home: Home | None = None) -> None:
         nn.Module.__init__(self)
@@ -134,12 +135,7 @@ class Model(Decoder):
         without bytes. OutsizeError as of generate."""
         request = Request((0,) * prompt, max_tokens, sampling)
         check_request(self, request.ids, max_tokens)
-        if self.home is not None:
-            return self.home.peak(request)
-        from outsize.simulate.tokens import needs, resident
-
-        found = needs(resident(self), request, PREFILL_TOKENS)
-        return sum(x.nbytes for x in self.parameters()) + found.cache + found.work
+        return self._peak(request)
 
     def close(self) -> None:
         """Let what it has open go: files, threads, other workers. One in memory stays as it is."""
@@ -160,9 +156,26 @@ class Model(Decoder):
             if self.counts:
                 session.count(self.home.buffers)
             yield session, at_once
+            if self.counts:
+                self.timing = self.home.timing()
             return
         with Session(self) as session:
+            if self.counts:
+                session.count()
             yield session, PREFILL_TOKENS
+            if self.counts:
+                from outsize.simulate.tokens import pace
+
+                seconds = pace(self, range(len(self.blocks) + 2)).token(self)
+                self.timing = session.timing(self._peak(request), seconds)
+
+    def _peak(self, request: Request) -> int:
+        if self.home is not None:
+            return self.home.peak(request)
+        from outsize.simulate.tokens import needs, resident
+
+        found = needs(resident(self), request, PREFILL_TOKENS)
+        return sum(x.nbytes for x in self.parameters()) + found.cache + found.work
 
 
 def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) -> Tokenizer:

@@ -9,4 +9,4 @@ from outsize.simulate.replay import annotate, play
 
 __all__ = ["Costs", "Forecast", "annotate", "calibrate", "forecast", "play", "rehearse"]
 
-called(__name__, "outsize.train.plans")  # outsize.simulate(...)
+called(__name__, "outsize.train.planned")  # outsize.simulate(...)

@@ -28,8 +28,8 @@ from outsize.schedule import Action, Kind, Lane
 from outsize.schedule.action import WHOLE
 from outsize.simulate.forecast import Forecast
 from outsize.simulate.replay import play
-from outsize.simulate.resting import below
 from outsize.simulate.sample import Sample, sample
+from outsize.simulate.state_bytes import below
 
 WARM, COUNTED = 1, 3  # steps; the first of a process pays for page faults and kernel set-up
 StoresOf = Callable[[Plan, Mapping[str, int]], AbstractContextManager[Mapping[str, Store]]]

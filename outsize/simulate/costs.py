@@ -68,7 +68,7 @@ class Facts:
         them. turn: the place on the pipeline axis."""
         every = self.tables
         if plan.mesh.pipeline > 1:
-            every = tuple(_cut(t, plan.mesh[LINE], turn) if t.axis == LINE else t for t in every)
+            every = tuple(_cut(t, plan.mesh[LINE], turn) if t.on(LINE) else t for t in every)
         last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
         kept = Kept(dtypes_of(plan.precision), self.states, self.main)
         made = Chunks(plan, every, self.uses, kept, last, turn)
@@ -98,7 +98,8 @@ def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
 def facts_of(job: Job) -> Facts:
     """Those of the model that a job trains."""
     chunks, host = job.placement.chunks, job.placement.items.host
-    return Facts(chunks.every, chunks.uses, chunks.kept.optimizer, chunks.kept.main, host)
+    kept, left = chunks.kept, job.method.left
+    return Facts(chunks.every, chunks.uses, kept.optimizer, kept.main, host, frozen=left)
 
 
 @dataclass(frozen=True)

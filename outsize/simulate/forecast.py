@@ -21,18 +21,17 @@ from outsize.schedule.talk import Spoken
 from outsize.simulate import network
 from outsize.simulate.costs import Costs
 from outsize.simulate.counter import Work
-from outsize.simulate.handing import absent, evaluating, with_handing
+from outsize.simulate.in_flight import absent, evaluating, with_in_flight
 from outsize.simulate.rehearse import rehearse
-from outsize.simulate.replay import Player, annotate, kinds_at_peak, play
-from outsize.simulate.resting import below, copied, held_of, segments_of, spilled
-from outsize.simulate.together import play_together
+from outsize.simulate.replay import Player, annotate, kinds_at_peak, play, play_together
+from outsize.simulate.state_bytes import below, copied, held_of, segments_of, spilled
 from outsize.trace.trace import Trace
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the catalogue has them
 
 
 @dataclass(frozen=True)
-class Turn:
+class RankForecast:
     """What one place of the pipeline axis will hold, hear and do, as a Forecast has it. stages: of
     the plan's, those whose parameters it has. evaluation: its peak in one, of one microbatch."""
 
@@ -60,7 +59,7 @@ class Forecast:
     below the device, those of activations included. parameters: of the model, wherever they are.
     received: bytes that this worker has from others in a step, by what brings them.
 
-    Of a pipeline, turns: its workers. Schedule, bytes and parameters are of the worker with the
+    Of a pipeline, ranks: of its axis. Schedule, bytes and parameters are of the worker with the
     highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
     for each tier, of the worker that has most there. placements: by place of the pipeline axis.
     """
@@ -77,7 +76,7 @@ class Forecast:
     below: Mapping[str, int] = field(default_factory=dict)
     parameters: int = 0
     received: Mapping[str, network.Received] = field(default_factory=dict)
-    turns: tuple[Turn, ...] = ()
+    ranks: tuple[RankForecast, ...] = ()
     evaluation: int = 0
     placements: tuple[Placement, ...] = field(default=(), repr=False, compare=False)
 
@@ -91,11 +90,11 @@ class Forecast:
     @property
     def peaks(self) -> tuple[int, ...]:
         """By place of the pipeline axis."""
-        return tuple(turn.peak for turn in self.turns) or (self.peak,)
+        return tuple(turn.peak for turn in self.ranks) or (self.peak,)
 
     def below_of(self, place: int) -> Mapping[str, int]:
         """Bytes on each tier of a place of the pipeline axis."""
-        return self.turns[place].below if self.turns else self.below
+        return self.ranks[place].below if self.ranks else self.below
 
 
 def forecast(
@@ -115,9 +114,9 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     clocks = [Clock(place.placement, costs, hardware, place.says) for place in places]
     players = [Player(p.schedule, p.static, turn) for turn, p in enumerate(places)]
     trace = play_together(players, [clock.seconds for clock in clocks])
-    turns = tuple(one.told(trace, costs, hardware, i) for i, one in enumerate(places))
-    most = max(range(len(turns)), key=lambda turn: turns[turn].peak)
-    top, place = turns[most], places[most]
+    ranks = tuple(one.forecast(trace, costs, hardware, i) for i, one in enumerate(places))
+    most = max(range(len(ranks)), key=lambda turn: ranks[turn].peak)
+    top, place = ranks[most], places[most]
     flops = sum(
         cost.work.flops()
         for place in places
@@ -127,16 +126,16 @@ def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     held = [place.held for place in places]
     return Forecast(
         plan, place.schedule, top.static, segments_of(plan, costs, held), top.peak,
-        top.peak_by_kind, trace.span(), flops, trace, _most(turns), top.parameters, top.received,
-        turns if len(turns) > 1 else (), max(turn.evaluation for turn in turns),
+        top.peak_by_kind, trace.span(), flops, trace, _most(ranks), top.parameters, top.received,
+        ranks if len(ranks) > 1 else (), max(turn.evaluation for turn in ranks),
         tuple(place.placement for place in places),
     )  # fmt: skip
 
 
-def _most(turns: Sequence[Turn]) -> dict[str, int]:
+def _most(ranks: Sequence[RankForecast]) -> dict[str, int]:
     """By tier, the most bytes that one of them has there."""
     found: dict[str, int] = {}
-    for turn in turns:
+    for turn in ranks:
         for tier, size in turn.below.items():
             found[tier] = max(size, found.get(tier, 0))
     return found
@@ -160,7 +159,7 @@ class _Place:
         """Raises OutsizeError for a schedule that cannot run."""
         placement = costs.facts.placement(plan, turn)
         line = placement.chunks.pipelining
-        schedule = with_handing(annotate(placement.schedule, costs), costs, line)
+        schedule = with_in_flight(annotate(placement.schedule, costs), costs, line)
         held, frozen = held_of(placement), costs.facts.frozen
         static = {
             "data": costs.data,
@@ -202,7 +201,7 @@ class _Place:
         kinds = {k: n for k, n in self._between.items() if k not in ("data", "activations")}
         return {**kinds, "workspace": beside} if beside else {}
 
-    def told(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> Turn:
+    def forecast(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> RankForecast:
         """Its part of the forecast."""
         role, count = self.schedule.role, len(self.placement.plan.stages)
         stages = range(count) if role is None else sorted(role.holds)
@@ -215,7 +214,7 @@ class _Place:
         evaluation, held = self.evaluation(costs)
         if evaluation > peak:
             peak, kinds = evaluation, held
-        return Turn(
+        return RankForecast(
             tuple(stages), self.static, peak, kinds, received,
             sum(table.numel for table in self.placement.chunks.tables), self.schedule,
             below(self.placement, spilled(self.schedule, costs)), evaluation,

@@ -1,4 +1,4 @@
-"""Forecasts of jobs that are played whole, on fake tensors: those whose step is no plan's schedule.
+"""Forecasts of jobs that are played whole, on fake tensors: those whose steps a technique makes.
 
 Every action of a step is played once under the ledger, which gives its bytes, and under a counter,
 which gives its work; rates of the machine make seconds of that.
@@ -16,16 +16,16 @@ from outsize.hardware import Hardware
 from outsize.memory import KINDS, Ledger
 from outsize.plan import DEVICE, Plan
 from outsize.runtime.engine import Engine, Loaded
-from outsize.runtime.special.groups import later
-from outsize.runtime.special.local import LocalJob
+from outsize.runtime.job import Job
 from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.layout import Placement
+from outsize.schedule.residency import moved
 from outsize.schedule.starting import Filling, starting
 from outsize.simulate.counter import Counter, Work
-from outsize.simulate.forecast import Forecast, duration
+from outsize.simulate.forecast import Forecast, duration, rate
 from outsize.simulate.replay import kinds_at_peak, play
 from outsize.torch_private import FakeTensorMode
-from outsize.trace.trace import Event, Trace
+from outsize.trace.trace import Trace
 
 Named = tuple[tuple[str, Mapping[str, int]], ...]
 
@@ -39,44 +39,43 @@ class Played:
     flops: float
 
 
-def predict_local(
+def predicted(
     plan: Plan,
-    job_of: Callable[[Plan, Ledger], LocalJob],
+    job_of: Callable[[Plan, Ledger], Job],
     batch_of: Callable[[int], object],
     hardware: Hardware,
     filling: Filling,
 ) -> Forecast:
-    """What a plan of local losses will hold and take. job_of, batch_of: called in a fake mode."""
-    ledger, events, flops = Ledger(), list[Event](), 0.0
-    actions: list[Action] = []
-    segments: Named = ()
+    """What a plan will hold and take. job_of, batch_of: called in a fake mode."""
+    ledger = Ledger()
     with FakeTensorMode():
         job = job_of(plan, ledger)
-        batch, static = batch_of(plan.rows), static_of(ledger)
-        stages, since = 0, 0.0
-        with job.handing():
-            for group, one in zip(job.groups, job.jobs, strict=True):
-                one.ready(batch, 1.0)
-                made = played(
-                    one.engine, one.loaded, ledger, static_of(ledger),
-                    lambda _, work: duration(work, hardware.devices[0]),
-                )  # fmt: skip
-                events += later(made.trace, since, stages)
-                since, flops = since + made.trace.span(), flops + made.flops
-                stages += len(one.plan.stages)
-                actions += made.schedule.workers[0]
-                names = [group.segment(name) for name, _ in one.flow.segments]
-                segments += segments_of(one.placement, names, made.schedule)
-        with torch.no_grad(), ledger:
-            job.ready(_evaluated(batch_of(plan.microbatch_size)), 0, plan.microbatch_size)
+        static = static_of(ledger)
+        job.ready(batch_of(plan.rows), 1.0)
+
+        def seconds(action: Action, work: Work) -> float:
+            return seconds_of(job, hardware, action, work)
+
+        made = played(job.engine, job.loaded, ledger, static, seconds)
+        names = [name for name, _ in job.flow.segments]
+        segments = segments_of(job.placement, names, made.schedule)
+        batch, size = _evaluated(batch_of(plan.microbatch_size)), plan.microbatch_size
         with torch.no_grad():
-            evaluation = highest(job.engine, job.loaded, ledger)
-    whole = Played(
-        Schedule(stages, plan.microbatches, (tuple(actions),)),
-        Trace("predicted", tuple(events)), flops,
-    )  # fmt: skip
-    placements = [one.placement for one in job.jobs]
-    return forecast_of(plan, whole, static, segments, placements, filling, evaluation)
+            job.method.microbatches.ready(batch, [(0, size)], 1.0)
+            evaluation = highest(job.engine, job.playable(job.placement.evaluation(1)), ledger)
+    return forecast_of(plan, made, static, segments, job.placement, filling, evaluation)
+
+
+def seconds_of(job: Job, hardware: Hardware, action: Action, work: Work) -> float:
+    """What an action takes: of what moves its bytes, of what computes its work and what its method
+    has beside that."""
+    if action.lane is not Lane.COMPUTE:
+        placement, fetch = job.placement, action.kind is Kind.FETCH
+        return sum(
+            span.bytes / rate(hardware, placement.chunks.tier(span.chunk, span.what), fetch)
+            for span in placement.items.spans[moved(action)]
+        )
+    return duration(work, hardware.devices[0]) + job.method.seconds(action)
 
 
 def highest(engine: Engine, program: Loaded, ledger: Ledger) -> int:
@@ -138,7 +137,7 @@ def segments_of(placement: Placement, names: Sequence[str], schedule: Schedule) 
             continue
         here = made[placement.plan.stages[action.stage].first]
         kept = dict(action.allocates).get("device/activations", 0)
-        if action.kind is Kind.FORWARD and action.microbatch == 0 and kept > 0:
+        if action.kind.way == "forward" and action.microbatch == 0 and kept > 0:
             here["activations"] = here.get("activations", 0) + kept
         here["workspace"] = max(here.get("workspace", 0), action.workspace)
     return tuple(pair for pair in zip(names, made, strict=True) if any(pair[1].values()))
@@ -160,18 +159,17 @@ def forecast_of(
     made: Played,
     static: Mapping[str, int],
     segments: Named,
-    placements: Sequence[Placement],
+    placement: Placement,
     filling: Filling,
     evaluation: int,
 ) -> Forecast:
     """evaluation: the peak of one microbatch's."""
-    beside = max(starting(placement, filling) for placement in placements)
+    beside = starting(placement, filling)
     begun = {**{k: n for k, n in static.items() if k != "data"}, "workspace": beside}
     below: dict[str, int] = {}
-    for placement in placements:
-        for tier, _, size in _resting(placement, below=True):
-            below[tier] = below.get(tier, 0) + size
-    count = sum(table.numel for placement in placements for table in placement.chunks.tables)
+    for tier, _, size in _resting(placement, below=True):
+        below[tier] = below.get(tier, 0) + size
+    count = sum(table.numel for table in placement.chunks.tables)
     trace = made.trace
     peak, kinds = trace.peak(), kinds_at_peak(trace, static)
     if sum(begun.values()) > peak:

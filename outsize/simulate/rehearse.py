@@ -17,10 +17,10 @@ from outsize.collectives import inside
 from outsize.data import Batch
 from outsize.memory import Ledger
 from outsize.memory.store import Place
-from outsize.plan import Plan, Rest, Sharding, Stream
+from outsize.plan import DEVICE, Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
-from outsize.runtime.engine import Loaded
+from outsize.runtime.engine import Loaded, Step
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Costs as Seconds
@@ -28,8 +28,6 @@ from outsize.schedule.pipelines import Shape, named
 from outsize.simulate.costs import PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
 from outsize.torch_private import FakeTensorMode
-
-_ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def rehearse(
@@ -164,12 +162,12 @@ def _all_leave(schedule: Schedule) -> Schedule:
         leaves = Action(
             Kind.EVICT, action.stage, action.microbatch, Lane.EVICT, state=State.ACTIVATIONS
         )
-        if action.stage in away and action.kind is not Kind.FORWARD:
+        if action.stage in away and action.kind.way != "forward":
             away.remove(action.stage)
             actions.append(replace(leaves, kind=Kind.FETCH, lane=Lane.FETCH))
         actions.append(action)
         read = action.stage >= schedule.first
-        if read and action.stage in spills and action.kind is Kind.FORWARD:
+        if read and action.stage in spills and action.kind.way == "forward":
             away.add(action.stage)
             actions.append(leaves)
     return replace(schedule, workers=(tuple(actions),))
@@ -200,16 +198,9 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
             microbatches.of(0)
             ledger.settle()
         for step in program.steps:
-            action, before, total = step.action, dict(ledger.live), ledger.total
-            counter = Counter()
-            with counter:
-                event = job.engine.alone(step)
-            delta = _change(ledger, before)
-            gone = step is program.steps[-1] and program.schedule.ends is None
-            if line and gone:  # the microbatch goes
-                delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
-            workspace = max(0, event.peak - total)
-            played.forward[moved(action)] = ActionCost(delta, workspace, counter.work)
+            last = step is program.steps[-1] and program.schedule.ends is None
+            gone = played.begun if line and last else {}
+            played.forward[moved(step.action)] = _run(job, step, ledger, gone)
     handed = ((Kind.SEND, State.ACTIVATIONS), (Kind.RECV, State.ACTIVATIONS))
     played.forward |= {key: cost for key, cost in played.actions.items() if key[:2] in handed}
 
@@ -239,7 +230,8 @@ class Nowhere:
 
 def nowhere(plan: Plan) -> dict[str, Nowhere]:
     """Stores for every tier that a plan names."""
-    return {s.rest.activations: Nowhere() for s in plan.stages if s.spills}
+    every = (tier for stage in plan.stages for tier in vars(stage.rest).values())
+    return {tier: Nowhere() for tier in every if tier != DEVICE}
 
 
 def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool) -> None:
@@ -249,30 +241,34 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
         action = step.action
         if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
             continue
-        before, total = dict(ledger.live), ledger.total
         passed, heard = _passed(job), _heard(job)
-        loss = _loss_bytes(job) if line and action.kind in _ENDS else 0
-        counter = Counter()
-        with counter:
-            event = job.engine.alone(step)
-        delta = _change(ledger, before)
-        if _ends(job, schedule, action):  # the microbatch goes
-            delta = {k: delta.get(k, 0) + played.begun.get(k, 0) for k in delta | played.begun}
+        loss = _loss_bytes(job) if line and action.kind.way == "back" else 0
+        cost = _run(job, step, ledger, played.begun if _ends(schedule, action) else {})
+        delta = dict(cost.allocates)
         if loss and action.stage == schedule.first:
             delta["activations"] = delta.get("activations", 0) + loss
         if loss and action.stage == schedule.stages - 1:  # whoever has the loss lets it go
             delta["activations"] = delta.get("activations", 0) - loss
-        workspace = max(0, event.peak - total)
         moves = _passed(job) - passed
         if action.kind is Kind.EXCHANGE and job.rows is not None:
             moves = job.rows.summed(action.state, 0)
-        played.actions[moved(action)] = ActionCost(
-            delta, workspace, counter.work, moves, tuple(_since(heard, _heard(job)))
-        )
+        said = tuple(_since(heard, _heard(job)))
+        played.actions[moved(action)] = replace(cost, allocates=delta, moves=moves, said=said)
         if line and action.kind is Kind.FORWARD and action.stage < schedule.stages - 1:
             _crossing(job, action.stage, played)
         elif line and job.rows is not None:
             played.actions |= _given(job.rows, schedule, action)
+
+
+def _run(job: Job, step: Step, ledger: Ledger, gone: Mapping[str, int]) -> ActionCost:
+    """What an action takes, alone. gone: bytes by kind of a microbatch that goes with it."""
+    before, total, counter = dict(ledger.live), ledger.total, Counter()
+    with counter:
+        event = job.engine.alone(step)
+    delta = _change(ledger, before)
+    if gone:
+        delta = {k: delta.get(k, 0) + gone.get(k, 0) for k in delta | dict(gone)}
+    return ActionCost(delta, max(0, event.peak - total), counter.work)
 
 
 def _loss_bytes(job: Job) -> int:
@@ -281,11 +277,11 @@ def _loss_bytes(job: Job) -> int:
     return 0 if loss is None else loss.nbytes
 
 
-def _ends(job: Job, schedule: Schedule, action: Action) -> bool:
+def _ends(schedule: Schedule, action: Action) -> bool:
     """Whether a microbatch has no more to do then."""
     if schedule.ends is not None:
         return action.kind is schedule.ends.passes[-1]
-    return action.kind in _ENDS and action.stage == schedule.first
+    return action.kind.way == "back" and action.stage == schedule.first
 
 
 def _crossing(job: Job, stage: int, played: _Played) -> None:
@@ -303,7 +299,7 @@ def _given(rows: Rows, schedule: Schedule, action: Action) -> dict[Moved, Action
     """What it costs to send an end of a microbatch's path to the workers with other parts."""
     if action.kind is Kind.FORWARD and action.stage == schedule.stages - 1:
         state = State.ACTIVATIONS
-    elif action.kind in _ENDS and action.stage == 0:
+    elif action.kind.way == "back" and action.stage == 0:
         state = State.GRADIENTS
     else:
         return {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from outsize.schedule import Action, Kind, Lane, Schedule, State
@@ -10,6 +11,7 @@ from outsize.schedule.waits import settled, waits
 from outsize.simulate.costs import ActionCost, Costs
 from outsize.trace.trace import Event, Trace
 
+SUMS = (Kind.NORM, Kind.MERGE, Kind.EXCHANGE)  # what several places of the pipeline axis do as one
 _NOTHING = ActionCost({}, 0, None)  # type: ignore[arg-type]
 
 
@@ -44,6 +46,56 @@ def play(
     return Trace("predicted", tuple(sorted(player.events(), key=lambda event: event.start)))
 
 
+def play_together(
+    players: Sequence[Player], seconds: Sequence[Callable[[int, Action], float]]
+) -> Trace:
+    """The predicted trace of all workers of a pipeline: what comes from another worker is there
+    when that one has sent it, and sums begin when the last has come to them. Every worker has a
+    core of its own here; outsize/simulate/shared_cores.py is for those that share.
+
+    seconds: by worker, of the action at a place of its list when it waits for nobody.
+    """
+    sent: dict[Hashable, float] = {}
+    come: dict[Hashable, dict[int, float]] = defaultdict(dict)  # to a sum, by worker
+    parts = Counter(_sum(a) for player in players for a in player.actions if a.kind in SUMS)
+
+    def since(worker: int, action: Action, start: float) -> float | None:
+        """When an action has what it needs of others, from its start on; None while unknown."""
+        if action.kind in (Kind.SEND, Kind.RECV):
+            message = (action.state, action.stage, action.microbatch, action.part)
+            if action.kind is Kind.SEND:
+                sent[message] = start
+            return max(start, sent[message]) if message in sent else None
+        if action.kind not in SUMS:
+            return start
+        here = come[_sum(action)]
+        here[worker] = start
+        return max(here.values()) if len(here) == parts[_sum(action)] else None
+
+    lanes = [(w, deque(left)) for w, player in enumerate(players) for left in player.lanes()]
+    moved = True
+    while moved:
+        moved = False
+        for worker, left in lanes:
+            player = players[worker]
+            while left:
+                index = left[0]
+                action, start = player.actions[index], player.start(index)
+                ready = None if start is None else since(worker, action, start)
+                if start is None or ready is None:
+                    break
+                player.end(index, start, ready + seconds[worker](index, action))
+                left.popleft()
+                moved = True
+    assert not any(left for _, left in lanes), "workers wait for each other in a circle"
+    events = [event for player in players for event in player.events()]
+    return Trace("predicted", tuple(sorted(events, key=lambda e: (e.worker, e.start))))
+
+
+def _sum(action: Action) -> Hashable:
+    return action.kind, action.state, action.stage, action.microbatch
+
+
 class Player:
     """One worker's list: when its actions run, as it becomes known, and the bytes that are live."""
 
@@ -52,6 +104,13 @@ class Player:
         self._waiting, self._due = waits(schedule), settled(schedule)
         self._free: dict[Lane, float] = {}
         self._times: dict[int, tuple[float, float]] = {}
+
+    def lanes(self) -> Collection[list[int]]:
+        """Places of its actions, by lane."""
+        found: dict[Lane, list[int]] = defaultdict(list)
+        for index, action in enumerate(self.actions):
+            found[action.lane].append(index)
+        return found.values()
 
     def start(self, index: int) -> float | None:
         """When an action can begin, the next of its lane; None while that is not known."""

@@ -3,7 +3,7 @@
 Every worker computes in one thread. While more of them compute than there are cores, the system
 gives each its turn, and even fewer slow each other down, since memory is shared: how fast each goes
 while 1, 2, ... compute is measured (`paces`), and the event simulator keeps count. What actions
-take alone is measured too (outsize/simulate/alone.py), or computed from rates.
+take alone is measured too (outsize/simulate/worker_profile.py), or computed from rates.
 
 Lists, lanes and hazards are those that the runtime plays (outsize/runtime/engine.py). Actions that
 workers do together end together, once the last of them is there. Who sends goes on computing unless
@@ -25,10 +25,10 @@ from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.residency import SHARED
 from outsize.schedule.waits import settled, waits
-from outsize.simulate.alone import Durations
 from outsize.simulate.events import Node, run
 from outsize.simulate.forecast import Forecast
-from outsize.simulate.together import SUMS
+from outsize.simulate.replay import SUMS
+from outsize.simulate.worker_profile import Durations
 from outsize.trace import Event, Trace
 
 Seconds = Callable[[int, Action], float]  # of an action of a worker, alone
@@ -83,8 +83,8 @@ def on_cores(made: Forecast, known: Durations, cores: Sequence[float]) -> Foreca
     What nothing is known of, as messages, takes what it did in the forecast. The plan has no other
     axis, and all of its workers are on one machine.
     """
-    assert made.turns and made.plan.mesh.size == len(made.turns), "a pipeline and nothing else"
-    lists = [turn.schedule for turn in made.turns]
+    assert made.ranks and made.plan.mesh.size == len(made.ranks), "a pipeline and nothing else"
+    lists = [turn.schedule for turn in made.ranks]
     measured = by_stage(known, lists)
     least: dict[Hashable, float] = {}  # some wait for other workers, the quickest hardly
     for event in made.trace.events:

@@ -1,15 +1,19 @@
 """What a request of generation will hold, found before it runs: its steps are played on tensors
 without bytes, by the engine that plays them later, under the ledger that counts real ones.
 
-A layer of each kind is played once; what a token draws from is drawn.
+A layer of each kind is played once; what a token draws from is drawn. The seconds of a token are
+found by taking one through a few stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from operator import sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +36,18 @@ from outsize.torch_private import FakeTensorMode
 LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read the weights often
 OTHERWISE = 64  # bytes an element of a vocabulary, where a sampler of the user's own draws from it
 SCALARS = 4096  # bytes: numbers of one element that the steps pass about
+TIMED = 4  # stages whose computation is timed
 _LONE = Mesh()
 _SPREAD = 1e4  # of logits that are drawn from: nearly all tokens are dropped, by top_p too
 
 Fed = tuple[Tensor, tuple[int, ...], CachedPast | None]  # positions, bounds, what came before
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
-    """What a worker holds of a model. dtypes: by parameter; mesh, rank: of all workers; here: by
-    segment (prologue, blocks, epilogue) whether it is this worker's; stored: of the token embedding
-    whose rows are read from files, its dtype there."""
+    """What a worker holds of a model; equal to itself alone. dtypes: by parameter; mesh, rank: of
+    all workers; here: by segment (prologue, blocks, epilogue) whether it is this worker's; stored:
+    of the token embedding whose rows are read from files, its dtype there."""
 
     config: DecoderConfig
     dtypes: Mapping[str, torch.dtype]
@@ -53,6 +58,13 @@ class Held:
 
     def has(self, segment: int) -> bool:
         return not self.here or self.here[segment]
+
+    @property
+    def handed(self) -> float:
+        """Features of a token that this worker's last stage hands on."""
+        most, wiring = max(s for s, here in enumerate(self.here) if here), self.config.wiring
+        wide = 1.0 if wiring is None or not most else wiring.width(most - 1, self.mesh.tensor)
+        return wide * self.config.hidden
 
     @property
     def last(self) -> bool:
@@ -77,22 +89,87 @@ class Needs:
 
 
 def needs(held: Held, request: Request, length: int) -> Needs:
-    """Where a prompt is fed `length` tokens at once after the first one."""
+    """Where a prompt is fed `length` tokens at once after the first one. Found once for requests as
+    long as one another."""
+    sampler = request.sampler if isinstance(request.sampler, Sampling) else _unknown
+    alike = Request((0,) * len(request.ids), request.max_new_tokens, sampler)
+    return _needs(held, alike, length)
+
+
+def _unknown(logits_V: Tensor, index: int) -> int:
+    """Stands for any sampler of the user's own."""
+    raise AssertionError("nothing is drawn")
+
+
+@lru_cache(maxsize=16)
+def _needs(held: Held, request: Request, length: int) -> Needs:
     first = min(len(request.ids), 1 + length)
     steps = {(0, first), (request.capacity - 1, 1)}
     if len(request.ids) > first:  # a later slice, after all the others
         steps.add((len(request.ids) - first, first))
     with _faked(held) as (fake, world, layers):
-        cache = sum(
-            times * state_bytes(block.mixer, fake.prologue.tokens.weight.dtype, request.capacity)
-            for block, times in zip(typed(fake.blocks), layers, strict=True)
-        )
-        work = max(_step(held, fake, world, request.capacity, *step) for step in steps)
+        dtype = fake.prologue.tokens.weight.dtype
+        sizes = {
+            index: state_bytes(block.mixer, dtype, request.capacity)
+            for block, here in zip(typed(fake.blocks), layers, strict=True)
+            for index in here
+        }
+        cache = sum(sizes.values())
+        behind = [sum(s for i, s in sizes.items() if i > max(here, default=-1)) for here in layers]
+        work = 0
+        for start, count in steps:
+            peaks = _step(held, fake, world, request.capacity, start, count)
+            if start == 0:  # while a layer runs first, those behind it have kept nothing yet
+                peaks = list(map(sub, peaks, (cache, *behind, 0)))
+            work = max(work, *peaks)
     if len(request.ids) > first and not held.last:  # what was handed on may not have gone yet
-        work += first * held.config.hidden * fake.prologue.tokens.weight.dtype.itemsize
+        work += int(first * held.handed * dtype.itemsize)
     if held.last and not held.mesh.index("tensor", held.rank):
         work = max(work, _drawing(held, request.sampler))
     return Needs(cache, work + SCALARS, length)
+
+
+class Pace(NamedTuple):
+    """seconds: that one token took through some stages; bytes: of their weights."""
+
+    seconds: float
+    bytes: int
+
+    def token(self, model: Decoder) -> float:
+        """Seconds of one token through all stages; 0 where there was none to time."""
+        count = len(model.blocks) + 2
+        whole = sum(_weights(model, stage) for stage in range(1, count))
+        return whole * self.seconds / self.bytes if self.bytes else 0.0
+
+
+@torch.no_grad()
+def pace(model: Decoder, here: Collection[int]) -> Pace:
+    """Of a few of the stages `here`, whose weights are. The workers of a tensor axis all ask."""
+    x_TD = model.prologue.tokens.weight.new_zeros(1, model.config.hidden)
+    context = model.context(torch.zeros(1, dtype=torch.int64, device=x_TD.device), (0, 1))
+    last = len(model.blocks) + 1
+    # The first block's input is as wide as hidden states however the others are wired.
+    taken = {1} if model.config.rewired else set(range(1, last + 1))
+    stages = sorted(taken & set(here))[:TIMED]
+
+    def run(stage: int) -> float:
+        begin = time.perf_counter()
+        if stage < last:
+            model.blocks[stage - 1](x_TD, context)
+        else:
+            model.epilogue.logits(model.epilogue(x_TD, context))
+        if x_TD.device.type == "cuda":
+            torch.cuda.synchronize(x_TD.device)
+        return time.perf_counter() - begin
+
+    spent = sum(min(run(stage), run(stage)) for stage in stages)
+    return Pace(spent, sum(_weights(model, stage) for stage in stages))
+
+
+def _weights(model: Decoder, stage: int) -> int:
+    """Bytes of a stage behind the prologue, in memory or not."""
+    part = [*model.blocks, model.epilogue][stage - 1]
+    return sum(x.nbytes for x in part.parameters())
 
 
 def resident(model: Decoder) -> Held:
@@ -105,15 +182,14 @@ def needs_of_rows(held: Held, rows: int, length: int) -> int:
     bounds = tuple(range(0, rows * length + 1, length))
     with _faked(held) as (fake, world, _):
         positions = partial(torch.arange, length)
-        return SCALARS + _peak(
-            held, fake, world, None, lambda: (positions().repeat(rows), bounds, None)
-        )
+        peaks = partial(_peaks, held, fake, world, None)
+        return SCALARS + max(peaks(lambda: (positions().repeat(rows), bounds, None)))
 
 
 @contextmanager
-def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[int]]]:
-    """A model without bytes that has one of this worker's layers of each kind, and how often each
-    comes; in a world that has the tensor axis alone."""
+def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
+    """A model without bytes that has one of this worker's layers of each kind, and which of each
+    are here; in a world that has the tensor axis alone."""
     config, kinds = held.config, dict[object, list[int]]()
     for index, facts in enumerate(config.layers):
         if held.has(index + 1) or config.rewired:  # what those are given differs
@@ -137,7 +213,8 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[int]]]:
         split(fake, along(world, "tensor"))
         if held.stored is not None:
             fake.prologue.tokens.lookup = partial(_read, held.stored)
-        yield fake.requires_grad_(False), world, list(map(len, kinds.values()))
+        here = [[index for index in where if held.has(index + 1)] for where in kinds.values()]
+        yield fake.requires_grad_(False), world, here
 
 
 def _read(stored: torch.dtype, table: Embedding, ids_T: Tensor) -> Tensor:
@@ -147,8 +224,11 @@ def _read(stored: torch.dtype, table: Embedding, ids_T: Tensor) -> Tensor:
     return nn.functional.embedding(index_T, raw.to(whole.dtype))
 
 
-def _step(held: Held, fake: Decoder, world: World, capacity: int, start: int, count: int) -> int:
-    """Most bytes that a step of `count` tokens after `start` ones has, but for the cache."""
+def _step(
+    held: Held, fake: Decoder, world: World, capacity: int, start: int, count: int
+) -> list[int]:
+    """By stage, most bytes that a step of `count` tokens after `start` ones has, but for the cache,
+    which is there as a whole."""
     cache = StateCache(1, capacity)
 
     def fed(first: int, tokens: int) -> Fed:
@@ -156,19 +236,20 @@ def _step(held: Held, fake: Decoder, world: World, capacity: int, start: int, co
         past = cache.extend([0], [tokens])
         return past.positions(), past.bounds, past
 
-    _peak(held, fake, world, None, lambda: fed(0, 1))  # its buffers are there before
-    return _peak(held, fake, world, cache, lambda: fed(start, count))
+    _peaks(held, fake, world, None, lambda: fed(0, 1))  # its buffers are there before
+    return _peaks(held, fake, world, cache, lambda: fed(start, count))
 
 
-def _peak(
+def _peaks(
     held: Held, fake: Decoder, world: World, cache: StateCache | None, fed: Callable[[], Fed]
-) -> int:
-    """Most bytes that a step makes beside the model and the cache, over this worker's actions."""
+) -> list[int]:
+    """Most bytes that each of a step's stages makes beside the model and the cache; 0 for those of
+    other workers."""
     there = [] if cache is None else [x for each in cache.layers for x in cache.buffers(each)]
     with Ledger() as ledger, Session(fake) as session:
         for x in (*fake.parameters(), *there):
             ledger.see(x)
-        before, peak = ledger.total, 0
+        before, peaks = ledger.total, list[int]()
         session.watch.ledger = ledger
         positions_T, bounds, past = fed()
         loaded = session.steps.begin(torch.zeros_like(positions_T), positions_T, bounds, past)
@@ -176,9 +257,9 @@ def _peak(
         for step in loaded.steps:
             if step.action.kind is not Kind.SAMPLE:
                 event = session.engine.alone(step)
-                if held.plays(step.action.stage, len(loaded.steps) - 2):
-                    peak = max(peak, event.peak - before)
-    return peak
+                here = held.plays(step.action.stage, len(loaded.steps) - 2)
+                peaks.append(event.peak - before if here else 0)
+    return peaks
 
 
 def _drawing(held: Held, sampler: Sampler) -> int:

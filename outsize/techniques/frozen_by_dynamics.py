@@ -29,6 +29,7 @@ class FrozenByDynamics:
 technique(
     KEY, FrozenByDynamics, "settings of plan.approximate: [frozen-by-dynamics]", exact=False,
     touches=frozenset({"the backward pass"}), alone=True,
+    method="outsize.runtime.special.freezing.Freezing",
     clashes=(
         (
             "parameters or optimizer states below the device: what is frozen would move all the"

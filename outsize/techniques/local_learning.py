@@ -1,7 +1,7 @@
 """Local learning: groups of blocks that learn by losses of their own.
 
-Su et al., "Momentum Auxiliary Network for Supervised Local Learning", 2024. Each group is a job of
-outsize/runtime/special/local.py.
+Su et al., "Momentum Auxiliary Network for Supervised Local Learning", 2024.
+outsize/runtime/special/local.py makes its steps.
 
     plan: {approximate: [local-learning]}
     local-learning: {groups: 2}
@@ -31,7 +31,7 @@ class LocalLearning:
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
     touches=frozenset({"the backward pass", "how a stage runs"}), alone=True,
-    method="outsize.runtime.special.local.LocalJob",
+    method="outsize.runtime.special.local.Groups",
     clashes=(
         (
             "states below the device: every group would have a pool of its own",

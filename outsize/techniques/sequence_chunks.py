@@ -87,12 +87,6 @@ PLAN_SETTINGS.add(
                 "set it to 0, or that axis to 1",
             ),
             Clash(
-                "and workers of the mesh hold different parts of a layer, which those with more"
-                " rows would call more often",
-                lambda plan: any(axis.parts for axis in plan.mesh.axes),
-                "set it to 0",
-            ),
-            Clash(
                 "and the vocabulary is cut over the pipeline: the losses of a microbatch are made"
                 " at once, when all workers know their sums",
                 lambda plan: plan.mesh.pipeline > 1 and plan.pipeline.ends is not None,

@@ -25,11 +25,10 @@ NANO = 1e9
 
 @dataclass(frozen=True)
 class _Process:
-    """One worker of one trace; order is its place in the viewer."""
+    """One worker of one trace, in the order of the viewer."""
 
     pid: int
     name: str
-    order: int
     events: tuple[Event, ...]
     origin: float  # seconds: the start of its trace, which becomes 0
     trace: int  # which of those that are written
@@ -79,7 +78,7 @@ def _processes(traces: Sequence[Trace]) -> list[_Process]:
             if events:
                 name = f"worker {worker} ({trace.source}{_suffix(traces, i)})"
                 origin = min(e.start for e in trace.events)
-                found.append(_Process(len(found) + 1, name, len(found), events, origin, i))
+                found.append(_Process(len(found) + 1, name, events, origin, i))
     return found
 
 
@@ -103,7 +102,7 @@ def _process_rows(process: _Process) -> list[Row]:
 
     rows = [
         row("process_name", 0, {"name": process.name}),
-        row("process_sort_index", 0, {"sort_index": process.order}),
+        row("process_sort_index", 0, {"sort_index": process.pid}),
     ]
     for tid, (lane, slot) in enumerate(sorted(_slots(process.events)), 1):
         name = lane if slot == 0 else f"{lane} +{slot}"

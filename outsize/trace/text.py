@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from outsize.errors import OutsizeError
-from outsize.texts import write_text
+from outsize.texts import read_text, write_text
 from outsize.trace.trace import Event, Trace
 
 FORMAT = "outsize-trace"
@@ -66,16 +67,14 @@ def loads(text: str, name: str = "trace") -> Trace:
     if not isinstance(events, list):
         raise OutsizeError(f"{name}: events must be a list, found {type(events).__name__}")
     read_events = tuple(_event(item, f"{name}: event {i}") for i, item in enumerate(events))
-    return Trace(_source(data.get("source"), name), read_events, meta)
+    if (source := data.get("source")) not in ("predicted", "measured"):
+        raise OutsizeError(f'{name}: source {source!r}, expected "predicted" or "measured"')
+    return Trace(source, read_events, meta)
 
 
 def read(path: str | Path) -> Trace:
     """The trace in a file. Raises OutsizeError when it is missing, unreadable or damaged."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutsizeError(f"{path}: cannot read the trace ({error}); name a trace.json") from None
-    return loads(text, str(path))
+    return loads(read_text(path, "name a trace.json"), str(path))
 
 
 def write(trace: Trace, path: str | Path) -> Path:
@@ -89,81 +88,59 @@ def _line(number: int, event: Event) -> str:
             f"event {number} ({event.name}): times {event.start}, {event.end} are not finite; "
             "expected seconds"
         )
-    fields = {
-        "worker": event.worker,
-        "lane": event.lane,
-        "kind": event.kind,
-        "stage": event.stage,
-        "microbatch": event.microbatch,
-        "start": event.start,
-        "end": event.end,
-        "live": dict(sorted(event.live.items())),
-        "peak": event.peak,
-    }
-    if event.part >= 0:
-        fields["part"] = event.part
-    return json.dumps(fields)
+    said = {field: getattr(event, field) for field in FIELDS}
+    said["live"] = dict(sorted(event.live.items()))
+    if event.part < 0:
+        del said["part"]
+    return json.dumps(said)
 
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number of seconds or bytes")
 
 
-def _source(value: object, name: str) -> Literal["predicted", "measured"]:
-    if value == "predicted":
-        return "predicted"
-    if value == "measured":
-        return "measured"
-    raise OutsizeError(f'{name}: source {value!r}, expected "predicted" or "measured"')
-
-
 def _event(item: object, where: str) -> Event:
     if not isinstance(item, dict):
         raise OutsizeError(f"{where}: {item!r:.80}, expected an object")
-    start, end = _seconds(item, "start", where), _seconds(item, "end", where)
+    said: dict[str, Any] = {field: item.get(field, UNSAID.get(field)) for field in FIELDS}
+    for field, (holds, expected) in FIELDS.items():
+        if not holds(said[field]):
+            raise OutsizeError(f"{where}: {field} {said[field]!r:.80}, expected {expected}")
+    start, end = said["start"], said["end"] = float(said["start"]), float(said["end"])
     if end < start:
         raise OutsizeError(f"{where}: end {end} lies before start {start}; expected end >= start")
-    return Event(
-        worker=_whole(item, "worker", where, 0),
-        lane=_word(item, "lane", where),
-        kind=_word(item, "kind", where),
-        stage=_whole(item, "stage", where, -1),
-        microbatch=_whole(item, "microbatch", where, -1),
-        start=start,
-        end=end,
-        live=_live(item.get("live", {}), where),
-        peak=_whole({"peak": item.get("peak", 0)}, "peak", where, 0),
-        part=_whole({"part": item.get("part", -1)}, "part", where, -1),
+    return Event(**said)
+
+
+def _whole(value: object, least: int) -> bool:
+    return type(value) is int and value >= least  # bool is an int to isinstance
+
+
+def _seconds(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _live(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        all(key.partition("/")) and _whole(count, 0) for key, count in value.items()
     )
 
 
-def _whole(item: Mapping[str, Any], field: str, where: str, least: int) -> int:
-    value = item.get(field)
-    if type(value) is not int or value < least:  # bool is an int to isinstance
-        raise OutsizeError(f"{where}: {field} {value!r}, expected a whole number >= {least}")
-    return value
-
-
-def _word(item: Mapping[str, Any], field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str) or not value:
-        raise OutsizeError(f"{where}: {field} {value!r}, expected a name")
-    return value
-
-
-def _seconds(item: Mapping[str, Any], field: str, where: str) -> float:
-    value = item.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise OutsizeError(f"{where}: {field} {value!r}, expected seconds")
-    return float(value)
-
-
-def _live(value: object, where: str) -> dict[str, int]:
-    if not isinstance(value, dict):
-        raise OutsizeError(f'{where}: live {value!r:.80}, expected bytes by "tier/kind"')
-    for key, count in value.items():
-        tier, slash, kind = key.partition("/")
-        if not (tier and slash and kind):
-            raise OutsizeError(f'{where}: live key {key!r}, expected "tier/kind"')
-        _whole({key: count}, key, f"{where}: live", 0)
-    return dict(value)
+_NAME = (lambda value: isinstance(value, str) and bool(value), "a name")
+_SECONDS = (_seconds, "seconds")
+_BYTES = (partial(_whole, least=0), "a whole number >= 0")
+_PLACE = (partial(_whole, least=-1), "a whole number >= -1")
+# Of an event, in the order of a file: what holds of each field, and in words.
+FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "worker": _BYTES,
+    "lane": _NAME,
+    "kind": _NAME,
+    "stage": _PLACE,
+    "microbatch": _PLACE,
+    "start": _SECONDS,
+    "end": _SECONDS,
+    "live": (_live, 'bytes, 0 or more, by "tier/kind"'),
+    "peak": _BYTES,
+    "part": _PLACE,
+}
+UNSAID: Mapping[str, Any] = {"live": {}, "peak": 0, "part": -1}

@@ -15,7 +15,7 @@ from outsize.hardware import Device
 from outsize.models.config import DecoderConfig
 from outsize.train.resolve import Resolved
 
-MINUTES = 1.75  # of training, where nothing says how long
+MINUTES = 1.0  # of training, where nothing says how long
 SEQUENCE = 512  # tokens of a row, or fewer where the model has fewer positions
 ROWS = 4  # of a step: few, since small models learn by their number of steps
 FASTER = 1.25  # bfloat16 is taken where its products are so much faster

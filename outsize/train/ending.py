@@ -13,7 +13,8 @@ from outsize.decode.generate import Request, check_request, play
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.decode.text import StopStrings, pieces, prompt_ids
 from outsize.launch import WorkerGroup
-from outsize.runtime.trains import Trains
+from outsize.runtime.job import Job
+from outsize.screen import say
 from outsize.texts import write_text
 from outsize.train.loop import Loop, resume_command
 from outsize.train.setup import Setup
@@ -24,8 +25,7 @@ PATIENCE = 60.0  # seconds after which a sample ends whose every token reads wei
 
 def say_stopped(loop: Loop, console: Console) -> None:
     command = resume_command(loop.store.directory)
-    text = f"stopped after step {loop.place.step} and saved; to go on:\n{command}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"stopped after step {loop.place.step} and saved; to go on:\n{command}")
 
 
 def finish(loop: Loop, console: Console) -> None:
@@ -43,12 +43,12 @@ def finish(loop: Loop, console: Console) -> None:
     console.print()
     console.print(loop.measure.table(setup.forecast), markup=False)
     if loop.bits_per_byte is not None:
-        console.print(f"validation: {loop.bits_per_byte:.3f} bits per byte", markup=False)
-    console.print(f"checkpoint: {loop.store.path(loop.place.step)}", markup=False, soft_wrap=True)
+        say(console, f"validation: {loop.bits_per_byte:.3f} bits per byte")
+    say(console, f"checkpoint: {loop.store.path(loop.place.step)}")
 
 
 def _sample(
-    setup: Setup, job: Trains, directory: Path, console: Console, worker_group: WorkerGroup
+    setup: Setup, job: Job, directory: Path, console: Console, worker_group: WorkerGroup
 ) -> None:
     own = setup.config.sample
     if not own.tokens:
@@ -58,11 +58,11 @@ def _sample(
     if worker_group.first:
         write_text(text, directory / SAMPLE)
     console.rule("sample")
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, text)
     console.rule()
 
 
-def sample(job: Trains, tokenizer: Tokenizer, prompt: str, tokens: int, sampling: Sampling) -> str:
+def sample(job: Job, tokenizer: Tokenizer, prompt: str, tokens: int, sampling: Sampling) -> str:
     """The prompt and what follows it. Where weights stream it ends early rather than late."""
     ids, steps, ends = prompt_ids(tokenizer, prompt), job.tokens, frozenset((tokenizer.eos,))
     check_request(steps.model, ids, tokens)

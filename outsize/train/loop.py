@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +20,11 @@ from outsize.hardware.host import memory
 from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
 from outsize.runtime import Job, Report
-from outsize.runtime.trains import Trains
 from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Written
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.recipe import noise_of
 from outsize.train.setup import Setup, rates_of
-from outsize.train.special import Notes, Step
 from outsize.train.state import Place, join_saving, save
 from outsize.train.stop import Stop
 
@@ -42,15 +40,13 @@ def resume_command(directory: Path) -> str:
 class Loop:
     """A run between its first step and its last.
 
-    play: makes a step of the job. notes: what of it a checkpoint keeps besides tensors. place:
+    place:
     where it is, kept up to date. saved: the step of the last checkpoint of this run.
     """
 
     setup: Setup
     data: Data
-    job: Trains
-    play: Step
-    notes: Callable[[], Notes]
+    job: Job
     store: Store
     metrics: Written
     measure: Measure
@@ -129,7 +125,7 @@ class Loop:
         counted = self.measure.watch(self.job, step)
         before = moved_by(self.job)
         noise = noise_of(config, step, self.rows[0] * batch.ids_BS.shape[1])
-        self.play(replace(batch, noise=noise), lr)
+        self.job.step(replace(batch, noise=noise), lr)
         report = self.job.report
         moved = {name: now - before[name] for name, now in moved_by(self.job).items()}
         self.measure.add(report, counted)
@@ -229,13 +225,13 @@ class Loop:
         self.metrics.flush()
         config, resolved = self.setup.subject.config, self.setup.resolved
         if self.worker_group.first:
-            save(self.store, self.job, config, resolved, self.place, self.notes())
+            save(self.store, self.job, config, resolved, self.place)
         else:
             join_saving(self.job, config)
         self.saved = self.place.step
 
 
-def moved_by(job: Trains) -> dict[str, int]:
+def moved_by(job: Job) -> dict[str, int]:
     """Bytes that a job has read from and written to its tiers so far, and had from the workers with
     which it shares states and products, as metrics name them."""
     found = {}
@@ -253,7 +249,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 @contextmanager
-def closing(job: Trains) -> Iterator[Trains]:
+def closing(job: Job) -> Iterator[Job]:
     """The job, its model an ordinary module again afterwards."""
     try:
         yield job

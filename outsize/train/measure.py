@@ -19,9 +19,10 @@ from outsize.collectives import World, everyone
 from outsize.memory import Meter, format_bytes
 from outsize.report import write_timeline
 from outsize.runtime import Report
-from outsize.runtime.trains import Trains
+from outsize.runtime.job import Job
+from outsize.screen import table
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import Turn
+from outsize.simulate.forecast import RankForecast
 from outsize.trace import Trace, laid_out, write_perfetto
 from outsize.trace import write as write_trace
 from outsize.trace.gather import gathered
@@ -50,7 +51,7 @@ class Measure:
     trace: Trace | None = None
     peaks: tuple[int, ...] = ()  # by place of the pipeline axis
 
-    def watch(self, job: Trains, step: int) -> bool:
+    def watch(self, job: Job, step: int) -> bool:
         """Put the ledger on a job for this step, or take it off; gives whether it is on."""
         done, steps = step - self.first, self.stop - self.first
         if self.ledger.budget is None:
@@ -115,28 +116,28 @@ class Measure:
             "measured_step_seconds": self.seconds,
         }
 
-    def _turns(self, forecast: Forecast) -> Iterator[tuple[int, Turn, int]]:
+    def _turns(self, forecast: Forecast) -> Iterator[tuple[int, RankForecast, int]]:
         """Places of the pipeline axis, as predicted and with their peaks; none where there is no
         pipeline."""
-        for place, (turn, peak) in enumerate(zip(forecast.turns, self.peaks, strict=False)):
+        for place, (turn, peak) in enumerate(zip(forecast.ranks, self.peaks, strict=False)):
             yield place, turn, peak
 
     def table(self, forecast: Forecast) -> Table:
         """Predicted against measured."""
-        table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
+        made = table("", "predicted", "measured", "difference")
         peaks = (format_bytes(forecast.peak), format_bytes(self.peak))
-        table.add_row("peak memory", *peaks, _difference(self.peak, forecast.peak))
+        made.add_row("peak memory", *peaks, _difference(self.peak, forecast.peak))
         for place, turn, peak in self._turns(forecast):
             both = (format_bytes(turn.peak), format_bytes(peak))
-            table.add_row(f"  of worker {place}", *both, _difference(peak, turn.peak))
+            made.add_row(f"  of worker {place}", *both, _difference(peak, turn.peak))
         times = (time_of(forecast.seconds), time_of(self.seconds))
         note = "" if self.times else " (counting bytes, which is slower)"
-        table.add_row("step time", *times, _difference(self.seconds, forecast.seconds) + note)
+        made.add_row("step time", *times, _difference(self.seconds, forecast.seconds) + note)
         _, most = resident()
-        table.add_row(
+        made.add_row(
             "resident memory", "-", format_bytes(most), "whole process, with Python and PyTorch"
         )
-        return table
+        return made
 
 
 def _predicted(trace: Trace, world: World, device: torch.device) -> Trace | None:

@@ -18,10 +18,9 @@ from outsize.errors import OutsizeError, nearest
 from outsize.kernels.entropy import Loss as ByTarget
 from outsize.optim import Optimizer
 from outsize.plan import Plan
-from outsize.train.alike import refused_alone
-from outsize.train.asked import Asked, Options, settings_of
-from outsize.train.prepared import Prepared
-from outsize.train.settings import Loss
+from outsize.train.prepared.job import Prepared
+from outsize.train.prepared.options import Loss, Options, settings_of
+from outsize.train.prepared.workers import refused_alone
 
 
 def prepare(
@@ -57,9 +56,9 @@ def prepare(
 
     plan: an outsize.Plan or the file of one (`outsize plan --out`), which is taken as it is: it
     says microbatches, recompute, precision, mesh, zero, sequence_parallel and pipeline, and memory
-    where none is given. options: what a plan without holes has besides
-    (outsize.train.asked.Options): recompute, precision, host_memory, disk, tiers, mesh, zero,
-    sequence_parallel, pipeline.
+    where none is given. options: what a plan without holes has besides: recompute, precision,
+    host_memory, disk, tiers, mesh, zero, sequence_parallel, pipeline
+    (outsize.train.prepared.options.Options).
 
     Raises OutsizeError for a model that cannot be split where it must be, naming the module; for a
     plan of another model, of another number of workers or of other batches.
@@ -70,8 +69,10 @@ def prepare(
                 {*Options.__annotations__, *prepare.__annotations__} - {"options", "return"}
             )
             raise OutsizeError(f"prepare: {name} is no option{nearest(name, known)}")
-        asked = Asked(memory, loss, count, blocks, microbatches, clip, **options)
-        return Prepared(model, optimizer, settings_of(model, asked, plan))
+        settings = settings_of(
+            model, plan, memory, loss, count, blocks, microbatches, clip, options
+        )
+        return Prepared(model, optimizer, settings)
     except OutsizeError as error:
         refused_alone(os.environ, error)
         raise

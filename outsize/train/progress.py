@@ -17,6 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from outsize.memory import format_bytes
+from outsize.screen import say
 
 LINE_SECONDS = 5.0  # between lines where there is no terminal
 SMOOTH = 0.1  # weight of the newest step in what is shown of speed
@@ -78,7 +79,7 @@ class _Bar:
         self._bar.update(self._task, completed=status.step, text="\n".join(status.lines()))
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, markup=False)
+        say(self._bar.console, text)
 
 
 class _Lines:
@@ -92,7 +93,7 @@ class _Lines:
             self.say(f"step {status.step}/{self._steps}  {'  '.join(status.lines())}")
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
 
 class Speed:

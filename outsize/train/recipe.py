@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from outsize.data import Data, DataConfig, TrainStream, sourced
+from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
 from outsize.plan import Plan
+from outsize.registry import TECHNIQUES
+from outsize.runtime.method import method_of
 from outsize.runtime.recipe import Recipe
 from outsize.train.config import RunConfig
 from outsize.train.resolve import optimizer_of
 
 
 def recipe_of(config: RunConfig) -> Recipe:
-    """The optimizer of a run whose learning rate is known, and where its gradients are clipped."""
-    return Recipe(optimizer_of(config), config.train.clip)
+    """How a run trains whose learning rate is known. OutsizeError for what changes the maths, is
+    set and is not named."""
+    names, said = config.plan.approximate, config.techniques
+    for key in said:
+        if key not in names and TECHNIQUES.get(key).method:
+            raise OutsizeError(
+                f"{key} is set, and plan.approximate is {list(names)}: it changes the maths; name"
+                f" {key} there, or leave its settings out"
+            )
+    recipe = Recipe(optimizer_of(config), config.train.clip, None, None, said, config.train.seed)
+    return method_of(names).recipe(recipe)
 
 
 def options_of(config: RunConfig) -> LossOptions:

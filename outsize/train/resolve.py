@@ -14,6 +14,7 @@ from outsize.errors import OutsizeError
 from outsize.optim import OPTIMIZERS, SGD, Optimizer, check_approximate
 from outsize.optim.parse import parse as parse_optimizer
 from outsize.registry import Setting, refuse_shared
+from outsize.texts import read_text
 from outsize.train.config import (
     MOVED,
     RENAMED,
@@ -26,9 +27,10 @@ from outsize.train.config import (
     leaves,
     technique_leaves,
 )
-from outsize.train.others import here
+from outsize.train.other_trainers import here
 from outsize.typed import load_yaml, place, read, unknown
 
+RUN = "run.yaml"  # in the directory of a run: all of its values
 SET = "--set"
 DEFAULT = "default"
 DERIVED = "derived: "
@@ -62,6 +64,10 @@ class Resolved:
         """The same with one more value. OutsizeError for a number out of its range."""
         check(name, value, origin)
         return Resolved({**self.values, name: value}, {**self.origins, name: origin})
+
+    def under(self, said: Resolved) -> Resolved:
+        """The same with whatever was said besides laid over it."""
+        return Resolved({**self.values, **said.values}, {**self.origins, **said.origins})
 
     def derive(self, name: str, value: Any, reason: str) -> Resolved:
         """The same with an open value filled in; what is not open stays."""
@@ -120,6 +126,36 @@ def resolve(path: str | Path | None, sets: Iterable[str] = ()) -> Resolved:
     return _one_optimizer(resolved)
 
 
+def values_of(target: str | None, sets: Iterable[str] = ()) -> Resolved:
+    """The values of a run's file, of a run's directory, or of a run of a preset or of a model's
+    directory; then of "key=value" texts."""
+    if target is None:
+        return resolve(None, sets)
+    path = Path(target)
+    if (path / RUN).is_file():
+        return recorded_values(path).under(resolve(None, sets))
+    if is_file(target):
+        return resolve(path, sets)
+    return resolve(None, (f"model.name={target}", *sets))
+
+
+def is_file(target: str) -> bool:
+    """Whether a target is a run's file: else it is the name of a model, or a directory."""
+    path = Path(target)
+    return path.is_file() or path.suffix in (".yaml", ".yml")
+
+
+def recorded_values(directory: Path) -> Resolved:
+    """What the run in `directory` was started with. OutsizeError if there is none."""
+    path = directory / RUN
+    if not path.is_file():
+        raise OutsizeError(
+            f"no run in {directory}: {RUN} is missing; expected the output directory of a run"
+        )
+    found = apply_text(Resolved(), read_text(path), str(path))
+    return found.with_value("output", str(directory), "--resume")
+
+
 def as_sets(values: Mapping[str, object]) -> list[str]:
     """The values as "key=value" texts, those that are None left out."""
     said = {name: value for name, value in values.items() if value is not None}
@@ -134,9 +170,11 @@ def apply_text(resolved: Resolved, text: str, source: str) -> Resolved:
 
 def apply_values(resolved: Resolved, found: Any, source: str) -> Resolved:
     """Add values that are nested as in a file."""
+    if not isinstance(found, dict):
+        sections = sorted({name.partition(".")[0] for name in (*leaves(), *RENAMED)})
+        raise OutsizeError(f"{source}: {found!r}; expected a mapping of {', '.join(sections)}")
     for name, value in _flatten(found, source):
         read_value = read(_leaf(name).kind, value, source, name)
-        check(name, read_value, source)
         resolved = resolved.with_value(name, read_value, source)
     return resolved
 
@@ -174,62 +212,31 @@ def _content(path: Path) -> str:
         ) from None
 
 
-def _flatten(found: Any, source: str) -> Iterable[tuple[str, Any]]:
-    """(full key, plain value) of a nested mapping."""
-    sections = {name.partition(".")[0] for name in (*leaves(), *RENAMED)}
-    if not isinstance(found, dict):
-        raise OutsizeError(
-            f"{source}: {found!r}; expected a mapping of {', '.join(sorted(sections))}"
-        )
-    for outer, value in found.items():
-        if outer in leaves():
-            yield outer, value
-        elif outer not in sections and _techniques_at(str(outer)):
-            yield from _technique_values(str(outer), value, source)
-        elif outer not in sections:
-            raise _unknown(str(outer), source)
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                full = RENAMED.get(f"{outer}.{key}", f"{outer}.{key}")
-                if full in MOVED and inner == UNSAID[full]:
-                    continue
-                full = MOVED.get(full, full)
-                if full in leaves():
-                    yield full, inner
-                elif _techniques_at(full):
-                    yield from _technique_values(full, inner, source)
-                else:
-                    raise _unknown(full, source)
-        elif outer in SHORT and value is not None:
-            yield SHORT[outer], value
+def _flatten(found: Any, source: str, inside: str = "") -> Iterator[tuple[str, Any]]:
+    """(full key, plain value) of a nested mapping. inside: the section that it is, as "train."."""
+    for key, value in found.items():
+        name = f"{inside}{key}"
+        name = RENAMED.get(name, name)
+        if name in MOVED and value == UNSAID[name]:
+            continue
+        name = MOVED.get(name, name)
+        technique = name in technique_leaves()
+        if isinstance(value, dict) and (technique or _keys(name)):
+            if technique:
+                yield name, True
+            yield from _flatten(value, source, f"{name}.")
+        elif leaf(name) is not None:
+            yield name, value
+        elif not _keys(name):
+            raise _unknown(name, source)
+        elif value is not None and name in SHORT:
+            yield SHORT[name], value
         elif value is not None:
-            keys, ours = ", ".join(_keys(outer)), here(outer)
+            keys, ours = ", ".join(_keys(name)), here(name)
             also = f"; {value!r} itself is {ours}" if ours else ""
             raise OutsizeError(
-                f"{place(source, outer)}: {value!r}; expected a mapping of {keys}{also}"
+                f"{place(source, name)}: {value!r}; expected a mapping of {keys}{also}"
             )
-
-
-def _techniques_at(name: str) -> bool:
-    """Whether a name is a technique's key, or a section that holds techniques."""
-    return any(full == name or full.startswith(f"{name}.") for full in technique_leaves())
-
-
-def _technique_values(name: str, value: Any, source: str) -> Iterable[tuple[str, Any]]:
-    """(full key, plain value) of what is said of techniques under a name."""
-    if not isinstance(value, dict):
-        if leaf(name) is None:
-            known = ", ".join(_keys(name))
-            raise OutsizeError(f"{place(source, name)}: {value!r}; expected a mapping of {known}")
-        yield name, value
-        return
-    if technique_leaves().get(name) is not None:
-        yield name, True
-    for key, inner in value.items():
-        full = f"{name}.{key}"
-        if not _techniques_at(full):
-            raise _unknown(full, source)
-        yield from _technique_values(full, inner, source)
 
 
 def _leaf(name: str) -> Setting:
@@ -239,7 +246,7 @@ def _leaf(name: str) -> Setting:
 
 
 def _keys(section: str) -> tuple[str, ...]:
-    every = (*leaves(), *technique_leaves())
+    every = (*leaves(), *technique_leaves(), *RENAMED)
     found = (n.removeprefix(f"{section}.") for n in every if n.startswith(f"{section}."))
     return tuple(dict.fromkeys(name.partition(".")[0] for name in found))
 

@@ -36,9 +36,10 @@ from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.build import shells
 from outsize.plan import from_yaml, to_yaml
-from outsize.runtime.making import NativeModel
+from outsize.runtime.job import Job
+from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here
-from outsize.runtime.trains import Trains
+from outsize.screen import say, show
 from outsize.texts import read_text, write_text
 from outsize.train.config import may_change
 from outsize.train.derive import warmup_now
@@ -47,25 +48,24 @@ from outsize.train.loop import Loop, closing, resume_command
 from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
-from outsize.train.ready import Ready, data_of, ready_of, show_plan, streamed
+from outsize.train.opening import Ready, data_of, ready_of, show_plan, streamed
 from outsize.train.recipe import options_of, recipe_of
-from outsize.train.resolve import DERIVED, Resolved, apply_text
+from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
-from outsize.train.state import Place, distances_of, first_values, place_of, restore, same_run
+from outsize.train.state import Place, first_values, place_of, restore, same_run
 from outsize.train.stop import Stop
 from outsize.train.tiers import opened
 from outsize.train.timing import keep_pace, no_pace
 
-RUN, PLAN = "run.yaml", "plan.yaml"
+PLAN = "plan.yaml"
 NOTHING = ""  # what the first worker says where there is nothing to do
 
 
 def explain(resolved: Resolved, console: Console) -> None:
     """Print every value and where it came from, and the plan; start nothing."""
     setup = settled(set_up(resolved))
-    console.print(values_table(setup.resolved), markup=False)
-    console.print()
+    show(console, values_table(setup.resolved))
     show_plan(setup, console)
 
 
@@ -131,20 +131,17 @@ def _go_on(
     directory, model = store.directory, None
     if found is not None:
         for passed in found.passed_over:
-            console.print(f"passed over: {passed}", markup=False, soft_wrap=True)
+            say(console, f"passed over: {passed}")
         same_run(found, resolved)
         if place_of(found).step >= resolved.get("train.steps"):
-            console.print(_finished(found, directory), markup=False, soft_wrap=True)
+            say(console, _finished(found, directory))
             no_pace(worker_group)
             worker_group.told(RUN, lambda: NOTHING)
             return 0
         model = subject_of(found.path, resolved)
     else:
         _refuse_lost(store, resolved)
-        console.print(
-            f"no step of the run in {directory} was saved: it begins anew", markup=False,
-            soft_wrap=True,
-        )  # fmt: skip
+        say(console, f"no step of the run in {directory} was saved: it begins anew")
     _tell_threads(recorded, resolved, console)
     setup = set_up(resolved, from_yaml(read_text(directory / PLAN)), model)
     ready = ready_of(setup, console, worker_group)
@@ -185,18 +182,6 @@ def _say(
         "step": None if found is None else found.step,
     }
     worker_group.told(RUN, lambda: json.dumps(said))
-
-
-def recorded_values(directory: Path) -> Resolved:
-    """What the run in `directory` was started with. OutsizeError if there is none."""
-    path = directory / RUN
-    if not path.is_file():
-        raise OutsizeError(
-            f"no run in {directory}: {RUN} is missing; expected the output directory of a run"
-        )
-    return apply_text(Resolved(), read_text(path), str(path)).with_value(
-        "output", str(directory), "--resume"
-    )
 
 
 def _changed(
@@ -246,10 +231,10 @@ def _finished(found: Checkpoint, directory: Path) -> str:
 def _tell_threads(recorded: Resolved, resolved: Resolved, console: Console) -> None:
     then, now = recorded.get("threads"), resolved.get("threads")
     if then != now:
-        console.print(
+        say(
+            console,
             f"threads: {now}, where the run had {then}: sums are taken in another order, so the"
             " numbers may differ in their last bits",
-            markup=False,
         )
 
 
@@ -279,7 +264,6 @@ def _train(
             assert stream.resume(place.cursor) == place.step
             console.print(f"going on from step {place.step} of {place.steps}", markup=False)
         saved = None if found is None else found.step
-        step, notes = setup.special.stepping(job, {} if found is None else distances_of(found))
         measure = Measure(ledger, place.step, place.steps)
         kept = (
             Metrics(store.directory, place.step) if worker_group.first else nullcontext(Unwritten())
@@ -289,8 +273,6 @@ def _train(
                 setup,
                 data,
                 job,
-                step,
-                notes,
                 store,
                 metrics,
                 measure,
@@ -314,7 +296,7 @@ def _job(
     ledger: Meter,
     stores: Mapping[str, Store],
     worker_group: WorkerGroup,
-) -> Trains:
+) -> Job:
     """The job, its weights where they rest: drawn, of the model's directory, or of `found`."""
     config, plan, keys = setup.subject.config, setup.plan, setup.config
     # In the precision that the optimizer updates.
@@ -324,4 +306,4 @@ def _job(
     at = worker_group.pulse.at if plan.mesh.size > 1 else None
     here = Here(worker_group.world, ledger, stores, at)
     made = NativeModel(model, options_of(keys), fill=fill)
-    return setup.special.job(made, plan, recipe_of(keys), here)
+    return make_job(made, plan, recipe_of(keys), here)

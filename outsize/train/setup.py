@@ -27,18 +27,17 @@ from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding, zero
 from outsize.search import PlanRequest, TooSmall, choose, predict
-from outsize.search.pipelined import check as check_pipeline
-from outsize.search.pipelined import check_cut, continued
+from outsize.search.pipeline_request import check as check_pipeline
+from outsize.search.pipeline_request import check_cut, continued
 from outsize.simulate import Forecast
 from outsize.train import derive
 from outsize.train.config import RunConfig
-from outsize.train.filling import filling_of
+from outsize.train.first_values import filling_of
 from outsize.train.model import Subject, subject
 from outsize.train.planned import plan_of
 from outsize.train.recipe import recipe_of, weighed
 from outsize.train.resolve import Resolved
-from outsize.train.special import Special, special_of
-from outsize.train.tiers import check_memory, declared, named, plannable, with_tiers
+from outsize.train.tiers import check_memory, check_tiers, declared, named, plannable, with_tiers
 
 # What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
 FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "order")
@@ -62,11 +61,6 @@ class Setup:
     @property
     def plan(self) -> Plan:
         return self.forecast.plan
-
-    @property
-    def special(self) -> Special:
-        """What is named under plan.approximate."""
-        return special_of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -103,8 +97,7 @@ def set_up(
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
-    way = special_of(resolved.config)
-    request = replace(request_of(resolved, specs), filling=filling, frozen=way.share)
+    request = replace(request_of(resolved, specs), filling=filling)
     check_memory(hardware, request.budget, specs)
     check_pipeline(request, len(model.config.layers) + 2)
     given = plan if exact or plan is not None else plan_of(resolved, model.config)
@@ -112,11 +105,11 @@ def set_up(
         check_cut(request)
     check_layouts(model.config, request)
     if given is not None and (exact or plan is None):
-        predicted = _given(model, request, given, hardware, way, fit)
+        predicted = _given(model, request, given, hardware, fit)
     elif plan is None:
-        predicted = _chosen(model, request, hardware, fit, way)
+        predicted = _chosen(model, request, hardware, fit)
     else:
-        predicted = _continued(model, request, plan, hardware, way)
+        predicted = _continued(model, request, plan, hardware)
     predicted.prove()
     return Setup(resolved, model, hardware, predicted, specs)
 
@@ -144,6 +137,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         precision=precision,
         optimizer=recipe.optimizer,
         clip=recipe.clip,
+        techniques=recipe.techniques,
         budget=None if config.memory is None else parse_bytes(config.memory),
         microbatch_rows=config.plan.microbatch_rows,
         recompute=config.plan.recompute,
@@ -155,7 +149,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         dropout=config.train.dropout,
         weighed=weighed(config),
         mesh=mesh,
-        shards=_shards(config),
+        shards=sharding_of(config),
         gathered=_gathered(config),
         sequence_parallel=config.plan.sequence_parallel,
         pipeline=config.plan.pipeline,
@@ -198,7 +192,7 @@ def near(config: RunConfig) -> int:
 
 def _gathered(config: RunConfig) -> int:
     """How many stages' weights are gathered at once."""
-    count, shards = config.plan.gathered, _shards(config)
+    count, shards = config.plan.gathered, sharding_of(config)
     if count is None:
         return 2
     if shards is not None and shards.parameters > 1:
@@ -209,7 +203,7 @@ def _gathered(config: RunConfig) -> int:
     )
 
 
-def _shards(config: RunConfig) -> Sharding | None:
+def sharding_of(config: RunConfig) -> Sharding | None:
     """How the data axis cuts states, where the user says; None where the planner chooses."""
     said, data = config.plan.zero, 1 if config.mesh is None else parse_mesh(config.mesh).data
     if said is None:
@@ -231,37 +225,21 @@ def rates_of(config: RunConfig) -> LearningRate:
     return LearningRate(own.shape, config.train.steps, own.warmup, own.final, own.decay)
 
 
-def _chosen(
-    model: Subject, request: PlanRequest, hardware: Hardware, fit: bool, way: Special
-) -> Forecast:
+def _chosen(model: Subject, request: PlanRequest, hardware: Hardware, fit: bool) -> Forecast:
     if request.budget is not None or not fit:
-        return _choose(model, request, hardware, way)
-    made = _plain(model, replace(request, tiers=()), hardware, way)
+        return _choose(model, request, hardware)
+    made = choose(model.config, replace(request, tiers=()), hardware)
     free = plannable(hardware, request.tiers)
     if made.peak <= free:
         return made
-    made = _choose(model, replace(request, budget=free), hardware, way)
+    made = _choose(model, replace(request, budget=free), hardware)
     return replace(made, plan=replace(made.plan, budget=None))
 
 
-def _plain(model: Subject, request: PlanRequest, hardware: Hardware, way: Special) -> Forecast:
-    if way.plans:
-        return way.choose(model.config, request, hardware)
-    return choose(model.config, request, hardware)
-
-
-def _predict(
-    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special
-) -> Forecast:
-    if way.plans:
-        return way.predict(model.config, request, plan, hardware)
-    return predict(model.config, request, plan, hardware)
-
-
-def _choose(model: Subject, request: PlanRequest, hardware: Hardware, way: Special) -> Forecast:
+def _choose(model: Subject, request: PlanRequest, hardware: Hardware) -> Forecast:
     """The plan; where nothing rests below the device, a refusal says that it could."""
     try:
-        return _plain(model, request, hardware, way)
+        return choose(model.config, request, hardware)
     except TooSmall as error:
         if request.tiers:
             raise
@@ -271,21 +249,17 @@ def _choose(model: Subject, request: PlanRequest, hardware: Hardware, way: Speci
 
 
 def _given(
-    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special, fit: bool
+    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, fit: bool
 ) -> Forecast:
     """A plan that the user has, as it is. OutsizeError where it cannot be: a tier is missing, or
     the memory that it needs."""
-    missing = named(plan) - {spec.name for spec in request.tiers}
-    if missing:
-        raise OutsizeError(
-            f"the plan has states on {', '.join(sorted(missing))}; expected where that is:"
-            " --disk DIR, --host-memory SIZE or --tier NAME=PATH:SIZE"
-        )
+    remedy = "--disk DIR, --host-memory SIZE or --tier NAME=PATH:SIZE"
+    check_tiers(plan, request.tiers, remedy)
     if plan.precision != request.precision:
         raise OutsizeError(
             f"the plan computes in {plan.precision}, and the run in {request.precision}; plan anew"
         )
-    made = _predict(model, request, replace(plan, budget=request.budget), hardware, way)
+    made = predict(model.config, request, replace(plan, budget=request.budget), hardware)
     budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
     if made.peak > budget and (fit or request.budget is not None):
         raise OutsizeError(
@@ -296,9 +270,7 @@ def _given(
     return made
 
 
-def _continued(
-    model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware, way: Special
-) -> Forecast:
+def _continued(model: Subject, request: PlanRequest, plan: Plan, hardware: Hardware) -> Forecast:
     """The plan of a run that goes on; where it does not fit the memory that there is now, or lacks
     a tier, another that gives the same numbers."""
     shards = request.shards or Sharding(1, 1, request.mesh.data)
@@ -309,15 +281,15 @@ def _continued(
     missing = named(plan) - {spec.name for spec in request.tiers}
     budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
     if not missing:
-        made = _predict(model, request, plan, hardware, way)
+        made = predict(model.config, request, plan, hardware)
         free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:
             return made
     settings = request.settings.having(dict(plan.settings.summing().said))
     same = {name: getattr(plan, name) for name in FIXED}
     fixed = replace(request, budget=budget, settings=settings, **same)
-    chosen = _choose(model, fixed, hardware, way).plan
-    made = _predict(model, request, _same_sums(plan, chosen), hardware, way)
+    chosen = _choose(model, fixed, hardware).plan
+    made = predict(model.config, request, _same_sums(plan, chosen), hardware)
     if made.peak > budget:
         raise OutsizeError(
             f"memory of {format_bytes(budget)} is too small to go on with the same numbers:"

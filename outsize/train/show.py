@@ -13,14 +13,14 @@ from outsize.memory import KINDS, format_bytes
 from outsize.memory.disk import staging_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.plan import Plan, explain
-from outsize.search import Saving, Threshold
+from outsize.screen import FIGURES, table
+from outsize.search import Threshold, Tradeoff
 from outsize.simulate import Forecast
-from outsize.simulate.forecast import Turn, rate
+from outsize.simulate.forecast import RankForecast, rate
 from outsize.train.progress import duration
 from outsize.train.resolve import Resolved
 
 Segments = Sequence[tuple[str, Mapping[str, int]]]
-ALL = slice(1, None)  # columns but the first
 _SHARED = {
     "gather": "parameters that are cut, before they are used",
     "reduce": "gradients, summed",
@@ -31,66 +31,58 @@ _SHARED = {
 }
 
 
-def _table(*heads: str, right: slice = slice(0)) -> Table:
-    """right: the columns of figures."""
-    table = Table(*heads, box=None, pad_edge=False)
-    for column in table.columns[right]:
-        column.justify = "right"
-    return table
-
-
 def values_table(resolved: Resolved) -> Table:
     """Every key with its value and where that came from."""
-    table = _table("key", "value", "from", "meaning")
+    made = table("key", "value", "from", "meaning")
     for name, value, origin, meaning in resolved.rows():
-        table.add_row(name, value, origin, meaning)
-    return table
+        made.add_row(name, value, origin, meaning)
+    return made
 
 
 def plan_table(forecast: Forecast) -> Table:
     """What the plan does."""
-    table = _table("plan", "", "")
+    made = table("plan", "", "")
     for row in explain(forecast.plan):
-        table.add_row(*row)
-    table.add_row("schedule", _actions(forecast), "actions of a step")
-    return table
+        made.add_row(*row)
+    made.add_row("schedule", _actions(forecast), "actions of a step")
+    return made
 
 
 def bytes_table(forecast: Forecast) -> Table:
     """Bytes by kind and by segment; blocks that are alike share a column."""
     groups = _grouped(forecast.segments)
-    table = _table("bytes", *(name for name, _ in groups), "at the peak", right=ALL)
+    made = table("bytes", *(name for name, _ in groups), "at the peak", right=FIGURES)
     for kind in _kinds(forecast):
         held = [segment.get(kind, 0) for _, segment in groups]
-        table.add_row(kind, *map(_bytes, (*held, forecast.peak_by_kind.get(kind, 0))))
-    return table
+        made.add_row(kind, *map(_bytes, (*held, forecast.peak_by_kind.get(kind, 0))))
+    return made
 
 
 def network_table(forecast: Forecast) -> Table:
     """What a worker has from others in a step."""
-    table = _table("from others", "of this machine", "of others", "", right=slice(1, 3))
+    made = table("from others", "of this machine", "of others", "", right=slice(1, 3))
     for name, part in forecast.received.items():
         bytes_ = (_bytes(round(count)) for count in (part.near, part.far))
-        table.add_row(name, *bytes_, _SHARED.get(name, f"what the {name} axis says inside layers"))
-    return table
+        made.add_row(name, *bytes_, _SHARED.get(name, f"what the {name} axis says inside layers"))
+    return made
 
 
 def turns_table(forecast: Forecast) -> Table:
     """What each worker of a pipeline holds, on tiers below too, and hears; workers of one place are
     alike."""
     tiers = tuple(forecast.below)
-    table = _table(
+    made = table(
         "pipeline", "stages", "parameters", "always there", "peak", "from others",
         *(f"on {tier}" for tier in tiers), right=slice(2, None),
     )  # fmt: skip
-    for place, turn in enumerate(forecast.turns):
+    for place, turn in enumerate(forecast.ranks):
         heard = sum(part.total for part in turn.received.values())
         sizes = (sum(turn.static.values()), turn.peak, round(heard))
-        table.add_row(
+        made.add_row(
             str(place), runs_of(turn.stages), f"{turn.parameters:,}", *map(format_bytes, sizes),
             *(_bytes(turn.below.get(tier, 0)) for tier in tiers),
         )  # fmt: skip
-    return table
+    return made
 
 
 def runs_of(numbers: Sequence[int]) -> str:
@@ -107,15 +99,15 @@ def runs_of(numbers: Sequence[int]) -> str:
 def tiers_table(forecast: Forecast, specs: Sequence[TierSpec], hardware: Hardware) -> Table:
     """What rests on each tier, at which rates, and what of it is RAM of this process beside the
     device's budget."""
-    table = _table("tier", "holds", "of", "reads", "writes", "RAM")
+    made = table("tier", "holds", "of", "reads", "writes", "RAM")
     on_cpu = hardware.devices[0].kind == "cpu"
     for spec in specs:
         held = forecast.below.get(spec.name, 0)
         speeds = (f"{rate(hardware, spec.name, way) / 1e9:.2f} GB/s" for way in (True, False))
-        table.add_row(
+        made.add_row(
             spec.name, _bytes(held), format_bytes(spec.bytes), *speeds, _ram(spec, held, on_cpu)
         )
-    return table
+    return made
 
 
 def _ram(spec: TierSpec, held: int, on_cpu: bool) -> str:
@@ -130,39 +122,39 @@ def _ram(spec: TierSpec, held: int, on_cpu: bool) -> str:
     return f"{format_bytes(held)} mapped from {spec.paths[0]}"
 
 
-def savings_table(every: Sequence[Saving]) -> Table:
+def savings_table(every: Sequence[Tradeoff]) -> Table:
     """Each technique on top of those before: bytes saved on the device, and its cost in time."""
-    table = _table("techniques", "on the device", "saves", "below", "a step", "costs", right=ALL)
+    made = table("techniques", "on the device", "saves", "below", "a step", "costs", right=FIGURES)
     for before, one in zip((None, *every), every, strict=False):
         saves, costs = "-", "-"
         if before is not None:
             saved, more = before.bytes - one.bytes, one.seconds / before.seconds - 1
             saves = format_bytes(saved) if saved >= 0 else f"-{format_bytes(-saved)}"
             costs = f"{more:+.1%}"
-        table.add_row(
+        made.add_row(
             one.technique, format_bytes(one.bytes), saves, _bytes(one.below),
             time_of(one.seconds), costs,
         )  # fmt: skip
-    return table
+    return made
 
 
 def thresholds_table(limits: Sequence[Threshold], plan: Plan) -> Table:
     """From how many tokens on what streams is hidden, beside what the plan has."""
-    table = _table("hidden from", "tier", "tokens", "the plan has", "")
+    made = table("hidden from", "tier", "tokens", "the plan has", "")
     for limit in limits:
         rows = plan.rows if limit.of == "step" else plan.microbatch_rows
         has = rows * plan.sequence
         name = limit.what if limit.hides else f"{limit.what}, a tenth of a step"
         says = "reached" if has >= limit.tokens else "not reached"
         needed = f"{limit.tokens:,.0f} a {limit.of}"
-        table.add_row(name, limit.tier, needed, f"{has:,}", says)
-    return table
+        made.add_row(name, limit.tier, needed, f"{has:,}", says)
+    return made
 
 
 def predicted(forecast: Forecast) -> str:
     """One line: size, peak and time."""
     plan = forecast.plan
-    count = max((turn.parameters for turn in forecast.turns), default=forecast.parameters)
+    count = max((turn.parameters for turn in forecast.ranks), default=forecast.parameters)
     speed = ""
     if plan.sequence:
         speed = f" ({plan.rows * plan.sequence / forecast.seconds:,.0f} tokens/s)"
@@ -191,7 +183,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     """The same figures for programs: bytes and seconds."""
     return {
         **_held(forecast),
-        "workers": [{"stages": list(turn.stages), **_held(turn)} for turn in forecast.turns],
+        "workers": [{"stages": list(turn.stages), **_held(turn)} for turn in forecast.ranks],
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
         "flops": forecast.flops,
@@ -200,7 +192,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _held(of: Forecast | Turn) -> dict[str, Any]:
+def _held(of: Forecast | RankForecast) -> dict[str, Any]:
     received = {
         name: {"this_machine": round(part.near), "other_machines": round(part.far)}
         for name, part in of.received.items()

@@ -30,13 +30,11 @@ from outsize.models.build import initial_draw, rest
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
-from outsize.runtime.job import Fill
-from outsize.runtime.trains import Trains
+from outsize.runtime.job import Fill, Job
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change
 from outsize.train.derive import warmup_now
-from outsize.train.filling import filling, hub_fill
+from outsize.train.first_values import filling, hub_fill
 from outsize.train.resolve import Resolved
-from outsize.train.special import FREEZING, Notes
 from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -60,14 +58,12 @@ class Place:
 
 def save(
     store: Store,
-    job: Trains,
+    job: Job,
     config: DecoderConfig,
     resolved: Resolved,
     place: Place,
-    notes: Notes,
 ) -> Path:
-    """Save the checkpoint of `place`; returns where. notes: what it says besides tensors.
-    OutsizeError where the system refuses."""
+    """Save the checkpoint of `place`; returns where. OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:
         write_config(directory, config, job.weights_dtype)
@@ -76,9 +72,7 @@ def save(
             said = to_json(config, Path(resolved.get("model.name")).expanduser())
             write_json(directory / ADAPTER_CONFIG, said)
 
-    return store.save(
-        place.step, tensors_of(job, config), _meta(job, resolved, place, notes), files
-    )
+    return store.save(place.step, tensors_of(job, config), _meta(job, resolved, place), files)
 
 
 def trained(config: DecoderConfig) -> tuple[str, tuple[Stored, ...]]:
@@ -89,7 +83,7 @@ def trained(config: DecoderConfig) -> tuple[str, tuple[Stored, ...]]:
     return ADAPTER, adapter_layout(config)
 
 
-def join_saving(job: Trains, config: DecoderConfig) -> None:
+def join_saving(job: Job, config: DecoderConfig) -> None:
     """What the other workers do while the first saves: each has parts of what it writes."""
     job.update_counts()
     make_all(tensors_of(job, config))
@@ -102,7 +96,7 @@ def make_all(tensors: Iterable[Named]) -> None:
             tensor.make()
 
 
-def restore(checkpoint: Checkpoint, job: Trains) -> Place:
+def restore(checkpoint: Checkpoint, job: Job) -> Place:
     """Put a checkpoint's optimizer state and counts into a job that was filled with its weights
     (`weights_of`); returns where it was.
 
@@ -115,6 +109,7 @@ def restore(checkpoint: Checkpoint, job: Trains) -> Place:
         checkpoint.tensor(OPTIMIZER, name, out=out)
 
     job.load(None, state)
+    job.method.recall(checkpoint.meta)
     job.restore_counts(_counts(checkpoint.meta.get("updates"), job.owners))
     return place_of(checkpoint)
 
@@ -141,14 +136,6 @@ def place_of(checkpoint: Checkpoint) -> Place:
     return Place(checkpoint.step, steps, tokens, Cursor.from_json(meta.get("cursor")))
 
 
-def distances_of(checkpoint: Checkpoint) -> dict[str, float]:
-    """How far every layer moved when it was trained last, where the run freezes layers."""
-    found = checkpoint.meta.get(FREEZING, {})
-    if not isinstance(found, dict) or not all(isinstance(d, float) for d in found.values()):
-        raise OutsizeError(f"{checkpoint.path}: its distances of layers are not numbers")
-    return {name: float(d) for name, d in found.items() if isinstance(d, float)}
-
-
 def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
     """Refuse to go on with values that would give other numbers. Names the first that differs."""
     then = checkpoint.meta.get("config")
@@ -169,7 +156,7 @@ def _values(resolved: Resolved) -> dict[str, JSON]:
     return {name: as_json(resolved.get(name), name) for name, *_ in resolved.rows()}
 
 
-def _meta(job: Trains, resolved: Resolved, place: Place, notes: Notes) -> Mapping[str, JSON]:
+def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
     return {
         "kind": KIND,
         "steps": place.steps,
@@ -180,11 +167,11 @@ def _meta(job: Trains, resolved: Resolved, place: Place, notes: Notes) -> Mappin
         "updates": dict(job.update_counts()),
         "config": _values(resolved),
         "torch": torch.__version__,
-        **{name: dict(values) for name, values in notes.items()},
+        **{name: dict(values) for name, values in job.method.notes().items()},
     }
 
 
-def tensors_of(job: Trains, config: DecoderConfig) -> Iterator[Named]:
+def tensors_of(job: Job, config: DecoderConfig) -> Iterator[Named]:
     """(group, name, tensor) in Hugging Face's names, each made when it is written: of what rests
     below the device there is one state of one chunk at a time, and one merged entry."""
     read = job.reader()
@@ -198,7 +185,7 @@ def tensors_of(job: Trains, config: DecoderConfig) -> Iterator[Named]:
     yield from optimizer_tensors(job, read)
 
 
-def optimizer_tensors(job: Trains, read: Read) -> Iterator[Named]:
+def optimizer_tensors(job: Job, read: Read) -> Iterator[Named]:
     """(group, name, tensor) of a job's optimizer states, read by parameter and state."""
     for name in job.state_names():
         owner, _, state = name.rpartition(".")
@@ -206,7 +193,7 @@ def optimizer_tensors(job: Trains, read: Read) -> Iterator[Named]:
         yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
 
 
-def _shape_of(name: str, job: Trains) -> Tensor:
+def _shape_of(name: str, job: Job) -> Tensor:
     """A weight without its values."""
     dtype = rest(name, job.weights_dtype)
     return torch.empty(job.shape(name), dtype=dtype, device="meta")

@@ -5,7 +5,7 @@ A run without a budget plans with the memory that is free, less what no plan cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -58,13 +58,9 @@ def with_tiers(hardware: Hardware, specs: tuple[TierSpec, ...], near: int = 1) -
 
 def _rated(hardware: Hardware, spec: TierSpec, today: str, near: int) -> Tier:
     known = next((t for t in hardware.tiers if t.name == spec.name == "host" and t.read), None)
-    if known is None:
-        return _shared(measured(spec, today), near)
-    return replace(known, bytes=spec.bytes)
-
-
-def _shared(tier: Tier, near: int) -> Tier:
-    """What each of so many has of a tier's rates."""
+    if known is not None:
+        return replace(known, bytes=spec.bytes)
+    tier = measured(spec, today)
     read, write = (
         None if rate is None else replace(rate, value=rate.value / near)
         for rate in (tier.read, tier.write)
@@ -76,6 +72,15 @@ def named(plan: Plan) -> frozenset[str]:
     """The tiers below the device on which a plan's states rest."""
     found = {tier for stage in plan.stages for tier in vars(stage.rest).values()}
     return frozenset(found - {DEVICE})
+
+
+def check_tiers(plan: Plan, specs: Sequence[TierSpec], remedy: str) -> None:
+    """Refuse a plan that has states on a tier that nobody has declared."""
+    missing = named(plan) - {spec.name for spec in specs}
+    if missing:
+        raise OutsizeError(
+            f"the plan has states on {', '.join(sorted(missing))}; expected where that is: {remedy}"
+        )
 
 
 def reserve(specs: tuple[TierSpec, ...]) -> int:

@@ -24,12 +24,13 @@ from outsize.hardware.host import cores
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan, from_yaml, to_yaml
+from outsize.runtime.method import method_of
 from outsize.simulate import Forecast, calibrate
-from outsize.simulate.alone import COUNTED as TIMED
-from outsize.simulate.alone import TURNS, Durations, durations, work
-from outsize.simulate.alone import WARM as UNTIMED
 from outsize.simulate.calibrate import COUNTED, WARM
 from outsize.simulate.shared_cores import ROUNDS, on_cores, paces
+from outsize.simulate.worker_profile import COUNTED as TIMED
+from outsize.simulate.worker_profile import TURNS, Durations, durations, work
+from outsize.simulate.worker_profile import WARM as UNTIMED
 from outsize.train.model import subject
 from outsize.train.recipe import recipe_of
 from outsize.train.resolve import DERIVED, Resolved, apply_text
@@ -47,9 +48,10 @@ LONG_SECONDS = 10.0  # computing at once that would take longer is left out
 def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> Setup:
     """The same with step times measured on blocks of each sort. The first of several workers calls
     it, the others `keep_pace`."""
-    plan, special = setup.plan, setup.special.plans
+    plan = setup.plan
+    special = not method_of(plan.approximate).rehearsed
     # What streams may not fit all at once; jobs of other kinds do other things in a step.
-    if setup.forecast.turns and not (setup.forecast.below or special or _takes_long(setup)):
+    if setup.forecast.ranks and not (setup.forecast.below or special or _takes_long(setup)):
         return _of_pipeline(setup, stream.batch(0), worker_group)
     no_pace(worker_group)
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)

@@ -26,7 +26,7 @@ from outsize.launch.hosts import started
 from outsize.train import derive
 from outsize.train import run as runs
 from outsize.train.loop import resume_command
-from outsize.train.resolve import Resolved
+from outsize.train.resolve import Resolved, recorded_values
 
 KILLED = 128  # more than that: by a signal
 STOPPED = (130, 143)  # Ctrl-C and SIGTERM, of which the workers tell themselves
@@ -98,9 +98,15 @@ def mesh_of(said: Resolved, directory: Path | None, started: int | None) -> Mesh
     """
     text, count = said.get("mesh"), count_of(said.get("workers"), started)
     if text is None and count is None and directory is not None:
-        recorded = runs.recorded_values(directory)
+        recorded = recorded_values(directory)
         text, count = recorded.get("mesh"), recorded.get("workers")
     return Mesh(data=count or 1) if text is None else sized(parse_mesh(text), count)
+
+
+def over_workers(said: Resolved) -> Resolved:
+    """The values of a run whose workers are as was said."""
+    mesh = mesh_of(said, None, None)
+    return with_workers(said, mesh, mesh.size)
 
 
 def count_of(said: int | None, started: int | None) -> int | None:

@@ -23,11 +23,10 @@ from outsize.plan.approximate import PARTIAL
 from outsize.runtime.job import Fill
 from outsize.runtime.making import AdoptedModel, NativeModel, Trainable
 from outsize.torch_private import tree_map
-from outsize.train.batches import cut
-from outsize.verify.naive import NativeLoss
+from outsize.train.prepared.batches import cut
+from outsize.verify.naive import NativeLoss, Walk, walks_of
 from outsize.verify.narrow import narrow_modules
 from outsize.verify.plain import Plain, Recipe, masters_of
-from outsize.verify.walks import Walk, walks_of
 
 
 class Subject(Protocol):

@@ -161,10 +161,12 @@ def _mesh(draw: Random, workers: int, config: DecoderConfig) -> Mesh:
         others += 2 * [n for n, axis in AXES.items() if axis.parts]
     cut: dict[str, int] = {}
     if left > 1 and others and draw.random() < (0.8 if mixed else 0.4):
-        cut[draw.choice(others)] = draw.randrange(2, left + 1)
+        name = draw.choice(others)
+        apart = AXES.get(name).parts and left > 3  # leave workers for the tensor axis beside it
+        cut[name] = draw.randrange(2, (left // 2 if apart else left) + 1)
         left //= sum(cut.values())
     fitting = [n for n in range(1, left + 1) if config.heads % n == 0]
-    tensor = 1 if any(AXES.get(name).parts for name in cut) else draw.choice(fitting)
+    tensor = draw.choice(fitting)
     data = draw.randrange(1, left // tensor + 1)
     return Mesh(data, tensor, pipeline, **cut)
 
@@ -184,7 +186,6 @@ def _plan(
     update = "behind" if alone and draw.random() < 0.25 else "apart"
     stages = _stages(draw, segments, line.least)
     split, cut = draw.random() < 0.3, line.said.ends is not None
-    parts = any(axis.parts for axis in mesh.axes)
     shards = _shards(draw, mesh.data)
     resident = draw.choice((1, 2, 2, 3))
     rest = pipes.below(draw, mesh, shards) if draw.random() < 0.25 else Rest()
@@ -193,7 +194,7 @@ def _plan(
         "microbatch_rows": rows[1],
         "sequence": pipes.tokens_of(draw, rest, rows[0]),
         "loss_chunk": 0 if cut else draw.choice((0, 1, 5, 11)),
-        "mlp_tile": 0 if parts else draw.choice((0, 0, 3, 7)),
+        "mlp_tile": draw.choice((0, 0, 3, 7)),
         "split_backward": split,
         "order": draw.choice(("microbatch", "layer")) if alone else "microbatch",
         "update": update,

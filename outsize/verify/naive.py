@@ -22,7 +22,9 @@ from outsize.kernels.entropy import LossOptions
 from outsize.models.decoder import Decoder
 from outsize.models.experts import Experts
 from outsize.models.seams import AttendSpec, ExpertSet, Recurrence, StateSpec, Tensors
-from outsize.verify.walks import Walk
+from outsize.plan import Plan
+from outsize.plan.approximate import PARTIAL
+from outsize.schedule.pipelined import pipelining_of
 
 
 def attend(
@@ -123,6 +125,33 @@ def loss_of(
 def _wide(x: Tensor) -> Tensor:
     """At least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Rows [start, stop) of a step; segments: theirs, in order."""
+
+    start: int
+    stop: int
+    segments: tuple[int, ...]
+
+
+def walks_of(plan: Plan) -> tuple[Walk, ...]:
+    """Of all rows of a step; none where all of them go through every segment. Which rows leave some
+    out is the schedule's to say (SkipPipe, outsize/schedule/pipelines/skip_pipe.py); read here, so
+    that the plain run goes the same ways in a simple loop."""
+    if PARTIAL not in plan.approximate:
+        return ()
+    stages = plan.stages
+    paths = pipelining_of(plan, 0, [(stage,) for stage in range(len(stages))]).paths
+    found = []
+    for place in range(plan.mesh.rows):
+        first, _ = plan.rows_at(place)
+        for microbatch, path in enumerate(paths):
+            start, stop = plan.rows_of(microbatch, place)
+            segments = (i for s in path for i in range(stages[s].first, stages[s].last))
+            found.append(Walk(first + start, first + stop, tuple(segments)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

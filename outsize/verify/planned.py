@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +18,22 @@ from outsize.collectives import Use, World, everyone, received
 from outsize.collectives.world import LAYERS
 from outsize.errors import OutsizeError
 from outsize.memory.store import Store
+from outsize.memory.tiers import TierSpec, open_stores
+from outsize.optim import Optimizer, StateSpec
+from outsize.optim.optimizer import Rates
+from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.runtime.job import Fill
 from outsize.runtime.making import make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.weight_pool import NO_STORES
+from outsize.train.tiers import named
 from outsize.verify.case import Case
-from outsize.verify.kept import GRADIENT, Kept
 from outsize.verify.plain import Step
-from outsize.verify.stores import stores_of
 from outsize.verify.volume import Volume, volume
 
-SUFFIX = f".{GRADIENT}"
+GRADIENT = "gradient"
+CAPACITY = 1 << 25  # bytes of a tier for one worker: cases are small
 # That came: over the network lane's groups, over the computing thread's, between stages.
 Bytes = tuple[int, int, int]
 
@@ -51,15 +58,6 @@ class Run:
     steps: tuple[Step, ...]
     differ: tuple[int, ...]
     sent: Sent
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The states of a job, whole, as a checkpoint has them."""
-
-    weights: Mapping[str, Tensor]
-    states: Mapping[str, Tensor]
-    counts: Mapping[str, int]
 
 
 class Stopped(OutsizeError):
@@ -126,8 +124,8 @@ def _whole(job: Job, loss: float, norm: float, touched: frozenset[str]) -> Step:
     """What the step gave, put together from all workers."""
     gradients: dict[str, Tensor | None] = {}
     for name, state in job.optimizer_state():
-        if name.endswith(SUFFIX):
-            own = name.removesuffix(SUFFIX)
+        own, _, kind = name.rpartition(".")
+        if kind == GRADIENT:
             gradients[own] = state.clone() if own in touched else None
     weights = {name: w.clone() for name, w in job.weights() if name in gradients}
     return Step(loss, norm, gradients, weights)
@@ -158,20 +156,16 @@ def _differing(prints: Sequence[int], world: World) -> tuple[int, ...]:
 # -- states ----------------------------------------------------------------------------------------
 
 
-def saved(job: Job) -> Saved:
-    """Copies of all states. Every worker calls it."""
+def resumed(job: Job, case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
+    """Another job that goes on where one was, from its states alone, whole as a checkpoint has
+    them. Every worker calls it."""
     weights = {name: w.clone() for name, w in job.weights()}
     states = {name: s.clone() for name, s in job.optimizer_state()}
-    return Saved(weights, states, dict(job.update_counts()))
-
-
-def resumed(job: Job, case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
-    """Another job that goes on where one was, from its states alone."""
-    states = saved(job)
+    counts = dict(job.update_counts())
     job.close()
     fresh = make(case, world, stores)
-    fresh.load(_from(states.weights), _from(states.states))
-    fresh.restore_counts(states.counts)
+    fresh.load(_from(weights), _from(states))
+    fresh.restore_counts(counts)
     return fresh
 
 
@@ -208,3 +202,60 @@ def _sum(job: Job, world: World, mine: Sequence[int], fresh: bool) -> Sent:
         states, tensor, agreement, known, None if isnan(between) else between, own.rounded
     )
     return Sent(round(network), round(compute), formula, round(stages))
+
+
+# -- what a case is played with --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`inner`, with the gradients that it is given as one state more, "gradient". States are put
+    together from all workers by whoever saves checkpoints, so gradients come out whole, by name, as
+    they were at the update: after every sum, the one scale and clipping."""
+
+    inner: Optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.inner.lr
+
+    @property
+    def weight_decay(self) -> float:
+        return self.inner.weight_decay
+
+    @property
+    def grain(self) -> int:
+        return self.inner.grain
+
+    @property
+    def approximate(self) -> str | None:
+        return self.inner.approximate
+
+    @property
+    def rest(self) -> Optimizer | None:
+        return None if self.inner.rest is None else Kept(self.inner.rest)
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        return (*self.inner.states, StateSpec(GRADIENT))
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.takes(shape)
+
+    def update(
+        self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
+    ) -> None:
+        state[GRADIENT].copy_(gradients)
+        self.inner.update(weights, gradients, state, rates)
+
+
+@contextmanager
+def stores_of(plan: Plan) -> Iterator[Mapping[str, Store]]:
+    """A store for each tier that a plan names: "disk" has files, any other is memory."""
+    names = sorted(named(plan))
+    with tempfile.TemporaryDirectory(prefix="outsize-verify-") as folder:
+        specs = {name: TierSpec(name, "memory", (), CAPACITY) for name in names}
+        if "disk" in specs:
+            specs["disk"] = TierSpec("disk", "disk", (Path(folder),), CAPACITY)
+        with open_stores(specs.values()) as stores:
+            yield stores

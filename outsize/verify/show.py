@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from outsize.memory import format_bytes
+from outsize.screen import FIGURES, table
 from outsize.verify.compare import LIMIT, Comparison, Row
 from outsize.verify.many import Summary, command
 from outsize.verify.planned import Sent
@@ -17,16 +18,14 @@ from outsize.verify.verify import Verdict
 
 def parameters(found: Comparison, limit: float = LIMIT) -> Table:
     """By parameter: the ratio and the largest difference of the gradient, and of the weight."""
-    table = Table("parameter", "ratio", "gradient", "weight", "", box=None, pad_edge=False)
-    for column in table.columns[1:4]:
-        column.justify = "right"
+    made = table("parameter", "ratio", "gradient", "weight", "", right=slice(1, 4))
     for row in found.rows:
         bad = max(row.gradient, row.weight) > limit
-        table.add_row(
+        made.add_row(
             row.name, _ratio(row), f"{row.gradient:.1e}", f"{row.weight:.1e}",
             "differs" if bad else "",
         )  # fmt: skip
-    return table
+    return made
 
 
 def _ratio(row: Row) -> str:
@@ -35,12 +34,10 @@ def _ratio(row: Row) -> str:
 
 def steps(found: Comparison) -> Table:
     """Loss and norm by step."""
-    table = Table("step", "loss", "plain", "norm", "plain", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    made = table("step", "loss", "plain", "norm", "plain", right=FIGURES)
     for index, (loss, norm) in enumerate(zip(found.losses, found.norms, strict=True)):
-        table.add_row(str(index + 1), *(f"{number:.12g}" for number in (*loss, *norm)))
-    return table
+        made.add_row(str(index + 1), *(f"{number:.12g}" for number in (*loss, *norm)))
+    return made
 
 
 def lines(verdict: Verdict) -> Iterator[str]:

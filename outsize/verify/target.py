@@ -16,20 +16,21 @@ import torch
 
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store as Checkpoints
-from outsize.collectives import Mesh
+from outsize.collectives import Mesh, parse_mesh
 from outsize.data import Batch, open_data
 from outsize.errors import OutsizeError
 from outsize.models.build import shells
 from outsize.optim import AdamW
-from outsize.plan import Plan, Precision, Rest, Sharding, from_yaml, zero
+from outsize.plan import Plan, Precision, Rest, from_yaml, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
 from outsize.train.model import subject_of
 from outsize.train.recipe import data_config, noise_of, options_of, recipe_of, stream_of
-from outsize.train.resolve import Resolved, resolve
-from outsize.train.run import PLAN, RUN, recorded_values
-from outsize.train.setup import Setup, set_up
+from outsize.train.resolve import RUN, Resolved, resolve, values_of
+from outsize.train.run import PLAN
+from outsize.train.setup import Setup, set_up, sharding_of
 from outsize.train.state import first_values
+from outsize.train.workers import over_workers
 from outsize.verify.case import Adopted, Case, Native
 
 EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64
@@ -39,18 +40,25 @@ SMALL = ("model.name=tiny", "train.sequence=32", "train.dropout=0.1", "plan.micr
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was said. sets: "key=value" of a run; shards, sequence_parallel, rows: of an adopted
-    module's plan; steps; resume: made anew from saved states before the last step."""
+    """What was said. values: of the run; of a factory's module, how it is spread; resume: made anew
+    from saved states before the last step."""
 
     target: str | None
-    sets: tuple[str, ...]
-    mesh: Mesh
-    shards: Sharding
+    values: Resolved
     steps: int
     resume: bool
 
+    @property
+    def mesh(self) -> Mesh:
+        mesh: str | None = self.values.get("mesh")
+        return Mesh() if mesh is None else parse_mesh(mesh)
 
-WHOLE = Sharding()  # every worker has all of every state
+
+def wanted(target: str | None, sets: tuple[str, ...], steps: int, resume: bool) -> Wanted:
+    """What was said. sets: "key=value" of a run. OutsizeError for what cannot be."""
+    if target is None or is_factory(target):
+        return Wanted(target, over_workers(resolve(None, (*SMALL, *sets))), steps, resume)
+    return Wanted(target, over_workers(values_of(target, sets)), steps, resume)
 
 
 def case_of(wanted: Wanted) -> Case:
@@ -58,42 +66,9 @@ def case_of(wanted: Wanted) -> Case:
     return factory_case(wanted) if is_factory(wanted.target) else run_case(wanted)
 
 
-def degrees(text: str) -> tuple[int, ...]:
-    """Three numbers, as "1,2,4"."""
-    words = [word.strip() for word in text.split(",")]
-    if len(words) != 3 or not all(word.isdecimal() for word in words):
-        raise OutsizeError(
-            f"--shards {text!r}; expected three numbers (parameters, gradients, optimizer), as"
-            " 1,2,4"
-        )
-    return tuple(map(int, words))
-
-
-def sharding(mesh: Mesh, stage: int | None, shards: str | None) -> Sharding:
-    """What the data axis cuts of an adopted module's states."""
-    if shards is not None:
-        return Sharding(*degrees(shards))
-    return zero(stage or 0, mesh.data)
-
-
 def is_factory(target: str | None) -> bool:
     """Whether a target is "import.path:factory"."""
     return target is not None and ":" in target and not Path(target).exists()
-
-
-def values_of(target: str | None, sets: tuple[str, ...]) -> Resolved:
-    """The values of a run: of a file, a run's directory, a model's, a preset."""
-    if target is None:
-        return resolve(None, (*SMALL, *sets))
-    path = Path(target)
-    if (path / RUN).is_file():
-        found, said = recorded_values(path), resolve(None, sets)
-        for name, value in said.values.items():
-            found = found.with_value(name, value, said.origins[name])
-        return found
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
-        return resolve(path, sets)
-    return resolve(None, (f"model.name={target}", *sets))
 
 
 def _rows(mesh: Mesh) -> int:
@@ -112,14 +87,12 @@ def _resume_at(wanted: Wanted) -> int:
 
 def run_case(wanted: Wanted) -> Case:
     """The case of a run; its data, its model, its plan on the mesh that is wanted."""
-    resolved = values_of(wanted.target, wanted.sets)
-    mesh = wanted.mesh
-    resolved = resolved.with_value("mesh", str(mesh) if mesh.size > 1 else None, "--mesh")
+    resolved = wanted.values
     for name in ("memory", "host_memory", "disk"):
         resolved = resolved.with_value(name, None, "verify")
     resolved = resolved.with_value("tiers", (), "verify").with_value("device", "cpu", "verify")
     if wanted.target is None:
-        rows = _rows(mesh)
+        rows = _rows(wanted.mesh)
         tokens = resolved.get("train.sequence") * rows
         resolved = resolved.derive("train.batch_tokens", tokens, f"{rows} rows")
     _refuse_approximate(resolved)
@@ -206,10 +179,10 @@ def factory_case(wanted: Wanted) -> Case:
         )
     rows, segments = _rows(mesh), len(made.named_blocks(made.model)) + 2
     precision = Precision.named(_dtype(made))
+    shards = sharding_of(wanted.values.config) or zero(0, mesh.data)
     plan = Plan(
-        segments, per_segment(segments), rows, 2, precision=precision, mesh=mesh,
-        shards=wanted.shards,
-    )  # fmt: skip
+        segments, per_segment(segments), rows, 2, precision=precision, mesh=mesh, shards=shards
+    )
     return Case(
         made, plan, AdamW(1e-3), lambda step: made.batch(step, rows), wanted.steps, 1.0,
         resume_at=_resume_at(wanted),

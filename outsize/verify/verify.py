@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from outsize.collectives import Mesh, World
+from outsize.collectives import World
 from outsize.collectives.threads import play
 from outsize.plan import Precision
 from outsize.verify import plain, planned
@@ -50,16 +49,10 @@ class Runs:
     own: Run | None
 
 
-Together = Callable[[Mesh, Callable[[World], Runs]], Sequence[Runs]]
-
-
-def verify(case: Case, own: bool = True, together: Together = play) -> Verdict:
-    """Train both ways and compare. own: in the plan's precision too. together: runs the workers;
-    usually as threads of this process.
-
-    OutsizeError for a plan that is refused.
-    """
-    found = together(case.plan.mesh, lambda world: planned_runs(case, world, own))
+def verify(case: Case, own: bool = True) -> Verdict:
+    """Train both ways, the workers as threads of this process, and compare. own: in the plan's
+    precision too. OutsizeError for a plan that is refused."""
+    found = play(case.plan.mesh, lambda world: planned_runs(case, world, own))
     return judged(case, found[0])
 
 

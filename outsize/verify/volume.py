@@ -229,6 +229,9 @@ def _dispatched(config: DecoderConfig, plan: Plan, segment: int, tokens: int) ->
     facts, here = config.experts, next(s for s in plan.stages if s.first <= segment < s.last)
     if facts is None or not config.layers[segment - 1].experts:
         return 0.0
-    forward = 1 + (here.whole or "mlp" in here.recompute)
+    tile, chunk = plan.mlp_tile, plan.block_tokens if here.whole else 0
+    again = bool(tile or "mlp" in here.recompute) + bool(chunk and segment < here.last - 1)
+    forward, most = 1 + here.whole + again, plan.most_rows * plan.sequence
+    calls = -(-most // (chunk or most)) * -(-(chunk or most) // (tile or chunk or most))
     rows = tokens * facts.chosen * config.hidden * BYTES[plan.precision.compute]
-    return 2 * (forward + 1) * rows + forward * facts.count * NUMBER
+    return 2 * (forward + 1) * rows + forward * calls * facts.count * NUMBER

@@ -33,8 +33,10 @@ def test_the_text_is_the_same_and_the_plan_is_said(invoke, directory):
 
 
 def test_timing_says_predicted_and_measured(invoke, directory):
-    words = ("generate", directory, "--max-tokens", 5, "--tokenizer", "bytes", "--memory", "160KiB")
-    _, timing = invoke(*words, "--timing").stderr.splitlines()
+    words = ("generate", directory, "--max-tokens", 5, "--tokenizer", "bytes", "--timing")
+    (resident,) = invoke(*words).stderr.splitlines()
+    _, timing = invoke(*words, "--memory", "160KiB").stderr.splitlines()
+    assert "s a token, predicted" in resident and " at most, predicted " in resident
     assert "s a token, predicted" in timing and "in each of 5 steps" in timing
     (said,) = (each.split(" at most, predicted ") for each in timing.split("; ") if "most" in each)
     found, predicted = (float(each.removesuffix(" KiB")) for each in said)
@@ -52,7 +54,7 @@ def test_a_budget_that_is_too_small_is_one_line(invoke, directory):
     assert invoke(*words, "--memory", int(least) - 1).exit_code == 2
 
 
-@pytest.mark.parametrize("option", [("--timing",), ("--sparse",), ("--disk", ".")])
+@pytest.mark.parametrize("option", [("--sparse",), ("--disk", ".")])
 def test_options_that_need_memory_say_so(invoke, directory, option):
     refused = invoke("generate", directory, "--tokenizer", "bytes", *option)
     assert refused.exit_code == 2 and "go with --memory" in refused.stderr

@@ -11,7 +11,7 @@ from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.registry import TECHNIQUES, settings_of
 from outsize.train.config import RENAMED, leaf, leaves, technique_leaves
-from outsize.train.others import OTHERS
+from outsize.train.other_trainers import OTHERS
 from outsize.train.resolve import resolve
 
 

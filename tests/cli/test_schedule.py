@@ -83,7 +83,7 @@ SIZE = ("--devices", 4, "--microbatches", 8)
         (("compare", *SIZE, "--waves", 2), "--waves: 2; there is no such choice for compare"),
         (("compare", *SIZE, "--html", "x.html"), "--html: x.html; there is no such choice"),
         (("auto", *SIZE, "--memory", 0), "memory cap: 0 microbatches; expected at least 1"),
-        (("none.csv",), "none.csv: cannot read the schedule"),
+        (("none.csv",), "none.csv cannot be read"),
         (("none.csv", *SIZE), "--devices: 4; there is no such choice for a CSV"),
         (("chimera", *SIZE, "--csv", "x.csv"), "stages on two workers"),
     ],

@@ -104,7 +104,7 @@ def test_an_earlier_run_may_be_the_forecast_and_both_are_drawn(files, invoke) ->
         (("nowhere",), "nowhere: no directory of a run"),
         (("empty",), "predicted.json is missing; expected the directory of a run"),
         (("predicted.json",), "predicted.json: no directory of a run; expected one, or the files"),
-        (("predicted.json", "nothing.json"), "cannot read the trace"),
+        (("predicted.json", "nothing.json"), "cannot be read: No such file"),
         (("measured.json", "predicted.json"), "name the predicted one first"),
         (("predicted.json", "other.json"), "no action in common (predicted: 6 actions, FORWARD s0"),
         (("predicted.json", "perfetto.json"), "a file for Perfetto; expected a trace"),

@@ -9,19 +9,19 @@ import pytest
 
 from outsize.data import sources
 from outsize.data.files import find_files
-from outsize.data.sources import ReadLog, SkipReport, read_documents
+from outsize.data.sources import ReadLog, read_documents
 from outsize.errors import OutsizeError
 
 
 def read(*paths: Path | str, kind: str | None = None, field: str = "text") -> tuple:
-    log = ReadLog()
     found = find_files(tuple(map(str, paths)), kind)  # type: ignore[arg-type]
+    log = ReadLog(ignored=found.ignored)
     texts = [text for file in found.files for text in read_documents(file, field, log)]
     assert log.done == sum(file.size for file in found.files)
-    return texts, log.report(found.ignored)
+    return texts, log
 
 
-def places(report: SkipReport) -> list[str]:
+def places(report: ReadLog) -> list[str]:
     return [f"{Path(skip.where).name}: {skip.why}" for skip in report.skips]
 
 
@@ -202,7 +202,7 @@ def test_stdlib_is_megabytes_of_real_text() -> None:
 
 
 def test_nothing_skipped_is_said_so() -> None:
-    assert SkipReport().summary() == "nothing skipped"
-    assert SkipReport(duplicates=2, ignored=1).summary() == (
+    assert ReadLog().summary() == "nothing skipped"
+    assert ReadLog(duplicates=2, ignored=1).summary() == (
         "skipped 2 duplicates, 1 files of other kinds"
     )

@@ -20,7 +20,7 @@ from outsize.plan import Pipelined, Plan, Precision
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.adopted.flow import reach_of
-from outsize.train.batches import cut
+from outsize.train.prepared.batches import cut
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gnnpipe as example

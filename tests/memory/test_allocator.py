@@ -1,40 +1,39 @@
-"""The ledger over a device's allocator: figures by hand, on an allocator that only counts."""
+"""The ledger over a device's allocator: figures by hand, where the allocator only counts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from outsize.memory import AllocatorLedger, Ledger, OverBudget, meter
+from outsize.memory import Ledger, OverBudget, meter
+
+WHOLE = 2000  # bytes of the device
 
 
 class Counting:
     """An allocator as a number."""
 
-    def __init__(self, held):
+    def __init__(self, held, monkeypatch):
         self.held = self.high = held
         self.limits = []
+        self.total_memory = WHOLE
+        for name, stands_in in (
+            ("memory_allocated", lambda _: self.held),
+            ("max_memory_allocated", lambda _: self.high),
+            ("reset_peak_memory_stats", lambda _: self.take(0, reset=True)),
+            ("get_device_properties", lambda _: self),
+            ("set_per_process_memory_fraction", lambda part, _: self.limits.append(part * WHOLE)),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stands_in)
 
-    def take(self, count):
+    def take(self, count, reset=False):
         self.held += count
-        self.high = max(self.high, self.held)
-
-    def allocated(self):
-        return self.held
-
-    def most(self):
-        return self.high
-
-    def reset(self):
-        self.high = self.held
-
-    def limit(self, budget):
-        self.limits.append(budget)
+        self.high = self.held if reset else max(self.high, self.held)
 
 
-def test_kinds_peak_and_what_was_there_before():
-    allocator = Counting(1000)
-    ledger = AllocatorLedger(allocator, budget=500)
+def test_kinds_peak_and_what_was_there_before(monkeypatch):
+    allocator = Counting(1000, monkeypatch)
+    ledger = meter("cuda", 500)
     assert allocator.limits == [500]
     with ledger:
         with ledger.kind("parameters"):
@@ -51,8 +50,9 @@ def test_kinds_peak_and_what_was_there_before():
     assert (ledger.total, ledger.peak) == (340, 390)
 
 
-def test_a_device_that_runs_out_raises_as_the_dispatcher_would():
-    ledger = AllocatorLedger(Counting(0), budget=100)
+def test_a_device_that_runs_out_raises_as_the_dispatcher_would(monkeypatch):
+    Counting(0, monkeypatch)
+    ledger = meter("cuda", 100)
     with pytest.raises(OverBudget, match="budget of 100 B"), ledger:
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(ValueError, match="else"), ledger:

@@ -17,7 +17,8 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan
 from outsize.plan.plan import per_segment
-from outsize.runtime.special.local import LocalJob
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.recipe import Recipe
 from outsize.techniques.wirings.kraken_ways import krakened
 from outsize.techniques.wirings.ladder_from import laddered
 
@@ -158,7 +159,7 @@ def test_what_cannot_be_wired_is_refused(config, words):
 def test_local_learning_of_a_ladder_is_refused():
     plan = Plan(6, per_segment(6), approximate=("local-learning",))
     with pytest.raises(OutsizeError, match="wired as ladder_from says"):
-        LocalJob(filled({**LLAMA, "ladder_from": 1}), plan, AdamW())
+        make_job(NativeModel(filled({**LLAMA, "ladder_from": 1})), plan, Recipe(AdamW()))
 
 
 def test_a_checkpoint_keeps_the_wiring(tmp_path):

@@ -11,7 +11,7 @@ from outsize.plan import Pipelined, Plan, from_yaml, to_yaml
 from outsize.plan.plan import per_segment
 from outsize.plan.settings import PLAN_SETTINGS, Settings
 from outsize.search.candidates import candidates
-from outsize.search.pipelined import continued
+from outsize.search.pipeline_request import continued
 from outsize.search.request import PlanRequest, Precision, Sharding
 from outsize.train.config import check, config_of, leaves, may_change
 

@@ -12,7 +12,7 @@ from pages import drawn, parse
 from outsize.report import timeline
 from outsize.report.totals import computing, totals
 from outsize.schedule.pipelines import Costs, Shape, make
-from outsize.simulate.steps import Played, Times, play
+from outsize.simulate.coarse import Played, Times, play
 from outsize.trace import Event, Trace
 
 

@@ -56,7 +56,7 @@ def check_untouched(job: Job, before) -> None:
     assert same(snapshot(job), before)
     assert not any(chunk.gradients.any() for chunk in job.chunks)
     parts = job.method
-    assert not parts.microbatches.under_way and not parts.passes.weight_work
+    assert not parts.microbatches.under_way and not parts.backward.weight_work
     assert not job.method.gradients.touched
 
 
@@ -72,7 +72,7 @@ def check_goes_on(job: Job, data, reference) -> None:
 
 
 BEFORE_UPDATE = [
-    Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.NORM,
+    Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.NORM,
 ]  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_an_interrupt_in_any_action(kind, when, data, reference):
             plainly()
 
     plain = intercept(job, kind, interrupted)
-    if kind is Kind.RECOMPUTE:  # one stage, two microbatches: the second time
+    if kind in (Kind.LOSS, Kind.RECOMPUTE):  # one stage, two microbatches: the second time
         calls.extend([None] * 3)
     with pytest.raises(KeyboardInterrupt):
         job.step(data[0], 1e-2)

@@ -20,7 +20,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.adopted.flow import reach_of
 from outsize.runtime.recipe import Here, Recipe
-from outsize.train.batches import cut
+from outsize.train.prepared.batches import cut
 
 ROWS, STEPS = 7, 3  # four microbatches of two rows, the last one of one
 MODELS = {

@@ -20,7 +20,8 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.compressed import GROUP, MOST, compressing, rounded
-from outsize.runtime.special.freezing import Freezing
+from outsize.techniques.frozen_by_dynamics import KEY, FrozenByDynamics
+from outsize.train.resolve import resolve
 
 ROWS, SEQUENCE = 4, 32
 
@@ -60,9 +61,10 @@ def test_gradients_are_those_of_the_rounded_activations():
     x, weight = torch.randn(48, 48).double(), torch.randn(48, 48).double()
     near = rounded(x.flatten()).flat().view(48, 48)
     plain_layer, layer = Layer(weight), Layer(weight)
-    layer.forward = compressing(layer, {layer.weight.untyped_storage()._cdata})
     one, two = (near.clone().requires_grad_(), x.clone().requires_grad_())
-    y, z = plain_layer(one), layer(two)
+    y = plain_layer(one)
+    with compressing({layer.weight.untyped_storage()._cdata}):
+        z = layer(two)
     with torch.no_grad():
         assert torch.equal(z, plain_layer(x)), "the forward pass has whole numbers"
     z.backward(torch.ones_like(z))
@@ -80,10 +82,10 @@ def peak_of(keep, rate, layers=6):
     model = build(config_of("llama, untied", **shape), seed=1)
     plan = plan_of(segments=layers + 2, stages=per_segment(layers + 2))
     ledger = Ledger()
-    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger))
-    freezing = Freezing(job, rate, keep=keep)
+    recipe = Recipe(AdamW(), techniques={KEY: FrozenByDynamics(rate, keep)})
+    job = Job(NativeFlow(model, plan), plan, recipe, Here(ledger=ledger))
     for batch in plain.batches(2, ROWS, SEQUENCE, VOCAB):
-        freezing.step(batch, 1e-3)
+        job.step(batch, 1e-3)
     return job.report.trace.peak() - sum(job.report.trace.events[-1].live.values())
 
 
@@ -94,29 +96,25 @@ def test_a_step_holds_far_less_and_frozen_layers_keep_nothing():
     assert small < 0.5 * whole
 
 
-def test_it_learns_as_with_whole_activations_and_gives_blocks_back():
+def test_it_learns_as_with_whole_activations():
     shape = {"hidden_size": 64, "intermediate_size": 176}
     model = build(config_of("llama, untied", **shape), seed=1)
     data, ends = plain.batches(1, ROWS, SEQUENCE, VOCAB), []
     for keep in ("whole", "int8"):
         plan = plan_of()
-        job = Job(NativeFlow(copy.deepcopy(model), plan), plan, Recipe(AdamW()))
-        freezing = Freezing(job, 0.0, keep=keep)
-        ends.append([float(freezing.step(data[0], 3e-3)) for _ in range(25)])
-        freezing.close()
-        assert all("forward" not in block.__dict__ for block in job.flow.blocks)
+        recipe = Recipe(AdamW(), techniques={KEY: FrozenByDynamics(0.0, keep)})
+        job = Job(NativeFlow(copy.deepcopy(model), plan), plan, recipe)
+        ends.append([float(job.step(data[0], 3e-3)) for _ in range(25)])
     whole, near = ends
     assert whole[0] == near[0] and whole[-1] < whole[0] - 0.5
     assert near != whole and near[-1] == pytest.approx(whole[-1], rel=0.01)
 
 
 def test_what_is_refused():
-    plan = plan_of()
-    job = Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, Recipe(AdamW()))
-    with pytest.raises(OutsizeError, match="keep is 'int4'"):
-        Freezing(job, 0.5, keep="int4")
-    job.plan = replace(
-        plan, stages=tuple(replace(s, rest=Rest(activations="disk")) for s in plan.stages)
-    )
+    with pytest.raises(OutsizeError, match="keep: 'int4'; expected one of whole, int8"):
+        resolve(None, ("frozen-by-dynamics.keep=int4",))
+    below = [replace(s, rest=Rest(activations="disk")) for s in plan_of().stages]
+    plan = plan_of(stages=tuple(below))
+    recipe = Recipe(AdamW(), techniques={KEY: FrozenByDynamics(0.5, "int8")})
     with pytest.raises(OutsizeError, match=r"activations rest below .* do not go together"):
-        Freezing(job, 0.5, keep="int8")
+        Job(NativeFlow(build(config_of("llama"), seed=1), plan), plan, recipe)

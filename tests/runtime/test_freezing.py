@@ -20,8 +20,14 @@ from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.freezing import UNKNOWN, Freezing, distance
+from outsize.techniques.frozen_by_dynamics import KEY, FrozenByDynamics
 
 STEPS, RATE = 10, 0.6
+
+
+def recipe_of(rate=RATE, clip=None, seed=0, **optimizer):
+    said = {KEY: FrozenByDynamics(rate)}
+    return Recipe(AdamW(**optimizer), clip, techniques=said, seed=seed)
 
 
 def plan_of(**changes):
@@ -58,14 +64,15 @@ def by_hand(model, batches, loss_of, start, clip):
     return losses, model, turns, far
 
 
-def check(job, freezing, model, batches, loss_of):
+def check(job, model, batches, loss_of):
+    freezing = job.method
     start = dict(freezing.distances)
     losses, expected, turns, far = by_hand(model, batches, loss_of, start, job.recipe.clip)
     assert len(set(map(frozenset, turns))) > 2, "the test must change who is frozen"
     got = []
     for batch, turn in zip(batches, turns, strict=True):
         assert freezing.frozen() == set(start) - turn
-        got.append(float(freezing.step(batch, 1e-2)))
+        got.append(float(job.step(batch, 1e-2)))
     assert got == pytest.approx(losses, rel=1e-10)
     weights = dict(job.weights())
     for name, parameter in expected.named_parameters():
@@ -81,8 +88,9 @@ def test_a_native_decoder_follows_the_plain_loop(family, recompute):
     batches = plain.batches(STEPS, ROWS, 20, VOCAB)
     model = build(config_of(family), seed=1, dtype=torch.float64)
     plan = plan_of(stages=per_segment(5, recompute))
-    job = Job(NativeFlow(copy.deepcopy(model), plan), plan, Recipe(AdamW(weight_decay=0.1), 0.5))
-    check(job, Freezing(job, RATE, seed=3), model, batches, plain.loss_of)
+    recipe = recipe_of(clip=0.5, seed=3, weight_decay=0.1)
+    job = Job(NativeFlow(copy.deepcopy(model), plan), plan, recipe)
+    check(job, model, batches, plain.loss_of)
 
 
 class Small(nn.Module):
@@ -105,8 +113,8 @@ def test_an_adopted_module_follows_the_plain_loop():
     mine = copy.deepcopy(model)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(mine.blocks)]
     flow = AdoptedFlow(mine, blocks, plan, lambda out, _: out)
-    job = Job(flow, plan, Recipe(AdamW(weight_decay=0.1), 0.5))
-    check(job, Freezing(job, RATE), model, batches, lambda m, batch: m(*batch))
+    job = Job(flow, plan, recipe_of(clip=0.5, weight_decay=0.1))
+    check(job, model, batches, lambda m, batch: m(*batch))
     assert all(p.requires_grad for p in mine.parameters())
 
 
@@ -118,12 +126,12 @@ def test_what_is_frozen_keeps_no_input_and_makes_no_gradient():
     for rate in (0.0, 0.99):
         ledger = Ledger()
         model = build(config_of("llama, untied"), seed=1, dtype=torch.float64)
-        job = Job(NativeFlow(model, plan), plan, Recipe(AdamW()), Here(ledger=ledger))
+        job = Job(NativeFlow(model, plan), plan, recipe_of(rate), Here(ledger=ledger))
         seen = made[rate] = []
         for module in model.modules():
             if "sink" in module.__dict__:
                 module.sink = recording(job.method.gradients, seen)
-        Freezing(job, rate).step(batch, 1e-3)
+        job.step(batch, 1e-3)
         events = job.report.trace.events
         (last,) = (e for e in events if e.kind == "FORWARD" and e.stage == 3)
         kept[rate] = sum(last.live.values()) - sum(events[-1].live.values())
@@ -147,15 +155,19 @@ def test_every_layer_has_its_turn_before_any_has_a_second():
     job = Job(
         NativeFlow(build(config_of("llama"), seed=1, dtype=torch.float64), plan),
         plan,
-        Recipe(AdamW()),
+        recipe_of(0.75),
     )
-    freezing, seen = Freezing(job, 0.75), []
+    freezing, seen = job.method, []
     while any(far >= UNKNOWN for far in freezing.distances.values()):
         seen += [n for n in freezing.distances if n not in freezing.frozen()]
-        freezing.step(batches[len(seen) % 6])
+        job.step(batches[len(seen) % 6])
     assert set(seen) == set(freezing.distances) and len(seen) < 1.5 * len(freezing.distances)
-    again = Freezing(job, 0.75, distances=freezing.distances)
-    assert again.frozen() == freezing.frozen()
+    other = Job(job.flow, plan, recipe_of(0.75)).method
+    assert other.frozen() != freezing.frozen()
+    other.recall({"config": {}, **freezing.notes()})
+    assert other.frozen() == freezing.frozen()
+    with pytest.raises(OutsizeError, match="distances of layers are not numbers"):
+        other.recall({"freezing": {"prologue.tokens.weight": "far"}})
 
 
 def test_distance_of_weights_that_are_zero():
@@ -164,11 +176,8 @@ def test_distance_of_weights_that_are_zero():
 
 
 def test_what_is_refused():
-    exact, plan = base_plan(), plan_of()
-    flow = NativeFlow(build(config_of("llama"), seed=1, dtype=torch.float64), exact)
-    with pytest.raises(OutsizeError, match="name frozen-by-dynamics there"):
-        Freezing(Job(flow, exact, Recipe(AdamW())), 0.5)
-    with pytest.raises(OutsizeError, match=r"rate is 1.0; expected 0 or more and less than 1"):
-        Freezing(Job(flow, plan, Recipe(AdamW())), 1.0)
+    exact = base_plan()
+    with pytest.raises(OutsizeError, match=r"share is 1; expected less than 1"):
+        Freezing.recipe(recipe_of(1.0))
     with pytest.raises(OutsizeError, match="frozen-by-dynamics and the plan has parameters or opt"):
         plan_of(stages=tuple(replace(s, rest=Rest(optimizer="disk")) for s in exact.stages))

@@ -30,10 +30,9 @@ from outsize.plan import Local, Pipelined, Plan, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.generating import Generated
+from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.forwards import Zeroth
-from outsize.runtime.special.local import LocalJob
-from outsize.runtime.trains import Trains
 from outsize.schedule import Kind, Program, State, prove
 from outsize.schedule.action import WHOLE
 from outsize.schedule.programs import generate
@@ -152,39 +151,54 @@ def test_jobs_of_losses_alone() -> None:
     ))  # fmt: skip
 
 
-def test_what_a_request_holds_is_predicted_and_inside_the_budget() -> None:
-    plan, prompt = PLANS["one worker"], tuple(i % VOCAB for i in range(60))
-    data, losses = batches(2, plan.rows, SEQUENCE, VOCAB), []
-    for asks in (True, False):
-        ledger = Ledger()
-        job = Job(
-            NativeFlow(mine := model(FIRST), plan), plan, Recipe(AdamW()), Here(ledger=ledger)
-        )
-        job.step(data[0])
-        if asks:
-            job.method.microbatches.ready(None, (), 1.0)  # as a request begins
-            found = needs(resident(mine), Request(prompt, 1, Sampling()), PREFILL_TOKENS)
-            before = ledger.total
-            with pytest.raises(OverBudget):
-                ledger.budget = before + found.cache // 2
-                job.generate([prompt], 1)
-            ledger.budget = before + found.cache + found.work
-            (answer,) = job.generate([prompt], 1)
-            assert len(answer.tokens) == 1
-            peak = max(ran.peak for ran in job.tokens.ran)
-            assert before < peak <= ledger.budget <= 1.05 * peak
-            ledger.budget = None
-        losses.append(float(job.step(data[1])))
-        job.close()
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize("name", ["one worker", "pipeline"])
+def test_what_a_request_holds_is_predicted_and_inside_the_budget(name: str) -> None:
+    plan = {**PLANS, "pipeline": plan_on(PIPE, pipeline=F1B1)}[name]
+    request = Request(tuple(i % VOCAB for i in range(60)), 1, Sampling())
+    data = batches(2, plan.rows, SEQUENCE, VOCAB)
+
+    def run(world: World) -> list[float]:
+        losses = []
+        for asks in (True, False):
+            ledger, mine = Ledger(), model(FIRST)
+            cuts = divide(mine, world, plan)
+            here = Here(world, ledger=ledger)
+            job = Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), here, cuts=cuts)
+            job.step(data[0])
+            if asks:
+                job.method.microbatches.ready(None, (), 1.0)  # as a request begins
+                held = replace(resident(mine), mesh=plan.mesh, rank=world.rank)
+                if job.passing is not None:
+                    job.passing.sweep()
+                    holds = job.passing.line.role(job.passing.turn).holds
+                    held = replace(held, here=tuple(s in holds for s in range(SEGMENTS)))
+                found = needs(held, request, PREFILL_TOKENS)
+                before = ledger.total
+                if world.mesh.size == 1:
+                    with pytest.raises(OverBudget):
+                        ledger.budget = before + found.cache // 2
+                        job.generate([request.ids], 1)
+                ledger.budget = before + found.cache + found.work
+                (answer,) = job.generate([request.ids], 1)
+                assert len(answer.tokens) == 1
+                peak = max(ran.peak for ran in job.tokens.ran)
+                assert before < peak <= ledger.budget <= 1.05 * peak
+                ledger.budget = None
+            losses.append(float(job.step(data[1])))
+            job.close()
+        return losses
+
+    for with_request, without in play(plan.mesh, run):
+        assert with_request == without
 
 
 def test_jobs_of_groups() -> None:
     plan = plan_on(Mesh(), approximate=("local-learning",), local=Local(2, "momentum", 0.9))
-    others("llama, untied", lambda stores: LocalJob(model("llama, untied"), plan, AdamW()))
+    name, recipe = "llama, untied", Recipe(AdamW())
+    others(name, lambda stores: make_job(NativeModel(model(name)), plan, recipe))
 
 
-def others(family: str, job_of: Callable[[dict[str, Any]], Trains]) -> None:
+def others(family: str, job_of: Callable[[dict[str, Any]], Job]) -> None:
     data, losses = batches(2, 4, SEQUENCE, VOCAB), []
     for asks in (True, False):
         with memory() as stores:
@@ -233,7 +247,7 @@ def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
     for left_out, reason in (
         ((Kind.SAMPLE, WHOLE), "waits for worker 1's SAMPLE 0, which does not come: deadlock"),
         ((Kind.PREFILL, 7), "comes before the last stage's logits"),
-        ((Kind.RECV, 3), "its input, PREFILL of stage 3, was not produced"),
+        ((Kind.RECV, 3), "its input, the output of stage 3, was not produced"),
     ):
         other = program.worker(1)
         (actions,) = other.workers

@@ -113,7 +113,7 @@ def test_without_waits_delays_would_show(monkeypatch):
 class Recorder:
     """Carries out every kind of action of the toy: it notes what runs where."""
 
-    kinds = (Kind.FETCH, Kind.EVICT, Kind.FORWARD, Kind.BACKWARD, Kind.NORM)
+    kinds = (Kind.FETCH, Kind.EVICT, Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM)
 
     def __init__(self, fail_at: int = -1, fault: BaseException | None = None) -> None:
         self.fail_at, self.fault, self.resets = fail_at, fault, 0
@@ -157,7 +157,7 @@ def toy() -> Schedule:
 
     leaves = Action(Kind.EVICT, 0, 0, Lane.EVICT, state=State.ACTIVATIONS)
     actions = (
-        fetch(0), Action(Kind.FORWARD, 0, 0), leaves, fetch(1), Action(Kind.FORWARD, 1, 0),
+        fetch(0), Action(Kind.FORWARD, 0, 0), leaves, fetch(1), Action(Kind.LOSS, 1, 0),
         Action(Kind.BACKWARD, 1, 0), Action(Kind.NORM),
     )  # fmt: skip
     return Schedule(2, 1, (actions,), residency=residency)

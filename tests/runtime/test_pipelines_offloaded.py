@@ -22,11 +22,9 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule import Kind, State
 from outsize.schedule.pipelined import bounds_of
-from outsize.schedule.pipelines import Shape
-from outsize.schedule.pipelines.registry import named
-from outsize.search.spilling import spilled
-from outsize.simulate.away import Moving
-from outsize.simulate.steps import Times
+from outsize.schedule.pipelines import Shape, named
+from outsize.search.pipeline_offload import spilled
+from outsize.simulate.coarse import Moving, Times
 
 SEGMENTS, WORKERS, MICROBATCHES = 8, 2, 5
 

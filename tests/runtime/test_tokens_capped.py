@@ -19,7 +19,7 @@ from outsize.models.families import parse
 CAP = 700 << 20  # Python, PyTorch and all
 CONFIG = {
     "model_type": "llama", "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5632,
-    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 8,
     "max_position_embeddings": 256, "initializer_range": 0.05,
 }  # fmt: skip
 CODE = """

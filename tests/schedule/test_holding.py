@@ -111,7 +111,7 @@ def test_damaged_schedules_of_two_workers(name, order):
                 verdicts[False] += 1
                 continue
             verdicts[True] += 1
-            assert judge.exact(schedule), schedule.to_text()
+            assert judge.exact(schedule), schedule
         return verdicts
 
     for verdicts in play(plan.mesh, work):
@@ -135,5 +135,5 @@ def test_damaged_schedules_are_refused_or_exact(name, monkeypatch):
                 assert str(error).startswith("schedule: ") and "\n" not in str(error)
                 continue
             verdicts[True] += 1
-            assert judge.exact(schedule), schedule.to_text()
+            assert judge.exact(schedule), schedule
     assert min(verdicts.values()) >= 10, "both must occur for the test to tell"

@@ -107,9 +107,9 @@ def test_nothing_moves_where_all_stages_are_resident(resident):
 
 def test_rooms_of_what_is_needed_together_are_apart():
     placement = placed(ALL, {"resident": 3, "returned": 2}, update="behind")
-    last, first = placement.schedule.stages - 1, placement.schedule.first
+    first = placement.schedule.first
     for action in placement.base.workers[0]:
-        needed = list(placement.items.residency.needs(action, last, first))
+        needed = list(placement.items.residency.needs(action, first))
         for n, one in enumerate(needed):
             for other in needed[n + 1 :]:
                 assert not overlap(placement.rooms[one], placement.rooms[other])
@@ -131,14 +131,13 @@ def test_activations_leave_behind_forward_and_come_back_in_time():
     for n, action in enumerate(actions):
         if action.kind is Kind.EVICT:
             before = [a for a in actions[:n] if a.lane is Lane.COMPUTE][-1]
-            assert (before.kind, before.stage, before.microbatch) == (
-                Kind.FORWARD, action.stage, action.microbatch,
-            )  # fmt: skip
+            kind = Kind.LOSS if action.stage == 4 else Kind.FORWARD
+            assert before == Action(kind, action.stage, action.microbatch)
     away = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.EVICT}
     assert away == {(a.stage, a.microbatch) for a in actions if a.kind is Kind.FETCH}
     for s in range(5):
         for m in range(3):
-            left = computing.index(Action(Kind.FORWARD, s, m))
+            left = computing.index(Action(Kind.LOSS if s == 4 else Kind.FORWARD, s, m))
             back = computing.index(Action(Kind.BACKWARD, s, m))
             assert ((s, m) in away) is (back - left > 3), "what is read at once stays"
 
@@ -146,7 +145,7 @@ def test_activations_leave_behind_forward_and_come_back_in_time():
 def test_an_evaluation_only_reads():
     placement = placed(ALL)
     actions = placement.evaluation(4).workers[0]
-    assert {a.kind for a in actions} <= {Kind.FORWARD, Kind.FETCH}
+    assert {a.kind for a in actions} <= {Kind.FORWARD, Kind.LOSS, Kind.FETCH}
     assert {a.state for a in actions if a.state} == {State.PARAMETERS}
     found = [a.stage for a in actions if a.kind is Kind.FETCH]
     assert sorted(found) == sorted(set(found)), "once for all microbatches"

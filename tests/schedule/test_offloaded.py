@@ -7,17 +7,16 @@ import random
 from dataclasses import replace
 
 import pytest
-from away import spills
+from away import bare, spills
 
 from outsize.errors import OutsizeError
 from outsize.schedule.action import Action, Kind, State
 from outsize.schedule.pipelines import Pipeline, Shape, interleaved, make, one_f_one_b
-from outsize.schedule.pipelines.offloaded import MOVED, bare, offloaded
+from outsize.schedule.pipelines.offloaded import MOVED, offloaded
 from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.proof import prove
-from outsize.search.spilling import spilled
-from outsize.simulate.away import Moving, play_away
-from outsize.simulate.steps import MIB, Times, play
+from outsize.search.pipeline_offload import spilled
+from outsize.simulate.coarse import MIB, Moving, Times, play
 
 TIMES = Times(1, 1, 1)
 NAMES = (
@@ -289,7 +288,7 @@ def test_wrong_numbers_are_refused(wrong, reason):
 def test_a_link_that_is_too_slow_shows_in_the_step():
     found = spilled(EVERY["gpipe"], TIMES, Moving(0.5, 0.5), 1.0)
     assert found.slower == pytest.approx(1)
-    slow = play_away(found.made, TIMES, Moving(5, 5))
+    slow = play(found.made.pipeline, TIMES, Moving(5, 5), found.made.parts)
     assert slow.run.makespan >= 8 * 5 + 5  # the last leaves behind all others, and comes back
     assert max(spilled(EVERY["gpipe"], TIMES, Moving(5, 5)).moved) <= 24 / (
         8 * 5

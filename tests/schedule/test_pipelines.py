@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from schedule_text import read_schedule
 
 from outsize.errors import OutsizeError
 from outsize.schedule.pipelines import (
@@ -38,8 +37,8 @@ from outsize.schedule.pipelines import (
 )
 from outsize.schedule.pipelines.greedy import makespan
 from outsize.schedule.proof import prove
+from outsize.simulate.coarse import Times, play
 from outsize.simulate.events import Run
-from outsize.simulate.steps import Times, play
 
 ROWS = list(csv.DictReader((Path(__file__).parent / "pipeline_golden.csv").open()))
 # Rows where ours is better. In this one the table's sums of 1, 1.2 and 0.8 were floats, which broke
@@ -198,12 +197,6 @@ def test_more_waves_wait_less():
     for microbatches in (4, 8, 16):  # what a wave waits does not grow with the microbatches
         got = run(hanayo(4, microbatches))
         assert max(got.idle_in_makespan) == 6 and max(got.peaks) <= 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_text_form_says_all_of_a_schedule(name):
-    schedule = make(name, Shape(4, 8)).schedule
-    assert read_schedule(schedule.to_text()) == schedule
 
 
 def test_skipping_stages_is_named_and_saves_time():

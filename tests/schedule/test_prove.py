@@ -35,7 +35,7 @@ from outsize.schedule.pipelines import (
     zb_v,
 )
 from outsize.schedule.proof import prove
-from outsize.simulate.steps import Times, play
+from outsize.simulate.coarse import Times, play
 
 PIPELINES = {
     "1F1B": one_f_one_b(3, 4),
@@ -171,8 +171,7 @@ def test_a_mutation_is_refused_with_its_reason_or_gives_the_exact_result(name):
 
 
 def text(*lines: str, stages: int = 2, microbatches: int = 1, workers: int = 2) -> Schedule:
-    head = f"schedule stages={stages} microbatches={microbatches} recompute=- first=0"
-    return read_schedule(f"{head} workers={workers}\n" + "\n".join(lines))
+    return read_schedule(lines, stages, microbatches, workers)
 
 
 STEP = (

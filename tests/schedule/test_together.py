@@ -18,7 +18,6 @@ from mutants import (
     judged_tokens,
     refusal,
 )
-from schedule_text import read_schedule
 from subjects import config_of
 
 from outsize.collectives import Mesh
@@ -179,16 +178,6 @@ def test_copies_are_proved_as_one_with_the_verdict_of_all():
         assert prove(program) == prove(every)
         late = with_lists(program, lambda actions: swapped(actions, Kind.SEND))
         assert bool(refusal(late)) == bool(refusal(replace(late, alike=tuple(range(8)))))
-
-
-def test_the_text_form_names_each_list_once():
-    program = train(placed(Mesh(2, 1, 2), 3, pipeline=Pipelined("1f1b")))
-    text = program.to_text()
-    assert text.startswith("program workers=4\nworkers 0,1\nschedule stages=8")
-    heads = [line for line in text.splitlines() if line.startswith("workers ")]
-    assert heads == ["workers 0,1", "workers 2,3"]
-    lists = text.split("workers 2,3\n")[1]
-    assert read_schedule(lists) == program.worker(3)
 
 
 # -- damaged at random -----------------------------------------------------------------------------

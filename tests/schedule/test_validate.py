@@ -23,6 +23,7 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
 from outsize.schedule import Action, Kind, Schedule, compile_plan, compile_tokens, prove
 from outsize.schedule.action import KINDS
+from outsize.schedule.role import Role
 
 ROWS, SEQUENCE, VOCAB = 2, 6, 17
 CONFIG = {
@@ -121,14 +122,14 @@ def test_damaged_schedules_are_refused_or_exact(name):
             assert str(error).startswith("schedule: ") and "\n" not in str(error)
             continue
         verdicts[True] += 1
-        assert judge.exact(schedule), schedule.to_text()
+        assert judge.exact(schedule), schedule
     assert verdicts[True] >= 5 and verdicts[False] >= 150, "both must occur for the test to tell"
 
 
 def steps(text: str, **changes) -> Schedule:
-    """A schedule of two stages, one microbatch, from words like "F0 F1 B1 B0 N U0 U1"."""
+    """A schedule of two stages, one microbatch, from words like "F0 L1 B1 B0 N U0 U1"."""
     kinds = {
-        "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT,
+        "F": Kind.FORWARD, "L": Kind.LOSS, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT,
         "W": Kind.BACKWARD_WEIGHT, "R": Kind.RECOMPUTE, "N": Kind.NORM, "U": Kind.UPDATE,
         "P": Kind.PREFILL, "D": Kind.DECODE,
     }  # fmt: skip
@@ -140,15 +141,19 @@ def steps(text: str, **changes) -> Schedule:
     return replace(Schedule(2, 1, (tuple(actions),)), **changes)
 
 
+ALL = Role(frozenset({(0, 0), (1, 0)}), frozenset({0, 1}))
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
-        steps("F0 F1 B1 B0 N U0 U1"),
-        steps("F0 F1 B1 B0 N U1 U0"),
-        steps("F0 F1 I1 I0 W0 W1 N U1 U0"),
-        steps("F0 F1 B1 R0 B0 N U0 U1", recompute=frozenset({0})),
-        steps("F0 F1 R0 B1 B0 N U0 U1", recompute=frozenset({0})),
-        steps("F0 F1 B1 N U1", first=1),
+        steps("F0 L1 B1 B0 N U0 U1"),
+        steps("F0 L1 B1 B0 N U1 U0"),
+        steps("F0 L1 I1 I0 W0 W1 N U1 U0"),
+        steps("F0 L1 B1 R0 B0 N U0 U1", recompute=frozenset({0})),
+        steps("F0 L1 R0 B1 B0 N U0 U1", recompute=frozenset({0})),
+        steps("F0 L1 B1 N U1", first=1),
+        steps("L0 B0 N0 U0 L1 B1 N1 U1", cuts=frozenset({1})),
         compile_tokens(3, Kind.PREFILL),
         compile_tokens(1, Kind.DECODE),
     ],
@@ -159,32 +164,38 @@ def test_what_is_accepted(schedule):
 
 REASONS = [
     (steps(""), "at its end: it holds no action"),
-    (steps("F1"), "action 0 .*: its input, FORWARD of stage 0, was not produced"),
+    (steps("L1"), "action 0 .*: its input, the output of stage 0, was not produced"),
     (steps("F0 F0"), "action 1 .*runs a second time"),
     (steps("F0 B0"), "its gradient from stage 1 was not produced"),
     (steps("B1"), "comes before its FORWARD"),
-    (steps("F0 F1 B1 I1"), "its gradient was produced already"),
-    (steps("F0 F1 W1"), "comes before its BACKWARD_INPUT"),
+    (steps("F0 L1 B1 I1"), "its gradient was produced already"),
+    (steps("F0 L1 W1"), "comes before its BACKWARD_INPUT"),
     (steps("F0 R0"), "has no kept input"),
-    (steps("F0 F1 B1 B0", recompute=frozenset({0})), "were not computed again"),
-    (steps("F0 F1 B1 N"), "the gradient of stage 0, microbatch 0 was not produced"),
-    (steps("F0 F1 B1 N U1"), "the gradient of stage 0, microbatch 0 was not produced"),
-    (steps("F0 F1 I1 I0 W0 N"), "the weight gradient of stage 1, microbatch 0"),
-    (steps("F0 F1 B1 B0 U0"), "comes before NORM"),
-    (steps("F0 F1 B1 B0 N U0"), "at its end: UPDATE of stage 1 is missing"),
-    (steps("F0 F1 B1 B0"), "at its end: NORM is missing"),
-    (steps("F0 F1"), "at its end: the gradient of stage 0, microbatch 0 was not produced"),
-    (steps("F0 F1 B1 B0 N F0"), "runs a second time"),
-    (steps("F0 F1 B1 B0 N F0", microbatches=2), "the gradient of stage 0, microbatch 1"),
-    (steps("F0 F1 B1 B0", first=1), "stage 0 is frozen; the first that is trained is 1"),
-    (steps("F0 F1 B1 N U0", first=1), "stage 0 is frozen"),
+    (steps("F0 L1 B1 B0", recompute=frozenset({0})), "were not computed again"),
+    (steps("F0 L1 B1 N"), "the gradient of stage 0, microbatch 0 was not produced"),
+    (steps("F0 L1 B1 N U1"), "the gradient of stage 0, microbatch 0 was not produced"),
+    (steps("F0 L1 I1 I0 W0 N"), "the weight gradient of stage 1, microbatch 0"),
+    (steps("F0 L1 B1 B0 U0"), "comes before NORM"),
+    (steps("F0 L1 B1 B0 N U0"), "at its end: UPDATE of stage 1 is missing"),
+    (steps("F0 L1 B1 B0"), "at its end: NORM is missing"),
+    (steps("F0 L1"), "at its end: the gradient of stage 0, microbatch 0 was not produced"),
+    (steps("F0 L1 B1 B0 N F0"), "runs a second time"),
+    (steps("F0 L1 B1 B0 N F0", microbatches=2), "the gradient of stage 0, microbatch 1"),
+    (steps("F0 L1 B1 B0", first=1), "stage 0 is frozen; the first that is trained is 1"),
+    (steps("F0 L1 B1 N U0", first=1), "stage 0 is frozen"),
+    (steps("L0"), "is of stage 0; expected FORWARD of it"),
+    (steps("F0 F1 B1 B0 N U0 U1", role=ALL), "is of stage 1; expected LOSS of it"),
+    (steps("L0 B0 N U0", cuts=frozenset({1})), "is of no group's first stage"),
+    (steps("L0 B0 N0 U0 L1 N1", cuts=frozenset({1})), "the gradient of stage 1, microbatch 0"),
+    (steps("L0 B0 L1 B1 N0 N1", cuts=frozenset({1})), "before UPDATE of stage 0, of a group"),
+    (steps("L0 B0 N0 U0 L1 B1 U1", cuts=frozenset({1})), "comes before NORM"),
     (steps("F2"), "stage is 2; expected 0 to 1"),
     (
-        steps("F0 P0 P1 F1 B1 B0 N U0 U1"),
+        steps("F0 P0 P1 L1 B1 B0 N U0 U1"),
         "BACKWARD and .* PREFILL and UPDATE are in one schedule",
     ),
-    (steps("P0"), "PREFILL of stage 1, microbatch 0 is missing"),
-    (steps("P0 P1", microbatches=2), "PREFILL of stage 0, microbatch 1 is missing"),
+    (steps("P0"), "stage 1 of microbatch 0 is missing"),
+    (steps("P0 P1", microbatches=2), "stage 0 of microbatch 1 is missing"),
     (Schedule(1, 1, ((Action(Kind.NORM, 0),),)), "is of the whole step; expected no stage"),
     (Schedule(1, 1, ((), ())), "stage 0, microbatch 0 is missing"),
     (Schedule(1, 1, ()), "0 workers"),
@@ -209,10 +220,10 @@ def held(schedule: Schedule, *costs: tuple[int, int]) -> Schedule:
 
 def test_the_budget_is_checked_by_replay():
     schedule = held(
-        steps("F0 F1 B1 B0 N U0 U1"),
+        steps("F0 L1 B1 B0 N U0 U1"),
         (100, 130), (40, 60), (-40, 25), (-100, 10), (0, 0), (0, 7), (0, 0),
     )  # fmt: skip
-    # F0: 130; F1: 100 + 60; B1: 140 + 25; B0: 100 + 10; nothing is left for the updates but 7.
+    # F0: 130; L1: 100 + 60; B1: 140 + 25; B0: 100 + 10; nothing is left for the updates but 7.
     assert prove(schedule).peaks[0] == 165
     assert prove(schedule, static=1000).peaks[0] == 1165
     assert prove(schedule, budget=1165, static=1000).peaks[0] == 1165

@@ -20,7 +20,8 @@ from outsize.schedule.item import Item
 from outsize.schedule.waits import settled, waits
 
 PASSES = (
-    Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT,
+    Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
 )  # fmt: skip
 BELOW = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 HOST = {"gradients": "host", "optimizer": "host"}
@@ -109,15 +110,14 @@ class Touches:
 
     def _of_pass(self, a: Action):
         r, found = self.residency, []
-        last = a.stage == self.schedule.stages - 1
         for s in r.uses[a.stage]:
             if s in r.parameters:
                 found += self._room(Item(State.PARAMETERS, s), False)
-            if s in r.gradients and (a.kind is not Kind.FORWARD or last):
+            if s in r.gradients and a.kind is not Kind.FORWARD:
                 found += self._room(Item(State.GRADIENTS, s), True)
         if a.stage in r.spills:
             here = ("activations", a.stage, a.microbatch)
-            found.append((here, a.kind is Kind.FORWARD))
+            found.append((here, a.kind in (Kind.FORWARD, Kind.LOSS)))
         return found
 
 

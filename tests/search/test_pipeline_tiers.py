@@ -15,9 +15,9 @@ from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.plan import DEVICE, Plan
 from outsize.plan.plan import per_segment
-from outsize.search import choose, forecaster_of, savings
-from outsize.search.places import places_of
+from outsize.search import choose, forecaster_of, tradeoffs
 from outsize.search.tiers import states
+from outsize.search.worker_states import worker_states
 
 WISH = replace(tiered.WISH, mesh=Mesh(pipeline=2))
 UNTIED = config_of("llama, untied", **LARGER)
@@ -37,14 +37,14 @@ def test_what_is_chosen_fits_every_worker_and_gives_the_numbers_of_one(case):
     made = chosen(config, request, top.peak * 7 // 10)
     plan = made.plan
     assert made.peak == max(made.peaks) <= top.peak * 7 // 10
-    assert all(0 < turn.below["disk"] <= made.below["disk"] for turn in made.turns)
+    assert all(0 < turn.below["disk"] <= made.below["disk"] for turn in made.ranks)
 
     segments = LAYERS + 2
     alone = Plan(segments, per_segment(segments), ROWS, 1, SEQUENCE, plan.precision, 512)
     wanted, _ = losses(config, alone, WISH, 2)
     most = made.below["disk"] + 64 * 4 * KIB  # each state begins a page
     for turn, (found, peak) in zip(
-        made.turns,
+        made.ranks,
         play(plan.mesh, lambda world: losses(config, plan, WISH, 2, world, most)),
         strict=True,
     ):
@@ -69,7 +69,7 @@ def test_each_worker_has_below_what_it_has_no_room_for():
     full, spare = max(top.peaks), min(top.peaks)
     assert spare < 0.8 * full
     made = chosen(config, WISH, (full + spare) // 2)
-    rich, poor = sorted(made.turns, key=lambda turn: turn.below.get("disk", 0))
+    rich, poor = sorted(made.ranks, key=lambda turn: turn.below.get("disk", 0))
     assert not rich.below and poor.below["disk"] > 0
     assert made.plan.stream.pool > 0, "what it has left is its pool's"
     for stage, said in enumerate(made.plan.stages):
@@ -87,12 +87,12 @@ def test_tiers_are_each_workers_own():
         chosen(UNTIED, replace(WISH, tiers=(small,)), budget)
     enough = replace(small, bytes=small.bytes + missing(caught.value))
     made = chosen(UNTIED, replace(WISH, tiers=(enough,)), budget)
-    assert sum(turn.below["disk"] for turn in made.turns) > enough.bytes >= made.below["disk"]
+    assert sum(turn.below["disk"] for turn in made.ranks) > enough.bytes >= made.below["disk"]
 
 
 def test_the_ladder_of_a_pipeline_saves_ever_more():
     deep = config_of("llama, untied", **{**LARGER, "num_hidden_layers": 12})
-    found = savings(forecaster_of(deep, WISH, MACHINE), 14)
+    found = tradeoffs(forecaster_of(deep, WISH, MACHINE), 14)
     names = [one.technique for one in found]
     at = names.index("optimizer states below")
     assert names[at : at + 3] == [
@@ -107,7 +107,7 @@ def test_the_states_of_all_workers_are_the_models():
     facts = forecaster_of(UNTIED, WISH, MACHINE).facts
     whole = 4 * 8 * sum(table.numel for table in facts.tables)
     assert states(facts, plan).total == whole
-    places = places_of(facts, plan)
+    places = worker_states(facts, plan)
     assert len(places) == 2 and sum(place.sizes.total for place in places) == whole
 
 

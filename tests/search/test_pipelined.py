@@ -17,7 +17,7 @@ from outsize.plan.plan import per_segment
 from outsize.schedule.pipelines import NAMES
 from outsize.search import PlanRequest, choose
 from outsize.search.candidates import candidates
-from outsize.search.pipelined import check, continued, row_choices
+from outsize.search.pipeline_request import check, continued, row_choices
 
 CONFIG = config_of("llama, untied", num_hidden_layers=5)
 HARDWARE = catalogue("H200", 4)
@@ -68,7 +68,7 @@ def test_cuts_are_those_of_the_smallest_largest_load():
     made = choose(CONFIG, WISH, HARDWARE)
     seconds = [0.0] * 7
     for event in made.trace.events:
-        if event.kind in ("FORWARD", "BACKWARD"):
+        if event.kind in ("FORWARD", "LOSS", "BACKWARD"):
             seconds[event.stage] += event.end - event.start
 
     def worst(cuts: tuple[int, ...]) -> float:
@@ -77,7 +77,7 @@ def test_cuts_are_those_of_the_smallest_largest_load():
 
     best = min(map(worst, itertools.combinations(range(1, 7), 3)))
     assert worst(made.plan.pipeline.cuts) == pytest.approx(best)
-    forward = sum(e.end - e.start for e in made.trace.events if e.kind == "FORWARD")
+    forward = sum(e.end - e.start for e in made.trace.events if e.kind in ("FORWARD", "LOSS"))
     each = forward / made.plan.microbatches / 4
     assert made.plan.pipeline.costs[0] == pytest.approx(each, rel=1e-2)
 
@@ -97,7 +97,7 @@ def test_the_head_has_no_say_in_cuts_where_all_workers_have_rows_of_it():
         took = sum(e.end - e.start for e in passes) / made.plan.microbatches
         assert sum(line.head) == pytest.approx(2 * took, rel=0.02)
         rows = 2 * 30_000 * config.hidden * 4
-        static = [turn.static["parameters"] for turn in made.turns]
+        static = [turn.static["parameters"] for turn in made.ranks]
         assert min(static) > rows / 2 and sum(static) < 1.2 * rows
     tight = replace(two, pipeline="1f1b+vocabulary:2", budget=round(0.97 * made.peak))
     assert choose(config, tight, HARDWARE).peak <= tight.budget

@@ -14,8 +14,8 @@ from outsize.schedule.pipelines import NAMES, Costs, Shape
 from outsize.schedule.pipelines.greedy import makespan
 from outsize.schedule.place import Placement, looped, one_way, waved
 from outsize.schedule.proof import prove
-from outsize.search.pipelines import AUTO, automatic, best_orders, compare
-from outsize.simulate.steps import Times
+from outsize.search.pipeline_scheduler import AUTO, automatic, best_orders, compare
+from outsize.simulate.coarse import Times
 
 Word = tuple[tuple[int, int, int], ...]  # kind (forward, input, weight), chunk, microbatch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.runtime.session import Session
 from outsize.runtime.tokens.pooled import PooledFiles
+from outsize.runtime.tokens.source import Source
 from outsize.schedule import Kind, State
 from outsize.schedule.item import Item
 from outsize.schedule.residency import moved
@@ -269,6 +271,32 @@ def test_a_file_cut_while_generating(tmp_path: Path) -> None:
     with pytest.raises(OutsizeError) as error:
         _streamed(path, 1 << 30)
     assert str(error.value).startswith(f"{file} is truncated in tensor 'model.layers.0.")
+
+
+def test_weights_are_read_by_actions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first request, of another one, and of one after a step that failed."""
+    path = _directory(tmp_path, _model(DEEP))
+    read, threads, begun, faulty = Source.read, set[str](), list[int](), list[int]()
+
+    def seen(self: Source, stage: int, room: Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        begun.append(stage)
+        if len(begun) in faulty:
+            raise OutsizeError("a fault")
+        read(self, stage, room)
+
+    monkeypatch.setattr(Source, "read", seen)
+    with _streamed(path, _least(path) + 60_000) as model:
+        expected = _run(model)
+        filled = {a.stage for a in _pooled(model).layout.schedules[Kind.FETCH].workers[0]}
+        assert set(begun[: len(filled)]) == filled
+        faulty.append(len(begun) + 3)
+        with pytest.raises(OutsizeError, match="a fault"):
+            _run(model)
+        again = len(begun)
+        assert _same(_run(model), expected)
+        assert set(begun[again : again + len(filled)]) == filled
+    assert threads == {"lane fetch"}
 
 
 def test_a_tied_head_in_the_files_must_be_the_embedding(tmp_path: Path) -> None:

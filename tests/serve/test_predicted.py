@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "a wide vocabulary": {"vocab_size": 5000},
     "grouped heads, tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "ladder": {"ladder_from": 2},
+    "ladder": {"ladder_from": 1},
 }
 
 
@@ -57,10 +57,6 @@ def crew(
     crew.end()
 
 
-# What a ladder's stages hand on is predicted a sixth too high where a pipeline cuts them: left out.
-@pytest.mark.parametrize(
-    "path", [MODELS[name] for name in MODELS if name != "ladder"], indirect=True
-)
 def test_on_each_worker_of_a_mesh(path: Path, crew: WorkerGroup) -> None:
     """In processes: threads that stand for workers make their sums under one of them."""
     for worker in crew.run(counted_on_mesh, path):

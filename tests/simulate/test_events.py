@@ -8,8 +8,8 @@ import pytest
 
 from outsize.errors import OutsizeError
 from outsize.schedule.pipelines import dualpipe, one_f_one_b, zb_h1
+from outsize.simulate.coarse import Times, play
 from outsize.simulate.events import Node, run
-from outsize.simulate.steps import Times, play
 
 
 def test_lanes_run_in_order_and_wait_for_what_they_need():

@@ -31,9 +31,8 @@ from outsize.schedule.pipelined import coarse_of, pipelining_of
 from outsize.schedule.pipelines import Shape, named
 from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.search import PlanRequest, predict
-from outsize.simulate import steps
-from outsize.simulate.replay import Player
-from outsize.simulate.together import play_together
+from outsize.simulate import coarse as simulator
+from outsize.simulate.replay import Player, play_together
 
 LAYERS, ROWS, SEQUENCE = 4, 15, 32
 CONFIG = config_of("llama, untied", num_hidden_layers=LAYERS)
@@ -115,11 +114,11 @@ def test_peaks_and_bytes_are_those_that_workers_count(case):
     made = predicted(CASES[case])
     plan = made.plan
     for rank, (peak, heard) in enumerate(measured(plan)):
-        turn = made.turns[plan.mesh.index("pipeline", rank)]
+        turn = made.ranks[plan.mesh.index("pipeline", rank)]
         assert peak <= turn.peak <= 1.05 * peak, (rank, peak / turn.peak)
         if plan.mesh.data == 1:
             assert sum(part.total for part in turn.received.values()) == heard
-    assert made.peak == max(turn.peak for turn in made.turns)
+    assert made.peak == max(turn.peak for turn in made.ranks)
     assert made.below == {}, "what is sent rests nowhere"
     evaluation_holds_no_more(made)
 
@@ -143,7 +142,7 @@ def evaluation_holds_no_more(made):
         return max((ran.peak for ran in job.evaluated), default=0)
 
     for rank, peak in enumerate(play(plan.mesh, work)):
-        turn = made.turns[plan.mesh.index("pipeline", rank)]
+        turn = made.ranks[plan.mesh.index("pipeline", rank)]
         assert peak <= turn.evaluation <= 1.05 * peak, (rank, peak, turn.evaluation)
 
 
@@ -162,10 +161,10 @@ def test_a_forecast_is_refused_where_one_worker_would_wait_for_another():
 
 def test_a_tied_embedding_is_on_both_ends():
     made = predicted(plan_of("1f1b", Mesh(pipeline=2)), TIED)
-    first, last = made.turns
+    first, last = made.ranks
     assert 0 in first.stages and 0 in last.stages
     assert {"stages", "merge"} <= first.received.keys()
-    for turn, (peak, heard) in zip(made.turns, measured(made.plan, TIED), strict=True):
+    for turn, (peak, heard) in zip(made.ranks, measured(made.plan, TIED), strict=True):
         assert peak <= turn.peak <= 1.05 * peak
         assert sum(part.total for part in turn.received.values()) == heard
 
@@ -177,11 +176,11 @@ def test_workers_have_as_even_rows_of_a_vocabulary_as_can_be():
     found = predicted(
         replace(made.plan, pipeline=replace(made.plan.pipeline, vocabulary=0)), config
     )
-    more = [a.parameters - b.parameters for a, b in zip(made.turns, found.turns, strict=True)]
+    more = [a.parameters - b.parameters for a, b in zip(made.ranks, found.ranks, strict=True)]
     rows = [config.hidden * 2 * count for count in (26, 27, 27, 27)]
     ends = [config.hidden * 107, 0, 0, config.hidden * 107]
     assert more == [mine - whole for mine, whole in zip(rows, ends, strict=True)]
-    for turn, (peak, heard) in zip(made.turns, measured(made.plan, config), strict=True):
+    for turn, (peak, heard) in zip(made.ranks, measured(made.plan, config), strict=True):
         assert peak <= turn.peak <= 1.05 * peak
         assert sum(part.total for part in turn.received.values()) == pytest.approx(heard, abs=100)
 
@@ -190,10 +189,10 @@ def test_bytes_between_stages_follow_the_formula():
     """Every boundary is crossed by the hidden states of all tokens, and back by their gradients."""
     made = predicted(plan_of("1f1b", Mesh(pipeline=4)))
     crossed = ROWS * SEQUENCE * CONFIG.hidden * 4
-    heard = [turn.received["stages"].total for turn in made.turns]
+    heard = [turn.received["stages"].total for turn in made.ranks]
     assert heard == [crossed, 2 * crossed, 2 * crossed, crossed]
     assert (
-        sum(turn.parameters for turn in made.turns)
+        sum(turn.parameters for turn in made.ranks)
         == predicted(replace(plan_of("1f1b", Mesh()), pipeline=Pipelined())).parameters
     )
 
@@ -210,16 +209,20 @@ def lists(plan: Plan) -> list[Player]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v", "chimera"])
 def test_a_step_is_as_long_as_the_simulator_of_schedules_says(schedule):
     """With the same seconds for every stage, and links that take none."""
-    devices, count, times = 4, 8, steps.Times(3.0, 2.0, 4.0)
+    devices, count, times = 4, 8, simulator.Times(3.0, 2.0, 4.0)
     coarse = named(schedule, Shape(devices, count, Costs(3.0, 2.0, 4.0)))
     stages = coarse.placement.stages
     plan = Plan(
         stages, per_segment(stages), count, mesh=Mesh(pipeline=devices),
         pipeline=Pipelined(schedule, costs=(3.0, 2.0, 4.0)),
     )  # fmt: skip
-    seconds = [lambda _, action: times.of(action, coarse.placement.share)] * devices
-    made = play_together(lists(plan), seconds)
-    assert made.span() == pytest.approx(steps.play(coarse, times).run.makespan)
+
+    def seconds(_: int, action: Action) -> float:
+        kind = Kind.FORWARD if action.kind is Kind.LOSS else action.kind
+        return times.of(replace(action, kind=kind), coarse.placement.share)
+
+    made = play_together(lists(plan), [seconds] * devices)
+    assert made.span() == pytest.approx(simulator.play(coarse, times).run.makespan)
     assert made.workers == tuple(range(devices))
 
 
@@ -231,14 +234,14 @@ def test_so_it_is_with_a_cut_vocabulary(schedule, variant):
     line = Pipelined(schedule, costs=(3.0, 2.0, 4.0), vocabulary=variant, head=head.output)
     stages = named(schedule, Shape(devices, 8)).placement.stages
     plan = Plan(stages, per_segment(stages), 8, mesh=Mesh(pipeline=devices), pipeline=line)
-    coarse, times = coarse_of(plan), steps.Times(3.0, 2.0, 4.0, ends=head)
+    coarse, times = coarse_of(plan), simulator.Times(3.0, 2.0, 4.0, ends=head)
     share = coarse.placement.share
 
     def seconds(_: int, action: Action) -> float:
         return times.of(action, share) + head.of_pass(action.kind, ends_of(line), devices)
 
     made = play_together(lists(plan), [seconds] * devices)
-    assert made.span() == pytest.approx(steps.play(coarse, times).run.makespan)
+    assert made.span() == pytest.approx(simulator.play(coarse, times).run.makespan)
 
 
 def test_an_exchange_ends_for_nobody_before_all_have_begun_theirs():
@@ -268,7 +271,8 @@ def test_what_takes_time_on_the_way_holds_the_next_worker_up():
     plan = Plan(4, per_segment(4), 4, mesh=Mesh(pipeline=4), pipeline=Pipelined("gpipe"))
 
     def seconds(_: int, action: Action) -> float:
-        return {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.RECV: 0.25}.get(action.kind, 0.0)
+        lengths = {Kind.FORWARD: 1.0, Kind.LOSS: 1.0, Kind.BACKWARD: 2.0, Kind.RECV: 0.25}
+        return lengths.get(action.kind, 0.0)
 
     made = play_together(lists(plan), [seconds] * 4)
     assert made.span() == pytest.approx((4 + 3) * 3 + 6 * 0.25)

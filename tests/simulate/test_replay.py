@@ -37,7 +37,7 @@ COSTS = Costs(
     0,
     {
         (Kind.FORWARD, State.NONE, 0): cost(100, 130),
-        (Kind.FORWARD, State.NONE, 1): cost(40, 60),
+        (Kind.LOSS, State.NONE, 1): cost(40, 60),
         (Kind.BACKWARD, State.NONE, 1): cost(-40, 25),
         (Kind.BACKWARD, State.NONE, 0): cost(-100, 10),
         (Kind.UPDATE, State.NONE, 0): cost(0, 7),
@@ -50,7 +50,7 @@ COSTS = Costs(
 
 def test_bytes_and_times_add_up_action_by_action():
     schedule = annotate(compile_plan(PLAN), COSTS)
-    trace = play(schedule, STATIC, lambda _, a: 2.0 if a.kind is Kind.FORWARD else 1.0)
+    trace = play(schedule, STATIC, lambda _, a: 2.0 if a.kind.way == "forward" else 1.0)
     one = [3130, 3160, 3165, 3110]  # 3000 + 130; + 100 + 60; + 140 + 25; + 100 + 10
     assert [e.peak for e in trace.events] == [*one, *one, 3000, 3007, 3900]
     assert [e.live.get("device/activations", 0) for e in trace.events] == [

@@ -33,10 +33,10 @@ from outsize.schedule.pipelines.pipeline import with_ends
 from outsize.schedule.role import Role
 from outsize.search import PlanRequest
 from outsize.search import predict as predict_plan
-from outsize.simulate.alone import durations, few
+from outsize.simulate.coarse import Times, play
 from outsize.simulate.events import Node, run
 from outsize.simulate.shared_cores import by_stage, on_cores, paces, predict
-from outsize.simulate.steps import Times, play
+from outsize.simulate.worker_profile import durations, profiled
 from outsize.trace import alone, merged
 
 TICK = 2**-8
@@ -281,7 +281,7 @@ def test_few_layers_of_each_sort_stand_for_all():
         Stage(7, 8),
     )
     plan = Plan(8, stages, rows=4, microbatch_rows=1, sequence=16, mesh=Mesh(pipeline=3))
-    chosen = few(plan, config)
+    chosen = profiled(plan, config)
     # Of two sorts of three layers each, two a worker; the prologue and the epilogue are whole.
     assert chosen.whole == (0, 1, 1, 1, 2, 2, 2, 3) and chosen.here == (0, 1, 1, 2, 2, 3)
     assert len(chosen.config.layers) == 4 and chosen.plan.mesh.size == 1
@@ -297,7 +297,7 @@ def test_durations_of_a_cut_vocabulary():
         pipeline=line,
     )  # fmt: skip
     batch = batches(1, 4, SEQUENCE, VOCAB)[0]
-    chosen = few(plan, config)
+    chosen = profiled(plan, config)
     model, cuts = chosen.build("cpu")
     assert (
         model.epilogue.head.weight.shape[0] == VOCAB // 2 == cuts["epilogue.head.weight"].local[0]
@@ -313,8 +313,9 @@ def test_durations_name_every_action_of_a_step():
     plan = Plan(4, (Stage(0, 2), Stage(2, 4)), rows=4, microbatch_rows=1, sequence=SEQUENCE)
     batch = batches(1, 4, SEQUENCE, VOCAB)[0]
     known = durations(plan, config, AdamW(), 1.0, lambda rows: batch.rows(0, rows))
-    labels = ("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "UPDATE", "NORM")
-    assert set(known) == {(label, stage) for label in labels for stage in range(2)}
+    labels = ("BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "UPDATE", "NORM")
+    ahead = {("FORWARD", 0), ("LOSS", 1)}
+    assert set(known) == {(label, stage) for label in labels for stage in range(2)} | ahead
     assert all(seconds > 0 for seconds in known.values())
     sizes = [
         sum(p.numel() for part in parts for p in part.parameters())

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outsize.plan import Plan
-from outsize.schedule.pipelines.offloaded import Offloaded
+from outsize.schedule.pipelines.offloaded import MOVED, Offloaded
+from outsize.schedule.pipelines.pipeline import Pipeline
+
+
+def bare(made: Pipeline) -> Pipeline:
+    """The pipeline without the moves of activations."""
+    workers = tuple(
+        tuple(a for a in actions if a.kind not in MOVED) for actions in made.schedule.workers
+    )
+    return replace(made, schedule=replace(made.schedule, workers=workers))
 
 
 def spills(made: Offloaded, bounds: Sequence[int]) -> tuple[frozenset[int], ...]:

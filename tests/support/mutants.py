@@ -213,7 +213,7 @@ def judged(plan: Plan, count: int, seed: str) -> Counter[str]:
                 found[_sort(reason)] += 1
                 if not reason:
                     mine = program.worker(world.rank)
-                    assert judge.exact(mine), program.to_text()
+                    assert judge.exact(mine), program.lists
             judge.job.close()
         return found
 
@@ -257,7 +257,7 @@ def judged_tokens(plan: Plan, count: int, seed: str) -> Counter[str]:
                     job.weight_pool.pool.fill_(0xFF)
                     job.weight_pool.forget()
                     got = job.generate(_PROMPTS, 3, logprobs=True)
-                    assert got == expected, program.to_text()
+                    assert got == expected, program.lists
                     del job.tokens.lists[kind]
             job.close()
         return found

@@ -106,7 +106,7 @@ def piped(name, model, mesh="pipeline=2", rows=slice(None), **changes):
     turn = (parse_mesh(mesh) if isinstance(mesh, str) else mesh).index(
         "pipeline", job._job.world.rank
     )
-    predicted = 0 if job.forecast is None else job.forecast.turns[turn].peak
+    predicted = 0 if job.forecast is None else job.forecast.ranks[turn].peak
     peak = max(event.peak for event in job.report.trace.events)
     job.close()
     return {

@@ -195,8 +195,8 @@ def test_what_is_not_finite_reaches_the_weights_and_nothing_else():
 # Of 1000, 900 and 300 elements; of the last one half lies here. Blocks of 64.
 SLOTS = (
     Slot("a", (1000,), 0, 0),
-    Slot("b", (30, 30), 1000, 0, 900),
-    Slot("c", (150,), 1900, 0, 300),
+    Slot("b", (30, 30), 1000, 0, (900,)),
+    Slot("c", (150,), 1900, 0, (300,)),
 )
 TABLE = ChunkTable(0, True, SLOTS, main=True, grain=64)
 BORDERS = {*range(0, 1000, 64), *range(1000, 1900, 64), 1900, 2050}

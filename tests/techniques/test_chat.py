@@ -161,7 +161,7 @@ def test_a_line_that_is_not_json(tmp_path):
     directory = chats.tokenizer(tmp_path / "tokenizer", template("chatml"))
     path = tmp_path / "broken.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n{\xff\n")
-    with pytest.raises(OutsizeError, match=r"broken\.jsonl:3: not JSON \(not UTF-8\)"):
+    with pytest.raises(OutsizeError, match=r"broken\.jsonl:3: not UTF-8; expected a chat"):
         opened(tmp_path, str(path), directory)
 
 

@@ -140,7 +140,7 @@ class Open:
 def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work], Work]:
     """Workers that are threads join their own world: play(mesh, near(work))."""
     mine = threading.local()
-    monkeypatch.setattr("outsize.train.preparing.from_environment", lambda *_: mine.world)
+    monkeypatch.setattr("outsize.train.prepared.making.from_environment", lambda *_: mine.world)
 
     def entering(work: Work) -> Work:
         def run(world: World) -> Any:

@@ -15,11 +15,11 @@ from torch.distributed import HashStore
 
 from outsize.cli.main import main
 from outsize.collectives import Mesh
-from outsize.launch import Mailbox, Unwatched, WorkerGroup
-from outsize.simulate.alone import durations
+from outsize.launch import Heartbeat, Mailbox, WorkerGroup
 from outsize.simulate.shared_cores import on_cores
+from outsize.simulate.worker_profile import durations
 from outsize.train import timing
-from outsize.train.ready import data_of, streamed
+from outsize.train.opening import data_of, streamed
 from outsize.train.resolve import resolve
 from outsize.train.setup import Setup, set_up
 from outsize.train.timing import calibrated, keep_pace, no_pace
@@ -44,7 +44,7 @@ def together(setup: Setup) -> Setup:
     store = HashStore()
 
     def run(world):
-        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Heartbeat(), lambda _: None)
         crew = WorkerGroup(world, post.pulse, post)
         return keep_pace(crew) if world.rank else calibrated(setup, stream, crew)
 
@@ -89,7 +89,7 @@ def test_nobody_waits_where_there_is_nothing_to_measure(setup):
     store = HashStore()
 
     def run(world):
-        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Unwatched(), lambda _: None)
+        post = Mailbox(world.rank, 2, world.rank, 2, 0, store, Heartbeat(), lambda _: None)
         crew = WorkerGroup(world, post.pulse, post)
         (keep_pace if world.rank else no_pace)(crew)
 

@@ -16,7 +16,7 @@ import outsize
 from outsize.collectives import Mesh
 from outsize.hardware import Rate, Tier
 from outsize.plan import zero
-from outsize.train.alike import agreed
+from outsize.train.prepared.workers import agreed
 
 MEMORY = 700 << 10  # the least is 604 KiB
 

@@ -23,7 +23,7 @@ STEPS = 3
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measure this machine and its disk anew in each test takes seconds."""
     rate = Rate(1e9, "B/s", "test", "2026-11-21")
-    monkeypatch.setattr("outsize.train.preparing.probe", known_hardware)
+    monkeypatch.setattr("outsize.train.prepared.making.probe", known_hardware)
     monkeypatch.setattr(
         "outsize.train.tiers.measured", lambda spec, date: Tier(spec.name, spec.bytes, rate, rate)
     )
@@ -163,7 +163,7 @@ def test_memory_is_let_go_as_it_moves(tmp_path, monkeypatch) -> None:
     for p in model.parameters():
         ledger.see(p)
     assert ledger.total == whole
-    monkeypatch.setattr("outsize.train.preparing.meter", lambda device, budget: ledger)
+    monkeypatch.setattr("outsize.train.prepared.making.meter", lambda device, budget: ledger)
     job = prepare(
         model, optimizer_of(model), memory=int(0.45 * states(model)), disk=f"{tmp_path}:1GiB"
     )

@@ -14,7 +14,7 @@ from outsize.models.build import build
 from outsize.models.dropout import Noise
 from outsize.optim import AdamW
 from outsize.train.metrics import read_metrics
-from outsize.train.ready import data_of
+from outsize.train.opening import data_of
 from outsize.train.resolve import resolve
 from outsize.train.setup import set_up
 from outsize.verify import plain

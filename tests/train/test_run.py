@@ -16,7 +16,7 @@ from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
-from outsize.train.run import recorded_values
+from outsize.train.resolve import recorded_values
 
 
 def test_a_run_from_start_to_end(runs) -> None:

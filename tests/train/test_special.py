@@ -15,10 +15,8 @@ from outsize.checkpoint.store import Store
 from outsize.errors import OutsizeError
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
-from outsize.train.resolve import resolve
-from outsize.train.run import recorded_values
+from outsize.train.resolve import recorded_values, resolve
 from outsize.train.setup import set_up
-from outsize.train.special import special_of
 from outsize.train.state import same_run
 
 WAYS = {
@@ -82,7 +80,8 @@ def test_the_predicted_peak_is_the_measured_one(runs, name) -> None:
     assert last["measured_peak_bytes"] == pytest.approx(last["predicted_peak_bytes"], rel=0.03)
 
 
-def test_the_predicted_peak_of_an_evaluation_is_the_measured_one(runs, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["local-learning", "zeroth-order"])
+def test_the_predicted_peak_of_an_evaluation_is_the_measured_one(runs, name, monkeypatch) -> None:
     plain, found = Loop._evaluate, []
 
     def looking(loop, show):
@@ -91,7 +90,7 @@ def test_the_predicted_peak_of_an_evaluation_is_the_measured_one(runs, monkeypat
         found.append((max(ran.peak for ran in loop.job.evaluated), loop.setup.forecast.evaluation))
 
     monkeypatch.setattr(Loop, "_evaluate", looking)
-    runs.train(**sets_of("zeroth-order", train__steps=2, memory="64MiB"))
+    runs.train(**sets_of(name, train__steps=2, memory="64MiB"))
     assert found
     for measured, predicted in found:
         assert 0.95 * predicted <= measured <= predicted
@@ -175,7 +174,7 @@ def test_settings_are_under_the_technique_s_own_name() -> None:
     with pytest.raises(OutsizeError, match="name local-learning there, or leave its settings out"):
         set_up(resolve(None, ("model=tiny", "precision=float32", "local-learning.groups=2")))
     sets = ("plan.approximate=[local-learning]", "local-learning.auxiliary=head", "optimizer.lr=1")
-    local = special_of(resolve(None, sets).config).local
+    local = set_up(resolve(None, (*sets, "model=tiny", "precision=float32"))).plan.local
     assert (local.groups, local.auxiliary, local.momentum) == (2, "head", 0.995)
 
 

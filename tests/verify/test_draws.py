@@ -43,12 +43,12 @@ def test_a_seed_is_one_draw():
 
 def test_everything_is_drawn():
     """Of a few hundred draws, each feature comes up, alone and on many workers."""
-    seen = Counter(name for seed in range(300) for name in features(first_of(seed)))
+    seen = Counter(name for seed in range(500) for name in features(first_of(seed)))
     names = {name for name in seen if not name.startswith(ODD)}
     assert names == {
         "mesh data x tensor", "mesh pipeline x data", "mesh pipeline x tensor", "loss_chunk",
         "mesh data x context", "mesh context x tensor", "mesh pipeline x context",
-        "mesh data x expert", "mesh pipeline x expert",
+        "mesh data x expert", "mesh pipeline x expert", "mesh expert x tensor",
         "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel",
         "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
         "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",

@@ -37,7 +37,7 @@ FACTORS = {
     "mesh": (
         *(Mesh(), Mesh(3), Mesh(1, 2), Mesh(2, 2)),
         *(Mesh(context=2), Mesh(2, context=3), Mesh(tensor=2, context=2)),
-        *(Mesh(expert=2), Mesh(2, expert=2)),
+        *(Mesh(tensor=2, expert=2), Mesh(2, expert=2)),
     ),
     "shards": ("whole", "optimizer", "gradients", "parameters"),
     "recompute": ("two stages", "block", "parts", "mixed"),
@@ -85,6 +85,7 @@ PIPED = FACTORS | {
     "update": ("apart",),
 }
 LOOPED = ("interleaved:2", "zb-v")
+REDRAWS = 60
 
 
 def possible(row: dict) -> bool:
@@ -101,10 +102,8 @@ def possible(row: dict) -> bool:
         return False
     if row["sequence_chunk"] and row["mesh"]["context"] > 1:
         return False
-    if row["mesh"]["expert"] > 1:
-        mixed = row["family"] in ("mixtral", "deepseek_v3")
-        if not mixed or row["mlp_tile"] or row["sequence_chunk"]:
-            return False
+    if row["mesh"]["expert"] > 1 and row["family"] not in ("mixtral", "deepseek_v3"):
+        return False
     whole = row["recompute"] in ("block", "mixed")
     other = row["split_backward"] or row["sequence_parallel"]
     return not row["sequence_chunk"] or (whole and not other)
@@ -121,27 +120,35 @@ def piped(row: dict) -> bool:
     return row["cuts"] == "even" or row["recompute"] != "mixed" or row["schedule"] not in LOOPED
 
 
-def pairs(row: dict) -> set:
-    return set(itertools.combinations(row.items(), 2))
+def drawn(draw: Random, factors: dict, fixed: dict) -> dict | None:
+    """A possible row with these values: where it is not, one factor is redrawn, a while long."""
+    row = {name: draw.choice(values) for name, values in factors.items()} | fixed
+    free = [name for name in factors if name not in fixed]
+    for _ in range(REDRAWS):
+        if possible(row):
+            return row
+        name = draw.choice(free)
+        row[name] = draw.choice(factors[name])
+    return None
 
 
 def covering(factors: dict) -> list[dict]:
-    """Rows that hold every possible pair; greedy, of random rows the one with the most new ones."""
+    """Rows that hold every possible pair: greedy, of three rows for each pair. Every process that
+    collects tests finds them anew, so sets of pairs are numbers: a bit for each."""
     draw = Random(4)
-
-    def candidate(fixed=()) -> dict:
-        while True:
-            row = {name: draw.choice(values) for name, values in factors.items()} | dict(fixed)
-            if possible(row):
-                return row
-
-    known = set().union(*(pairs(candidate()) for _ in range(6000)))
+    pairs = (
+        frozenset({(one, x), (other, y)})
+        for one, other in itertools.combinations(factors, 2)
+        for x, y in itertools.product(factors[one], factors[other])
+    )
+    bits = {pair: 1 << i for i, pair in enumerate(pairs)}
+    rows = [row for pair in bits for _ in range(3) if (row := drawn(draw, factors, dict(pair)))]
+    left = [sum(bits[frozenset(p)] for p in itertools.combinations(r.items(), 2)) for r in rows]
     found = []
-    while known:
-        some = min(known, key=repr)
-        best = max((candidate(some) for _ in range(60)), key=lambda row: len(pairs(row) & known))
-        found.append(best)
-        known -= pairs(best)
+    while any(left):
+        best = max(range(len(rows)), key=lambda i: left[i].bit_count())
+        found.append(rows[best])
+        left = [some & ~left[best] for some in left]
     return found
 
 

@@ -20,11 +20,10 @@ from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
 from outsize.verify import Adopted, verify
 from outsize.verify.compare import compare
-from outsize.verify.kept import Kept
-from outsize.verify.naive import loss_of
+from outsize.verify.naive import Walk, loss_of, walks_of
 from outsize.verify.plain import Recipe, Step, train
+from outsize.verify.planned import Kept
 from outsize.verify.updates import updater
-from outsize.verify.walks import Walk, walks_of
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -115,9 +115,9 @@ def only(config: Config, key: str, allowed: Any, why: str) -> None:
         raise refuse(key, value, f"{allowed!r}: {why}")
 
 
-def divided(config: Config, size_key: str, parts_key: str, default: int | None = None) -> int:
+def divided(config: Config, size_key: str, parts_key: str) -> int:
     """size / parts, where it is whole."""
-    size, parts = integer(config, size_key), integer(config, parts_key, default)
+    size, parts = integer(config, size_key), integer(config, parts_key)
     if size % parts:
         raise OutsizeError(
             f"config.json: {size_key} = {size} is not a multiple of {parts_key} = {parts}"

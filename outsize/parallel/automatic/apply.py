@@ -9,7 +9,6 @@ all that take the same tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +51,12 @@ class Fan:
         self._taken: Tensor | None = None
         self._given: Tensor | None = None
         self._left, self._learns = 0, False
+
+    def hook(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Of a linear layer, which takes one tensor."""
+        if args:
+            return (self(args[0]), *args[1:]), kwargs
+        return args, {name: self(value) for name, value in kwargs.items()}
 
     def __call__(self, x: Tensor) -> Tensor:
         # A part that is computed again takes the same tensor first without gradients.
@@ -108,16 +113,4 @@ def _connect(block: nn.Module, group: Group, axis: Collective) -> None:
     for paths in group.fans:
         fan = Fan(len(paths), axis)
         for path in paths:
-            block.get_submodule(path).register_forward_pre_hook(_Hook(fan), with_kwargs=True)
-
-
-@dataclass(frozen=True)
-class _Hook:
-    """Fans out the one tensor that a linear layer takes."""
-
-    fan: Fan
-
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if args:
-            return (self.fan(args[0]), *args[1:]), kwargs
-        return args, {name: self.fan(value) for name, value in kwargs.items()}
+            block.get_submodule(path).register_forward_pre_hook(fan.hook, with_kwargs=True)

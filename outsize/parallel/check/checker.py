@@ -238,12 +238,11 @@ def _pass(
             f"its gradient is {new} from here and {old} from elsewhere: their sum is neither, and"
             f" a collective would count one {declared.size} times"
         )
-        refusal = Refusal(what, f"all_reduce of the gradient where it is {PARTIAL}")
+        missing = f"all_reduce of the gradient where it is {PARTIAL}"
         name = graph.values[index].name
         partial_here = node if new == PARTIAL else _other(graph, checked, index)
         module = (partial_here.site or (partial_here.module,))[0]
-        finding = Finding(module, name, declared.axis, refusal.what, refusal.missing)
-        checked.findings.append(finding)
+        checked.findings.append(Finding(module, name, declared.axis, what, missing))
     checked.gradients[index] = PARTIAL if PARTIAL in (old, new) else new
 
 

@@ -138,8 +138,7 @@ class Branch:
         if x is not run.x or not run.arriving:
             run.land()
             return linear(x, one.weight, bias, sink)
-        plain = partial(plain_back, bias=bias)
-        return multiply(x, one, bias, sink, run.multiplied, plain)
+        return multiply(x, one, bias, sink, run.multiplied, plain_back)
 
     def _row(self, row: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
         """Without its bias, which is added behind the sum."""

@@ -132,9 +132,7 @@ def gathered_back(
     return gy_TO, gx_TI
 
 
-def plain_back(
-    gy: Tensor, weight_OI: Tensor, wanted: bool, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def plain_back(gy: Tensor, weight_OI: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
     return gy, product.product(gy, weight_OI) if wanted else None
 
 

@@ -59,7 +59,7 @@ function colour(name) {  // the theme's, or for a name it does not know a hue of
   });
 }
 const lots = Math.max(1, ...traces.map((t) => t.microbatch.reduce((a, b) => Math.max(a, b), 0)));
-const LIGHT = { FORWARD: [74, 60], RECOMPUTE: [80, 66], BACKWARD: [58, 46], BACKWARD_INPUT: [62, 50], BACKWARD_WEIGHT: [50, 38], EMBED: [78, 64], EMBED_BACKWARD: [62, 50], OUTPUT_S: [70, 56], OUTPUT_T: [56, 44] };
+const LIGHT = { FORWARD: [74, 60], LOSS: [66, 54], RECOMPUTE: [80, 66], BACKWARD: [58, 46], BACKWARD_INPUT: [62, 50], BACKWARD_WEIGHT: [50, 38] };
 const hue = (m) => 8 + (300 * m) / lots;  // from red to violet, in the order of the step
 function ofMicrobatch(kind, m) {
   if (m < 0) return theme.grey;
@@ -109,7 +109,7 @@ function workerRow(worker) {
   });
   return { worker, note: stagesOf(worker), first: true, tracks };
 }
-const WAY = ["FORWARD", "BACKWARD", "BACKWARD_INPUT", "PREFILL", "DECODE"];  // what the next stage waits for
+const WAY = ["FORWARD", "LOSS", "BACKWARD", "BACKWARD_INPUT", "PREFILL", "DECODE"];  // what the next stage waits for
 function stagesOf(worker) {  // "s0, s7" where workers have stages of their own
   const found = new Set(), all = new Set();
   traces.forEach((t) => t.stage.forEach((stage, i) => { if (stage >= 0 && WAY.includes(data.kinds[t.kind[i]])) { all.add(stage); if (data.lanes[t.lane[i]][0] === worker) found.add(stage); } }));

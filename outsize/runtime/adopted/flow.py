@@ -46,6 +46,7 @@ class AdoptedFlow:
 
     replay = True
     wide: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()
     rows = None
 
     def __init__(

@@ -23,6 +23,8 @@ from outsize.runtime.watch import Watch
 from outsize.schedule import Action, Kind
 from outsize.torch_private import disable_current_modes
 
+UNCHANGED = "the weights were left unchanged"
+
 
 class Diverged(Everywhere):
     """The gradient norm is not finite; the weights were left as they are."""
@@ -50,7 +52,8 @@ class Norm:
         self._norms: dict[int, Tensor] = {}  # by chunk
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
-        return Deed(partial(self._run, points.at_norm))
+        after = "some weights have been updated" if action.stage > 0 else UNCHANGED
+        return Deed(partial(self._run, points.at_norm(action.stage), after))
 
     def begin(self, points: Points) -> None:
         self._norms.clear()
@@ -84,12 +87,13 @@ class Norm:
             norms = torch.stack([self._norms[index] for index in mine]).tolist()
         return {index: norm * norm for index, norm in zip(mine, norms, strict=True)}
 
-    def _run(self, stages: tuple[int, ...]) -> None:
+    def _run(self, stages: tuple[int, ...], after: str) -> None:
         self.square(stages)
         squares, mine = self.squares(sorted(self._norms)), self._microbatches
         total, mine.loss = self._totals.sums(squares, mine.loss, self._gradients.touched)
         self.value = total**0.5
-        finite(self.value, "the weights were left unchanged")
+        self._norms.clear()
+        finite(self.value, after)
         if self.clip is not None:
             self._updates.scale = min(1.0, self.clip / (self.value + 1e-6))
 

@@ -30,7 +30,9 @@ class Spilling:
         here = (action.stage, action.microbatch)
         if action.kind is Kind.FETCH:
             return Deed(partial(self._read, here), partial(self._allocate, here))
-        return Deed(partial(self._write, here), settle=partial(self._release, here))
+        return Deed(
+            partial(self._write, here), partial(self._keep, here), partial(self._release, here)
+        )
 
     def begin(self, points: Points) -> None:
         self._leaving = points.spilled
@@ -46,6 +48,11 @@ class Spilling:
         here = self._plan.stages[stage]
         store = self._stores[here.rest.activations]
         return self.spills.begin(stage, microbatch, store, bool(here.spill))
+
+    def _keep(self, here: tuple[int, int]) -> None:
+        """A stage without blocks has kept nothing, and leaves with that."""
+        stage, microbatch = here
+        self.of(microbatch, stage)
 
     def _allocate(self, here: tuple[int, int]) -> None:
         with self._watch.kind("activations"):

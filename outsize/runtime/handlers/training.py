@@ -27,11 +27,12 @@ from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
-from outsize.runtime.handlers.passes import Passes, nothing_comes
+from outsize.runtime.handlers.passes import Backward, Forward, nothing_comes
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.handlers.states import Arrivals, Movement
 from outsize.runtime.handlers.update import Update
+from outsize.runtime.method import Method
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Group, Here, Recipe
 from outsize.runtime.spill import Spills
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from outsize.runtime.job import Job
 
 
-class Training:
+class Training(Method):
     """Steps of one forward and one backward pass. See outsize/runtime/method.py. A parameter that
     stops to require a gradient is left as it is until it does again."""
 
@@ -75,12 +76,11 @@ class Training:
         self.update = Update(self.updates, gradients, self.norm, job.totals)
         movement = Movement(weight_pool)
         hand = nothing_comes if passing is None else passing.hand
-        stages = len(job.plan.stages)
-        self.passes = Passes(self.microbatches, gradients, self.spilling, stages, hand)
+        self.backward = Backward(self.microbatches, gradients, spills, hand)
         self.sample = self._sampling(job, job.totals)
         handlers: list[Handler] = [
-            self.passes, Arrivals(weight_pool), movement, self.spilling, self.norm, self.update,
-            self.sample,
+            Forward(self.microbatches, hand), self.backward, Arrivals(weight_pool), movement,
+            self.spilling, self.norm, self.update, self.sample,
         ]  # fmt: skip
         before: list[Hook] = [movement.anew]
         if job.rows is not None:
@@ -132,9 +132,6 @@ class Training:
     def found(self) -> tuple[Tensor, float]:
         assert self.microbatches.loss is not None
         return self.microbatches.loss, self.norm.value
-
-    def settle(self) -> None:
-        """An update is whole when its step is."""
 
     def mend(self) -> None:
         self.update.torn = False

@@ -8,12 +8,13 @@ fixed point; a scale for each group: Chen et al., "ActNN", 2021.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.torch_private import storage_key
@@ -62,7 +63,7 @@ class _View:
 
 
 class _Call:
-    """One forward of a block. kept: storages that stay as they are."""
+    """One forward of a stage. kept: storages that stay as they are."""
 
     def __init__(self, kept: Collection[int]) -> None:
         self._kept = kept
@@ -91,19 +92,12 @@ def _unpack(packed: Any) -> Tensor:
     return tensor
 
 
-def compressing(module: nn.Module, kept: Collection[int]) -> Callable[..., Any]:
-    """A forward for a block whose saved activations are rounded. kept: storages (their keys)
-    that are not: parameters."""
-    plain = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        call = _Call(kept)
-        try:
-            with saved_tensors_hooks(call.pack, _unpack):
-                return plain(*args, **kwargs)
-        finally:
-            call.forget()
-
-    return forward
+@contextmanager
+def compressing(kept: Collection[int]) -> Iterator[None]:
+    """Round what autograd saves meanwhile. kept: storages (their keys) that are not: parameters."""
+    call = _Call(kept)
+    try:
+        with saved_tensors_hooks(call.pack, _unpack):
+            yield
+    finally:
+        call.forget()

@@ -12,109 +12,127 @@ backward pass; the gradient of its input still flows. What blocks keep all the s
 gate, attention) may wait in 8 bits (outsize/runtime/special/compressed.py). The paper's pruned
 activations are not here.
 
-    freezing = Freezing(job, rate=0.9)   # plan.approximate: [frozen-by-dynamics]
-    loss = freezing.step(batch)          # in place of job.step
+    plan: {approximate: [frozen-by-dynamics]}
+    frozen-by-dynamics: {share: 0.9}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
 from outsize.memory.chunk import is_layer
+from outsize.models.cuts import Cut
 from outsize.models.random import uniform
-from outsize.runtime.intercept import Undo, intercept
-from outsize.runtime.job import Job
+from outsize.plan import Plan
+from outsize.runtime.engine import Call, Loaded, Ran
+from outsize.runtime.flow import Flow
+from outsize.runtime.handlers.training import Training
+from outsize.runtime.points import Points
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.compressed import compressing
+from outsize.schedule import Action, Kind
+from outsize.schedule.layout import Placement
 from outsize.torch_private import storage_key
 
-NAME = "frozen-by-dynamics"  # what `approximate` must name
-KEEP = ("whole", "int8")
+if TYPE_CHECKING:
+    from outsize.runtime.job import Job
+    from outsize.runtime.method import Notes
+
+NAME = "frozen-by-dynamics"
+NOTES = "freezing"  # of a checkpoint: how far every layer moved last
 UNKNOWN = 1e10  # distances of layers that no step has trained yet are from here on
 
 
-class Freezing:
-    """Plays a job's steps with some layers frozen in each.
+class Freezing(Training):
+    """Steps with some layers frozen in each: see outsize/runtime/method.py.
 
-    rate: the share of layers that is frozen, 0 to below 1. seed: of the order in which layers have
-    their first turn. distances: by layer, to go on with; a state to save is `distances`. keep:
-    what blocks keep for the backward pass as it is ("whole"), or in 8 bits ("int8").
+    distances: by layer. The recipe's seed gives the order in which layers have their first turn.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        rate: float,
-        seed: int = 0,
-        distances: Mapping[str, float] | None = None,
-        keep: Literal["whole", "int8"] = "whole",
-    ) -> None:
-        if NAME not in job.plan.approximate:
-            raise OutsizeError(
-                f"plan: approximate is {list(job.plan.approximate)}; frozen layers change the"
-                f" maths: name {NAME} there"
-            )
-        if not 0 <= rate < 1:
-            raise OutsizeError(f"{NAME}: rate is {rate}; expected 0 or more and less than 1")
-        self.job, self.rate = job, rate
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        own = job.recipe.of(NAME)
+        self._job, self.left = job, float(own.share)
+        self._rate: float = self.left
         names = [n for n, p in job.owners.items() if p.requires_grad and is_layer(n, p.ndim)]
-        first = uniform(seed, "freezing", 0, len(names))
+        first = uniform(job.recipe.seed, "freezing", 0, len(names))
         self.distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
-        self.distances |= {n: float(d) for n, d in (distances or {}).items()}
-        if keep not in KEEP:
-            raise OutsizeError(f"{NAME}: keep is {keep!r}{nearest(keep, KEEP)}")
-        self._undo: list[Undo] = []
-        if keep == "int8":
-            self._compress()
+        if own.keep == "int8":
+            self.engine.around |= {Kind.FORWARD: self._round, Kind.RECOMPUTE: self._round}
 
-    def _compress(self) -> None:
-        if self.job.plan.rests_below("activations"):
+    @staticmethod
+    def recipe(said: Recipe) -> Recipe:
+        share = said.of(NAME).share
+        if not share < 1:
+            raise OutsizeError(f"{NAME}.share is {share:g}; expected less than 1")
+        return said
+
+    @staticmethod
+    def placement(
+        flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
+    ) -> Placement:
+        if recipe.of(NAME).keep == "int8" and plan.rests_below("activations"):
             raise OutsizeError(
                 f"{NAME}: activations rest below the device and keep is 'int8', which do not go"
                 " together: leave one of them out"
             )
-        chunks = (chunk.parameters for chunk in self.job.chunks)
-        kept = {storage_key(flat) for flat in chunks}
-        self._undo = [intercept(b, compressing(b, kept)) for b in self.job.flow.blocks]
+        return Training.placement(flow, plan, recipe, here, cuts)
 
-    def close(self) -> None:
-        """Give the job's blocks their own forward back."""
-        while self._undo:
-            self._undo.pop()()
+    def notes(self) -> Notes:
+        return {NOTES: dict(self.distances)}
+
+    def recall(self, notes: Mapping[str, Any]) -> None:
+        found = notes.get(NOTES, {})
+        if not isinstance(found, dict) or not all(isinstance(d, float) for d in found.values()):
+            raise OutsizeError("checkpoint: its distances of layers are not numbers")
+        self.distances |= found
+
+    def _round(self, run: Call, action: Action, points: Points) -> Call:
+        """Of stages of blocks alone: what the head keeps stays as it is."""
+        stage, blocks = self._job.plan.stages[action.stage], len(self._job.flow.blocks)
+        if points.evaluates or not 1 <= stage.first < stage.last <= blocks + 1:
+            return run
+        kept = {storage_key(chunk.parameters) for chunk in self._job.chunks}
+
+        def rounding() -> None:
+            with compressing(kept):
+                run()
+
+        return rounding
 
     def frozen(self) -> frozenset[str]:
         """The layers that the next step leaves alone."""
-        count = int(self.rate * len(self.distances))
+        count = int(self._rate * len(self.distances))
         order = sorted(self.distances, key=self.distances.__getitem__)
         return frozenset(order[:count])
 
-    def step(self, batch: Any, lr: float | None = None) -> Tensor:
-        """Job.step, with the calmest layers frozen."""
-        frozen = self.frozen()
-        active = [name for name in self.distances if name not in frozen]
-        read = self.job.weight_reader()
-        with self.job.watch.on(), self.job.watch.kind("optimizer"):
-            before = {name: read(name).clone() for name in active}
+    def play(self, step: Loaded, begin: float) -> list[Ran]:
+        """With the calmest layers frozen."""
+        frozen, watch = self.frozen(), self._job.watch
+        read = self._job.held.weight_reader()
+        with watch.on(), watch.kind("optimizer"):
+            before = {name: read(name).clone() for name in self.distances if name not in frozen}
         with self._still(frozen):
-            loss = self.job.step(batch, lr)
-        self._measure(before, self.job.weight_reader())
-        return loss
+            ran = super().play(step, begin)
+        self._measure(before, self._job.held.weight_reader())
+        return ran
 
     @contextmanager
     def _still(self, names: frozenset[str]) -> Iterator[None]:
         for name in names:
-            self.job.owners[name].requires_grad_(False)
+            self._job.owners[name].requires_grad_(False)
         try:
             yield
         finally:
             for name in names:
-                self.job.owners[name].requires_grad_(True)
+                self._job.owners[name].requires_grad_(True)
 
     def _measure(self, before: dict[str, Tensor], read: Callable[[str], Tensor]) -> None:
         for name in list(before):

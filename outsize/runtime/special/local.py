@@ -7,269 +7,217 @@ block, which tells a group what the next one will make of its output (Su et al.,
 Network for Supervised Local Learning", 2024; plain local learning: Belilovsky et al., "Decoupled
 Greedy Learning of CNNs", 2020).
 
-A group is a Job like any other: each makes its whole step, clipped by its own norm and updated,
+The step is one Program: each group makes its whole step, clipped by its own norm and updated,
 before the next one begins. The average moves when its group has stepped and the next has not.
-
-    job = LocalJob(model, plan, AdamW(lr))   # plan.approximate: [local-learning], plan.local
-    loss = job.step(batch)                   # that of the last group, the model's own
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import cached_property, partial
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from outsize.data import Batch
 from outsize.errors import OutsizeError
-from outsize.kernels.entropy import PLAIN, LossOptions
-from outsize.memory import Meter
-from outsize.memory.store import Store
-from outsize.models.decoder import Decoder
-from outsize.optim import Optimizer
-from outsize.plan import Plan
-from outsize.runtime.engine import Engine, Handler, Loaded, Ran
-from outsize.runtime.generating import TokenSteps
-from outsize.runtime.handlers.passes import Forward
-from outsize.runtime.handlers.sample import Sample
-from outsize.runtime.job import Fill, Job, Report
-from outsize.runtime.microbatches import Microbatches, nothing_leaves
-from outsize.runtime.native import NativeFlow
+from outsize.models.cuts import Cut
+from outsize.plan import Local, Plan
+from outsize.runtime.engine import Call, Loaded, Ran
+from outsize.runtime.flow import Flow
+from outsize.runtime.handlers.training import Training
+from outsize.runtime.native import AUXILIARY, NativeFlow
 from outsize.runtime.points import Points
-from outsize.runtime.recipe import Recipe
-from outsize.runtime.special.groups import AVERAGE, Auxiliary, Group, decoders, job_of, shifted
-from outsize.runtime.storage.states import Stateful
-from outsize.runtime.storage.together import Part, Together
-from outsize.runtime.storage.weight_pool import NO_STORES
-from outsize.runtime.watch import Watch
-from outsize.schedule import Kind, Schedule, compile_forward, compile_tokens, prove
-from outsize.schedule.compile.tokens import sampled
+from outsize.runtime.recipe import Here, Recipe
+from outsize.runtime.special.groups import AVERAGE, Auxiliary, grouped
+from outsize.runtime.storage.states import Fill, Stateful, States
+from outsize.schedule import Action, Kind
+from outsize.schedule.compile.train import compile_plan
 from outsize.schedule.layout import Placement
+from outsize.schedule.program import Program
+from outsize.schedule.programs import program_of
 
-NAME = "local-learning"  # what `approximate` must name
+if TYPE_CHECKING:
+    from outsize.runtime.job import Job
+
+NAME = "local-learning"
+VALUE = "value"  # what the weights of parameters that are no part of the model are called
 
 
-class LocalJob(Stateful):
-    """Trains a decoder group by group; used like Job.
+class Groups(Training):
+    """Steps of groups: see outsize/runtime/method.py. losses: of each group, in the last step."""
 
-    model: a native decoder whose head is its own. plan: of the whole model, with local-learning
-    under approximate and `local` its settings. clip: largest gradient norm of each group. ledger,
-    fill: as for Job. options: of every loss. Auxiliary networks begin as copies of the model's own
-    blocks and head.
-    """
+    rehearsed = False
+    adapted = staticmethod(grouped)
 
-    def __init__(
-        self,
-        model: Decoder,
-        plan: Plan,
-        optimizer: Optimizer,
-        clip: float | None = None,
-        ledger: Meter | None = None,
-        fill: Fill | None = None,
-        options: LossOptions = PLAIN,
-    ) -> None:
-        if NAME not in plan.approximate:
+    @staticmethod
+    def planned(plan: Plan, recipe: Recipe) -> Plan:
+        own = recipe.of(NAME)
+        return replace(plan, local=Local(own.groups, own.auxiliary, own.momentum))
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.engine.around |= {Kind.NORM: self._norm, Kind.UPDATE: self._update}
+        self._job = job
+        assert isinstance(job.flow, NativeFlow)
+        self._heads = [head for head in job.flow.heads.values() if isinstance(head, Auxiliary)]
+        self._ends = [i - 1 for i in cuts_of(job.flow, job.placement)]
+        self._made: list[tuple[Tensor, float]] = []  # loss and norm of the groups so far
+        self.losses: tuple[float, ...] = ()
+        with job.watch.on(), torch.no_grad():
+            self._averages = [self._average_of(head) for head in self._heads]
+
+    @staticmethod
+    def placement(
+        flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
+    ) -> Placement:
+        if not flow.aside:
             raise OutsizeError(
-                f"plan: approximate is {list(plan.approximate)}; losses of groups change the"
-                f" maths: name {NAME} there"
+                "plan: approximate holds local-learning, and the model has no auxiliary networks;"
+                " make its job with outsize.runtime.making.make_job"
             )
-        if model.config.rewired:
-            raise OutsizeError(
-                f"{NAME}: groups end in plain blocks, but the model is wired as"
-                f" {model.config.rewired} says; leave that out, or the approximation"
-            )
-        if model.config.adapter is not None:
-            raise OutsizeError(
-                f"{NAME}: each group learns with a head of its own, and beside an adapter all but"
-                " the adapter is frozen; leave the adapter out, or the approximation"
-            )
-        self.plan, self.optimizer = plan, optimizer
-        self.stores: Mapping[str, Store] = NO_STORES  # every group is on the device
-        self.flow = NativeFlow(model, plan, options)
-        named = dict(model.named_parameters())
-        self.groups: list[Group] = []
-        self.jobs: list[Job] = []
-        self._ends: list[Auxiliary] = []
-        values = fill or partial(_copied, named)
-        recipe = Recipe(optimizer, clip)
-        for group, decoder in decoders(model, plan):
-            self.groups.append(group)
-            self.jobs.append(job_of(group, decoder, plan, recipe, ledger, values, options))
-            if isinstance(decoder.epilogue, Auxiliary):
-                self._ends.append(decoder.epilogue)
-        self.owners = {
-            group.name(name): parameter
-            for group, job in zip(self.groups, self.jobs, strict=True)
-            for name, parameter in job.owners.items()
-        }
-        self.watch = Watch(ledger)
-        self.microbatches = Microbatches(self.flow, self.watch, nothing_leaves, sent=False)
-        stages, after = len(plan.stages), [self.microbatches.ending]
-        forward = Forward(self.microbatches, stages)
-        self._sample = Sample(lambda m: self.microbatches.of(m).loss)
-        handlers: list[Handler] = [forward, self._sample]
-        self.engine = Engine(handlers, self.flow.device, self.watch, after=after)
-        self.loaded = self._playable(compile_forward(stages, 1))
-        self._torn = False  # some groups have stepped and some have not
-        with nullcontext() if ledger is None else ledger, torch.no_grad():
-            self._averages = [self._average_of(index) for index in range(len(self._ends))]
+        return Training.placement(flow, plan, recipe, here, cuts)
 
-    def _playable(self, made: Schedule) -> Loaded:
-        """What goes forward through the whole model."""
-        schedule = replace(made, first=made.stages)
-        prove(schedule)
-        uses = tuple((stage,) for stage in range(made.stages))
-        return self.engine.load(schedule, Points(schedule, uses))
+    @staticmethod
+    def program(flow: Flow, placement: Placement) -> Program:
+        cuts = cuts_of(flow, placement)
+        return program_of(
+            placement, lambda here: compile_plan(here.plan, here.chunks.first, cuts=cuts)
+        )
 
-    @cached_property
-    def tokens(self) -> TokenSteps:
-        """Steps of generation by its engine; see Job.tokens."""
-        stages, begin = len(self.plan.stages), self.microbatches.carry
+    # -- a step -----------------------------------------------------------------------------------
 
-        def playable(kind: Kind) -> Loaded:
-            return self._playable(sampled(compile_tokens(stages, kind)))
+    def play(self, step: Loaded, begin: float) -> list[Ran]:
+        self._made.clear()
+        return super().play(step, begin)
 
-        return TokenSteps(self.flow, self.engine, self._sample, playable, begin)
+    def found(self) -> tuple[Tensor, float]:
+        """The loss of the last group, which is the model's own, and the norm of all gradients."""
+        self.losses = tuple(float(loss) for loss, _ in self._made)
+        loss, norm = self._made[-1][0], sum(norm**2 for _, norm in self._made) ** 0.5
+        return loss, norm
 
-    def _average_of(self, index: int) -> dict[str, Tensor]:
+    def _norm(self, run: Call, action: Action, points: Points) -> Call:
+        """A group's loss is known, and the next one's begins."""
+
+        def summed() -> None:
+            run()
+            loss, self.microbatches.loss = self.microbatches.loss, None
+            assert loss is not None
+            self._made.append((loss, self.norm.value))
+
+        return summed
+
+    def _update(self, run: Call, action: Action, points: Points) -> Call:
+        """A group has stepped where its auxiliary network has."""
+        if action.stage not in self._ends:
+            return run
+        index = self._ends.index(action.stage)
+
+        def both() -> None:
+            run()
+            self._move(index)
+
+        return both
+
+    # -- moving averages --------------------------------------------------------------------------
+
+    def _average_of(self, head: Auxiliary) -> dict[str, Tensor]:
         """The moving average by the names of the block's parameters: the parameters themselves, or
         copies as wide as what training continues from, for small changes would be lost."""
-        average, read = self._ends[index].average, self.jobs[index + 1].weight_reader()
-        wide = torch.promote_types(self.jobs[0].weights_dtype, torch.float32)
+        read, average = self._job.held.weight_reader(), head.average
+        wide = torch.promote_types(self._job.held.weights_dtype, torch.float32)
         return {
-            name: p.data if p.dtype == wide else read(f"blocks.0.{name}").to(wide, copy=True)
-            for name, p in (() if average is None else average.named_parameters())
+            n: p.data if p.dtype == wide else read(f"blocks.{head.first}.{n}").to(wide, copy=True)
+            for n, p in (() if average is None else average.named_parameters())
         }
-
-    # -- what it shares with a Job ----------------------------------------------------------------
-
-    @property
-    def ledger(self) -> Meter | None:
-        """Counts bytes while it works."""
-        return self.watch.ledger
-
-    @ledger.setter
-    def ledger(self, ledger: Meter | None) -> None:
-        self.watch.ledger = ledger
-        for job in self.jobs:
-            job.ledger = ledger
-
-    @property
-    def placement(self) -> Placement:
-        """Of the first group; all rest alike."""
-        return self.jobs[0].placement
-
-    def close(self) -> None:
-        """Give the model back as an ordinary module; its parameters stay views of the chunks."""
-        for job in self.jobs:
-            job.close()
-        self.engine.close()
-
-    # -- one step ---------------------------------------------------------------------------------
-
-    def step(self, batch: Batch, lr: float | None = None) -> Tensor:
-        """Train every group on one batch; gives the mean loss of the last one, a scalar tensor.
-
-        In `report`, norm is that of all groups' gradients together; `losses` has every group's.
-        """
-        begin = time.perf_counter()
-        if self._torn:
-            raise OutsizeError(
-                "job: a step was cut off when some groups had made it; load a checkpoint to go on"
-            )
-        for job in self.jobs:
-            job.method.check()
-        ran: list[Ran] = []
-        with self.handing():
-            for index, job in enumerate(self.jobs):
-                since = time.perf_counter() - begin
-                loss = job.step(batch, lr)
-                self._torn = True
-                self._move(index)
-                ran += shifted(job.report.ran, since, self._offset(index))
-        self._torn = False
-        reports = [job.report for job in self.jobs]
-        self.losses = tuple(report.loss for report in reports)
-        norm = sum(report.norm**2 for report in reports) ** 0.5
-        seconds = time.perf_counter() - begin
-        self.report = Report(reports[-1].loss, norm, reports[-1].count, seconds, ran, begin)
-        return loss
-
-    @contextmanager
-    def handing(self) -> Iterator[None]:
-        """A step: every group hands its outputs to the next."""
-        for end in self._ends:
-            end.handing = True
-        try:
-            yield
-        finally:
-            for end in self._ends:
-                end.handing = False
-                end.handed.clear()
-
-    def _offset(self, index: int) -> int:
-        return sum(len(job.plan.stages) for job in self.jobs[:index])
 
     @torch.no_grad()
     def _move(self, index: int) -> None:
         """Move a group's average towards the next group's first block, as it is now."""
-        if index == len(self._ends) or not self._averages[index]:
-            return
-        read = self.jobs[index + 1].weight_reader()
-        module = cast(nn.Module, self._ends[index].average)
-        shown = dict(module.named_parameters())
+        head, read = self._heads[index], self._job.held.weight_reader()
         for name, mean in self._averages[index].items():
-            mean.lerp_(read(f"blocks.0.{name}").to(mean.dtype), 1 - self.plan.local.momentum)
-            if mean.data_ptr() != shown[name].data_ptr():
-                shown[name].data.copy_(mean)
+            weight = read(f"blocks.{head.first}.{name}").to(mean.dtype)
+            mean.lerp_(weight, 1 - self._job.plan.local.momentum)
+            assert head.average is not None
+            shown = head.average.get_parameter(name).data
+            if mean.dtype != shown.dtype:
+                shown.copy_(mean)
 
-    # -- evaluation and state ---------------------------------------------------------------------
+    # -- states -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch, rows: int) -> tuple[float, float]:
-        """Sum of losses of the whole model over a batch of `rows` rows, and the weight of its valid
-        targets."""
-        size, found = self.plan.microbatch_rows, list[Tensor]()
-        for start in range(0, rows, size):
-            self.ready(batch, start, min(start + size, rows))
-            self.engine.play(self.loaded, time.perf_counter())
-            found += self.microbatches.losses.values()
-        self.microbatches.ready(None, (), 1.0)
-        total = sum(torch.stack(found).double().tolist()) if found else 0.0
-        return total, float(self.flow.count(batch)[0])
-
-    def ready(self, batch: Batch, start: int, stop: int) -> None:
-        """Set out on the evaluation of some rows; the batch of the step is let go."""
-        for job in self.jobs:
-            job.method.microbatches.ready(None, (), 1.0)
-        self.microbatches.ready(batch, [(start, stop)], 1.0)
-
-    def restore_counts(self, counts: Mapping[str, int]) -> None:
-        """Set the updates that each parameter has had; weights and states were loaded before."""
-        super().restore_counts(counts)
-        self._torn = False
-
-    @cached_property
-    def states(self) -> Together:
-        """Those of all groups. The weights of auxiliary networks are states of the training."""
-        parts = [
-            Part(job, {local: group.name(local) for local in job.owners})
-            for group, job in zip(self.groups, self.jobs, strict=True)
-        ]
+    def stated(self, states: States) -> Beside:
+        """The weights of auxiliary networks are states of the training."""
         averages = {
-            group.name(f"epilogue.{AVERAGE}.{name}"): mean
-            for group, means in zip(self.groups, self._averages, strict=False)
+            f"{AUXILIARY}.{i}.{AVERAGE}.{name}": mean
+            for i, means in enumerate(self._averages)
             for name, mean in means.items()
         }
-        extra = frozenset(name for name in self.owners if name.startswith("auxiliary."))
-        return Together(parts, extra, self.placement.chunks.kept.dtypes.optimizer, averages)
+        return Beside(states, tuple(sorted(self._job.flow.aside)), averages)
 
 
-def _copied(named: Mapping[str, nn.Parameter], name: str, out: Tensor) -> None:
-    out.copy_(named[name])
+def cuts_of(flow: Flow, placement: Placement) -> list[int]:
+    """The stages at which groups begin, but the first."""
+    assert isinstance(flow, NativeFlow)
+    return [placement.chunks.stage_of[segment] + 1 for segment in flow.heads]
+
+
+@dataclass(frozen=True)
+class Beside(Stateful):
+    """States of a job of whose parameters some are no part of the model: these are states of the
+    training. averages: by name, what training continues from in place of such a weight."""
+
+    own: States
+    aside: tuple[str, ...]
+    averages: Mapping[str, Tensor]
+
+    @property
+    def states(self) -> States:
+        return self.own
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.own.weight_pool.placement.chunks.kept.dtypes.optimizer
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, weight) for name, weight in self.own.weights() if name not in self.aside)
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        read = self.reader()
+        for name in self.state_names():
+            owner, _, state = name.rpartition(".")
+            yield name, read(owner, state)
+
+    def state_names(self) -> Iterator[str]:
+        yield from self.own.state_names()
+        yield from (f"{name}.{VALUE}" for name in self.aside)
+
+    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return (self.shape(name), self._dtype) if state == VALUE else self.own.form(name, state)
+
+    def reader(self) -> Callable[[str, str | None], Tensor]:
+        of = self.own.reader()
+
+        def read(name: str, state: str | None) -> Tensor:
+            if state != VALUE:
+                return of(name, state)
+            mean = self.averages.get(name)
+            return (of(name, None) if mean is None else mean).to(self._dtype)
+
+        return read
+
+    @torch.no_grad()
+    def load(self, value: Fill | None, state: Fill) -> None:
+        kept = self.own.weight_reader()
+
+        def weight(name: str, out: Tensor) -> None:
+            if name in self.aside:
+                state(f"{name}.{VALUE}", out)
+            elif value is None:
+                out.copy_(kept(name))
+            else:
+                value(name, out)
+
+        self.own.load(weight, state)
+        for name, tensor in self.averages.items():
+            state(f"{name}.{VALUE}", tensor)

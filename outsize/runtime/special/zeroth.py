@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.kernels.entropy import PLAIN
 from outsize.memory import tables
 from outsize.models.cuts import Cut
 from outsize.plan import Plan
@@ -33,13 +34,13 @@ from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.norm import Diverged
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.states import Arrivals, Movement
+from outsize.runtime.method import Method
 from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.forwards import Zeroth, still, uses_of
+from outsize.runtime.special.forwards import NAME, Zeroth, still, uses_of
 from outsize.runtime.special.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
 from outsize.schedule import Action, Kind
-from outsize.schedule.action import AHEAD
 from outsize.schedule.compile import zeroth as compiled
 from outsize.schedule.kept import PARAMETERS
 from outsize.schedule.layout import Placement
@@ -48,9 +49,13 @@ from outsize.schedule.programs import program_of
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
+    from outsize.runtime.making import Trainable
 
 
-class Losses:
+DRAWN = 26e6  # normal numbers a second of one core (docs/log.md)
+
+
+class Losses(Method):
     """Steps of losses alone: see outsize/runtime/method.py. They are made without dropout: both
     losses must be of one function.
 
@@ -59,6 +64,8 @@ class Losses:
     whether it is trained. slope: along the direction of the last step. torn: some weights have had
     a step's update and some have not.
     """
+
+    rehearsed = False
 
     def __init__(self, job: Job) -> None:
         settings = job.optimizer
@@ -84,10 +91,29 @@ class Losses:
         self._found: dict[int, Tensor] = {}  # losses of a step, of all microbatches by either sign
 
     @staticmethod
+    def recipe(said: Recipe) -> Recipe:
+        own, usual = said.of(NAME), said.optimizer
+        return Recipe(Zeroth(usual.lr, own.epsilon, usual.weight_decay, said.seed))
+
+    @staticmethod
+    def adapted(model: Trainable, plan: Plan) -> tuple[Trainable, Plan]:
+        if getattr(model, "options", PLAIN) != PLAIN:
+            raise OutsizeError(
+                "zeroth-order: train.label_smoothing and train.z_loss change gradients, and there"
+                " are none; set both to 0"
+            )
+        return model, plan
+
+    @staticmethod
     def placement(
         flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
     ) -> Placement:
         """Where the weights rest."""
+        if not isinstance(recipe.optimizer, Zeroth):
+            raise OutsizeError(
+                f"plan: approximate holds {NAME}, whose steps the optimizer of this job does not"
+                " make; use outsize.runtime.special.forwards.Zeroth, or leave the name out"
+            )
         named = [params for _, params in flow.segments]
         group_of = {name: 0 for params in named for name, _ in params}
         layout = tables(named, group_of, flow.wide)
@@ -157,13 +183,15 @@ class Losses:
         self.torn = self.torn or self._due is not None
         self.microbatches.reset()
 
+    @torch.no_grad()
     def lose(self, action: Action, sign: int) -> None:
         """A stage forward, with the weights on a side of what they are, or as they are."""
         stage, m = action.stage, action.microbatch
         self._perturbed.enter(stage, sign, self._direction, self._settings.epsilon)
         walk = self.microbatches.of(m)
         walk.forward(stage)
-        if action.kind is Kind.FORWARD and walk.loss is not None:
+        if action.kind is Kind.LOSS:
+            assert walk.loss is not None
             if sign == NONE:
                 self.microbatches.lose(m, walk.loss)
             else:
@@ -192,6 +220,12 @@ class Losses:
                 due.apply(table, flat)
                 pool.write(index, PARAMETERS, flat)
 
+    def seconds(self, action: Action) -> float:
+        """Of the normal numbers that it draws: two for every weight and step."""
+        draws = action.kind is Kind.UPDATE or not action.microbatch
+        chunks = self._chunks.of_stage[action.stage] if draws else ()
+        return sum(self._chunks.tables[c].numel for c in chunks if self.learns[c]) / DRAWN
+
     def mend(self) -> None:
         self.torn = False
 
@@ -213,7 +247,7 @@ def learning(flow: Flow, placement: Placement) -> tuple[bool, ...]:
 class Losing:
     """UPDATE of a job without gradients, and what goes forward."""
 
-    kinds = (Kind.UPDATE, *AHEAD)
+    kinds = (Kind.UPDATE, Kind.FORWARD, Kind.LOSS, Kind.PREFILL, Kind.DECODE)
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses

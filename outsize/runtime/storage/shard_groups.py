@@ -33,10 +33,7 @@ class ShardGroups:
         self.replicas = self._group(groups.replicas)
         self.collecting = self._group(groups.collecting)
         self.whole = self._group(groups.of_data(self.shards.optimizer))
-        shared = sorted({(t.axis, t.shared) for t in chunks.tables if t.partial})
-        self.sharing = {one: world.group(groups.sharing(*one), "network") for one in shared}
-        lying = sorted({table.axis for table in chunks.tables})
-        self.batch = {axis: world.group(groups.batch(axis), "network") for axis in lying}
+        self.summing = [world.group(groups.summing(t), "network") for t in chunks.tables]
         mine = sorted({chunks.holders(table) for table in chunks.tables if table.trainable})
         several = [turns for turns in mine if len(turns) > 1]
         self.merging = {turns: world.group(groups.of_stages(turns), "merge") for turns in several}
@@ -77,10 +74,8 @@ class ShardGroups:
             group.reduce_scatter(here, self._spans(index, MASTER, places, base), part)
         if self.replicas[0].size > 1:
             self.replicas[0].all_reduce(part)
-        if chunk.table.partial:
-            self.sharing[chunk.table.axis, chunk.table.shared].all_reduce(part)
-        if self.batch[chunk.table.axis].size > 1:
-            self.batch[chunk.table.axis].all_reduce(part)
+        if self.summing[index].size > 1:
+            self.summing[index].all_reduce(part)
 
     def merge(self, index: int, gradients: Tensor) -> None:
         """Sum what this worker updates of a chunk over the workers of a pipeline that have it."""

@@ -95,7 +95,7 @@ class States:
     def _read(self, table: ChunkTable, what: str) -> Tensor:
         """A whole state of a chunk, of this worker or of the first that has it."""
         placement = self.weight_pool.placement
-        if self.line.size == 1 or table.axis == LINE:  # rows of others come with `whole`
+        if self.line.size == 1 or table.on(LINE):  # rows of others come with `whole`
             return self.weight_pool.read(placement.chunks.tables.index(table), what)
         first = placement.chunks.holders(table)[0]
         if placement.chunks.turn == first:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from outsize.memory.arrange import arrange, least, traffic
 from outsize.runtime.tokens.source import Source
-from outsize.schedule import Action, Kind, Schedule, State, compile_tokens, prove
+from outsize.schedule import Action, Kind, Lane, Schedule, State, compile_tokens, prove
 from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.item import Item
 from outsize.schedule.passes.offload import offload, visits
@@ -22,14 +22,20 @@ AHEAD = 1  # stages fetched before the one at work
 
 @dataclass(frozen=True)
 class Layout:
-    """Rooms of the pool and the schedules over them. capacity: bytes that the pool might have had;
-    read: bytes that each step reads, besides rows of the token embedding."""
+    """Rooms of the pool and the schedules over them: that of FETCH fills it for the others.
+    capacity: bytes that the pool might have had; read: bytes that each step reads, besides rows of
+    the token embedding."""
 
     residency: Residency
     schedules: Mapping[Kind, Schedule]
     capacity: int
     pool: int
     read: int
+
+    @property
+    def filled(self) -> list[int]:
+        """Stages that are in the pool when a step begins."""
+        return [action.stage for action in self.schedules[Kind.FETCH].workers[0]]
 
     @property
     def kept(self) -> int:
@@ -57,10 +63,13 @@ def layout_of(source: Source, capacity: int) -> Layout:
         kind: cyclic(_once(source, kind), residency, ahead) for kind in (Kind.PREFILL, Kind.DECODE)
     }
     schedules = {kind: sampled(schedule) for kind, schedule in schedules.items()}
-    for schedule in schedules.values():
+    decode = schedules[Kind.DECODE]
+    schedules[Kind.FETCH] = filling = _filling(decode)
+    first = replace(filling, workers=((*filling.workers[0], *decode.workers[0]),))
+    for schedule in (schedules[Kind.PREFILL], decode, first):
         prove(schedule)
     costs = {name: source.cost(name.stage) for name in sizes}
-    fetched = [a for a in schedules[Kind.DECODE].workers[0] if a.kind is Kind.FETCH]
+    fetched = [a for a in decode.workers[0] if a.kind is Kind.FETCH]
     read = sum(costs[moved(action)] for action in fetched)
     assert traffic(needed, sizes, found.offsets).fetches == len(fetched), "a cycle is what it was"
     return Layout(residency, schedules, capacity, found.extent, read)
@@ -75,14 +84,13 @@ def cyclic(schedule: Schedule, residency: Residency, ahead: int) -> Schedule:
     once = schedule.workers[0]
     count = len(once)
     twice = offload(replace(schedule, workers=(once * 2,)), residency, ahead)
-    last, first = schedule.stages - 1, schedule.first
     turn: list[list[Action]] = [[] for _ in range(count)]
     place, waiting = 0, list[tuple[int, Action]]()  # fetches whose use has not come
     for action in twice.workers[0]:
         if action.kind is Kind.FETCH:
             waiting.append((place, action))
             continue
-        needed = set(residency.needs(action, last, first))
+        needed = set(residency.needs(action, schedule.first))
         for at, fetch in [each for each in waiting if moved(each[1]) in needed]:
             waiting.remove((at, fetch))
             if place >= count:  # it is used in the second turn
@@ -104,6 +112,18 @@ def _left(worker: list[Action], residency: Residency) -> frozenset[Item]:
             present -= {other for other in present if overlap(rooms[other], rooms[name])}
             present.add(name)
     return frozenset(present)
+
+
+def _filling(schedule: Schedule) -> Schedule:
+    """What brings into an empty pool all that a turn finds there."""
+    residency = schedule.residency
+    assert residency is not None, "it is of the pool"
+    fetches = tuple(
+        Action(Kind.FETCH, name.stage, lane=Lane.FETCH, state=name.state)
+        for name in sorted(residency.start)
+    )
+    empty = replace(residency, start=frozenset[Item]())
+    return replace(schedule, workers=(fetches,), residency=empty)
 
 
 def _once(source: Source, kind: Kind) -> Schedule:

@@ -10,8 +10,6 @@ T tokens of the step laid flat, U different tokens, D hidden.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
 
 import torch
@@ -24,15 +22,12 @@ from outsize.models.linear import Embedding, rows
 from outsize.runtime.tokens.cycle import Layout
 from outsize.runtime.tokens.parts import TOKENS
 from outsize.runtime.tokens.source import Source
-from outsize.schedule import Kind
 from outsize.schedule.item import Item
-
-SAMPLED = 4  # stages whose computation is timed for the forecast
 
 
 class PooledFiles:
     """The Weights (outsize/runtime/weights.py) of a decoder whose parameters become views of a
-    pool. After an error in a step the next one begins with an empty pool.
+    pool. filled: by a list of FETCHes, which is played first and after an error in a step.
 
     model: on the meta device; `close` makes it so again.
     """
@@ -42,19 +37,13 @@ class PooledFiles:
     ) -> None:
         self.model, self.source, self.layout, self.device = model, source, layout, device
         self.pool = _pool(layout.pool, device)
-        self.present: frozenset[Item] = frozenset()
+        self.filled = False
         self._rooms = {
             name.stage: self.pool[start : start + source.stages[name.stage].bytes]
             for name, (start, _) in layout.residency.rooms.items()
         }
         _bind(model, source, self._rooms, device)
         model.prologue.tokens.lookup = self._look_up
-
-    def fill(self) -> None:
-        """Have in the pool what any step finds there."""
-        wanted = self.layout.schedules[Kind.DECODE].residency
-        assert wanted is not None
-        self.ensure(wanted.start)
 
     def fetch(self, name: Item) -> None:
         self.source.read(name.stage, self._rooms[name.stage])
@@ -63,13 +52,11 @@ class PooledFiles:
         raise AssertionError("one worker reads all of the files")
 
     def ensure(self, start: frozenset[Item]) -> None:
-        missing, self.present = sorted(start - self.present), frozenset()  # in case that it fails
-        for name in missing:
-            self.fetch(name)
-        self.present = start
+        assert self.filled or not start, "the list that fills the pool comes first"
+        self.filled = True
 
     def forget(self) -> None:
-        self.present = frozenset()
+        self.filled = False
 
     def close(self) -> None:
         """Let the pool go: parameters are shapes without values again."""
@@ -78,32 +65,6 @@ class PooledFiles:
         self.model.prologue.tokens.lookup = rows
         for name, value in list(self.model.named_parameters(remove_duplicate=False)):
             _set(self.model, name, value.detach().to("meta"))
-
-    def compute_rate(self) -> float:
-        """Bytes of weights that one token passes in a second, of stages that are in the pool;
-        infinite where there is none to time."""
-        positions = torch.zeros(1, dtype=torch.int64, device=self.device)
-        context = self.model.context(positions, (0, 1))
-        width, count = self.model.config.hidden, len(self.model.blocks)
-        x_TD = torch.zeros(1, width, dtype=self.source.table.target, device=self.device)
-        # The first block's input is as wide as hidden states however the others are wired.
-        taken = {1} if self.model.config.rewired else set(range(1, count + 2))
-        stages = sorted(taken & {name.stage for name in self.present})[:SAMPLED]
-
-        def run(stage: int) -> float:
-            begin = time.perf_counter()
-            if stage <= count:
-                self.model.blocks[stage - 1](x_TD, context)
-            else:
-                self.model.epilogue.logits(self.model.epilogue(x_TD, context))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return time.perf_counter() - begin
-
-        with torch.no_grad():
-            spent = sum(min(run(stage), run(stage)) for stage in stages)
-        size = sum(self.source.stages[stage].bytes for stage in stages)
-        return size / max(spent, 1e-9) if stages else math.inf
 
     def _look_up(self, table: Embedding, ids_T: Tensor) -> Tensor:
         """x_TD of the token embedding, with no more of it than the rows that are used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
+from outsize.schedule.compile.forward import forward
 from outsize.schedule.ends import Ends
 from outsize.schedule.passes.pipeline import exchange_at
 from outsize.schedule.pipelined import Pipelining, Placed
@@ -39,7 +40,7 @@ def forwards(
         moves += ((len(actions), move) for move in before)
         actions += more
         moves += ((len(actions), move) for move in behind)
-    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind is kind)
+    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind.way)
     role = Role(plays, line.role(worker).holds, (), line.others(worker))
     stages = len(line.uses)
     made = Schedule(stages, microbatches, (tuple(actions),), first=stages, ends=ends, role=role)
@@ -49,8 +50,8 @@ def forwards(
 def _stage(line: Pipelining, worker: int, m: int, part: int, kind: Kind) -> _Turn:
     """A stage of the pipeline forward."""
     route = line.coarse.placement.routes[0]
-    actions = [Action(kind, s, m) for s in line.run(part)] if route[part] == worker else []
-    behind = list[Action]()
+    run = line.run(part) if route[part] == worker else ()
+    actions, behind = [forward(s, m, line.loses, kind) for s in run], list[Action]()
     if part + 1 < len(route) and route[part] != route[part + 1]:
         if worker == route[part]:
             behind.append(_move(Kind.SEND, line.run(part)[-1], m))

@@ -3,63 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
-from outsize.schedule.action import Action, Kind, Lane
+from outsize.schedule.action import WHOLE, Action, Kind, Lane
+from outsize.schedule.compile.forward import forward
 from outsize.schedule.ends import ends_of
 from outsize.schedule.passes.ends import alone
 from outsize.schedule.pipelined import Pipelining
 from outsize.schedule.schedule import Schedule
 
 NO_PARTS: Mapping[int, Sequence[Lane]] = MappingProxyType({})
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def compile_plan(
-    plan: Plan, trainable_from: int = 0, parts: Mapping[int, Sequence[Lane]] = NO_PARTS
+    plan: Plan,
+    trainable_from: int = 0,
+    parts: Mapping[int, Sequence[Lane]] = NO_PARTS,
+    cuts: Sequence[int] = (),
 ) -> Schedule:
     """One training step: every microbatch forward and back, then the norm, then the updates.
 
     trainable_from: first stage that holds a trainable parameter; the stages before it need no
     backward pass. parts: by stage, the lanes of the parts in which it is updated, where it is
-    updated in parts.
+    updated in parts. cuts: as Schedule has them; each group makes a whole step before the next one.
     """
-    behind = plan.update == "behind"
-    actions: list[Action] = []
-    if plan.order == "layer":
-        actions += _by_layer(plan, trainable_from, parts)
-    else:
-        for m in range(plan.microbatches):
-            actions += [Action(Kind.FORWARD, s, m) for s in range(len(plan.stages))]
-            last = m == plan.microbatches - 1
-            for s in reversed(range(trainable_from, len(plan.stages))):
-                actions += backward_of(plan, s, m)
-                actions += updates_of(s, parts) if behind and last else ()
-    actions.append(Action(Kind.NORM))
-    if not behind:
-        for s in range(trainable_from, len(plan.stages)):
+    stages, behind, actions = len(plan.stages), plan.update == "behind", list[Action]()
+    for begin, end in pairwise((0, *cuts, stages)):
+        trained = range(max(begin, trainable_from), end)
+        actions += _passes(plan, range(begin, end), trained, parts)
+        actions.append(Action(Kind.NORM, begin if cuts else WHOLE))
+        for s in () if behind else trained:
             actions += updates_of(s, parts)
-    again = frozenset(
-        s for s, stage in enumerate(plan.stages) if stage.whole and s >= trainable_from
-    )
+    again = frozenset(s for s in range(trainable_from, stages) if plan.stages[s].whole)
     return Schedule(
-        len(plan.stages), plan.microbatches, (tuple(actions),), again, trainable_from, None, behind
-    )
+        stages, plan.microbatches, (tuple(actions),), again, trainable_from, None, behind,
+        cuts=frozenset(cuts),
+    )  # fmt: skip
 
 
-def _by_layer(
-    plan: Plan, trainable_from: int, parts: Mapping[int, Sequence[Lane]]
+def _passes(
+    plan: Plan, stages: range, trained: range, parts: Mapping[int, Sequence[Lane]]
 ) -> Iterator[Action]:
-    """Every microbatch of a stage before the next stage."""
-    for s in range(len(plan.stages)):
-        yield from (Action(Kind.FORWARD, s, m) for m in range(plan.microbatches))
-    for s in reversed(range(trainable_from, len(plan.stages))):
-        for m in range(plan.microbatches):
-            yield from backward_of(plan, s, m)
-        if plan.update == "behind":
-            yield from updates_of(s, parts)
+    """Every microbatch forward and back, one after the other or a stage after the other."""
+    every = range(plan.microbatches)
+    for mine in [every] if plan.order == "layer" else [range(m, m + 1) for m in every]:
+        yield from (forward(s, m, stages[-1]) for s in stages for m in mine)
+        for s in reversed(trained):
+            for m in mine:
+                yield from backward_of(plan, s, m)
+            if plan.update == "behind" and mine[-1] == every[-1]:
+                yield from updates_of(s, parts)
 
 
 def backward_of(plan: Plan, s: int, m: int, kind: Kind = Kind.BACKWARD) -> Iterator[Action]:
@@ -101,13 +97,13 @@ def fine_of(line: Pipelining, plan: Plan, coarse: Action) -> Iterator[Action]:
     kind, m = coarse.kind, coarse.microbatch
     if kind is Kind.NORM:
         yield coarse
-    elif kind is Kind.FORWARD:
-        yield from (Action(kind, s, m) for s in line.fine(coarse.stage, m))
-    elif kind in _BACK:
-        for s in reversed(line.fine(coarse.stage, m)):
-            yield from backward_of(plan, s, m, kind) if s >= line.first else ()
     elif kind.end:
         yield Action(kind, line.edge(kind), m)
+    elif kind is Kind.FORWARD:
+        yield from (forward(s, m, line.loses) for s in line.fine(coarse.stage, m))
+    elif kind.adds:
+        for s in reversed(line.fine(coarse.stage, m)):
+            yield from backward_of(plan, s, m, kind) if s >= line.first else ()
 
 
 def base_of(

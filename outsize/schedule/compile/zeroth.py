@@ -11,6 +11,7 @@ from outsize.memory.chunk import ChunkTable, Dtypes
 from outsize.plan import Plan
 from outsize.schedule.action import Action, Kind
 from outsize.schedule.chunks import Chunks
+from outsize.schedule.compile.forward import forward
 from outsize.schedule.items import Items
 from outsize.schedule.kept import Kept
 from outsize.schedule.layout import Placement
@@ -38,7 +39,7 @@ def step_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
     actions: list[Action] = []
     for s in range(stages):
         actions += [Action(Kind.UPDATE, s)] if s in moving else []
-        actions += [Action(Kind.FORWARD, s, m) for m in range(2 * plan.microbatches)]
+        actions += [forward(s, m, stages - 1) for m in range(2 * plan.microbatches)]
     made = Schedule(
         stages, 2 * plan.microbatches, (tuple(actions),), first=stages, ahead=frozenset(moving)
     )

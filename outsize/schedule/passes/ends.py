@@ -9,8 +9,6 @@ from outsize.schedule.action import Action, Kind
 from outsize.schedule.ends import Ends, exchange
 from outsize.schedule.schedule import Schedule
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-
 
 def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
     """The list of one worker that has whole layers, in the passes of cut ones: of a step, or of an
@@ -28,11 +26,11 @@ def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
     begin, *behind = ends.at("first")
     for action in schedule.workers[0]:
         m, first = action.microbatch, action.stage == 0
-        if action.kind is Kind.FORWARD and first:
+        if action.kind.way == "forward" and first:
             made += passes((begin,), 0, m)
-        made.append(action)
-        if action.kind is Kind.FORWARD and action.stage == schedule.stages - 1:
+        made.append(replace(action, kind=Kind.FORWARD) if action.kind is Kind.LOSS else action)
+        if action.kind.way == "forward" and action.stage == schedule.stages - 1:
             made += passes(ends.at("last"), head, m)
-        elif action.kind in _BACK and first:
+        elif action.kind.way == "back" and first:
             made += passes(behind, 0, m)
     return replace(schedule, workers=(tuple(made),), ends=ends)

@@ -35,10 +35,9 @@ def _visits(
     """Runs of computing actions that need the same items, with the actions' places; updates of
     `parts` parts of a stage are one run."""
     runs: list[tuple[frozenset[Item], list[int]]] = []
-    last, first = schedule.stages - 1, schedule.first
     group: tuple[int, int] | None = None
     for index, action in enumerate(schedule.workers[0]):
-        needed = frozenset(residency.needs(action, last, first))
+        needed = frozenset(residency.needs(action, schedule.first))
         before, group = group, _group(action, parts)
         if runs and (runs[-1][0] == needed or (group is not None and group == before)):
             runs[-1] = (runs[-1][0] | needed, [*runs[-1][1], index])
@@ -133,7 +132,7 @@ def _play(
     ahead: int,
     returned: int,
 ) -> None:
-    actions, last = schedule.workers[0], schedule.stages - 1
+    actions = schedule.workers[0]
     busy = [number for number, (needed, _) in enumerate(runs) if needed]
     turn = {number: place for place, number in enumerate(busy)}
     known: set[Item] = set()  # gradients that exist in this step
@@ -144,7 +143,7 @@ def _play(
             continue
         window = -(-(turn[number] - ahead) // returned) * returned
         asking = runs[busy[max(0, min(window, turn[number]))]][1]
-        needs = {i: tuple(residency.needs(actions[i], last, schedule.first)) for i in places}
+        needs = {i: tuple(residency.needs(actions[i], schedule.first)) for i in places}
         wanted = tuple(dict.fromkeys(name for names in needs.values() for name in names))
         for place, name in enumerate(wanted):
             again = residency.anew(name) and name not in pool.present

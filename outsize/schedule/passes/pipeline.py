@@ -72,7 +72,7 @@ def _merging(schedule: Schedule, line: Pipelining, worker: int) -> Iterator[Acti
     for index, action in enumerate(actions):
         if action.kind is Kind.REDUCE and action.stage in last:
             last[action.stage] = index
-        elif adds(action, schedule.stages, schedule.first):
+        elif adds(action, schedule.first):
             last |= {s: index for s in line.uses[action.stage] if s in last}
     at, after = -1, dict[int, list[Action]]()
     for stage in mine:

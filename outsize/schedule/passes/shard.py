@@ -15,10 +15,9 @@ from outsize.schedule.residency import Residency
 from outsize.schedule.schedule import Schedule
 
 
-def adds(action: Action, stages: int, first: int) -> bool:
-    """Whether an action adds to gradients of weights; the last stage's FORWARD makes its loss's."""
-    on = action.kind.adds or (action.kind is Kind.FORWARD and action.stage == stages - 1)
-    return on and action.stage >= first
+def adds(action: Action, first: int) -> bool:
+    """Whether an action adds to gradients of weights. first: the first stage that is trained."""
+    return action.kind.adds and action.stage >= first
 
 
 def spread(schedule: Schedule, residency: Residency) -> Schedule:
@@ -27,7 +26,7 @@ def spread(schedule: Schedule, residency: Residency) -> Schedule:
     last: dict[int, int] = {}
     updated: dict[int, int] = {}
     for index, action in enumerate(schedule.workers[0]):
-        if adds(action, schedule.stages, schedule.first):
+        if adds(action, schedule.first):
             last |= {s: index for s in residency.uses[action.stage] if s in summed}
         elif action.kind is Kind.UPDATE and action.stage in residency.collected:
             updated[action.stage] = index

@@ -25,7 +25,7 @@ def spill(
         here = (action.stage, action.microbatch)
         if action.stage not in stages or action.microbatch == WHOLE:
             continue
-        if action.kind is Kind.FORWARD:
+        if action.kind.way == "forward":
             made[here] = index
         elif here in made:
             left = made.pop(here)

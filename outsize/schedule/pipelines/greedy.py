@@ -13,8 +13,9 @@ from heapq import heapify, heappop, heappush
 
 from outsize.schedule.action import Action, Kind
 from outsize.schedule.pipelines.costs import Costs
-from outsize.schedule.pipelines.pipeline import Paths, backward, forward, neighbours, plain_paths
+from outsize.schedule.pipelines.pipeline import Paths, backward, forward, plain_paths
 from outsize.schedule.place import Placement
+from outsize.schedule.role import neighbours
 
 _Ready = tuple[int, int, int, int]  # forward or not, rank on its route, microbatch, stage
 

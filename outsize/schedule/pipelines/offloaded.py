@@ -3,7 +3,7 @@
 Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization",
 2025. EVICT stands behind a FORWARD, FETCH before the action that it is told, both on lanes of their
 own; which microbatches of which stages go, and when they are asked for, is chosen from simulated
-times (outsize/search/spilling.py).
+times (outsize/search/pipeline_offload.py).
 """
 
 from __future__ import annotations
@@ -39,14 +39,6 @@ def offloaded(
     """
     workers = tuple(_moved(made, actions, asked) for actions in made.schedule.workers)
     return Offloaded(replace(made, schedule=replace(made.schedule, workers=workers)), parts)
-
-
-def bare(made: Pipeline) -> Pipeline:
-    """The pipeline without the moves of activations."""
-    workers = tuple(
-        tuple(a for a in actions if a.kind not in MOVED) for actions in made.schedule.workers
-    )
-    return replace(made, schedule=replace(made.schedule, workers=workers))
 
 
 def _moved(

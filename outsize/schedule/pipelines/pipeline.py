@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from outsize.registry import Registry
 from outsize.schedule.action import WHOLE, Action, Kind, State
@@ -12,12 +11,12 @@ from outsize.schedule.ends import Barrier, Ends
 from outsize.schedule.pipelines.costs import Costs, EndCosts
 from outsize.schedule.pipelines.weave import Key, Move, woven
 from outsize.schedule.place import Placement
+from outsize.schedule.role import neighbours
 from outsize.schedule.schedule import Schedule
 
 Order = Sequence[Action]  # what one worker computes, in order
 Pair = tuple[int, int]  # the stage and the microbatch of a FORWARD
 Paths = tuple[tuple[int, ...], ...]  # the stages that each microbatch visits
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
@@ -104,19 +103,14 @@ def plain_paths(place: Placement) -> Paths:
     return (tuple(range(place.stages)),) * place.microbatches
 
 
-def neighbours(path: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """(the stage before, the stage after) of each stage of a path, where there is one."""
-    return dict(zip(path[1:], path, strict=False)), dict(pairwise(path))
-
-
 def _moves(orders: Sequence[Order], paths: Paths) -> list[Move]:
     """Every tensor that changes its worker between stages."""
     around = [neighbours(path) for path in paths]
     where = {
-        (action.kind in _BACK, action.stage, action.microbatch): worker
+        (action.kind.way == "back", action.stage, action.microbatch): worker
         for worker, order in enumerate(orders)
         for action in order
-        if action.kind in (Kind.FORWARD, *_BACK)
+        if action.kind.way
     }
     moves = []
     for (back, stage, microbatch), sender in where.items():

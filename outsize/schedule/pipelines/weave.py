@@ -15,7 +15,6 @@ from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.ends import Barrier
 from outsize.schedule.program import BUFFERS
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 Key = tuple[Kind, int, int, int]  # of a layer's forward or backward, or of one worker's pass
 
 
@@ -126,8 +125,8 @@ def _relieved(workers: Sequence[_Worker]) -> bool:
 def key_of(action: Action, worker: int) -> Key | None:
     """What names a tensor's maker or user; none for what makes and uses nothing that moves."""
     stage, microbatch = action.stage, action.microbatch
-    if action.kind in (Kind.FORWARD, *_BACK):
-        kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
+    if action.kind.way:
+        kind = Kind.FORWARD if action.kind.way == "forward" else Kind.BACKWARD
         return (kind, stage, microbatch, WHOLE)
     return (action.kind, stage, microbatch, worker) if action.kind.end else None
 

@@ -5,17 +5,19 @@ from other workers is taken for granted here: together.py plays all lists at onc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
+from outsize.schedule.action import WHOLE, Action, Kind, State, Way
 from outsize.schedule.proof.ends import EndsProof
 from outsize.schedule.proof.holding import Holding
 from outsize.schedule.residency import MOVES, Residency
 from outsize.schedule.schedule import Schedule
 
 _SERVING = (Kind.PREFILL, Kind.DECODE)
-_TRAINING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.NORM, Kind.UPDATE)
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_TRAINING = (
+    Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.NORM, Kind.UPDATE,
+)  # fmt: skip
 _PASSES = (Kind.SEND, Kind.RECV)
 
 
@@ -27,6 +29,7 @@ class Alone:
     live: int
     peak: int = 0
     done: set[tuple[Kind, State, int, int, int]] = field(default_factory=set)
+    _ways: dict[Way, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     unused: set[tuple[State, int, int]] = field(default_factory=set)  # received so far
 
     def __post_init__(self) -> None:
@@ -35,7 +38,7 @@ class Alone:
         every = ((s, m) for s in range(schedule.stages) for m in range(schedule.microbatches))
         self.plays = frozenset(every) if schedule.role is None else schedule.role.plays
         self.residency = schedule.residency or Residency(own)
-        self.holding = Holding(self.residency, schedule.stages - 1, schedule.first)
+        self.holding = Holding(self.residency, schedule.first)
         self.ends = None if schedule.ends is None else EndsProof(schedule, schedule.ends)
 
     def step(self, action: Action) -> str:
@@ -51,6 +54,7 @@ class Alone:
         elif action.kind is not Kind.EXCHANGE:
             reason = reason or self._needs(action) or self.holding.step(action)
         self.done.add(action.key)
+        self._ways[action.kind.way].add((action.stage, action.microbatch))
         self._count(action)
         return reason
 
@@ -63,41 +67,45 @@ class Alone:
     def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE) -> bool:
         return (kind, State.NONE, stage, microbatch, WHOLE) in self.done
 
+    def _normed(self, stage: int) -> bool:
+        """Whether the gradients of a stage's group have been summed."""
+        return self._has(Kind.NORM, self.schedule.norm(stage))
+
     def _went(self, stage: int, microbatch: int) -> bool:
-        return any(self._has(kind, stage, microbatch) for kind in AHEAD)
+        return (stage, microbatch) in self._ways["forward"]
 
     def _back(self, stage: int, microbatch: int) -> bool:
-        return any(self._has(kind, stage, microbatch) for kind in _BACK)
+        return (stage, microbatch) in self._ways["back"]
 
     def _needs(self, action: Action) -> str:
         kind, s, m = action.kind, action.stage, action.microbatch
-        if kind in AHEAD:
+        if kind.way == "forward":
             b = self.schedule.before(s, m)
-            if b >= 0 and not (self._has(kind, b, m) or self._had(State.ACTIVATIONS, b, m)):
-                return f"its input, {kind} of stage {b}, was not produced"
-            if kind is Kind.FORWARD and self._has(Kind.NORM, WHOLE):
+            if b >= 0 and not (self._went(b, m) or self._had(State.ACTIVATIONS, b, m)):
+                return f"its input, the output of stage {b}, was not produced"
+            if self._normed(s):
                 return "comes after NORM, which has summed the gradients already"
             if s in self.schedule.ahead and not self._has(Kind.UPDATE, s):
                 return f"comes before UPDATE of stage {s}, which is updated ahead of it"
         elif kind is Kind.RECOMPUTE:
-            if s not in self.schedule.recompute or not self._has(Kind.FORWARD, s, m):
+            if s not in self.schedule.recompute or not self._went(s, m):
                 return "has no kept input: its stage did not run FORWARD with recompute"
-        elif kind in _BACK:
+        elif kind.way == "back":
             return self._needs_backward(s, m)
         elif kind is Kind.BACKWARD_WEIGHT:
             if not self._has(Kind.BACKWARD_INPUT, s, m):
                 return "comes before its BACKWARD_INPUT"
-            if self._has(Kind.NORM, WHOLE):
+            if self._normed(s):
                 return "comes after NORM, which has summed the gradients already"
         elif kind is Kind.SAMPLE:
             return self._unasked(m)
         elif kind is Kind.NORM:
-            return self._gradients_missing()
+            return self._gradients_missing(s)
         elif kind is Kind.UPDATE and s in self.schedule.ahead:
             return ""
         elif kind is Kind.UPDATE and self.schedule.behind:
             return self._incomplete(s)
-        elif kind is Kind.UPDATE and not self._has(Kind.NORM, WHOLE):
+        elif kind is Kind.UPDATE and not self._normed(s):
             return "comes before NORM"
         return ""
 
@@ -111,16 +119,17 @@ class Alone:
         return ""
 
     def _needs_backward(self, s: int, m: int) -> str:
-        if self._has(Kind.NORM, WHOLE):
+        if self._normed(s):
             return "comes after NORM, which has summed the gradients already"
         if self._back(s, m):
             return "its gradient was produced already"
-        if not self._has(Kind.FORWARD, s, m):
+        if not self._went(s, m):
             return "comes before its FORWARD"
         if s in self.schedule.recompute and not self._has(Kind.RECOMPUTE, s, m):
             return "its activations were not computed again"
         after = self.schedule.after(s, m)
-        if after >= 0 and not (self._back(after, m) or self._had(State.GRADIENTS, s, m)):
+        ends = after < 0 or after in self.schedule.cuts
+        if not ends and not (self._back(after, m) or self._had(State.GRADIENTS, s, m)):
             return f"its gradient from stage {after} was not produced"
         return ""
 
@@ -163,11 +172,13 @@ class Alone:
             return f"nobody has used {state.value} {s} {m}, which were received"
         return ""
 
-    def _gradients_missing(self) -> str:
+    def _gradients_missing(self, group: int) -> str:
+        """Why there cannot be the NORM of a group, or of the whole step."""
         for s in range(self.schedule.first, self.schedule.stages):
-            reason = self._gradient_missing(s)
-            if reason:
+            if self.schedule.norm(s) == group and (reason := self._gradient_missing(s)):
                 return reason
+            if s < group and not self._has(Kind.UPDATE, s):
+                return f"comes before UPDATE of stage {s}, of a group before it"
         return ""
 
     def _gradient_missing(self, s: int) -> str:
@@ -188,10 +199,10 @@ class Alone:
             return "it holds no action"
         if kinds & set(_SERVING):
             return self._tokens_missing(kinds)
-        if not self._has(Kind.NORM, WHOLE):
+        if not self._normed(last := self.schedule.stages - 1):
             if self.schedule.first == self.schedule.stages:  # no backward pass: an evaluation
-                return self._passes_missing(Kind.FORWARD)
-            return self._gradients_missing() or "NORM is missing"
+                return self._passes_missing()
+            return self._gradients_missing(self.schedule.norm(last)) or "NORM is missing"
         for s in range(self.schedule.first, self.schedule.stages):
             if self.schedule.role is not None and s not in self.schedule.role.holds:
                 continue
@@ -201,24 +212,22 @@ class Alone:
                     return f"UPDATE of stage {s} is missing"
         return self._unsent() or next(self.holding.left(), "")
 
-    def _passes_missing(self, kind: Kind) -> str:
+    def _passes_missing(self) -> str:
         """What of a list without backward passes is not there."""
         reason = "" if self.ends is None else self.ends.left()
         for s, m in sorted(self.plays):
-            if not self._has(kind, s, m):
-                reason = reason or f"{kind} of stage {s}, microbatch {m} is missing"
+            if not self._went(s, m):
+                reason = reason or f"stage {s} of microbatch {m} is missing"
         return reason or self._unsent() or next(self.holding.left(), "")
 
     def _tokens_missing(self, kinds: set[Kind]) -> str:
         serving = kinds.intersection(_SERVING)
         if len(serving) > 1 or kinds.intersection(_TRAINING):
             return f"{' and '.join(sorted(kinds))} are in one schedule; expected one of them alone"
-        (kind,) = serving
-        return self._passes_missing(kind)
+        return self._passes_missing()
 
     def _unasked(self, microbatch: int) -> str:
         """Why there is nothing to sample from, where the last stage is here."""
-        last = self.schedule.stages - 1
-        went = any(self._has(kind, last, microbatch) for kind in _SERVING)
-        here = (last, microbatch) in self.plays
-        return "comes before the last stage's logits" if here and not went else ""
+        last = (self.schedule.stages - 1, microbatch)
+        missing = last in self.plays and not self._went(*last)
+        return "comes before the last stage's logits" if missing else ""

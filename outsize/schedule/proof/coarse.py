@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, Lane, State
+from outsize.schedule.action import WHOLE, Action, Kind, Lane, State
 from outsize.schedule.program import Program, Says, Talk
 from outsize.schedule.proof.form import paths_of
 from outsize.schedule.residency import Residency
@@ -85,7 +85,7 @@ def lifted(schedule: Schedule, paths: Sequence[Sequence[int]]) -> Program:
 
 def _list(schedule: Schedule, worker: int, paths: Sequence[tuple[int, ...]]) -> Schedule:
     actions = schedule.workers[worker]
-    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind in AHEAD)
+    plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind.way == "forward")
     others = tuple(w for w in range(len(schedule.workers)) if w != worker)
     role = Role(plays, frozenset(s for s, _ in plays), tuple(paths), others)
     stages = range(schedule.stages)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outsize.schedule.action import AHEAD, WHOLE, Action, Kind, State
+from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.ends import Ends
 from outsize.schedule.schedule import Schedule
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_SAME = {kind: Kind.FORWARD for kind in AHEAD} | {Kind.BACKWARD_INPUT: Kind.BACKWARD}
+_SAME = {"forward": Kind.FORWARD, "back": Kind.BACKWARD}
 _MAKERS = {State.ACTIVATIONS: Kind.FORWARD, State.GRADIENTS: Kind.BACKWARD}  # of what is given
 
 
@@ -34,10 +33,10 @@ class EndsProof:
         if m == WHOLE:
             return next(self._missing(), "") if kind is Kind.NORM else ""
         reason = self._needs(action)
-        at_end = action.stage == self.schedule.end(m) if kind in AHEAD else True
-        at_begin = action.stage == self.schedule.begin(m) if kind in _BACK else True
+        at_end = action.stage == self.schedule.end(m) if kind.way == "forward" else True
+        at_begin = action.stage == self.schedule.begin(m) if kind.way == "back" else True
         if at_end and at_begin:
-            self._done.add((_SAME.get(kind, kind), action.state, m, action.part))
+            self._done.add((_SAME.get(kind.way, kind), action.state, m, action.part))
         return reason
 
     def _needs(self, action: Action) -> str:

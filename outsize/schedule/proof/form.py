@@ -35,6 +35,10 @@ def misfit(schedule: Schedule, action: Action) -> str:
     """What is wrong with an action of the list that one worker runs, by itself."""
     if not _known(schedule, action.kind):
         return _UNKNOWN
+    loses = action.stage == schedule.loses or action.stage + 1 in schedule.cuts
+    goes = Kind.LOSS if loses else Kind.FORWARD
+    if action.kind in (Kind.FORWARD, Kind.LOSS) and action.kind is not goes:
+        return f"is of stage {action.stage}; expected {goes} of it"
     passes = action.kind in (*_LINKS, Kind.EXCHANGE)
     if action.kind in _LINKS and schedule.role is None:
         return "moves between workers; one worker plays this schedule"
@@ -48,7 +52,11 @@ def misfit(schedule: Schedule, action: Action) -> str:
     lane = action.kind.lane
     if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
         return f"is on the lane {action.lane}; expected {lane}"
-    per_stage = action.kind not in (Kind.NORM, Kind.SAMPLE)
+    per_stage = action.kind is not Kind.SAMPLE
+    if action.kind is Kind.NORM:
+        per_stage = bool(schedule.cuts)
+        if per_stage and action.stage != schedule.norm(action.stage):
+            return "is of no group's first stage"
     whole = moves and not passes and action.state is not State.ACTIVATIONS
     per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
     for name, value, limit, wanted in (
@@ -107,9 +115,8 @@ def paths_of(schedule: Schedule, paths: Sequence[Sequence[int]]) -> list[tuple[i
 def coarse_misfit(schedule: Schedule, action: Action, worker: int) -> str:
     """What is wrong with an action of a coarse list, by itself. schedule: of that worker."""
     kind = action.kind
-    if kind in _AWAY and action.state is not State.ACTIVATIONS:
-        return "is not of a pipeline; prove the schedule before the pass that adds it"
-    if kind in (*MOVES, Kind.NORM) and kind not in (*_AWAY, Kind.NORM):
+    own = kind in _AWAY and action.state is State.ACTIVATIONS
+    if kind is Kind.LOSS or (kind in MOVES and not own):
         return "is not of a pipeline; prove the schedule before the pass that adds it"
     ends = kind is Kind.UPDATE and schedule.ends and action.stage == WHOLE
     for name, value, limit, wanted in (

@@ -61,8 +61,8 @@ class Cells:
 class Holding:
     """The pool and the tiers while a schedule's list is gone through."""
 
-    def __init__(self, residency: Residency, last: int, first: int) -> None:
-        self.residency, self._last, self._first = residency, last, first
+    def __init__(self, residency: Residency, first: int) -> None:
+        self.residency, self._first = residency, first
         self._cells = Cells(residency)
         self._newest: dict[Cell, int] = {}
         self._tier: dict[Cell, int] = {}
@@ -72,7 +72,7 @@ class Holding:
         self._kept: set[tuple[int, int]] = set()  # activations that wait for a pass, and of these
         self._away: set[tuple[int, int]] = set()  # those that have left
         self._made: set[tuple[int, int]] = set()  # activations of this step
-        self._sums = Sums(residency, last, first)
+        self._sums = Sums(residency, first)
 
     def begin(self) -> str:
         """Why the schedule cannot begin with what it expects to find, or nothing."""
@@ -196,7 +196,7 @@ class Holding:
 
     def _compute(self, action: Action) -> str:
         here = (action.stage, action.microbatch)
-        if action.kind is Kind.FORWARD and action.stage >= self._first:
+        if action.kind.way == "forward" and action.stage >= self._first:
             self._kept.add(here)
             self._made.add(here)
         if action.kind in _PASSES:
@@ -205,7 +205,7 @@ class Holding:
                 return "its activations are away; expected a FETCH before it"
         if action.kind is Kind.UPDATE and action.lane is Lane.HOST:
             return self._at_rest(action)
-        needed = tuple(self.residency.needs(action, self._last, self._first))
+        needed = tuple(self.residency.needs(action, self._first))
         reasons = (self._need(action, name) for name in needed)
         reason = next(filter(None, reasons), "")
         lost = [name for name in needed if name not in self._pool]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError
-from outsize.schedule.action import AHEAD, WHOLE, Kind
+from outsize.schedule.action import WHOLE, Kind
 from outsize.schedule.program import BUFFERS, Program
 from outsize.schedule.proof.alone import Alone
 from outsize.schedule.proof.coarse import CoarseVoice, blocking, lifted, misled
@@ -67,11 +67,14 @@ def prove(
 
 
 def _coarse(schedule: Schedule) -> bool:
-    """Whether lists are of a pipeline's schedule, not what a worker runs."""
+    """Whether lists are of a pipeline's schedule, in which losses are a part of the last stage's
+    FORWARD; not what a worker runs."""
     if len(schedule.workers) != 1:
         return True
-    moves = any(action.kind in MOVES for action in schedule.workers[0])
-    return schedule.role is None and schedule.residency is None and moves
+    if schedule.role is not None or schedule.residency is not None:
+        return False
+    whole = (Kind.FORWARD, schedule.loses)
+    return any(a.kind in MOVES or (a.kind, a.stage) == whole for a in schedule.workers[0])
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,6 @@ def _once(program: Program) -> None:
 def _holders(workers: Sequence[Schedule]) -> tuple[tuple[int, ...], ...]:
     held: list[list[int]] = [[] for _ in range(workers[0].stages)]
     for rank, schedule in enumerate(workers):
-        for stage in sorted({a.stage for a in schedule.workers[0] if a.kind in AHEAD}):
+        for stage in sorted({a.stage for a in schedule.workers[0] if a.kind.way == "forward"}):
             held[stage].append(rank)
     return tuple(map(tuple, held))

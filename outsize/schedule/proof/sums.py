@@ -15,8 +15,8 @@ from outsize.schedule.residency import Residency
 class Sums:
     """Follows a schedule's list."""
 
-    def __init__(self, residency: Residency, last: int, first: int) -> None:
-        self.residency, self._stages, self._first = residency, last + 1, first
+    def __init__(self, residency: Residency, first: int) -> None:
+        self.residency, self._first = residency, first
         self._own = residency.summed - residency.gradients
         self._added: set[int] = set()
         self._summed: set[int] = set()
@@ -45,7 +45,7 @@ class Sums:
         if kind is Kind.UPDATE:
             self._updated[s] = self._updated.get(s, 0) + 1
             return self._missing([s] if s in self._own & self._added else [])
-        return self._add(action) if adds(action, self._stages, self._first) else ""
+        return self._add(action) if adds(action, self._first) else ""
 
     def _add(self, action: Action) -> str:
         for s in self.residency.uses[action.stage]:

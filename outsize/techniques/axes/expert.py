@@ -167,15 +167,10 @@ AXES.add(
         "workers that take different rows and hold different experts; tokens go to their experts",
         (
             Clash(
-                "mesh.tensor, which cuts every expert",
-                lambda plan: plan.mesh.tensor > 1,
-                "set mesh.tensor to 1",
-            ),
-            Clash(
-                "layers in chunks of the sequence or in tiles, which workers with more rows would"
-                " call more often",
-                lambda plan: plan.tiled,
-                "set plan.mlp_tile and what cuts the tokens of a block to 0",
+                "chunks of the sequence of fewer tokens than a microbatch has rows: workers with"
+                " fewer rows call layers as often, and would have none",
+                lambda plan: 0 < plan.block_tokens < plan.most_rows,
+                "take longer chunks",
             ),
         ),
         parts=True,

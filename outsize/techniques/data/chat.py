@@ -13,7 +13,6 @@ the token that ends it. White space that the template puts behind that token is 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 from outsize.data import SOURCES, Document, Given, Source, SourceKind
 from outsize.data.files import SourceFile
 from outsize.data.source import held_out
-from outsize.data.sources import ReadLog, parquet_for
+from outsize.data.sources import BadRecordError, ReadLog, from_json, json_lines, parquet_for
 from outsize.data.template import Span, Template, template_of
 from outsize.errors import OutsizeError, nearest
 from outsize.registry import setting, technique
@@ -150,17 +149,11 @@ def records(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, Any]]:
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            log.done += len(line)
-            where = f"{file.path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                yield where, json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-            except (ValueError, RecursionError) as error:
-                why = "not UTF-8" if isinstance(error, UnicodeError) else str(error)[:80]
-                raise OutsizeError(f"{where}: not JSON ({why}); expected a chat a line") from None
+    for where, line in json_lines(file, log):
+        try:
+            yield where, from_json(line)
+        except BadRecordError as error:
+            raise OutsizeError(f"{where}: {error}; expected a chat a line of JSON") from None
 
 
 def _rows(file: SourceFile) -> Iterator[tuple[str, Any]]:

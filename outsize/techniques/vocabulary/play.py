@@ -11,7 +11,8 @@ from itertools import accumulate, count, islice
 from outsize.schedule.action import Action, Kind, Lane, State
 from outsize.schedule.ends import Barrier, Ends, exchange
 from outsize.schedule.pipelines.costs import Costs, EndCosts
-from outsize.schedule.pipelines.pipeline import Pair, Pipeline, neighbours, plain_paths
+from outsize.schedule.pipelines.pipeline import Pair, Pipeline, plain_paths
+from outsize.schedule.role import neighbours
 from outsize.techniques.vocabulary.ends import EMBED, EMBED_BACKWARD, OUTPUT_S, OUTPUT_T
 
 Step = Sequence[Action]  # one action, or two that run as one

@@ -31,10 +31,10 @@ from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined, Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
+from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.local import LocalJob
+from outsize.search.planner import forecaster_of
 from outsize.search.request import PlanRequest
-from outsize.search.single import forecaster_of
 from outsize.techniques.adapt.lora import Lora
 from outsize.verify import Case, Native, verify
 
@@ -301,7 +301,7 @@ def test_local_learning_is_refused():
     model = build(replace(config_of("llama, untied"), adapter=Lora()), seed=1)
     plan = base_plan("float32", approximate=("local-learning",))
     with pytest.raises(OutsizeError, match="leave the adapter out"):
-        LocalJob(model, plan, AdamW())
+        make_job(NativeModel(model), plan, Recipe(AdamW()))
 
 
 def test_what_files_hold_fused_is_refused_with_its_name():

@@ -26,25 +26,31 @@ from outsize.errors import OutsizeError
 from outsize.models.dropout import Noise
 from outsize.models.experts import Experts, LocalDispatch
 from outsize.optim import AdamW
+from outsize.optim.parse import parse
 from outsize.parallel.divide import divide
 from outsize.parallel.execution import execution_of
-from outsize.plan import Precision, Rest, Stage
+from outsize.plan import Rest, Sharding, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.schedule.program import Talk
-from outsize.search import PlanRequest
-from outsize.search.candidates import candidates
 from outsize.simulate.network import far, near
 from outsize.techniques.axes.expert import dealt
 from outsize.verify import verify
 from outsize.verify.draw import draws
 
+WHOLE = (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5))
 BELOW = tuple(replace(s, rest=Rest("disk", optimizer="host")) for s in per_segment(5))
 CASES = {
-    "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "rows": 7}),
-    "dense layers, a shared expert": ("deepseek_v3", {"mesh": Mesh(expert=3), "resume_at": 1}),
+    "uneven experts and rows": ("mixtral", {"mesh": Mesh(expert=4), "rows": 7, "mlp_tile": 3}),
+    "dense layers, a shared expert": ("deepseek_v3", {
+        "mesh": Mesh(expert=3), "resume_at": 1, "sequence_chunk": 5, "mlp_tile": 2, "stages": WHOLE,
+    }),
     "tokens cut": ("mixtral", {"mesh": Mesh(expert=2, context=2)}),
+    "experts cut inside": ("mixtral", {
+        "mesh": Mesh(2, tensor=2, expert=2), "shards": Sharding(2, 2, 2), "rows": 7, "resume_at": 1,
+        "sequence_parallel": True, "optimizer": parse("muon", 3e-3, 0.1, (0.9, 0.95), None),
+    }),
     "tiers": ("mixtral", {"mesh": Mesh(expert=2), "stages": BELOW}),
 }  # fmt: skip
 
@@ -121,7 +127,7 @@ def test_dispatch_is_that_of_all_experts_here(sends: str, watched: bool) -> None
 
 def test_evaluation_and_states_are_those_of_one_worker() -> None:
     data = batches(2, 5, SEQUENCE, VOCAB)
-    plan = plan_of("float64", rows=5, microbatch_rows=2, mesh=Mesh(2, expert=2))
+    plan = plan_of("float64", rows=5, microbatch_rows=2, mlp_tile=5, mesh=Mesh(tensor=2, expert=2))
     alone = replace(plan, mesh=Mesh())
     job = Job(NativeFlow(model_of("mixtral", "float64"), alone), alone, Recipe(AdamW(), 0.5))
     wanted = numbers(job, alone, data)
@@ -152,14 +158,11 @@ def test_a_worker_holds_its_experts_alone() -> None:
 
 def test_what_does_not_go_with_it_is_refused() -> None:
     two = {"rows": 2, "microbatch_rows": 1, "mesh": Mesh(expert=2)}
-    whole = (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5))
-    for what, changes in {
-        "mesh.tensor": {"mesh": Mesh(tensor=2, expert=2)},
-        "layers in chunks": {"sequence_chunk": 4, "stages": whole},
-        "layers in chunks of the sequence or in tiles": {"mlp_tile": 4},
-    }.items():
-        with pytest.raises(OutsizeError, match=rf"mesh\.expert is 2, and {what}"):
-            plan_of("float64", **{**two, **changes})
+    few = {"microbatch_rows": 3, "sequence_chunk": 2, "stages": WHOLE}
+    with pytest.raises(
+        OutsizeError, match=r"mesh\.expert is 2, and chunks of the sequence of fewer"
+    ):
+        plan_of("float64", **{**two, **few})
     plan = plan_of("float64", **two)
     with pytest.raises(OutsizeError, match="the model has no experts; set expert to 1"):
         divide(model_of("llama", "float64"), PretendWorld(plan.mesh), plan)
@@ -172,13 +175,6 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     with pytest.raises(OutsizeError, match="expert is 2, but Sequential is an adopted module"):
         outsize.prepare(model, "adamw", mesh="expert=2")
-
-
-def test_the_planner_calls_every_layer_once() -> None:
-    request = PlanRequest(2, 1024, Precision.named("float32"), AdamW())
-    assert any(plan.mlp_tile for plan in candidates(request, 4))
-    several = list(candidates(replace(request, mesh=Mesh(expert=2)), 4))
-    assert several and not any(plan.mlp_tile or plan.sequence_chunk for plan in several)
 
 
 def test_what_is_said_to_each_crosses_machines_itself() -> None:

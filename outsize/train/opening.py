@@ -1,0 +1,83 @@
+"""A run that is about to start: its data, its times calibrated on them, what is printed of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from outsize.data import Data, Dataset, TrainStream, open_data
+from outsize.errors import counted
+from outsize.launch import WorkerGroup
+from outsize.screen import say, show
+from outsize.train.recipe import data_config, stream_of
+from outsize.train.setup import Setup, settled
+from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
+from outsize.train.timing import calibrated
+
+
+def show_plan(setup: Setup, console: Console) -> None:
+    """Print the plan of a run, and what is predicted of it."""
+    show(console, plan_table(setup.forecast), bytes_table(setup.forecast))
+    if setup.forecast.ranks:
+        show(console, turns_table(setup.forecast))
+    steps = setup.config.train.steps
+    assert steps is not None
+    paces = [pace(setup.paces)] if setup.paces else []
+    line = f"{predicted(setup.forecast)}; {counted(steps, 'step')}"
+    say(console, line, *paces, f"output: {setup.config.output}")
+
+
+def _marked(data: Data) -> str:
+    """How many tokens are targets, where not all are."""
+    if data.train.weights_N is None:
+        return ""
+    return f" ({data.train.targets / data.train.tokens:.1%} of them targets)"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that is about to start: its times calibrated on its own data."""
+
+    setup: Setup
+    data: Data
+    stream: TrainStream
+
+
+def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready:
+    data = data_of(setup, console, worker_group)
+    stream = streamed(setup, data).stream
+    with console.status("predicting the time of a step"):
+        setup = settled(calibrated(setup, stream, worker_group))
+    show_plan(setup, console)
+    parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
+    say(console, f"data: {'; '.join((*parts, data.skipped.summary()))}")
+    return Ready(setup, data, stream)
+
+
+def _size(data: Dataset) -> str:
+    return f"{counted(data.documents, 'document', ',')}, {counted(data.tokens, 'token', ',')}"
+
+
+def streamed(setup: Setup, data: Data) -> Ready:
+    return Ready(setup, data, stream_of(setup.config, data, setup.plan))
+
+
+def data_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Data:
+    """The data of a run, which is the same for all workers."""
+    worker_group.pulse.at("reading data")
+    data = worker_group.in_turn("data", lambda: _opened(setup, console))
+    parts = {"training data": data.train, "validation data": data.validation}
+    prints = {name: part.fingerprint for name, part in parts.items()}
+    worker_group.same("data", {"tokenizer": data.tokenizer.fingerprint(), **prints})
+    return data
+
+
+def _opened(setup: Setup, console: Console) -> Data:
+    config = data_config(setup.config, setup.subject.text)
+    with console.status("reading data") as status:
+        return open_data(
+            config,
+            setup.subject.config.vocab,
+            lambda done, total: status.update(f"reading data: {done / max(total, 1):.0%}"),
+        )

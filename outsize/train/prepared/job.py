@@ -1,0 +1,246 @@
+"""Prepared: somebody's own model under training, as `prepare` gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.decode.generate import GREEDY
+from outsize.decode.samplers import Sampler
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+from outsize.optim import Optimizer
+from outsize.plan import DEVICE, Plan
+from outsize.runtime import Job, Report
+from outsize.runtime.adopted.reach import Uncut
+from outsize.runtime.checks import check_rate
+from outsize.runtime.generating import Generated
+from outsize.schedule.kept import PARAMETERS
+from outsize.simulate import Forecast
+from outsize.train.prepared import states
+from outsize.train.prepared.batches import refuse_empty, rows_in, tokens_of
+from outsize.train.prepared.making import Preparing, refuse_small_budget
+from outsize.train.prepared.module import Guard, without_caches
+from outsize.train.prepared.optimizers import Handed
+from outsize.train.prepared.options import Settings
+from outsize.train.prepared.workers import leaving
+
+_BELOW = (
+    "its weights rest on tiers, so its own forward would compute with others; call"
+    " job.evaluate(batch), or read job.weights()"
+)
+_PARTS = (
+    "its parameters are this worker's parts, so its own forward and state_dict would give others;"
+    " call job.evaluate(batch), or read job.weights(), before job.close()"
+)
+
+
+class Prepared:
+    """A model under training. `step` trains on a batch; `report` tells of the last step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | torch.optim.Optimizer | str,
+        settings: Settings,
+    ) -> None:
+        self.model, self._handed = model, Handed(model, optimizer)
+        self._stack = ExitStack()  # of the stores and the world, while there is a job
+        self._preparing = Preparing(model, self._handed, settings, self._stack)
+        self._job: Job | None = None
+        self._guard = Guard(model)
+        self._stack.callback(without_caches(model))
+        self._closed = False
+        self._pending = self._handed.states  # for the job to come
+        if not settings.tiers and settings.mesh.size == 1:
+            refuse_small_budget(model, self._handed.update, settings)
+
+    @property
+    def settings(self) -> Settings:
+        """What `prepare` was told."""
+        return self._preparing.settings
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was predicted of the plan, where one was chosen to fit memory or given; after a
+        first step."""
+        return self._preparing.forecast
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, once a first step has been made."""
+        return self._made.plan
+
+    @property
+    def report(self) -> Report:
+        """Loss, norm, seconds and trace of the last step."""
+        return self._made.report
+
+    @property
+    def spread(self) -> str:
+        """One line: how much of an adopted module the tensor axis cuts, and what is whole for which
+        reason; empty where the axis has one worker. After a first step."""
+        return self._preparing.spread
+
+    @property
+    def _made(self) -> Job:
+        if self._job is None:
+            raise OutsizeError(
+                "job has no plan yet: it is made for the first batch; call step first"
+            )
+        return self._job
+
+    def step(self, batch: Any, lr: float | None = None) -> Tensor:
+        """Train on one batch; gives the mean loss, a scalar tensor.
+
+        A native decoder takes token ids (B, S), a mapping with input_ids, labels and weights (of
+        the labels; what each one's loss is times), or a Batch; an adopted module what its forward
+        takes: a mapping by keyword, a tuple by place. Where one worker's batch is refused, all are.
+
+        A parameter's requires_grad may change between steps; one that begins to train has the
+        optimizer's first states.
+        """
+        before = torch.get_rng_state() if self._job is None else None
+        try:
+            return self._stepped(batch, lr)
+        except Uncut:
+            if before is None or not self.settings.whole:
+                raise
+            # Blocks that were found and are not called once each, in order, are no blocks.
+            if self._job is not None:
+                self._job.close()
+                self._job = None
+            torch.set_rng_state(before)
+            self._preparing.settings = replace(self.settings, blocks=())
+            return self._stepped(batch, lr)
+
+    def _stepped(self, batch: Any, lr: float | None) -> Tensor:
+        batch, job = self._ready(batch, lr)
+        if self._preparing.outdated(job):
+            self._pending, self._job = states.moved(job, int(self._handed.steps)), None
+            job.close()
+            self._handed.anew()
+            self._job = job = self._make(batch)
+        lr = self._handed.ready(job, lr)
+        with self._guard.computing(), leaving(self._preparing.abort):
+            loss = job.step(batch, lr)
+        self._handed.steps += 1
+        whole = not self.settings.tiers and self.settings.mesh.size == 1
+        self._handed.show(lambda: self._job, views=whole)
+        return loss
+
+    def evaluate(self, batch: Any) -> tuple[float, float]:
+        """Sum of losses over a batch and what to divide it by, wherever the weights rest; after a
+        first step."""
+        job = self._made
+        batch, _ = self._ready(batch)
+        with self._guard.computing(), leaving(self._preparing.abort):
+            return job.evaluate(batch, rows_in(batch))
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampler | Sequence[Sampler] = GREEDY,
+        stop: Collection[int] = (),
+        logprobs: bool = False,
+    ) -> list[Generated]:
+        """What follows each of the prompts, ids of tokens, with the weights as they are, wherever
+        they rest; see Job.generate. Of a native decoder, after a first step."""
+        job = self._made
+        with self._guard.computing():
+            return job.generate(prompts, max_tokens, sampling, stop, logprobs)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name; of what rests below or on other workers, a copy of one chunk at
+        a time: use each before the next. The workers of a pipeline read together, to the end. After
+        a first step."""
+        return self._made.weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of weights, optimizer states, counts of updates and buffers, by name. After a
+        first step; the workers of a pipeline or a tensor axis call it together."""
+        return states.state_dict(self._made, self.model, int(self._handed.steps))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of a job of the same model and optimizer, whatever its
+        plan was; before the first step too. OutsizeError, naming the tensor, for another's."""
+        self._take(lambda job: states.load_state_dict(job, self.model, state))
+
+    def save(self, path: str | Path) -> Path:
+        """Write all states below `path`, as the checkpoint of the steps made so far; gives its
+        directory. The directory of a native decoder is one for outsize.load too."""
+        return states.save(self._made, self.model, int(self._handed.steps), Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from the last checkpoint that `save` wrote below `path`, as `load_state_dict`."""
+        self._take(lambda job: states.load(job, self.model, Path(path)))
+
+    def _take(self, into: Callable[[Job], int]) -> None:
+        if self._job is None:
+            self._pending = into
+        else:
+            job = self._job
+            self._handed.steps.fill_(self._preparing.alike(lambda: into(job)))
+
+    def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
+        """A batch that no worker refuses, and the job, which the first one makes."""
+        preparing = self._preparing
+        if self._closed:
+            raise OutsizeError(
+                f"job is closed, and mesh is {self.settings.mesh}: the model's parameters are parts"
+                " now; make the model anew and call outsize.prepare"
+            )
+        preparing.join()
+        made = preparing.alike(lambda: _checked(self.model, batch, lr))
+        if self._job is None:
+            self._job = self._make(made)
+        preparing.meet(made)
+        return made, self._job
+
+    def _make(self, batch: Any) -> Job:
+        job, pending = self._preparing.make(batch), self._pending
+        if self._preparing.derived or self.settings.mesh.pipeline > 1:
+            self._guard.forward(_PARTS)
+            self._guard.state_dict(_PARTS)
+        if any(stage.rest.parameters != DEVICE for stage in job.plan.stages):
+            self._stack.callback(self._guard.forward(_BELOW).remove)
+        if pending is not None:
+            self._handed.steps.fill_(self._preparing.alike(lambda: pending(job)))
+            self._pending = None
+        return job
+
+    def close(self) -> None:
+        """Give the model back as an ordinary module. Parameters that rested on tiers are NaN from
+        then on: read `weights` before. So of what the tensor axis has cut and of stages on other
+        workers, which are not all here: the module's own forward and state_dict stay refused."""
+        try:
+            if self._job is not None:
+                self._job.close()
+                _forget(self._job)
+                self._job, self._closed = None, self.settings.parted
+        finally:
+            self._stack.close()
+
+
+def _checked(model: nn.Module, batch: Any, lr: float | None) -> Any:
+    """A batch as a job takes it, and a rate that it can have."""
+    check_rate(lr)
+    made = tokens_of(batch, model.config.vocab) if isinstance(model, Decoder) else batch
+    refuse_empty(made)
+    return made
+
+
+def _forget(job: Job) -> None:
+    """Parameters that rested below are views of a pool that holds something else."""
+    for index, table in enumerate(job.placement.chunks.tables):
+        for slot in table.slots if job.placement.chunks.tier(index, PARAMETERS) != DEVICE else ():
+            parameter = job.owners[slot.name]
+            lost = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = lost.expand(parameter.shape)

@@ -1,0 +1,129 @@
+"""Somebody's own module while a job has it: what the automatic rules cut of it on the tensor axis
+and what they leave whole, its caches, and its own forward, which may not be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.errors import OutsizeError
+from outsize.parallel.automatic.derive import Derived, derive
+from outsize.runtime.adopted.flow import arguments
+
+Blocks = Sequence[tuple[str, nn.Module]]
+
+
+def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[str, Derived]:
+    """What `size` workers can cut of a model's blocks when it is called with this batch, by path.
+
+    OutsizeError where that is nothing, with the reason; where a weight that would be cut has
+    another use; where the batch makes the model remember.
+    """
+    args, kwargs = arguments(batch, model)
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(list(devices)):  # what it draws up to its first block
+        found = derive(model, size, args, kwargs, [path for path, _ in blocks])
+    if not any(derived.groups for derived in found.values()):
+        raise OutsizeError(
+            f"mesh: tensor is {size}, but nothing of {type(model).__name__} can be cut:"
+            f" {_reason(found)}; {_remedy(model, kwargs)}"
+        )
+    _refuse_ties(model, found)
+    return found
+
+
+def without_caches(model: nn.Module) -> Callable[[], None]:
+    """Switch off the caches of keys and values that a Hugging Face decoder makes in every forward:
+    nothing of training reads them, and what changes while a block runs cannot be computed again.
+    Gives what switches them on again."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in on:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in on:
+            config.use_cache = True
+
+    return undo
+
+
+def _reason(found: Mapping[str, Derived]) -> str:
+    for path, derived in found.items():
+        for module, reason in derived.left.items():
+            return f"{path}.{module}: {' '.join(reason.split())}"
+    return "no linear layer of its blocks feeds another"
+
+
+def _remedy(model: nn.Module, kwargs: Mapping[str, Any]) -> str:
+    asked = kwargs.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
+    if asked:
+        return "its forward makes a cache: put use_cache=False into the batch"
+    if model.training and any(isinstance(m, nn.Dropout) and m.p for m in model.modules()):
+        return "set its dropout to 0, or put all workers on the data axis"
+    return "put all workers on the data axis"
+
+
+def _refuse_ties(model: nn.Module, found: Mapping[str, Derived]) -> None:
+    """The rules look at one block at a time: a weight with another use would be cut there too."""
+    cut = {f"{path}.{name}" for path, derived in found.items() for name in derived.parameters}
+    by_weight: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_weight.setdefault(id(parameter), []).append(name)
+    for names in by_weight.values():
+        if len(names) > 1 and cut.intersection(names):
+            raise OutsizeError(
+                f"{names[0]} and {names[1]} are one weight, which the tensor axis would cut for one"
+                " of them; put all workers on the data axis"
+            )
+
+
+def said(sizes: Mapping[str, int], found: Mapping[str, Derived]) -> str:
+    """One line: how much of a model is cut, and which rows stay whole for which reason. sizes:
+    elements of its whole parameters, by name."""
+    cut = [f"{path}.{name}" for path, derived in found.items() for name in derived.parameters]
+    part = sum(sizes.get(name, 0) for name in cut) / sum(sizes.values())
+    size = next(iter(found.values())).size
+    left = dict(item for derived in found.values() for item in derived.left.items())
+    text = f"tensor={size}: {part:.0%} of the parameters are cut; the rest is whole on every worker"
+    reasons = (f"{module} ({' '.join(reason.split())})" for module, reason in left.items())
+    return "; ".join((text, *reasons))
+
+
+class Guard:
+    """Refuses a module's own forward and state_dict while they would tell of other values than the
+    module's. why: what is the matter, and what to call instead."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._ours = False  # the forward at hand is the job's
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the job computes."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def forward(self, why: str) -> Any:
+        """Refuse it from now on, until the handle that this gives is removed."""
+
+        def refuse(*_: Any) -> None:
+            if not self._ours:
+                raise OutsizeError(f"{type(self._model).__name__}: {why}")
+
+        return self._model.register_forward_pre_hook(refuse)
+
+    def state_dict(self, why: str) -> None:
+        """Refuse it for good."""
+
+        def refuse(*_: Any) -> None:
+            raise OutsizeError(f"{type(self._model).__name__}: {why}")
+
+        self._model.register_state_dict_pre_hook(refuse)

@@ -1,0 +1,120 @@
+"""The optimizer that is handed to `prepare`: of one of torch.optim the settings are read before
+every step, and it has the states of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from outsize.errors import OutsizeError
+from outsize.optim import SGD, AdamW, Optimizer
+from outsize.optim.parse import parse
+from outsize.runtime import Job
+from outsize.runtime.handlers.training import Training
+from outsize.runtime.recipe import Group, Recipe
+from outsize.torch_private import mark_stepped
+from outsize.train.prepared import states
+
+
+class Handed:
+    """update: ours that does as it does. steps: made so far, a tensor that its states share."""
+
+    def __init__(self, model: nn.Module, given: Optimizer | torch.optim.Optimizer | str) -> None:
+        self.update = _converted(given)
+        self.steps = torch.zeros(())
+        self._theirs = given if isinstance(given, torch.optim.Optimizer) else None
+        self._model = model
+        self.recipe(None)  # refuses what it cannot train
+        self._hook: RemovableHandle | None = None
+
+    def recipe(self, clip: float | None) -> Recipe:
+        """How it trains."""
+        theirs = self._theirs
+        if theirs is None:
+            return Recipe(self.update, clip)
+        return Recipe(self.update, clip, _groups_now(theirs), _group_of(self._model, theirs))
+
+    @property
+    def states(self) -> Callable[[Job], int] | None:
+        """What puts the states that it has already into a job and gives the steps made; None where
+        it has none."""
+        theirs = self._theirs
+        return (
+            partial(states.taken, optimizer=theirs) if theirs is not None and theirs.state else None
+        )
+
+    def ready(self, job: Job, lr: float | None) -> float | None:
+        """Set out on a step; gives its learning rate."""
+        if self._theirs is None:
+            return lr
+        assert isinstance(job.method, Training), "an optimizer of torch's takes gradients"
+        job.method.updates.groups = _groups_now(self._theirs)
+        mark_stepped(self._theirs)
+        return 1.0
+
+    def anew(self) -> None:
+        """Another job is made for the same model."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def show(self, job: Callable[[], Job | None], views: bool) -> None:
+        """After the first step: it has the states of the job as they are here where those are
+        views, which lie whole on the device; else when its state_dict is asked for."""
+        theirs = self._theirs
+        if theirs is None or self._hook is not None:
+            return
+
+        def show(*_: object) -> None:
+            made = job()
+            if made is not None:
+                states.shown(made, theirs, self.steps)
+
+        if views:
+            show()
+        self._hook = theirs.register_state_dict_pre_hook(show)
+
+
+def _converted(optimizer: Optimizer | torch.optim.Optimizer | str) -> Optimizer:
+    if isinstance(optimizer, str):
+        if optimizer == "sgd":
+            return SGD()
+        return parse(optimizer, AdamW.lr, AdamW.weight_decay, AdamW.betas)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    for name in ("amsgrad", "maximize", "nesterov", "dampening"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            raise OutsizeError(f"optimizer option {name} is not supported; leave it out")
+    first = optimizer.param_groups[0]
+    for name in ("betas", "eps", "momentum"):
+        if any(group.get(name) != first.get(name) for group in optimizer.param_groups):
+            raise OutsizeError(f"optimizer groups differ in {name}; expected one value for all")
+    if type(optimizer) is torch.optim.AdamW:
+        return AdamW(1.0, tuple(first["betas"]), first["eps"], 0.0)
+    if type(optimizer) is torch.optim.SGD:
+        return SGD(1.0, first["momentum"], 0.0)
+    raise OutsizeError(
+        f"optimizer {type(optimizer).__name__} is not supported; expected torch.optim.AdamW or SGD,"
+        " 'adamw' or 'sgd'"
+    )
+
+
+def _groups_now(optimizer: torch.optim.Optimizer) -> list[Group]:
+    """Settings as they are now: a scheduler may have changed them."""
+    return [Group(g["weight_decay"], float(g["lr"])) for g in optimizer.param_groups]
+
+
+def _group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    index = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    named = dict(model.named_parameters())
+    for name, p in named.items():
+        if p.requires_grad and id(p) not in index:
+            raise OutsizeError(
+                f"parameter {name!r} is in no group of the optimizer; give it to the optimizer or"
+                " set its requires_grad to False"
+            )
+    return {name: index.get(id(p), 0) for name, p in named.items()}

@@ -1,0 +1,86 @@
+"""What planning has rehearsed, remembered by a whole session of tests: by every process that pytest
+starts, and by the workers that a test forks, which would each rehearse the same again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from threading import get_ident
+from typing import TypeVar
+
+import pytest
+
+from outsize.memory import Ledger
+from outsize.models.config import DecoderConfig
+from outsize.plan import Plan
+from outsize.plan import plan as plans
+from outsize.runtime import Job, spill
+from outsize.search import planner
+from outsize.search import request as requests
+from outsize.search.request import Makers, PlanRequest, native_makers
+from outsize.simulate.costs import Costs, Facts
+from outsize.simulate.rehearse import bare, rehearse, splits_of
+
+T = TypeVar("T")
+PLANNED = {  # what a plan says itself, and what costs do not depend on
+    "shards": None, "pipeline": None, "microbatch_rows": None, "recompute": None, "order": None,
+    "loss_chunk": None, "mlp_tile": None, "budget": None, "tiers": (),
+}  # fmt: skip
+
+
+class _Folder:
+    """Values in files. Nobody waits for another, who might be taken for a worker that hangs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: dict[str, object] = {}
+
+    def get(self, key: object, make: Callable[[], T]) -> T:
+        name = sha256(repr(key).encode()).hexdigest()
+        if name not in self._read:
+            file, mine = self._path / name, self._path / f"{name}.{os.getpid()}.{get_ident()}"
+            if not file.exists():
+                mine.write_bytes(pickle.dumps(make()))
+                mine.replace(file)
+            self._read[name] = pickle.loads(file.read_bytes())
+        return self._read[name]
+
+
+def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Rehearsals and facts of native decoders are made once for all who have this folder. They
+    depend neither on the budget nor on what rests where."""
+    known = _Folder(folder)
+
+    def facts(config: DecoderConfig, request: PlanRequest) -> Facts:
+        key = config, replace(request, budget=None)
+        return known.get(key, lambda: plain_facts(config, request))
+
+    def makers(
+        config: DecoderConfig, request: PlanRequest, documents: tuple[int, ...] | None = None
+    ) -> Makers:
+        job_of, batch_of = native_makers(config, request, documents)
+        about[job_of] = config, replace(request, **PLANNED), documents
+        return job_of, batch_of
+
+    def rehearsed(
+        plan: Plan,
+        job_of: Callable[[Plan, Ledger], Job],
+        batch_of: Callable[[int], object],
+        splits: tuple[bool, ...] | None = None,
+    ) -> Costs:
+        splits = splits_of(plan) if splits is None else splits
+        step = plan.rows_at(0), plan.microbatches, bare(plan), splits
+        smaller = spill.LEAST, plans.PART  # as tests make them
+        key = about[job_of], step, smaller
+        return known.get(key, lambda: rehearse(plan, job_of, batch_of, splits))
+
+    about: dict[object, object] = {}
+    plain_facts = planner.facts_of_model
+    patch.setattr(planner, "facts_of_model", facts)
+    for module in (requests, planner):
+        patch.setattr(module, "native_makers", makers)
+        patch.setattr(module, "rehearse", rehearsed)
