@@ -184,7 +184,8 @@ class Forecaster:
 
     def costs(self, plan: Plan) -> list[Costs]:
         """Costs of a plan's actions, for each of the request's `layouts`."""
-        chosen, splits = sample(self.config, stacked(plan)), splits_of(plan)
+        splits = splits_of(plan)
+        chosen = sample(self.config, stacked(plan), any(splits))
         return [
             expand(self._rehearsed(chosen, bounds, splits), chosen, plan, self.facts)
             for bounds in layouts(self.request)

@@ -24,12 +24,17 @@ class Sample:
     stands: tuple[int, ...]
 
 
-def sample(config: DecoderConfig, plan: Plan) -> Sample:
+def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     """The smallest model that has every sort of layer, as the plan runs it. Beside an adapter the
-    first of a sort is apart: it may be the first that learns, whose backward pass ends there."""
+    first of a sort is apart: it may be the first that learns, whose backward pass ends there.
+
+    split: weights' gradients may come apart from their inputs'. Then the first layer is apart: its
+    input goes with them, while that of any other is the output of the layer before, which has it.
+    """
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
     alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
     firsts = {alike.index(sort) for sort in set(alike)} if config.adapter is not None else set()
+    firsts |= {0} if split else set()
     sorts = [(*sort, i in firsts) for i, sort in enumerate(alike)]
     kinds = list(dict.fromkeys(sorts))
     ways = (how[0], *(way for _, way, _ in kinds), how[plan.segments - 1])

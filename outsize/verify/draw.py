@@ -160,7 +160,7 @@ def _mesh(draw: Random, workers: int, config: DecoderConfig) -> Mesh:
     if mixed:  # more often, for few models have experts
         others += 2 * [n for n, axis in AXES.items() if axis.parts]
     cut: dict[str, int] = {}
-    if left > 1 and others and draw.random() < (0.8 if mixed else 0.4):
+    if left > 1 and others and draw.random() < (0.8 if mixed else 0.5):
         name = draw.choice(others)
         apart = AXES.get(name).parts and left > 3  # leave workers for the tensor axis beside it
         cut[name] = draw.randrange(2, (left // 2 if apart else left) + 1)
