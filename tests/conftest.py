@@ -52,11 +52,14 @@ def _same_start() -> Iterator[None]:
     """Seeds, thread count and torch's global settings are the same at the start of every test."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():  # without, each seeding of it formats and keeps a traceback
+        torch.cuda.manual_seed_all(0)
     torch.set_num_threads(1)
     yield
     torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
     let_threads_go()  # workers of later tests are forked from this process
 
@@ -84,16 +87,28 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(
-    tmp_path_factory: pytest.TempPathFactory, kernels: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
+    kernels: Path,
+    rates: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Caches of one test are seen neither by another test nor by the person who runs them."""
     base = tmp_path_factory.getbasetemp()
     cache = Path(tempfile.mkdtemp(prefix="cache-", dir=base))  # mktemp lists all others each time
     (cache / "outsize").mkdir()
     (cache / "outsize" / "kernels").symlink_to(kernels)
-    # This machine's rates are known: to measure them takes seconds, in every process of a test.
-    keep(known_machine(), cache=cache / "outsize")
+    for file in rates.iterdir():
+        shutil.copyfile(file, cache / "outsize" / file.name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(scope="session")
+def rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with this machine's rates, known: to measure them takes seconds, in every process
+    of a test."""
+    folder = tmp_path_factory.mktemp("rates")
+    keep(known_machine(), cache=folder)
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="session")
