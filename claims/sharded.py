@@ -43,8 +43,8 @@ from outsize.schedule import Kind, Lane, Schedule
 from outsize.search import PlanRequest
 from outsize.search.request import Forecaster, facts_of_model
 from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Costs
 from outsize.trace.trace import Event, Trace
 
 DATE = "2026-11-22"

@@ -25,8 +25,9 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, native_makers
 from outsize.search.request import facts_of_model
 from outsize.simulate import Forecast
+from outsize.simulate.costs import Costs
 from outsize.simulate.forecast import compose
-from outsize.simulate.rehearse import Costs, rehearse
+from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import Sample, expand
 from outsize.trace.trace import Trace
 
