@@ -20,7 +20,7 @@ from outsize.memory.store import Place
 from outsize.plan import DEVICE, Plan, Rest, Sharding, Stream
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime import AdoptedFlow, Job
-from outsize.runtime.engine import Loaded, Step
+from outsize.runtime.engine import Engine, Loaded, Step
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Costs as Seconds
@@ -200,7 +200,7 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
         for step in program.steps:
             last = step is program.steps[-1] and program.schedule.ends is None
             gone = played.begun if line and last else {}
-            played.forward[moved(step.action)] = _run(job, step, ledger, gone)
+            played.forward[moved(step.action)] = cost_of(job.engine, step, ledger, gone)
     handed = ((Kind.SEND, State.ACTIVATIONS), (Kind.RECV, State.ACTIVATIONS))
     played.forward |= {key: cost for key, cost in played.actions.items() if key[:2] in handed}
 
@@ -243,7 +243,7 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
             continue
         passed, heard = _passed(job), _heard(job)
         loss = _loss_bytes(job) if line and action.kind.way == "back" else 0
-        cost = _run(job, step, ledger, played.begun if _ends(schedule, action) else {})
+        cost = cost_of(job.engine, step, ledger, played.begun if _ends(schedule, action) else {})
         delta = dict(cost.allocates)
         if loss and action.stage == schedule.first:
             delta["activations"] = delta.get("activations", 0) + loss
@@ -260,11 +260,13 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
             played.actions |= _given(job.rows, schedule, action)
 
 
-def _run(job: Job, step: Step, ledger: Ledger, gone: Mapping[str, int]) -> ActionCost:
+def cost_of(
+    engine: Engine, step: Step, ledger: Ledger, gone: Mapping[str, int] | None = None
+) -> ActionCost:
     """What an action takes, alone. gone: bytes by kind of a microbatch that goes with it."""
     before, total, counter = dict(ledger.live), ledger.total, Counter()
     with counter:
-        event = job.engine.alone(step)
+        event = engine.alone(step)
     delta = _change(ledger, before)
     if gone:
         delta = {k: delta.get(k, 0) + gone.get(k, 0) for k in delta | dict(gone)}

@@ -19,12 +19,13 @@ def annotate(schedule: Schedule, costs: Costs) -> Schedule:
     """The schedule with every action's bytes filled in."""
     return replace(
         schedule,
-        workers=tuple(tuple(_filled(a, costs) for a in actions) for actions in schedule.workers),
+        workers=tuple(tuple(filled(a, costs.of(a)) for a in w) for w in schedule.workers),
     )
 
 
-def _filled(action: Action, costs: Costs) -> Action:
-    cost = costs.of(action) or _NOTHING
+def filled(action: Action, cost: ActionCost | None) -> Action:
+    """An action with the bytes that it costs, if it has any."""
+    cost = cost or _NOTHING
     allocates = tuple((f"device/{kind}", count) for kind, count in cost.allocates.items())
     return replace(action, allocates=allocates, workspace=cost.workspace)
 
