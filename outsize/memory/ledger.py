@@ -29,6 +29,9 @@ KINDS = (
 )  # fmt: skip
 
 
+HOST = "host"  # what is made as this kind is in no device's memory, wherever it seems to be
+
+
 class OverBudget(OutsizeError):
     """The device tier would hold more than its budget."""
 
@@ -91,7 +94,7 @@ class Ledger:
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
-        """Storages made inside count as `kind` instead of "workspace"."""
+        """Storages made inside count as `kind` instead of "workspace"; as HOST, not at all."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -100,7 +103,7 @@ class Ledger:
 
     def see(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, once."""
-        if tensor.device.type != self.device:
+        if tensor.device.type != self.device or self._kind == HOST:
             return
         storage = tensor.untyped_storage()
         key, size = storage_key(storage), storage.nbytes()

@@ -28,7 +28,7 @@ from outsize.trace import Event, Trace, differences, pairs, waiting
 KINDS = (  # the order of the legend, whatever state follows a dot; others follow by name
     *("FORWARD", "LOSS", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "RECOMPUTE", "PREFILL"),
     *("DECODE", "NORM", "UPDATE", "SEND", "RECV", "GATHER", "REDUCE", "COLLECT"),
-    *("MERGE", "EXCHANGE", "FETCH", "EVICT"),
+    *("MERGE", "EXCHANGE", "FETCH", "EVICT", "COPY"),
 )
 CARDS = (beyond_card, kinds_card, workers_card, meta_card)  # from the top
 SCRIPTS = ("model", "lanes", "memory", "hand")  # one scope, in this order

@@ -101,7 +101,7 @@ class Flow(Protocol):
         """What the sum of losses is divided by, and the number of targets: (2,), float64."""
 
     def part(self, batch: Any, start: int, stop: int) -> Any:
-        """Rows [start, stop) of a batch."""
+        """Rows [start, stop) of a batch, where that lies; `begin` takes them on the device."""
 
     @property
     def rows(self) -> Rows | None:

@@ -7,8 +7,10 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from outsize.memory.upload import comes
 from outsize.runtime.flow import Flow, Walk
 from outsize.runtime.points import Points
 from outsize.runtime.spill import Spill
@@ -26,13 +28,23 @@ class Microbatches:
     """Cuts a batch into walks, each of which begins with the first action that needs it.
 
     spill_of: what takes the activations that a stage keeps of a microbatch. sent: their tensors
-    cross to other workers, in messages that differ with their shapes.
+    cross to other workers, in messages that differ with their shapes. device: to which they are
+    copied, by actions; None: they are where they are computed with.
     """
 
-    def __init__(self, flow: Flow, watch: Watch, spill_of: SpillOf, sent: bool) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        watch: Watch,
+        spill_of: SpillOf,
+        sent: bool,
+        device: torch.device | None = None,
+    ) -> None:
         self.flow, self._watch, self._spill_of, self._sent = flow, watch, spill_of, sent
+        self._device = device
         self._batch: Any = None
         self.under_way: dict[int, Walk] = {}
+        self._parts: dict[int, Any] = {}  # of those that are copied and have not begun
         self._shapes: dict[int, Hashable] = {}
         self.ready(None, (), 1.0)
 
@@ -49,7 +61,8 @@ class Microbatches:
         if ledger is not None:
             with ledger.kind("data"):
                 for tensor in tensors_of(batch):
-                    ledger.see(tensor)
+                    if self._device is None or not comes(tensor, self._device):
+                        ledger.see(tensor)
 
     def carry(self, walk: Walk, shapes: Hashable) -> None:
         """Set out on a walk of the caller's own, the only one. shapes: see `shapes`."""
@@ -65,11 +78,20 @@ class Microbatches:
         walk = self.under_way.get(m)
         return self._begun(m) if walk is None else walk
 
+    def part(self, m: int) -> Any:
+        """The rows of a microbatch, where the batch lies."""
+        return self.flow.part(self._batch, *self._cuts[m])
+
+    def bring(self, m: int, part: Any) -> None:
+        """A microbatch's rows are on the device, or will be when it begins."""
+        self._parts[m], self._shapes[m] = part, shapes_of(part) if self._sent else ()
+
     def _begun(self, m: int) -> Walk:
         points, flow = self._points, self.flow
-        with self._watch.kind("data"):
-            part = flow.part(self._batch, *self._cuts[m])
-        self._shapes[m] = shapes_of(part) if self._sent else ()
+        if self._device is None:
+            with self._watch.kind("data"):
+                self.bring(m, self.part(m))
+        part = self._parts.pop(m)
         spill_of = partial(self._spill_of, m)
         walk = flow.begin(part, self._factor, spill_of, points.held(m), points.way(m))
         self.under_way[m] = walk
@@ -77,6 +99,8 @@ class Microbatches:
 
     def shapes(self, m: int) -> Hashable:
         """What tells a microbatch from others whose messages have other shapes."""
+        if m not in self._shapes:
+            self.of(m)
         return self._shapes[m]
 
     def lose(self, m: int, loss: Tensor) -> None:
@@ -103,6 +127,7 @@ class Microbatches:
     def reset(self) -> None:
         """Let all of them go."""
         self.under_way.clear()
+        self._parts.clear()
         if self.flow.rows is not None:
             self.flow.rows.reset()
 

@@ -46,7 +46,7 @@ AUXILIARY = "auxiliary"  # how names of heads and of their parameters begin
 
 @dataclass(frozen=True)
 class Part:
-    """A microbatch laid flat, on the device: the tokens that this worker has. lengths: of the whole
+    """A microbatch laid flat: the tokens that this worker has. lengths: of the whole
     documents, where a part of some is here; attend: how its tokens attend; most: see Context."""
 
     ids_T: Tensor
@@ -163,7 +163,7 @@ class NativeFlow:
         rows = whole.tokens(spans)
 
         def flat(x_BS: Tensor) -> Tensor:
-            return x_BS.reshape(-1).to(self.device)
+            return x_BS.reshape(-1)
 
         weights = None if rows.weights_BS is None else flat(rows.weights_BS)
         missing = [c for c in self._columns if c not in rows.columns]

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from outsize.collectives import Collective, Lone, World
 from outsize.memory import Meter
 from outsize.memory.store import Store
+from outsize.memory.upload import own_memory
 from outsize.optim import Optimizer
 from outsize.registry import TECHNIQUES
 
@@ -47,7 +50,8 @@ class Here:
     methods in the same order. ledger: counts bytes while the job works, and raises over its budget.
     stores: by name, the tiers below the device; the caller closes them. at: told what each thread
     is about to do, for who watches the workers (outsize/launch/heartbeat.py). line: as
-    outsize.parallel.divide.divide has it.
+    outsize.parallel.divide.divide has it. apart: batches are copied to the device, as they are to
+    every one that has memory of its own (a rehearsal of one says so).
     """
 
     world: World = field(default_factory=Lone)
@@ -55,6 +59,11 @@ class Here:
     stores: Mapping[str, Store] = field(default_factory=dict)
     at: Callable[[str], None] | None = None
     line: Collective | None = None
+    apart: bool = False
+
+    def copies(self, model: nn.Module) -> bool:
+        """Whether microbatches are copied to the device of a model."""
+        return self.apart or own_memory(next(model.parameters()).device)
 
 
 ALONE = Here()

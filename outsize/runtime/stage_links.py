@@ -116,12 +116,13 @@ class StageLinks:
         elif action.kind.way == "back" and back in self._here:
             walk.put_gradient(s, list(self._here.pop(back)))
 
-    def prepare(self, move: Action, walk: Walk, shapes: Hashable) -> None:
-        """The part of a SEND or RECV that is the calling thread's."""
+    def prepare(self, move: Action, of: Callable[[int], Walk], shapes: Hashable) -> None:
+        """The part of a SEND or RECV that is the calling thread's. of: a microbatch's walk, which
+        has begun where something of it is sent."""
         if move.kind is Kind.RECV:
             self.expect(move, shapes)
         else:
-            self._gone[_name(move)] = self.leave(move, walk, shapes)
+            self._gone[_name(move)] = self.leave(move, of(move.microbatch), shapes)
 
     def move(self, move: Action, shapes: Hashable) -> None:
         """The part that is its lane's; raises what went wrong with what was sent."""

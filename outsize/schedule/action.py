@@ -16,6 +16,7 @@ class Lane(StrEnum):
     FETCH = "fetch"  # bytes towards the device tier
     EVICT = "evict"  # bytes away from it
     HOST = "host"  # computing where the bytes rest, beside the device
+    COPY = "copy"  # batches towards a device whose memory is not the host's
     NETWORK = "network"  # states between workers
     SEND = "send"  # activations and their gradients to workers of other stages
     RECEIVE = "receive"  # and from them
@@ -37,6 +38,7 @@ class Kind(str):
     path at which it is: "first", "last", or "". lane: where it runs.
     """
 
+    COPY: ClassVar[Kind]  # a microbatch's rows to a device whose memory is not the host's
     FORWARD: ClassVar[Kind]  # a stage's outputs from its inputs
     LOSS: ClassVar[Kind]  # the last stage: the loss from its inputs, and gradients made with it
     RECOMPUTE: ClassVar[Kind]  # a stage's forward again, to have its activations
@@ -103,7 +105,7 @@ for _name in ("NORM", "UPDATE", "SAMPLE"):
 for _name, _lane in (
     ("FETCH", Lane.FETCH), ("EVICT", Lane.EVICT), ("SEND", Lane.SEND), ("RECV", Lane.RECEIVE),
     ("GATHER", Lane.NETWORK), ("REDUCE", Lane.NETWORK), ("COLLECT", Lane.NETWORK),
-    ("MERGE", Lane.MERGE), ("EXCHANGE", Lane.EXCHANGE),
+    ("MERGE", Lane.MERGE), ("EXCHANGE", Lane.EXCHANGE), ("COPY", Lane.COPY),
 ):  # fmt: skip
     setattr(Kind, _name, Kind.add(_name, lane=_lane))
 

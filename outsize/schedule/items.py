@@ -59,11 +59,13 @@ class Piece:
 class Items:
     """What of a plan's chunks passes through the pool.
 
-    host: names of the tiers that are memory, where parts can be updated as they rest.
+    host: names of the tiers that are memory, where parts can be updated as they rest. apart: the
+    device has memory of its own, to which microbatches are copied.
     """
 
     chunks: Chunks
     host: frozenset[str] = frozenset()
+    apart: bool = False
 
     @property
     def plan(self) -> Plan:

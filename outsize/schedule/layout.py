@@ -16,6 +16,7 @@ from outsize.schedule.compile.train import base_of
 from outsize.schedule.ends import ends_of
 from outsize.schedule.item import Item
 from outsize.schedule.items import Items
+from outsize.schedule.passes.copies import copied
 from outsize.schedule.passes.ends import alone
 from outsize.schedule.passes.offload import streamed, visits
 from outsize.schedule.passes.pipeline import linked, placed
@@ -93,7 +94,11 @@ class Placement:
             made = spread(made, own)
         if self.chunks.pipelining is not None:
             made = linked(made, self.chunks.pipelining, self.plan, self.chunks.turn)
-        return made
+        return self.copying(made)
+
+    def copying(self, schedule: Schedule) -> Schedule:
+        """A list over batches, which come to a device with memory of its own."""
+        return copied(schedule) if self.items.apart else schedule
 
     @cached_property
     def _leaving(self) -> frozenset[int]:
@@ -110,6 +115,10 @@ class Placement:
 
     def evaluation(self, microbatches: int, kind: Kind = Kind.FORWARD) -> Schedule:
         """So many microbatches forward, through the same rooms."""
+        made = self._forward(microbatches, kind)
+        return self.copying(made) if kind is Kind.FORWARD else made
+
+    def _forward(self, microbatches: int, kind: Kind) -> Schedule:
         spare = replace(self.items.residency, spills=frozenset())
         stages, stream = len(self.plan.stages), self.plan.stream
         if self.chunks.pipelining is not None:

@@ -21,7 +21,8 @@ class Schedule:
     they do. role: what this is of a pipeline's step, where it is one worker's of many. ahead: the
     stages that are updated without gradients, before their FORWARDs. cuts: the stages at which a
     group begins that learns by a loss of its own: no gradient leaves it there, and it has a NORM of
-    its own, when the group before it has been updated.
+    its own, when the group before it has been updated. copies: each microbatch comes to the device
+    by a COPY, before anything else is done of it.
     """
 
     stages: int
@@ -35,6 +36,7 @@ class Schedule:
     role: Role | None = None
     ahead: frozenset[int] = frozenset()
     cuts: frozenset[int] = frozenset()
+    copies: bool = False
 
     @property
     def loses(self) -> int:

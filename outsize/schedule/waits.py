@@ -126,6 +126,8 @@ class _Reader:
                 yield ("passed", whole, action.state, action.stage, action.microbatch), True
         elif action.kind is Kind.EXCHANGE:
             yield ("exchanged", action.state, action.microbatch), True
+        elif action.kind is Kind.COPY:
+            yield ("copied", action.microbatch), True
         elif action.kind in MOVES:
             yield from self._move(action)
         else:
@@ -153,6 +155,8 @@ class _Reader:
             yield from self._room(name, residency.changes(action, name))
         if action.microbatch != WHOLE and s in residency.spills:
             yield ("activations", s, action.microbatch), action.kind.way == "forward"
+        if action.microbatch != WHOLE and self.schedule.copies:
+            yield ("copied", action.microbatch), False
         if self.role is not None:
             m = action.microbatch
             if action.kind.way == "forward":

@@ -51,7 +51,8 @@ class PlanRequest(Extended):
     its cuts where it is a plan's own. filling: how the model's first values come. techniques: as
     Recipe has them. tiled: whether a block's tokens can be computed in parts, as those of
     somebody's own module cannot. few: microbatches are as said, even if there are more workers.
-    settings: those of plans that are fixed.
+    settings: those of plans that are fixed. apart: the device has memory of its own, to which
+    microbatches are copied.
     """
 
     rows: int
@@ -80,6 +81,7 @@ class PlanRequest(Extended):
     techniques: Mapping[str, Any] = field(default_factory=dict)
     tiled: bool = True
     few: bool = False
+    apart: bool = False
     settings: Settings = NONE
 
     @property
@@ -132,7 +134,7 @@ def native_makers(
         world = PretendWorld(plan.mesh, _largest(plan.mesh))
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
-        here = Here(world, ledger, nowhere(plan), line=line)
+        here = Here(world, ledger, nowhere(plan), line=line, apart=request.apart)
         return make_job(NativeModel(Decoder(config)), plan, request.recipe, here)
 
     return job_of, lambda rows: request.batch(rows, bounds)

@@ -26,6 +26,7 @@ from outsize.simulate.counter import Work
 Moved = tuple[Kind, State, int]  # kind, what is moved, stage
 _PASSED = (Kind.SEND, Kind.RECV)
 PARTS = -1  # in the place of a stage: what passes at the ends of a microbatch's path
+COPIED: Moved = (Kind.COPY, State.NONE, WHOLE)  # what the copy of a microbatch is filed under
 
 
 def moved(action: Action) -> Moved:
@@ -53,7 +54,8 @@ class Facts:
     """What the placement of a plan needs of a model: its chunks' tables, by segment the segments
     whose parameters it reads, what the optimizer keeps of those that it leaves to its `rest` and
     (`main`) of those that it takes itself, the tiers that are memory, and how first values come.
-    frozen: the share of the layers that each step leaves alone, None where all are trained."""
+    frozen: the share of the layers that each step leaves alone, None where all are trained. apart:
+    the device has memory of its own, to which microbatches are copied."""
 
     tables: tuple[ChunkTable, ...]
     uses: tuple[tuple[int, ...], ...]
@@ -62,6 +64,7 @@ class Facts:
     host: frozenset[str] = frozenset()
     filling: Filling = OWN
     frozen: float | None = None
+    apart: bool = False
 
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
         """How a plan places the model's states on the worker of the data axis that has most of
@@ -74,7 +77,7 @@ class Facts:
         made = Chunks(plan, every, self.uses, kept, last, turn)
         if last and any(table.grain != 1 for table in made.tables):
             made = replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
-        return Placement(Items(made, self.host))
+        return Placement(Items(made, self.host, self.apart))
 
 
 def _share(chunks: Chunks, place: int) -> int:
@@ -97,9 +100,12 @@ def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
 
 def facts_of(job: Job) -> Facts:
     """Those of the model that a job trains."""
-    chunks, host = job.placement.chunks, job.placement.items.host
+    chunks, items = job.placement.chunks, job.placement.items
     kept, left = chunks.kept, job.method.left
-    return Facts(chunks.every, chunks.uses, kept.optimizer, kept.main, host, frozen=left)
+    return Facts(
+        chunks.every, chunks.uses, kept.optimizer, kept.main, items.host, frozen=left,
+        apart=items.apart,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

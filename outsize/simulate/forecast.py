@@ -234,6 +234,8 @@ class Clock:
         """Of one action alone on its lane, at a place of the schedule."""
         if action.kind in (Kind.FETCH, Kind.EVICT):
             return self._moving(action)
+        if action.kind is Kind.COPY:
+            return copying(action, self.hardware)
         saying, beside = (self._saying(index, beside) for beside in (False, True))
         cost = self.costs.of(action)
         if cost is None or action.kind in (Kind.SEND, Kind.RECV):
@@ -272,6 +274,14 @@ class Clock:
                 tier = self.placement.chunks.tier(span.chunk, span.what)
                 total += span.bytes / rate(self.hardware, tier, fetch)
         return total
+
+
+def copying(action: Action, hardware: Hardware) -> float:
+    """Seconds in which the bytes of a COPY come to the device: by the link to the host, or where
+    there is none within its memory."""
+    links = (one.bandwidth.value for one in hardware.links if one.between == "device and host")
+    speed = next(links, hardware.devices[0].bandwidth.value / 2)
+    return sum(count for _, count in action.allocates) / speed
 
 
 def rate(hardware: Hardware, tier: str, fetch: bool) -> float:

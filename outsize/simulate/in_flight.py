@@ -11,7 +11,7 @@ from outsize.collectives.channel import LIMIT
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, peer
-from outsize.simulate.costs import Costs
+from outsize.simulate.costs import COPIED, Costs
 from outsize.simulate.exchanged import Exchanged, exchanged, held_longer, parted
 
 _ACTIVATIONS = "device/activations"
@@ -56,8 +56,7 @@ def evaluating(schedule: Schedule, costs: Costs, line: Pipelining | None) -> Sch
     if line is None:
         return schedule
     made = [replace(a, allocates=()) if a.kind is Kind.SEND else a for a in schedule.workers[0]]
-    begins = (i for i, a in enumerate(made) if a.kind is Kind.RECV or a.kind.way or a.kind.end)
-    first = next(begins, None)
+    first = next((i for i, a in enumerate(made) if _begins(a, costs)), None)
     if first is not None:
         begun = tuple((f"device/{kind}", n) for kind, n in costs.begun.items())
         taken = sum(costs.begun.values()) if made[first].lane is Lane.COMPUTE else 0
@@ -66,6 +65,13 @@ def evaluating(schedule: Schedule, costs: Costs, line: Pipelining | None) -> Sch
             here, allocates=(*here.allocates, *begun), workspace=here.workspace + taken
         )
     return replace(schedule, workers=(tuple(made),))
+
+
+def _begins(action: Action, costs: Costs) -> bool:
+    """Whether an action takes up its microbatch, if it is the first to. What is received makes room
+    by the shapes of the rows, which a device with memory of its own has before the rows."""
+    receives = action.kind is Kind.RECV and COPIED not in costs.actions
+    return receives or bool(action.kind.way or action.kind.end)
 
 
 def _walks(
@@ -80,7 +86,7 @@ def _walks(
     left: dict[int, Counter[str]] = {}
     for index, action in enumerate(actions):
         walks = action.kind.way or action.kind.end or action.kind is Kind.SEND
-        if walks or action.kind is Kind.RECV:
+        if walks or _begins(action, costs):
             first.setdefault(action.microbatch, index)
         if walks:
             last[action.microbatch] = index

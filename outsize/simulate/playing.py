@@ -21,7 +21,7 @@ from outsize.schedule import Action, Kind, Lane, Schedule
 from outsize.schedule.residency import moved
 from outsize.schedule.starting import Filling, starting
 from outsize.simulate.costs import ActionCost
-from outsize.simulate.forecast import Forecast, duration, rate
+from outsize.simulate.forecast import Forecast, copying, duration, rate
 from outsize.simulate.rehearse import cost_of
 from outsize.simulate.replay import filled, kinds_at_peak, play
 from outsize.simulate.state_bytes import below, held_of
@@ -82,6 +82,8 @@ def seconds_of(job: Job, hardware: Hardware, action: Action, cost: ActionCost | 
     has beside that."""
     if cost is None:
         return 0.0
+    if action.kind is Kind.COPY:
+        return copying(action, hardware)
     if action.lane is not Lane.COMPUTE:
         placement, fetch = job.placement, action.kind is Kind.FETCH
         return sum(

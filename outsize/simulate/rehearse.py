@@ -25,7 +25,7 @@ from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelines import Costs as Seconds
 from outsize.schedule.pipelines import Shape, named
-from outsize.simulate.costs import PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
+from outsize.simulate.costs import COPIED, PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
 from outsize.torch_private import FakeTensorMode
 
@@ -118,10 +118,24 @@ def _rehearsed(
     data = ledger.live["data"]
     with ledger:
         job.engine.begin(program)
+        played.actions |= _copied(job, program, ledger)
         if line:
             _begin(job, ledger, played)
         _play(job, program, ledger, played, line)
     return job, data, ledger
+
+
+def _copied(job: Job, program: Loaded, ledger: Ledger) -> dict[Moved, ActionCost]:
+    """Bring the microbatch to the device, where that has memory of its own."""
+    copies = (step for step in program.steps if step.action.kind is Kind.COPY)
+    return {moved(step.action): cost_of(job.engine, step, ledger) for step in copies}
+
+
+def _gone(played: _Played) -> dict[str, int]:
+    """Bytes by kind of the microbatch as a worker of a pipeline takes it up."""
+    copied = played.actions.get(COPIED)
+    more = {} if copied is None else copied.allocates
+    return {k: played.begun.get(k, 0) + more.get(k, 0) for k in played.begun | dict(more)}
 
 
 def _begin(job: Job, ledger: Ledger, played: _Played) -> None:
@@ -194,12 +208,15 @@ def _evaluate(job: Job, batch: object, ledger: Ledger, played: _Played, line: bo
     played.evaluated = ledger.live["data"]
     with ledger:
         job.engine.begin(program)
+        played.forward |= _copied(job, program, ledger)
         if line:
             microbatches.of(0)
             ledger.settle()
         for step in program.steps:
+            if step.action.kind is Kind.COPY:
+                continue
             last = step is program.steps[-1] and program.schedule.ends is None
-            gone = played.begun if line and last else {}
+            gone = _gone(played) if line and last else {}
             played.forward[moved(step.action)] = cost_of(job.engine, step, ledger, gone)
     handed = ((Kind.SEND, State.ACTIVATIONS), (Kind.RECV, State.ACTIVATIONS))
     played.forward |= {key: cost for key, cost in played.actions.items() if key[:2] in handed}
@@ -239,11 +256,13 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
     schedule = program.schedule
     for step in program.steps:
         action = step.action
-        if action.kind is Kind.NORM:  # its bytes are nothing and its number does not exist
+        # The bytes of a norm are nothing and its number does not exist; a copy was the first.
+        if action.kind in (Kind.NORM, Kind.COPY):
             continue
         passed, heard = _passed(job), _heard(job)
         loss = _loss_bytes(job) if line and action.kind.way == "back" else 0
-        cost = cost_of(job.engine, step, ledger, played.begun if _ends(schedule, action) else {})
+        gone = _gone(played) if line and _ends(schedule, action) else {}
+        cost = cost_of(job.engine, step, ledger, gone)
         delta = dict(cost.allocates)
         if loss and action.stage == schedule.first:
             delta["activations"] = delta.get("activations", 0) + loss

@@ -133,7 +133,7 @@ def _measure(
     for step in range(WARM + COUNTED):
         job.step(batch, lr=0.0)
         events = job.report.trace.events if step >= WARM else ()
-        for event in (e for e in events if e.lane != Lane.EXCHANGE):
+        for event in (e for e in events if e.lane not in (Lane.EXCHANGE, Lane.COPY)):
             took = event.end - event.start
             if event.kind == Kind.NORM:
                 for sort, count in numel.items():

@@ -97,7 +97,8 @@ def set_up(
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
-    request = replace(request_of(resolved, specs), filling=filling)
+    apart = hardware.devices[0].kind != "cpu"
+    request = replace(request_of(resolved, specs), filling=filling, apart=apart)
     check_memory(hardware, request.budget, specs)
     check_pipeline(request, len(model.config.layers) + 2)
     given = plan if exact or plan is not None else plan_of(resolved, model.config)

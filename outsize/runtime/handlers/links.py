@@ -26,7 +26,7 @@ class Links:
         passing, of, m = self.passing, self._microbatches, action.microbatch
         return Deed(
             lambda: passing.move(action, of.shapes(m)),
-            lambda: passing.prepare(action, of.of(m), of.shapes(m)),
+            lambda: passing.prepare(action, of.of, of.shapes(m)),
         )
 
     def begin(self, points: Points) -> None:

@@ -25,6 +25,7 @@ from outsize.runtime.checks import (
 )
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
 from outsize.runtime.flow import Flow
+from outsize.runtime.handlers.copies import Copies
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Norm
 from outsize.runtime.handlers.passes import Backward, Forward, nothing_comes
@@ -67,8 +68,9 @@ class Training(Method):
         self._wrapped = list(wrapped(job.flow, job.plan, spills))
         self._frozen = [(n, p, False) for n, p in job.owners.items() if not p.requires_grad]
         self.spilling = Spilling(spills, job.plan, job.stores, watch)
+        device = weight_pool.device if job.placement.items.apart else None
         self.microbatches = Microbatches(
-            job.flow, watch, self.spilling.of, sent=passing is not None
+            job.flow, watch, self.spilling.of, passing is not None, device
         )
         self.norm = Norm(
             weight_pool, self.microbatches, gradients, self.updates, job.totals, recipe.clip, watch
@@ -82,6 +84,8 @@ class Training(Method):
             Forward(self.microbatches, hand), self.backward, Arrivals(weight_pool), movement,
             self.spilling, self.norm, self.update, self.sample,
         ]  # fmt: skip
+        if device is not None:
+            handlers.append(Copies(self.microbatches, device, watch))
         before: list[Hook] = [movement.anew]
         if job.rows is not None:
             handlers.append(job.rows.handler(self.microbatches, not job.placement.chunks.turn))
@@ -106,7 +110,8 @@ class Training(Method):
         rest, main = (taker(optimizer, main).states for main in (False, True))
         place, turn = (plan.mesh.index(axis, here.world.rank) for axis in ("data", "pipeline"))
         kept, uses = Kept(dtypes_of(plan.precision), rest, main), tuple(map(tuple, flow.uses))
-        made = Placement(Items(Chunks(plan, layout, uses, kept, place, turn), memory))
+        mine = Chunks(plan, layout, uses, kept, place, turn)
+        made = Placement(Items(mine, memory, here.copies(flow.model)))
         check_pipeline(made)
         if made.chunks.first == len(plan.stages):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")

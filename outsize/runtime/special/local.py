@@ -31,7 +31,7 @@ from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.groups import AVERAGE, Auxiliary, grouped
 from outsize.runtime.storage.states import Fill, Stateful, States
-from outsize.schedule import Action, Kind
+from outsize.schedule import Action, Kind, Schedule
 from outsize.schedule.compile.train import compile_plan
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
@@ -81,9 +81,11 @@ class Groups(Training):
     @staticmethod
     def program(flow: Flow, placement: Placement) -> Program:
         cuts = cuts_of(flow, placement)
-        return program_of(
-            placement, lambda here: compile_plan(here.plan, here.chunks.first, cuts=cuts)
-        )
+
+        def list_of(here: Placement) -> Schedule:
+            return here.copying(compile_plan(here.plan, here.chunks.first, cuts=cuts))
+
+        return program_of(placement, list_of)
 
     # -- a step -----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from outsize.plan import Plan
 from outsize.runtime.checks import check_trained, dtypes_of
 from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
 from outsize.runtime.flow import Flow
+from outsize.runtime.handlers.copies import Copies
 from outsize.runtime.handlers.norm import Diverged
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.states import Arrivals, Movement
@@ -79,10 +80,13 @@ class Losses(Method):
             self._perturbed = Perturbed(
                 job.weight_pool, job.owners, self.learns, uses, compute, job.watch.kind
             )
-        self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, sent=False)
+        device = job.weight_pool.device if job.placement.items.apart else None
+        self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, False, device)
         self.sample = Sample(lambda m: self.microbatches.of(m).loss)
         moves = Arrivals(job.weight_pool), Movement(job.weight_pool)
         handlers: list[Handler] = [Losing(self), *moves, self.sample]
+        if device is not None:
+            handlers.append(Copies(self.microbatches, device, job.watch))
         after = [self.microbatches.ending]
         self.engine = Engine(handlers, job.weight_pool.device, job.watch, after=after)
         self._due: Move | None = None
@@ -119,7 +123,7 @@ class Losses(Method):
         layout = tables(named, group_of, flow.wide)
         if not any(table.trainable for table in layout):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        return compiled.placement_of(plan, layout)
+        return compiled.placement_of(plan, layout, here.copies(flow.model))
 
     @staticmethod
     def program(flow: Flow, placement: Placement) -> Program:

@@ -19,15 +19,15 @@ from outsize.schedule.passes.offload import streamed
 from outsize.schedule.schedule import Schedule
 
 
-def placement_of(plan: Plan, layout: Sequence[ChunkTable]) -> Placement:
+def placement_of(plan: Plan, layout: Sequence[ChunkTable], apart: bool = False) -> Placement:
     """Weights alone, in the dtype of the master copy where the plan has one. A stage needs its own
-    only: what it computes with of others was copied when they were here."""
+    only: what it computes with of others was copied when they were here. apart: as Items has it."""
     precision = plan.precision
     held = getattr(torch, precision.master or precision.compute)
     bare = tuple(replace(table, trainable=False) for table in layout)
     uses = tuple((i,) for i in range(plan.segments))
     kept = Kept(Dtypes(held, held, None, held), ())
-    return Placement(Items(Chunks(replace(plan, order="layer"), bare, uses, kept)))
+    return Placement(Items(Chunks(replace(plan, order="layer"), bare, uses, kept), apart=apart))
 
 
 def step_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
@@ -44,4 +44,4 @@ def step_of(placement: Placement, learns: Sequence[bool]) -> Schedule:
         stages, 2 * plan.microbatches, (tuple(actions),), first=stages, ahead=frozenset(moving)
     )
     passing = replace(placement.items.residency, fixed=frozenset(range(stages)) - moving)
-    return streamed(made, passing, placement.rooms, plan.stream)
+    return placement.copying(streamed(made, passing, placement.rooms, plan.stream))

@@ -31,6 +31,7 @@ class Alone:
     done: set[tuple[Kind, State, int, int, int]] = field(default_factory=set)
     _ways: dict[Way, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     unused: set[tuple[State, int, int]] = field(default_factory=set)  # received so far
+    _taken: set[int] = field(default_factory=set)  # microbatches of which something has been done
 
     def __post_init__(self) -> None:
         schedule = self.schedule
@@ -48,7 +49,9 @@ class Alone:
             return self.holding.step(action)
         if action.key in self.done:
             return "runs a second time"
-        reason = "" if self.ends is None else self.ends.step(action)
+        reason = self._uncopied(action)
+        if self.ends is not None:
+            reason = reason or self.ends.step(action)
         if action.kind in _PASSES:
             reason = reason or ("" if action.part != WHOLE else self._passes(action))
         elif action.kind is not Kind.EXCHANGE:
@@ -57,6 +60,14 @@ class Alone:
         self._ways[action.kind.way].add((action.stage, action.microbatch))
         self._count(action)
         return reason
+
+    def _uncopied(self, action: Action) -> str:
+        """Why the rows of an action's microbatch are not where they are used, or nothing."""
+        m = action.microbatch
+        if not self.schedule.copies or m == WHOLE or action.kind is Kind.COPY:
+            return ""
+        self._taken.add(m)
+        return "" if self._has(Kind.COPY, WHOLE, m) else "comes before COPY of its microbatch"
 
     def _count(self, action: Action) -> None:
         """Bytes of the device tier."""
@@ -197,6 +208,9 @@ class Alone:
         kinds = {kind for kind, *_ in self.done}
         if not kinds:
             return "it holds no action"
+        copied = {m for kind, _, _, m, _ in self.done if kind is Kind.COPY}
+        for m in sorted(copied - self._taken):
+            return f"nobody has used microbatch {m}, which was copied"
         if kinds & set(_SERVING):
             return self._tokens_missing(kinds)
         if not self._normed(last := self.schedule.stages - 1):

@@ -52,7 +52,9 @@ def misfit(schedule: Schedule, action: Action) -> str:
     lane = action.kind.lane
     if action.lane is not lane and not (action.kind is Kind.UPDATE and action.lane is Lane.HOST):
         return f"is on the lane {action.lane}; expected {lane}"
-    per_stage = action.kind is not Kind.SAMPLE
+    if action.kind is Kind.COPY and not schedule.copies:
+        return "is for a device with memory of its own; the schedule is of one that has none"
+    per_stage = action.kind not in (Kind.SAMPLE, Kind.COPY)
     if action.kind is Kind.NORM:
         per_stage = bool(schedule.cuts)
         if per_stage and action.stage != schedule.norm(action.stage):
@@ -76,7 +78,8 @@ def misfit(schedule: Schedule, action: Action) -> str:
 def _foreign(schedule: Schedule, action: Action) -> str:
     """Why an action is not of this worker, where it is one of many."""
     role, here = schedule.role, (action.stage, action.microbatch)
-    if role is None or action.kind in (Kind.NORM, Kind.SAMPLE, *_LINKS) or _of_ends(action.kind):
+    anywhere = action.kind in (Kind.NORM, Kind.SAMPLE, Kind.COPY, *_LINKS)
+    if role is None or anywhere or _of_ends(action.kind):
         return ""
     if action.microbatch != WHOLE:
         return "" if here in role.plays else "is another worker's"
