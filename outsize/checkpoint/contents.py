@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from outsize.checkpoint.manifest import (
 )
 from outsize.checkpoint.writing import Spec, Written, sync_directory, write_json, write_tensors
 from outsize.errors import OutsizeError
+from outsize.models.names import Stored
 
 WEIGHTS = "weights"
 _WEIGHTS_STEM = "model"  # Hugging Face's name for the files of the weights
@@ -48,6 +50,32 @@ class Later:
 Named = tuple[str, str, Tensor | Later]  # group, name, tensor
 
 
+def merged(
+    stored: Iterable[Stored], like: Callable[[str], Tensor], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Later]]:
+    """The stored tensors by name, each made when it is written. like: a native parameter without
+    its values; read: with them."""
+    for entry in stored:
+        made = _Merged(entry, read)
+        for index, one in enumerate(entry.merge(tuple(like(name) for name in entry.ours))):
+            yield entry.theirs[index], Later(one.dtype, tuple(one.shape), partial(made.take, index))
+
+
+@dataclass
+class _Merged:
+    """The stored tensors of one entry, merged when the first is asked for, each given once."""
+
+    entry: Stored
+    read: Callable[[str], Tensor]
+    left: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, index: int) -> Tensor:
+        if index not in self.left:
+            ours = tuple(self.read(name) for name in self.entry.ours)
+            self.left.update(enumerate(self.entry.merge(ours)))
+        return self.left.pop(index)
+
+
 def write_contents(
     directory: Path,
     step: int,
@@ -65,14 +93,22 @@ def write_contents(
     if files is not None:
         files(directory)
     entries = {path: _sync_and_describe(directory / path) for path in _plain_files(directory)}
-    shards = _Shards(directory, shard_bytes)
-    for group, name, tensor in tensors:
-        shards.add(group, name, tensor)
-    entries |= shards.finish()
+    entries |= write_groups(directory, tensors, shard_bytes)
     write_synced(directory / MANIFEST_NAME, encode(Manifest(step, meta, entries)))
     for inner in (path for path in directory.rglob("*") if path.is_dir()):
         sync_directory(inner)
     sync_directory(directory)
+
+
+def write_groups(
+    directory: Path, tensors: Iterable[Named], shard_bytes: int
+) -> dict[str, FileEntry]:
+    """The files of all tensors' groups, each of at most so many bytes, or of one tensor; by path.
+    Memory as of `write_contents`."""
+    shards = _Shards(directory, shard_bytes)
+    for group, name, tensor in tensors:
+        shards.add(group, name, tensor)
+    return shards.finish()
 
 
 def write_synced(path: Path, data: bytes) -> None:

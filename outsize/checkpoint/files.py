@@ -149,12 +149,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def file_crc32(path: Path) -> int:
-    """CRC-32 of a whole file, read in pieces. OSError if it cannot be read."""
+def file_crc32(path: Path, start: int = 0, stop: int | None = None) -> int:
+    """CRC-32 of a file from `start` to `stop`, or to its end, read in pieces that stay in the
+    processor's cache; of what there is where it ends before. OSError if it cannot be read."""
     value = 0
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            value = crc32(data, value)
+    with path.open("rb", buffering=0) as file:
+        left = (os.fstat(file.fileno()).st_size if stop is None else stop) - start
+        buffer = memoryview(bytearray(min(1 << 20, left)))
+        file.seek(start)
+        while left and (count := file.readinto(buffer[:left])):
+            value, left = crc32(buffer[:count], value), left - count
     return value
 
 

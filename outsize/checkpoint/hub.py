@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -19,9 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
 from outsize.checkpoint.files import Entry, read_json
-from outsize.checkpoint.shards import INDEX, SINGLE, SUMS, Shards, open_shards, sums_json
-from outsize.checkpoint.writing import Spec, Written, sync_directory, write_json, write_tensors
+from outsize.checkpoint.shards import SUMS, Shards, open_shards, sums_json
+from outsize.checkpoint.writing import sync_directory, write_json
 from outsize.errors import OutsizeError
 from outsize.models.build import Fill, build, materialise, rest, segments
 from outsize.models.config import DecoderConfig
@@ -232,11 +232,12 @@ def _spell(dtypes: Iterable[torch.dtype]) -> str:
 def _check(
     shards: Shards, names: Mapping[str, str], model: Decoder, stored: Iterable[Stored]
 ) -> None:
-    for spec in _specs(model, stored):
-        header, entry = shards.where[names[spec.name]], shards.entry(names[spec.name])
+    shapes = {name: x.detach().to("meta") for name, x in model.named_parameters()}
+    for name, expected in merged(stored, shapes.__getitem__, shapes.__getitem__):
+        header, entry = shards.where[names[name]], shards.entry(names[name])
         where = f"{header.path}: tensor {entry.name!r}"
-        if entry.shape != spec.shape:
-            raise OutsizeError(f"{where} has shape {entry.shape}, expected {spec.shape}")
+        if entry.shape != expected.shape:
+            raise OutsizeError(f"{where} has shape {entry.shape}, expected {expected.shape}")
         if entry.dtype not in WEIGHT_DTYPES:
             raise OutsizeError(
                 f"{where} has dtype {entry.dtype}, expected one of {_spell(WEIGHT_DTYPES)}: "
@@ -306,50 +307,12 @@ def check_tied_head(shards: Shards, config: DecoderConfig, tokens: Callable[[], 
 # Saving
 
 
-def _specs(model: Decoder, stored: Iterable[Stored]) -> Iterator[Spec]:
-    """What the stored tensors look like, without their values."""
-    shapes = {name: x.detach().to("meta") for name, x in model.named_parameters()}
-    for entry in stored:
-        theirs = entry.merge(tuple(shapes[name] for name in entry.ours))
-        for name, x in zip(entry.theirs, theirs, strict=True):
-            yield Spec(name, x.dtype, tuple(x.shape))
-
-
-def _tensors(model: Decoder, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors, in the order of `_specs`; those of one group exist at a time."""
-    values = {name: x.detach() for name, x in model.named_parameters()}
-    for entry in stored:
-        ours = tuple(values[name] for name in entry.ours)
-        yield from zip(entry.theirs, entry.merge(ours), strict=True)
-
-
 def _write(model: Decoder, directory: Path, max_shard_bytes: int) -> None:
-    stored = layout(model.config)
-    shards = list(_cut(_specs(model, stored), max_shard_bytes))
-    tensors = _tensors(model, stored)
-    written: dict[str, Written] = {}
-    for i, specs in enumerate(shards):
-        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        written[file] = write_tensors(directory / file, specs, islice(tensors, len(specs)))
-    if len(shards) > 1:
-        where = {name: file for file, w in written.items() for name in w.tensors}
-        total = sum(spec.bytes for specs in shards for spec in specs)
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    values = {name: x.detach() for name, x in model.named_parameters()}
+    stored = merged(layout(model.config), lambda name: values[name].to("meta"), values.__getitem__)
+    files = write_groups(directory, ((WEIGHTS, *one) for one in stored), max_shard_bytes)
     write_config(directory, model.config, model.prologue.tokens.weight.dtype)
-    write_json(directory / SUMS, sums_json(written))
-
-
-def _cut(specs: Iterable[Spec], max_bytes: int) -> Iterator[list[Spec]]:
-    """Runs of at most `max_bytes`, or of one tensor that is larger by itself."""
-    run: list[Spec] = []
-    size = 0
-    for spec in specs:
-        if run and size + spec.bytes > max_bytes:
-            yield run
-            run, size = [], 0
-        run.append(spec)
-        size += spec.bytes
-    yield run
+    write_json(directory / SUMS, sums_json(files))
 
 
 def write_config(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> None:

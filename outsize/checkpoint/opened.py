@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from outsize.checkpoint.manifest import (
 )
 from outsize.errors import OutsizeError
 
-_READ_BYTES = 1 << 20  # stays in the processor's cache between reading and checksum
 _MAX_MANIFEST = 1 << 29  # bytes; some two million tensors
 _VERIFY_THREADS = 8
 
@@ -100,7 +98,7 @@ class Checkpoint:
         expected = self.manifest.files[place].tensors[name].crc32
         entry = header.entries[name]
         try:
-            found = _range_crc32(header.path, entry.start, entry.stop)
+            found = file_crc32(header.path, entry.start, entry.stop)
         except OSError as error:
             return f"{header.path}: tensor {name!r} cannot be read: {error.strerror}"
         if found == expected:
@@ -172,21 +170,3 @@ def _checked_header(path: Path, entry: FileEntry) -> Header:
     if header.crc32 != entry.crc32 or found != expected:
         raise DamageError(f"{path} is damaged: its header is not the one that was written")
     return header
-
-
-def _range_crc32(path: Path, start: int, stop: int) -> int:
-    buffer, value = bytearray(min(_READ_BYTES, stop - start)), 0
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        for piece in _read(file.fileno(), memoryview(buffer), stop - start):
-            value = crc32(piece, value)
-    return value
-
-
-def _read(descriptor: int, buffer: memoryview, count: int) -> Iterator[memoryview]:
-    while count:
-        read = os.readv(descriptor, [buffer[:count]])
-        if read == 0:  # cut since it was opened: the checksum will tell
-            return
-        yield buffer[:read]
-        count -= read

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from outsize.checkpoint.files import Entry, Header, read_header, read_json, read_tensor
-from outsize.checkpoint.writing import Written
+from outsize.checkpoint.manifest import FileEntry
 from outsize.errors import OutsizeError
 
 SINGLE = "model.safetensors"
@@ -71,20 +71,21 @@ def open_shards(directory: Path) -> Shards:
     return Shards(directory, MappingProxyType(where), sums)
 
 
-def sums_json(files: Mapping[str, Written]) -> dict[str, Any]:
+def sums_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
     """The content of outsize.json for files as they were written, by file name."""
     return {
         "format": SUMS_FORMAT,
         "files": {
             name: {
                 "bytes": file.bytes,
-                "header_crc32": file.header_crc32,
+                "header_crc32": file.crc32,
                 "tensors": {
-                    tensor: {"bytes": size, "crc32": crc}
-                    for tensor, (size, crc) in file.tensors.items()
+                    tensor: {"bytes": one.bytes, "crc32": one.crc32}
+                    for tensor, one in file.tensors.items()
                 },
             }
             for name, file in files.items()
+            if file.group is not None
         },
     }
 

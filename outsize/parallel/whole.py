@@ -15,7 +15,7 @@ from outsize.collectives import Collective, World, along
 from outsize.models.cuts import Cut, Span
 from outsize.torch_private import unset_fake_temporarily
 
-Fill = Callable[[str, Tensor], None]
+Fill = Callable[[str, Tensor], object]
 Parts = Mapping[str, list[tuple[Span, ...]]]  # by name of what is cut, that of each worker
 
 

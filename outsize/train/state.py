@@ -8,7 +8,7 @@ from (seed, name or sample), so the seed and the step are the whole random state
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
-from outsize.checkpoint.contents import Later, Named
+from outsize.checkpoint.contents import Later, Named, merged
 from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
@@ -37,7 +37,7 @@ from outsize.train.first_values import filling, hub_fill
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
 
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
+WEIGHTS, OPTIMIZER, UPDATES = "weights", "optimizer", "updates"
 KIND = "outsize training run"
 Read = Callable[[str, str | None], Tensor]  # by a parameter's name and that of a state of it
 
@@ -66,13 +66,17 @@ def save(
     """Save the checkpoint of `place`; returns where. OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:
-        write_config(directory, config, job.weights_dtype)
+        write_model(directory, job, config, Path(resolved.get("model.name")).expanduser())
         write_tokenizer(resolved.get("data.tokenizer"), directory)
-        if config.adapter is not None:
-            said = to_json(config, Path(resolved.get("model.name")).expanduser())
-            write_json(directory / ADAPTER_CONFIG, said)
 
     return store.save(place.step, tensors_of(job, config), _meta(job, resolved, place), files)
+
+
+def write_model(directory: Path, job: Job, config: DecoderConfig, base: Path | None) -> None:
+    """The configs beside a decoder's weights. base: the directory of what an adapter leaves."""
+    write_config(directory, config, job.weights_dtype)
+    if config.adapter is not None:
+        write_json(directory / ADAPTER_CONFIG, to_json(config, base))
 
 
 def trained(config: DecoderConfig) -> tuple[str, tuple[Stored, ...]]:
@@ -98,20 +102,40 @@ def make_all(tensors: Iterable[Named]) -> None:
 
 def restore(checkpoint: Checkpoint, job: Job) -> Place:
     """Put a checkpoint's optimizer state and counts into a job that was filled with its weights
-    (`weights_of`); returns where it was.
+    (`weights_of`); returns where it was. OutsizeError as of `restore_states`."""
+    restore_states(checkpoint, job, None)
+    return place_of(checkpoint)
 
-    OutsizeError, naming the tensor, for one of another optimizer.
-    """
+
+def restore_states(checkpoint: Checkpoint, job: Job, weights: Fill | None) -> None:
+    """Put a checkpoint's optimizer states and counts into a job, and the weights that `weights`
+    writes; None: they stay. OutsizeError, naming the tensor, for one of another optimizer."""
     where = f"checkpoint {checkpoint.path}"
     check_names(where, OPTIMIZER, checkpoint.names(OPTIMIZER), set(job.state_names()))
-
-    def state(name: str, out: Tensor) -> None:
-        checkpoint.tensor(OPTIMIZER, name, out=out)
-
-    job.load(None, state)
+    job.load(weights, partial(checkpoint.tensor, OPTIMIZER))
     job.method.recall(checkpoint.meta)
-    job.restore_counts(_counts(checkpoint.meta.get("updates"), job.owners))
-    return place_of(checkpoint)
+    job.restore_counts(_counts(checkpoint.meta.get(UPDATES), job.owners))
+
+
+def copied(job: Job, device: str | None = None) -> dict[str, Any]:
+    """Copies of a job's weights and optimizer states by name, where they are or on a device, with
+    the counts of updates. Every worker calls it."""
+
+    def copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in tensors}
+
+    states = {WEIGHTS: copies(job.weights()), OPTIMIZER: copies(job.optimizer_state())}
+    return {**states, UPDATES: dict(job.update_counts())}
+
+
+def give(job: Job, states: Mapping[str, Any]) -> None:
+    """Put what `copied` gave into a job of the same model and optimizer."""
+
+    def fill(group: str, name: str, out: Tensor) -> None:
+        out.copy_(states[group][name])
+
+    job.load(partial(fill, WEIGHTS), partial(fill, OPTIMIZER))
+    job.restore_counts(dict(states[UPDATES]))
 
 
 def weights_of(checkpoint: Checkpoint, config: DecoderConfig) -> Fill:
@@ -164,11 +188,16 @@ def _meta(job: Job, resolved: Resolved, place: Place) -> Mapping[str, JSON]:
         "finished": place.finished,
         "cursor": dict(place.cursor.to_json()),
         "random": {"seed": resolved.get("train.seed"), "counter": place.step},
-        "updates": dict(job.update_counts()),
         "config": _values(resolved),
         "torch": torch.__version__,
-        **{name: dict(values) for name, values in job.method.notes().items()},
+        **notes_of(job),
     }
+
+
+def notes_of(job: Job) -> dict[str, JSON]:
+    """What a checkpoint keeps of a job beside tensors."""
+    notes: dict[str, JSON] = {n: dict(values) for n, values in job.method.notes().items()}
+    return {UPDATES: dict(job.update_counts()), **notes}
 
 
 def tensors_of(job: Job, config: DecoderConfig) -> Iterator[Named]:
@@ -176,12 +205,8 @@ def tensors_of(job: Job, config: DecoderConfig) -> Iterator[Named]:
     below the device there is one state of one chunk at a time, and one merged entry."""
     read = job.reader()
     group, stored = trained(config)
-    for entry in stored:
-        made = _Merged(entry, read)
-        shapes = tuple(_shape_of(name, job) for name in entry.ours)
-        for index, like in enumerate(entry.merge(shapes)):
-            later = Later(like.dtype, tuple(like.shape), partial(made.take, index))
-            yield group, entry.theirs[index], later
+    for name, later in merged(stored, partial(_shape_of, job), lambda name: read(name, None)):
+        yield group, name, later
     yield from optimizer_tensors(job, read)
 
 
@@ -193,25 +218,10 @@ def optimizer_tensors(job: Job, read: Read) -> Iterator[Named]:
         yield OPTIMIZER, name, Later(dtype, shape, partial(read, owner, state))
 
 
-def _shape_of(name: str, job: Job) -> Tensor:
+def _shape_of(job: Job, name: str) -> Tensor:
     """A weight without its values."""
     dtype = rest(name, job.weights_dtype)
     return torch.empty(job.shape(name), dtype=dtype, device="meta")
-
-
-@dataclass
-class _Merged:
-    """The stored tensors of one entry, merged when the first is asked for, each given once."""
-
-    entry: Stored
-    read: Read
-    left: dict[int, Tensor] = field(default_factory=dict)
-
-    def take(self, index: int) -> Tensor:
-        if index not in self.left:
-            ours = tuple(self.read(name, None) for name in self.entry.ours)
-            self.left.update(enumerate(self.entry.merge(ours)))
-        return self.left.pop(index)
 
 
 def check_names(where: str, group: str, found: Collection[str], wanted: Collection[str]) -> None:

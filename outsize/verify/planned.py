@@ -23,10 +23,10 @@ from outsize.optim import Optimizer, StateSpec
 from outsize.optim.optimizer import Rates
 from outsize.plan import Plan
 from outsize.runtime import Job
-from outsize.runtime.job import Fill
 from outsize.runtime.making import make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.weight_pool import NO_STORES
+from outsize.train.state import copied, give
 from outsize.train.tiers import named
 from outsize.verify.case import Case
 from outsize.verify.plain import Step
@@ -159,21 +159,11 @@ def _differing(prints: Sequence[int], world: World) -> tuple[int, ...]:
 def resumed(job: Job, case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
     """Another job that goes on where one was, from its states alone, whole as a checkpoint has
     them. Every worker calls it."""
-    weights = {name: w.clone() for name, w in job.weights()}
-    states = {name: s.clone() for name, s in job.optimizer_state()}
-    counts = dict(job.update_counts())
+    states = copied(job)
     job.close()
     fresh = make(case, world, stores)
-    fresh.load(_from(weights), _from(states))
-    fresh.restore_counts(counts)
+    give(fresh, states)
     return fresh
-
-
-def _from(values: Mapping[str, Tensor]) -> Fill:
-    def fill(name: str, out: Tensor) -> None:
-        out.copy_(values[name])
-
-    return fill
 
 
 # -- bytes -----------------------------------------------------------------------------------------

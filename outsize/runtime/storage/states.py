@@ -22,7 +22,7 @@ from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.schedule.chunks import LINE
 from outsize.schedule.kept import MASTER, PARAMETERS
 
-Fill = Callable[[str, Tensor], None]
+Fill = Callable[[str, Tensor], object]
 
 
 class Stated(Protocol):

@@ -17,24 +17,27 @@ from torch import Tensor, nn
 
 from outsize.checkpoint import adapters
 from outsize.checkpoint.contents import Later, Named
-from outsize.checkpoint.hub import write_config
-from outsize.checkpoint.manifest import JSON
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
-from outsize.checkpoint.writing import write_json
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import taker
 from outsize.runtime import Job
+from outsize.runtime.job import Fill
 from outsize.train.state import (
     OPTIMIZER,
     WEIGHTS,
     beside,
     check_names,
+    copied,
+    give,
     make_all,
+    notes_of,
     optimizer_tensors,
+    restore_states,
     tensors_of,
     weights_of,
+    write_model,
 )
 
 KIND, BUFFERS = "outsize job", "buffers"
@@ -45,13 +48,8 @@ State = Mapping[str, Any]
 
 def state_dict(job: Job, model: nn.Module, steps: int) -> dict[str, Any]:
     """Copies of all states by name. The workers of a pipeline or tensor axis call it together."""
-    return {
-        "steps": steps,
-        WEIGHTS: {name: tensor.clone() for name, tensor in job.weights()},
-        OPTIMIZER: {name: tensor.clone() for name, tensor in job.optimizer_state()},
-        "updates": dict(job.update_counts()),
-        BUFFERS: {name: tensor.clone() for name, tensor in model.named_buffers()},
-    }
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    return {"steps": steps, **copied(job), BUFFERS: buffers}
 
 
 def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
@@ -64,12 +62,7 @@ def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
         found = tuple(state[WEIGHTS][name].shape)
         if found != (shape := job.shape(name)):
             raise OutsizeError(f"weight {name!r} has shape {found}; expected {shape}: {own.dtype}")
-
-    def fill(group: str, name: str, out: Tensor) -> None:
-        out.copy_(state[group][name])
-
-    job.load(partial(fill, WEIGHTS), partial(fill, OPTIMIZER))
-    job.restore_counts(dict(state["updates"]))
+    give(job, state)
     _load_buffers(model, lambda name, out: out.copy_(state[BUFFERS][name]), state[BUFFERS])
     return int(state["steps"])
 
@@ -77,21 +70,17 @@ def load_state_dict(job: Job, model: nn.Module, state: State) -> int:
 def save(job: Job, model: nn.Module, steps: int, path: Path) -> Path:
     """Write a checkpoint of so many steps below `path`; gives its directory. The first of several
     workers writes; the others give it what they have."""
-    tensors = _tensors(job, model)
-    counts: dict[str, JSON] = {name: count for name, count in job.update_counts().items()}
+    tensors, notes = _tensors(job, model), notes_of(job)
     if job.world.rank:
         make_all(tensors)
         return path
 
     def files(directory: Path) -> None:
         if isinstance(model, Decoder):
-            write_config(directory, model.config, job.weights_dtype)
-            if model.config.adapter is not None:
-                said = adapters.to_json(model.config, adapters.base_of(model))
-                write_json(directory / adapters.ADAPTER_CONFIG, said)
+            write_model(directory, job, model.config, adapters.base_of(model))
 
     with Store(path, KEPT) as store:
-        return store.save(steps, tensors, {"kind": KIND, "steps": steps, "updates": counts}, files)
+        return store.save(steps, tensors, {"kind": KIND, "steps": steps, **notes}, files)
 
 
 def load(job: Job, model: nn.Module, path: Path) -> int:
@@ -100,15 +89,8 @@ def load(job: Job, model: nn.Module, path: Path) -> int:
         found = store.load()
     if found.meta.get("kind") != KIND:
         raise OutsizeError(f"{path} is not what job.save writes; expected its directory")
-    names = {WEIGHTS: {n for g, n, _ in _tensors(job, model) if g == WEIGHTS}}
-    names[OPTIMIZER] = set(job.state_names())
-    for group, expected in names.items():
-        check_names("state", group, found.names(group), expected)
-    job.load(_weights(found, model), lambda name, out: _into(found, OPTIMIZER, name, out))
-    updates = found.meta.get("updates")
-    assert isinstance(updates, Mapping)
-    job.restore_counts({name: int(str(count)) for name, count in updates.items()})
-    _load_buffers(model, partial(_into, found, BUFFERS), set(found.names(BUFFERS)))
+    restore_states(found, job, _weights(found, job, model))
+    _load_buffers(model, partial(found.tensor, BUFFERS), set(found.names(BUFFERS)))
     return found.step
 
 
@@ -116,23 +98,12 @@ def moved(job: Job, steps: int) -> Callable[[Job], int]:
     """What puts the states of a job into another of the same model that trains other parameters,
     and gives the steps made: those that are new there begin as the optimizer's do. Until then they
     are copied to the host's memory."""
-    weights = {name: tensor.to("cpu", copy=True) for name, tensor in job.weights()}
-    states = {name: tensor.to("cpu", copy=True) for name, tensor in job.optimizer_state()}
-    counts, both = job.update_counts(), (taker(job.optimizer, main) for main in (False, True))
-    first = {spec.name: spec.initial for one in both for spec in one.states}
-
-    def fill(name: str, out: Tensor) -> None:
-        if name in states:
-            out.copy_(states[name])
-        else:
-            out.fill_(first[name.rpartition(".")[2]])
-
-    def weight(name: str, out: Tensor) -> None:
-        out.copy_(weights[name])
+    kept, both = copied(job, "cpu"), (taker(job.optimizer, main) for main in (False, True))
+    first = {spec.name: torch.tensor(spec.initial) for one in both for spec in one.states}
 
     def into(made: Job) -> int:
-        made.load(weight, fill)
-        made.restore_counts(counts)
+        begun = {name: first[name.rpartition(".")[2]] for name in made.state_names()}
+        give(made, {**kept, OPTIMIZER: {**begun, **kept[OPTIMIZER]}})
         return steps
 
     return into
@@ -184,7 +155,7 @@ def _tensors(job: Job, model: nn.Module) -> Iterator[Named]:
         yield BUFFERS, name, buffer
 
 
-def _weights(found: Checkpoint, model: nn.Module) -> Callable[[str, Tensor], None]:
+def _weights(found: Checkpoint, job: Job, model: nn.Module) -> Fill:
     if isinstance(model, Decoder) and model.config.adapter is not None:
         base = adapters.base_of(model)
         if base is None:
@@ -195,11 +166,8 @@ def _weights(found: Checkpoint, model: nn.Module) -> Callable[[str, Tensor], Non
         return beside(model.config, base, weights_of(found, model.config))
     if isinstance(model, Decoder):
         return weights_of(found, model.config)
-    return partial(_into, found, WEIGHTS)
-
-
-def _into(found: Checkpoint, group: str, name: str, out: Tensor) -> None:
-    found.tensor(group, name, out=out)
+    check_names(f"checkpoint {found.path}", WEIGHTS, found.names(WEIGHTS), set(job.owners))
+    return partial(found.tensor, WEIGHTS)
 
 
 def _load_buffers(model: nn.Module, fill: Callable[[str, Tensor], object], names: object) -> None:
