@@ -21,32 +21,4 @@ if TYPE_CHECKING:
         together,
     )
 
-__all__ = [
-    "AXES",
-    "Alone",
-    "Axis",
-    "Collective",
-    "Joined",
-    "Lone",
-    "Mesh",
-    "Operation",
-    "Pretend",
-    "PretendWorld",
-    "Span",
-    "Use",
-    "World",
-    "along",
-    "axis_of",
-    "everyone",
-    "from_device_mesh",
-    "from_environment",
-    "inside",
-    "join",
-    "meeting",
-    "parse_mesh",
-    "received",
-    "to_device_mesh",
-    "together",
-]
-
 __getattr__ = importing(__name__)

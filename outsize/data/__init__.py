@@ -25,28 +25,4 @@ if TYPE_CHECKING:
         open_tokenizer,
     )
 
-__all__ = [
-    "IGNORE",
-    "SOURCES",
-    "Batch",
-    "ByteTokenizer",
-    "Cursor",
-    "Data",
-    "DataConfig",
-    "Dataset",
-    "Document",
-    "FileTokenizer",
-    "Given",
-    "Source",
-    "SourceKind",
-    "Tokenizer",
-    "TrainStream",
-    "ValidationStream",
-    "check_paths",
-    "check_vocabulary",
-    "open_data",
-    "open_tokenizer",
-    "sourced",
-]
-
 __getattr__ = importing(__name__)

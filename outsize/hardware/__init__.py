@@ -15,19 +15,3 @@ from outsize.hardware.hardware import (
     Rate,
     Tier,
 )
-
-__all__ = [
-    "Attention",
-    "Device",
-    "Hardware",
-    "Link",
-    "Matmul",
-    "Measured",
-    "Rate",
-    "Tier",
-    "catalogue",
-    "dumps",
-    "loads",
-    "names",
-    "read",
-]

@@ -4,5 +4,3 @@ from outsize.launch.group import WorkerGroup, enter
 from outsize.launch.heartbeat import Heartbeat, Mailbox
 from outsize.launch.hosts import run_there
 from outsize.launch.local import run_here
-
-__all__ = ["Heartbeat", "Mailbox", "WorkerGroup", "enter", "run_here", "run_there"]

@@ -10,19 +10,4 @@ if TYPE_CHECKING:
     from outsize.memory.ledger import KINDS, Ledger, OverBudget
     from outsize.memory.sizes import format_bytes, parse_bytes
 
-__all__ = [
-    "KINDS",
-    "AllocatorLedger",
-    "Chunk",
-    "ChunkTable",
-    "Ledger",
-    "Meter",
-    "OverBudget",
-    "Slot",
-    "format_bytes",
-    "meter",
-    "parse_bytes",
-    "tables",
-]
-
 __getattr__ = importing(__name__)

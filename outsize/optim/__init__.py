@@ -11,17 +11,4 @@ if TYPE_CHECKING:
     from outsize.optim.parse import OPTIMIZERS, Common, check_approximate
     from outsize.optim.schedule import LearningRate
 
-__all__ = [
-    "OPTIMIZERS",
-    "SGD",
-    "AdamW",
-    "Common",
-    "LearningRate",
-    "Muon",
-    "Optimizer",
-    "StateSpec",
-    "check_approximate",
-    "taker",
-]
-
 __getattr__ = importing(__name__)

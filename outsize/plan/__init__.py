@@ -6,21 +6,4 @@ from outsize.plan.plan import DEVICE, Plan, Precision, Rest, Stage, Stream
 from outsize.plan.spread import Pipelined, Sharding, zero
 from outsize.plan.text import explain, from_yaml, to_yaml
 
-__all__ = [
-    "APPROXIMATE",
-    "DEVICE",
-    "Local",
-    "Pipelined",
-    "Plan",
-    "Precision",
-    "Rest",
-    "Sharding",
-    "Stage",
-    "Stream",
-    "explain",
-    "from_yaml",
-    "to_yaml",
-    "zero",
-]
-
 called(__name__, "outsize.train.planned")  # outsize.plan(...)

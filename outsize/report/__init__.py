@@ -3,13 +3,3 @@
 from outsize.report.timeline import timeline, write_timeline
 from outsize.report.totals import KindTotal, busy, totals
 from outsize.report.units import binary_bytes, seconds
-
-__all__ = [
-    "KindTotal",
-    "binary_bytes",
-    "busy",
-    "seconds",
-    "timeline",
-    "totals",
-    "write_timeline",
-]

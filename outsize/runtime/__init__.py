@@ -9,6 +9,4 @@ if TYPE_CHECKING:
     from outsize.runtime.job import Job, Report
     from outsize.runtime.native import NativeFlow
 
-__all__ = ["AdoptedFlow", "Job", "NativeFlow", "Report"]
-
 __getattr__ = importing(__name__)

@@ -29,7 +29,7 @@ from outsize.runtime.report import Report as Report
 from outsize.runtime.stage_links import StageLinks
 from outsize.runtime.storage.shard_groups import ShardGroups
 from outsize.runtime.storage.states import Fill as Fill
-from outsize.runtime.storage.states import Stated, Stateful, States
+from outsize.runtime.storage.states import Stateful, States
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
@@ -101,7 +101,7 @@ class Job(Stateful):
         return self.loaded.schedule
 
     @property
-    def states(self) -> Stated:
+    def states(self) -> States | Stateful:
         """Of the weights after all steps made so far."""
         self.method.settle()
         return self.method.stated(self.held)

@@ -17,7 +17,7 @@ from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.storage.states import Stated, States
+from outsize.runtime.storage.states import Stateful, States
 from outsize.schedule import Action
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
@@ -91,7 +91,7 @@ class Method(Protocol):
     def settle(self) -> None:
         """Have the weights be those that all steps made so far have given."""
 
-    def stated(self, states: States) -> Stated:
+    def stated(self, states: States) -> States | Stateful:
         """What is saved of the weights and states that rest with the job."""
         return states
 

@@ -13,17 +13,4 @@ if TYPE_CHECKING:
     from outsize.schedule.proof import prove
     from outsize.schedule.schedule import Schedule
 
-__all__ = [
-    "Action",
-    "Kind",
-    "Lane",
-    "Program",
-    "Schedule",
-    "State",
-    "compile_forward",
-    "compile_plan",
-    "compile_tokens",
-    "prove",
-]
-
 __getattr__ = importing(__name__)

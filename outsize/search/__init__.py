@@ -4,18 +4,3 @@ from outsize.search.planner import TooSmall, choose, chosen, forecaster_of, pick
 from outsize.search.request import PlanRequest, native_makers
 from outsize.search.thresholds import Threshold, thresholds
 from outsize.search.tradeoffs import Tradeoff, tradeoffs
-
-__all__ = [
-    "PlanRequest",
-    "Threshold",
-    "TooSmall",
-    "Tradeoff",
-    "choose",
-    "chosen",
-    "forecaster_of",
-    "native_makers",
-    "pick",
-    "predict",
-    "thresholds",
-    "tradeoffs",
-]

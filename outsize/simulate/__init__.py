@@ -7,6 +7,4 @@ from outsize.simulate.forecast import Forecast, forecast
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.replay import annotate, play
 
-__all__ = ["Costs", "Forecast", "annotate", "calibrate", "forecast", "play", "rehearse"]
-
 called(__name__, "outsize.train.planned")  # outsize.simulate(...)

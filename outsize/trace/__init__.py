@@ -22,26 +22,4 @@ if TYPE_CHECKING:
     from outsize.trace.text import dumps, loads, read, write
     from outsize.trace.trace import Event, Trace
 
-__all__ = [
-    "Difference",
-    "Event",
-    "Sum",
-    "Trace",
-    "alone",
-    "differences",
-    "dumps",
-    "laid_out",
-    "loads",
-    "merged",
-    "pace_of",
-    "paced",
-    "pairs",
-    "read",
-    "sums",
-    "trace_events",
-    "waiting",
-    "write",
-    "write_perfetto",
-]
-
 __getattr__ = importing(__name__)

@@ -3,14 +3,3 @@
 from outsize.verify.case import Adopted, Case, Native, Subject
 from outsize.verify.compare import LIMIT, Comparison
 from outsize.verify.verify import Verdict, verify
-
-__all__ = [
-    "LIMIT",
-    "Adopted",
-    "Case",
-    "Comparison",
-    "Native",
-    "Subject",
-    "Verdict",
-    "verify",
-]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +22,6 @@ from outsize.schedule.chunks import LINE
 from outsize.schedule.kept import MASTER, PARAMETERS
 
 Fill = Callable[[str, Tensor], object]
-
-
-class Stated(Protocol):
-    """Weights and optimizer states by name, to be saved and restored."""
-
-    @property
-    def weights_dtype(self) -> torch.dtype: ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def state_names(self) -> Iterator[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def form(self, name: str, state: str) -> tuple[tuple[int, ...], torch.dtype]: ...
-
-    def weight_reader(self) -> Callable[[str], Tensor]: ...
-
-    def reader(self) -> Callable[[str, str | None], Tensor]: ...
-
-    def load(self, value: Fill | None, state: Fill) -> None: ...
-
-    def update_counts(self) -> dict[str, int]: ...
-
-    def restore_counts(self, counts: Mapping[str, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -235,7 +207,7 @@ class Stateful:
     """What a job gives of its states, whatever else it does."""
 
     @property
-    def states(self) -> Stated:
+    def states(self) -> States | Stateful:
         """Them."""
         raise NotImplementedError
 

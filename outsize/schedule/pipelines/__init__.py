@@ -22,35 +22,6 @@ from outsize.schedule.pipelines.uniform import uniform
 from outsize.schedule.pipelines.zb_v import zb_v
 from outsize.schedule.pipelines.zero_bubble import zb_2p, zb_h1, zb_h2, zero_bubble
 
-__all__ = [
-    "EQUAL",
-    "NAMES",
-    "Costs",
-    "Pipeline",
-    "Shape",
-    "bitpipe",
-    "breadth_first",
-    "chimera",
-    "dualpipe",
-    "dualpipe_v",
-    "gpipe",
-    "hanayo",
-    "interleaved",
-    "make",
-    "named",
-    "one_f_one_b",
-    "pipeline",
-    "skip_pipe",
-    "uniform",
-    "v_half",
-    "v_min",
-    "zb_2p",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "zero_bubble",
-]
-
 MOST_PASSES = 500_000  # of a step, each forward and back: some ten seconds and a gigabyte
 
 

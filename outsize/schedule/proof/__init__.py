@@ -1,5 +1,3 @@
 """The prover of Programs."""
 
 from outsize.schedule.proof.prove import Proof, prove
-
-__all__ = ["Proof", "prove"]
