@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from mmap import mmap
 
 from outsize.launch.heartbeat import Heartbeat
@@ -49,6 +49,10 @@ class Place:
     def waits(self) -> Spot | None:
         """The thread that has waited longest for other workers."""
         return min((s for s in self.spots if s.waits), key=lambda s: s.since, default=None)
+
+    def counted_from(self, now: float) -> Place:
+        """With how long ago each change was instead of when, at a monotonic time, or back."""
+        return replace(self, spots=tuple(replace(s, since=now - s.since) for s in self.spots))
 
     def __str__(self) -> str:
         actions = [spot.action for spot in self.spots if spot.action]

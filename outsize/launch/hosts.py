@@ -20,14 +20,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from outsize import typed
 from outsize.collectives.joined import meeting
 from outsize.errors import OutsizeError
 from outsize.launch.activity import GONE, Activity, activity
-from outsize.launch.board import Board, Place, Spot, memory, read
+from outsize.launch.board import Board, Place, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_of
 from outsize.launch.heartbeat import Mailbox
-from outsize.launch.watchdog import GAP, SILENCE, Sample, Verdict, Watchdog, waiting
+from outsize.launch.watchdog import GAP, SILENCE, Sample, Verdict, Watchdog, seen, waiting
 
 if TYPE_CHECKING:
     from outsize.torch_private import Store
@@ -282,16 +283,15 @@ def _end(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Message:
-    """beat: counts up. machine: a number; pid: on it. leaving: its part of the run is done.
-    spots: of its threads (action, what it waits in, seconds since the last change)."""
+    """beat: counts up. machine: a number; pid: on it. leaving: its part of the run is done. place:
+    with how long ago each change was."""
 
     beat: int
     host: str
     machine: int
     pid: int
     leaving: bool
-    during: str
-    spots: tuple[tuple[str, str, float], ...]
+    place: Place
     activity: Activity
 
     def to_json(self) -> str:
@@ -299,22 +299,15 @@ class Message:
 
     @staticmethod
     def from_json(text: str) -> Message:
-        said = json.loads(text)
-        spots = tuple((str(a), str(w), float(s)) for a, w, s in said.pop("spots"))
-        return Message(spots=spots, activity=Activity(**said.pop("activity")), **said)
+        said: Message = typed.read(Message, json.loads(text), "word")
+        return said
 
     def sample(self, heard: float) -> Sample:
         """heard: seconds ago."""
-        now = time.monotonic()
-        spots = tuple(Spot(a, w, now - heard - seconds) for a, w, seconds in self.spots)
-        place = Place(self.during, spots)
-        waits = place.waits
-        return Sample(self.activity, place, None if waits is None else now - waits.since, heard)
+        return seen(self.activity, self.place.counted_from(time.monotonic() - heard), heard)
 
 
 def word(beat: int, machine: int, leaving: bool, place: Place) -> Message:
     """Of this process, which is at `place`."""
-    now = time.monotonic()
-    spots = tuple((s.action, s.waits, now - s.since) for s in place.spots)
-    host, pid = socket.gethostname(), os.getpid()
-    return Message(beat, host, machine, pid, leaving, place.during, spots, activity(pid))
+    host, pid, since = socket.gethostname(), os.getpid(), place.counted_from(time.monotonic())
+    return Message(beat, host, machine, pid, leaving, since, activity(pid))

@@ -30,7 +30,7 @@ from outsize.launch.board import Board, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_by_status, failure_of
 from outsize.launch.heartbeat import Mailbox
-from outsize.launch.watchdog import Sample, Verdict, Watchdog, waiting
+from outsize.launch.watchdog import Sample, Verdict, Watchdog, seen, waiting
 
 if TYPE_CHECKING:
     from outsize.torch_private import Store
@@ -202,14 +202,8 @@ class _Team:
             selector.unregister(key.fileobj)
 
     def _samples(self) -> list[Sample]:
-        now = time.monotonic()
-        found = []
-        for rank, worker in enumerate(self.workers):
-            place = read(self.board, rank)
-            spot = place.waits
-            waited = None if spot is None else now - spot.since
-            found.append(Sample(activity(worker.pid), place, waited))
-        return found
+        every = enumerate(self.workers)
+        return [seen(activity(worker.pid), read(self.board, rank)) for rank, worker in every]
 
     def _over(self) -> bool:
         """Whether somebody has failed, and not because of another who has not said so yet."""

@@ -7,6 +7,7 @@ processor time and bytes read or written; waiting for a disk or for a core count
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,13 @@ class Sample:
     place: Place
     waited: float | None = None
     heard: float = 0.0
+
+
+def seen(activity: Activity, place: Place, heard: float = 0.0) -> Sample:
+    """A worker that is at `place` now."""
+    spot = place.waits
+    waited = None if spot is None else time.monotonic() - spot.since
+    return Sample(activity, place, waited, heard)
 
 
 @dataclass(frozen=True)

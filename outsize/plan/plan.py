@@ -215,7 +215,7 @@ class Plan(Extended):
             )
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise OutsizeError(
-                "plan: sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
+                "plan.sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
                 " tensor axis 2 workers or more"
             )
         for state, spread in (

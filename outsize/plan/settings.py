@@ -67,7 +67,7 @@ class PlanSetting:
             return f"plan: {self.name} is {value}; expected 0 or more"
         if self.axis and plan.mesh[self.axis] == 1:
             return (
-                f"plan: {self.name} is {value}, but mesh.{self.axis} is 1 and nothing would be"
+                f"plan.{self.name} is {value}, but mesh.{self.axis} is 1 and nothing would be"
                 f" done; set it to 0, or mesh to {self.axis}=2"
             )
         found = next((clash for clash in self.clashes if clash.found(plan)), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -246,12 +245,3 @@ def moved_by(job: Job) -> dict[str, int]:
 
 def _due(step: int, every: int | None) -> bool:
     return bool(every) and step % (every or 1) == 0
-
-
-@contextmanager
-def closing(job: Job) -> Iterator[Job]:
-    """The job, its model an ordinary module again afterwards."""
-    try:
-        yield job
-    finally:
-        job.close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from outsize.texts import read_text, write_text
 from outsize.train.config import may_change
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
-from outsize.train.loop import Loop, closing, resume_command
+from outsize.train.loop import Loop, resume_command
 from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of

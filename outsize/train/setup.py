@@ -127,7 +127,6 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
     assert config.train.sequence is not None and config.train.batch_tokens is not None
     assert config.precision is not None
     mesh = Mesh() if config.mesh is None else parse_mesh(config.mesh)
-    _check_axes(config, mesh)
     precision = Precision.named(config.precision)
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
@@ -156,19 +155,6 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         pipeline=config.plan.pipeline,
         settings=config.plan.settings,
     )
-
-
-def _check_axes(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse what is of an axis where that has one worker."""
-    of_axes = [(one.name, value, one.axis) for one, value in config.plan.settings.every()]
-    for name, value, axis in (
-        ("sequence_parallel", config.plan.sequence_parallel, "tensor"), *of_axes
-    ):  # fmt: skip
-        if value and axis and mesh[axis] == 1:
-            raise OutsizeError(
-                f"plan.{name} is {value!r}, but mesh.{axis} is 1 and nothing would be done; leave"
-                f" plan.{name} out, or set mesh to {axis}=2"
-            )
 
 
 def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:

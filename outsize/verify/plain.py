@@ -76,17 +76,16 @@ def train(plain: Plain, recipe: Recipe, batches: Sequence[Any]) -> list[Step]:
         loss.backward()
         _hand_over(plain)
         norm = _norm(plain.masters)
-        _clip(plain.masters, norm, recipe.clip)
-        gradients = {n: None if w.grad is None else w.grad.clone() for n, w in _named(plain)}
+        if recipe.clip is not None:
+            total = torch.tensor(norm, dtype=torch.float64)
+            nn.utils.clip_grads_with_norm_(plain.masters.values(), recipe.clip, total)
+        every = plain.masters.items()
+        gradients = {n: None if w.grad is None else w.grad.clone() for n, w in every}
         update(rate)
         _hand_back(plain)
-        weights = {name: w.detach().clone() for name, w in _named(plain)}
+        weights = {name: w.detach().clone() for name, w in every}
         found.append(Step(float(loss.detach()), norm, gradients, weights))
     return found
-
-
-def _named(plain: Plain) -> list[tuple[str, Tensor]]:
-    return list(plain.masters.items())
 
 
 def _hand_over(plain: Plain) -> None:
@@ -110,11 +109,3 @@ def _norm(masters: Mapping[str, Tensor]) -> float:
         float(w.grad.double().square().sum()) for w in masters.values() if w.grad is not None
     ]
     return float(sum(squares) ** 0.5)
-
-
-def _clip(masters: Mapping[str, Tensor], norm: float, most: float | None) -> None:
-    """As torch.nn.utils.clip_grad_norm_."""
-    if most is not None and most < norm + 1e-6:
-        for weight in masters.values():
-            if weight.grad is not None:
-                weight.grad.mul_(most / (norm + 1e-6))

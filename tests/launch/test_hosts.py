@@ -85,7 +85,7 @@ def said(post: Mailbox, rank: int) -> bool:
     if not post.store.check([key]):
         return False
     word = Message.from_json(post.store.get(key).decode())
-    return bool(word.spots) and word.spots[0][0] == "FORWARD 2 0"
+    return bool(word.place.spots) and word.place.spots[0].action == "FORWARD 2 0"
 
 
 def working(fault: Callable[[Mailbox], None], who: int) -> Callable[[Mailbox], int]:
