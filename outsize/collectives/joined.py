@@ -186,7 +186,7 @@ def from_environment(
 ) -> Joined:
     """The world that torchrun, or whoever sets the same variables, has started this process in. A
     process may have several, one after another or at once: all workers make them in one order."""
-    _, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    _, size = (number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if size != mesh.size:
         raise OutsizeError(
             f"mesh {mesh} has {counted(mesh.size, 'worker')}, WORLD_SIZE is {size}; start"
@@ -204,13 +204,13 @@ def stay_away(environment: Mapping[str, str], reason: str) -> None:
     store.set(f"seat/{rank}", json.dumps(reason))
     _read(store, rank)
     if rank == 0 and not _served(environment):
-        for other in range(_number(environment, "WORLD_SIZE")):
+        for other in range(number(environment, "WORLD_SIZE")):
             store.get(f"read/{other}")
 
 
 def _turn(environment: Mapping[str, str]) -> tuple[int, Store]:
     """This worker's rank, and the keys of the world that it makes next."""
-    rank, store = _number(environment, "RANK"), meeting(environment)
+    rank, store = number(environment, "RANK"), meeting(environment)
     turn = store.add(f"joins/{rank}", 1)  # what the one before has written is not read again
     return rank, PrefixStore(f"join/{turn}", store)
 
@@ -218,8 +218,8 @@ def _turn(environment: Mapping[str, str]) -> tuple[int, Store]:
 def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, with this attempt's keys: a restarted worker does
     not read what the attempt before wrote. Served by rank 0, unless torchrun's agent serves it."""
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    address, port = environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT")
+    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
+    address, port = environment.get("MASTER_ADDR", "127.0.0.1"), number(environment, "MASTER_PORT")
     serves = rank == 0 and not _served(environment)
     try:
         store = TCPStore(
@@ -249,8 +249,9 @@ def _unreachable(rank: int, address: str, port: int, serves: bool, error: Except
     )
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
+def number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """A variable that is a number."""
+    text = environment.get(name, "" if otherwise is None else str(otherwise))
     if not text.isdecimal():
         raise OutsizeError(
             f"{name} is {text!r}; expected a number, as torchrun sets it for every worker"

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from outsize import typed
-from outsize.collectives.joined import meeting
+from outsize.collectives.joined import meeting, number
 from outsize.errors import OutsizeError
 from outsize.launch.activity import GONE, Activity, activity
 from outsize.launch.board import Board, Place, memory, read
@@ -44,16 +44,6 @@ Work = Callable[[Mailbox], int]
 def started(environment: Mapping[str, str]) -> bool:
     """Whether this process is one of several that were started together."""
     return "RANK" in environment and "WORLD_SIZE" in environment
-
-
-def number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    """A variable that is a number."""
-    text = environment.get(name, "" if otherwise is None else str(otherwise))
-    if not text.isdecimal():
-        raise OutsizeError(
-            f"{name} is {text!r}; expected a number, as torchrun sets it for every worker"
-        )
-    return int(text)
 
 
 def run_there(work: Work, environment: Mapping[str, str]) -> NoReturn:

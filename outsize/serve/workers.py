@@ -17,12 +17,13 @@ import torch
 from outsize.checkpoint import hub
 from outsize.checkpoint.shards import INDEX, SUMS
 from outsize.collectives import Mesh, parse_mesh
+from outsize.collectives.joined import number
 from outsize.errors import OutsizeError
 from outsize.hardware.host import cores
 from outsize.kernels import native
 from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.heartbeat import Heartbeat
-from outsize.launch.hosts import number, started
+from outsize.launch.hosts import started
 from outsize.serve.meshed import check_mesh, on_mesh
 from outsize.serve.model import Model
 from outsize.train.workers import count_of, sized
