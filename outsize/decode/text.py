@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from outsize.decode.generate import GREEDY, PREFILL_TOKENS, TokenStep, stream_tokens
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 
-
-class TextStream(Protocol):
-    """Text of tokens that come one by one."""
-
-    def push(self, token: int) -> str:
-        """The text that has become certain; "" inside a character."""
-
-    def finish(self) -> str:
-        """The rest."""
-
-
-class Tokenizer(Protocol):
-    """What generation needs of a tokenizer: `start` begins a prompt, `eos` ends a text."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def eos(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def stream(self) -> TextStream: ...
+if TYPE_CHECKING:
+    from outsize.data.tokenizer import TextStream, Tokenizer
 
 
 class StopStrings:

@@ -20,7 +20,7 @@ from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
 from outsize.runtime import Job, Report
 from outsize.train.measure import Measure
-from outsize.train.metrics import READ, WRITTEN, Written
+from outsize.train.metrics import READ, WRITTEN, Metrics, Unwritten
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.recipe import noise_of
 from outsize.train.setup import Setup, rates_of
@@ -47,7 +47,7 @@ class Loop:
     data: Data
     job: Job
     store: Store
-    metrics: Written
+    metrics: Metrics | Unwritten
     measure: Measure
     place: Place
     stream: TrainStream

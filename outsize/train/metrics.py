@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from outsize.errors import OutsizeError
 from outsize.texts import write_text
@@ -37,13 +37,6 @@ READ, WRITTEN = "_bytes_read", "_bytes_written"
 """Behind a tier's name: bytes of a step. They follow from the plan, which memory may change."""
 
 Record = Mapping[str, float | int | str]
-
-
-class Written(Protocol):
-    """What takes the records of a run."""
-
-    def write(self, record: Record) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Unwritten:

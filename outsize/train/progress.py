@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import psutil
 from rich.console import Console
@@ -45,14 +44,6 @@ class Status:
 
     def _moved(self) -> str:
         return f", {format_bytes(self.moved)} moved" if self.moved else ""
-
-
-class Progress(Protocol):
-    """Shows a run's progress."""
-
-    def update(self, status: Status) -> None: ...
-    def say(self, text: str) -> None:
-        """A line of its own."""
 
 
 @contextmanager
@@ -94,6 +85,9 @@ class _Lines:
 
     def say(self, text: str) -> None:
         say(self._console, text)
+
+
+Progress = _Bar | _Lines  # what `progress` gives: a step's status, and lines of their own
 
 
 class Speed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +27,6 @@ from outsize.train.prepared.batches import cut
 from outsize.verify.naive import NativeLoss, Walk, walks_of
 from outsize.verify.narrow import narrow_modules
 from outsize.verify.plain import Plain, Recipe, masters_of
-
-
-class Subject(Protocol):
-    """What is trained, in both ways."""
-
-    def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
-        """The model in plain PyTorch, whole. walks: the segments that rows go through, where some
-        leave some out."""
-
-    def trainable(self, plan: Plan) -> Trainable:
-        """The model for a job under the plan; both have the same first values."""
-
-    def rows(self, batch: Any, start: int, stop: int) -> Any:
-        """Some rows of a step's batch."""
-
-    def matrices(self) -> frozenset[str]:
-        """Names of the parameters of blocks that are matrices, or stacks of matrices."""
-
-    def narrow(self, batch: Any) -> tuple[str, ...]:
-        """Names of modules that compute in fewer bits than float64, whatever they are given."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +69,11 @@ def _master(precision: Precision) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Native:
-    """A decoder. values: makes what writes the first value of each whole parameter, once for every
-    run and worker; frozen: which parameters need no gradient, by name."""
+    """A decoder: in plain PyTorch, whole, and for a job under a plan, with the same first values.
+
+    values: makes what writes the first value of each whole parameter, once for every run and
+    worker; frozen: which parameters need no gradient, by name.
+    """
 
     config: DecoderConfig
     values: Callable[[], Fill]
@@ -105,6 +88,7 @@ class Native:
         return model
 
     def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
+        """walks: the segments that rows go through, where some leave some out."""
         model, fill = self._shell(getattr(torch, precision.compute)), self.values()
 
         def value(name: str) -> Tensor:
@@ -124,11 +108,13 @@ class Native:
         return batch.rows(start, stop)
 
     def matrices(self) -> frozenset[str]:
+        """Names of the parameters of blocks that are matrices, or stacks of matrices."""
         named = self._shell(torch.float32).named_parameters()
         return frozenset(n for n, p in named if n.startswith("blocks.") and _is_matrix(p))
 
     def narrow(self, batch: Batch) -> tuple[str, ...]:
-        """None: a decoder that does is at fault."""
+        """Modules that compute in fewer bits than float64, whatever they are given: none, since a
+        decoder that does is at fault."""
         return ()
 
 
@@ -198,6 +184,9 @@ class Adopted:
         model = self._copy(torch.float64)
         whole = _typed(batch, torch.float64)
         return narrow_modules(model, lambda: _called(model, whole))
+
+
+Subject = Native | Adopted  # what is trained, in both ways
 
 
 def _is_matrix(parameter: Tensor) -> bool:
