@@ -46,7 +46,8 @@ def choose(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> F
     segments = len(config.layers) + 2
     if not method_of(request.approximate).rehearsed:
         every = played.plans(request, segments)
-        return pick(every, lambda plan: predict(config, request, plan, hardware), request.budget)
+        one = [list(every)]
+        return pick(one, lambda plan: predict(config, request, plan, hardware), request.budget)
     return chosen(forecaster_of(config, request, hardware), segments)
 
 
@@ -56,7 +57,7 @@ def chosen(forecaster: Predicts, segments: int) -> Forecast:
     ways = (list(candidates(replace(request, shards=s), segments)) for s in _shardings(request))
     if request.tiers and request.budget is not None:
         return choose_offloaded(forecaster, *ways)
-    return _quickest(ways, forecaster.forecast, request.budget)
+    return pick(ways, forecaster.forecast, request.budget)
 
 
 def _shardings(request: PlanRequest) -> tuple[Sharding, ...]:
@@ -92,17 +93,10 @@ def predict(
 
 
 def pick(
-    candidates: Iterable[Plan], predict: Callable[[Plan], Forecast], budget: int | None
-) -> Forecast:
-    """The first forecast that fits; candidates come in order of rising time."""
-    return _quickest([list(candidates)], predict, budget)
-
-
-def _quickest(
     ways: Iterable[list[Plan]], predict: Callable[[Plan], Forecast], budget: int | None
 ) -> Forecast:
-    """Of the first that fits of each way's candidates, the quickest; where the very first of all
-    fits, nothing else is looked at."""
+    """Of the first that fits of each way's candidates, which come in order of rising time, the
+    quickest; where the very first of all fits, nothing else is looked at."""
     found: list[Forecast] = []
     smallest: list[Forecast] = []
     for number, plans in enumerate(ways):

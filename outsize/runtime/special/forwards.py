@@ -18,8 +18,6 @@ from torch import Tensor
 from outsize.errors import OutsizeError
 from outsize.optim.declared import StateSpec
 from outsize.optim.optimizer import Rates
-from outsize.runtime.flow import Flow
-from outsize.schedule.chunks import Chunks
 
 NAME = "zeroth-order"  # what `approximate` must name
 
@@ -53,13 +51,6 @@ class Zeroth:
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         raise AssertionError("there are no gradients")
-
-
-def uses_of(flow: Flow, chunks: Chunks) -> list[tuple[int, ...]]:
-    """By stage, the stages whose parameters it computes with, itself first."""
-    stage_of, stages = chunks.stage_of, chunks.plan.stages
-    used = ([stage_of[u] for i in range(x.first, x.last) for u in flow.uses[i]] for x in stages)
-    return [tuple(dict.fromkeys((s, *others))) for s, others in enumerate(used)]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from outsize.runtime.method import Method
 from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.forwards import NAME, Zeroth, still, uses_of
+from outsize.runtime.special.forwards import NAME, Zeroth, still
 from outsize.runtime.special.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
 from outsize.schedule import Action, Kind
 from outsize.schedule.compile import zeroth as compiled
@@ -75,7 +76,9 @@ class Losses(Method):
         self._chunks = job.placement.chunks
         self.learns = learning(job.flow, job.placement)
         self._trained = [(name, p, p.requires_grad) for name, p in job.owners.items()]
-        uses, compute = uses_of(job.flow, self._chunks), dtypes_of(job.plan.precision).parameters
+        every = replace(self._chunks, uses=tuple(map(tuple, job.flow.uses)))
+        uses = [every.stage_uses(stage) for stage in range(len(job.plan.stages))]
+        compute = dtypes_of(job.plan.precision).parameters
         with job.watch.on():
             self._perturbed = Perturbed(
                 job.weight_pool, job.owners, self.learns, uses, compute, job.watch.kind

@@ -48,7 +48,7 @@ class WeightPool:
         self.shard_groups = peers or ShardGroups(Lone(), placement.chunks)
         self.homes = Homes(placement, stores)
         with account("window"):
-            self.pool = _pool(placement.pool, device)
+            self.pool = pool_on(placement.pool, device)
         self.present: frozenset[Item] = frozenset()
         self.chunks: list[Chunk] = []
         self._updated: dict[int, Tensor | None] = {}
@@ -218,7 +218,8 @@ class WeightPool:
         return flat
 
 
-def _pool(nbytes: int, device: torch.device) -> Tensor:
+def pool_on(nbytes: int, device: torch.device) -> Tensor:
+    """The bytes of a pool, 1-D uint8."""
     if device.type == "cpu" and nbytes and not _rehearsing():
         return pool(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)

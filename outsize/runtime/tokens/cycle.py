@@ -15,7 +15,7 @@ from outsize.schedule import Action, Kind, Lane, Schedule, State, compile_tokens
 from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.item import Item
 from outsize.schedule.passes.offload import offload, visits
-from outsize.schedule.residency import Residency, moved, overlap
+from outsize.schedule.residency import Presence, Residency, moved
 
 AHEAD = 1  # stages fetched before the one at work
 
@@ -103,15 +103,12 @@ def cyclic(schedule: Schedule, residency: Residency, ahead: int) -> Schedule:
 
 def _left(worker: list[Action], residency: Residency) -> frozenset[Item]:
     """What is in the pool whenever a turn begins."""
-    rooms = residency.rooms
-    fetched = {moved(action) for action in worker if action.kind is Kind.FETCH}
-    present = set(rooms) - fetched
-    for action in worker:
-        if action.kind is Kind.FETCH:
-            name = moved(action)
-            present -= {other for other in present if overlap(rooms[other], rooms[name])}
-            present.add(name)
-    return frozenset(present)
+    fetches = [action for action in worker if action.kind is Kind.FETCH]
+    kept = frozenset(residency.rooms) - set(map(moved, fetches))
+    presence = Presence(replace(residency, start=kept), 0)
+    for fetch in fetches:
+        presence.step(fetch)
+    return frozenset(presence.present)
 
 
 def _filling(schedule: Schedule) -> Schedule:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.memory.store import pool
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Embedding, rows
+from outsize.runtime.storage.weight_pool import pool_on
 from outsize.runtime.tokens.cycle import Layout
 from outsize.runtime.tokens.parts import TOKENS
 from outsize.runtime.tokens.source import Source
@@ -36,7 +36,7 @@ class PooledFiles:
         self, model: Decoder, source: Source, layout: Layout, device: torch.device
     ) -> None:
         self.model, self.source, self.layout, self.device = model, source, layout, device
-        self.pool = _pool(layout.pool, device)
+        self.pool = pool_on(layout.pool, device)
         self.filled = False
         self._rooms = {
             name.stage: self.pool[start : start + source.stages[name.stage].bytes]
@@ -76,12 +76,6 @@ class PooledFiles:
             )
         rows_UD = self.source.rows(ids_U.tolist()).to(self.device)
         return nn.functional.embedding(index_T, rows_UD)
-
-
-def _pool(nbytes: int, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return pool(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _bind(

@@ -171,7 +171,7 @@ class Preparing:
 
         def fit() -> Forecast:
             if given is not None:
-                return pick(iter([plan]), forecaster.forecast, settings.budget)
+                return pick([[plan]], forecaster.forecast, settings.budget)
             forecaster.costs(plan)
             return chosen(forecaster, segments)
 
