@@ -8,7 +8,7 @@ from typing import Any
 
 from outsize.models.config import DecoderConfig, ExpertFacts, LatentFacts
 from outsize.models.families import reading as read
-from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, ROPE, llama
+from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, ROPE, by_layer, llama
 from outsize.models.families.mixture import expert_names
 
 DEFAULTS: Mapping[str, Any] = {
@@ -87,18 +87,14 @@ def deepseek_v3(config: Mapping[str, Any]) -> DecoderConfig:
         weight = read.number(parameters, "mscale_all_dim", 0)
         scale *= read.yarn_mscale(rope.factor, weight) ** 2 if weight else 1.0
     dense = read.count(config, "first_k_dense_replace")
-    layers = tuple(
-        replace(layer, scale=scale, experts=i >= dense, kind="latent attention")
-        for i, layer in enumerate(facts.layers)
-    )
+    latent = {"scale": scale, "kind": "latent attention"}
     rank = None if config["q_lora_rank"] is None else read.integer(config, "q_lora_rank")
-    extra = "|".join(str(len(layers) + i) for i in range(_extra_layers(config)))
+    extra = "|".join(str(len(facts.layers) + i) for i in range(_extra_layers(config)))
     block = {**NAMES.block, **_names(rank is not None)}
     ignored = (*NAMES.ignored, rf"^model\.layers\.({extra})\.") if extra else NAMES.ignored
     return replace(
-        facts,
+        by_layer(facts, lambda i: {**latent, "experts": i >= dense}),
         names=replace(NAMES, block=block, ignored=ignored),
-        layers=layers,
         ropes={ROPE: rope},
         value_size=read.integer(config, "v_head_dim"),
         latent=LatentFacts(rank, read.integer(config, "kv_lora_rank"), plain, rotary),

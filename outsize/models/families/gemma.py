@@ -10,7 +10,7 @@ from typing import Any
 from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.families import reading as read
-from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, by_type, layer_types, llama
+from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, by_layer, llama, sliding
 
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
     **LLAMA_DEFAULTS,
@@ -48,14 +48,9 @@ _NAMES = replace(
 def _gemma(config: Mapping[str, Any], facts: DecoderConfig, period: int) -> DecoderConfig:
     """What both share; the last layer of each `period` sees everything."""
     scale = read.number(config, "query_pre_attn_scalar") ** -0.5
-    layers = tuple(replace(layer, scale=scale) for layer in facts.layers)
-    default = tuple(
-        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(layers))
-    )
     facts = replace(
-        facts,
+        by_layer(facts, lambda i: {"scale": scale}),
         names=_NAMES,
-        layers=layers,
         norm=replace(facts.norm, unit=0),
         placement="around_branch",
         activation=read.activation(config, "hidden_activation"),
@@ -63,7 +58,7 @@ def _gemma(config: Mapping[str, Any], facts: DecoderConfig, period: int) -> Deco
         logit_softcap=read.optional(config, "final_logit_softcapping"),
         mlp_bias=False,
     )
-    return by_type(facts, layer_types(config, default), read.window(config))
+    return sliding(config, facts, read.window(config), lambda i: bool((i + 1) % period))
 
 
 def gemma2(config: Mapping[str, Any]) -> DecoderConfig:
@@ -79,14 +74,10 @@ def gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     plain = {**config, "rope_scaling": None, "rope_parameters": None}
     period = read.integer(config, "sliding_window_pattern")
     facts = replace(_gemma(config, llama(plain), period), qk_norm="head")
-    size = facts.head_size
-    layers = tuple(
-        replace(layer, rope="full" if layer.window is None else "sliding") for layer in facts.layers
-    )
+    kinds = ["full" if layer.window is None else "sliding" for layer in facts.layers]
     return replace(
-        facts,
-        layers=layers,
-        ropes={name: read.rope(config, ropes[name], size) for name in ropes},
+        by_layer(facts, lambda i: {"rope": kinds[i]}),
+        ropes={name: read.rope(config, ropes[name], facts.head_size) for name in ropes},
     )
 
 

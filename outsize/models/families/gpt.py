@@ -12,7 +12,7 @@ from typing import Any
 
 from outsize.models.config import DecoderConfig, Fused, LayerFacts, Names, NormFacts
 from outsize.models.families import reading as read
-from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, ROPE, llama, windowed
+from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, ROPE, by_layer, llama, windowed
 
 GPT2_DEFAULTS: Mapping[str, Any] = {
     "n_positions": 1024,
@@ -114,10 +114,7 @@ def gpt2(config: Mapping[str, Any]) -> DecoderConfig:
     facts = _base(config, keys, read.number(config, "layer_norm_epsilon"))
     scale = facts.layers[0].scale if read.flag(config, "scale_attn_weights", True) else 1.0
     by_depth = read.flag(config, "scale_attn_by_inverse_layer_idx", False)
-    layers = tuple(
-        replace(layer, scale=scale / (i + 1) if by_depth else scale)
-        for i, layer in enumerate(facts.layers)
-    )
+    facts = by_layer(facts, lambda i: {"scale": scale / (i + 1) if by_depth else scale})
     names = Names(
         prefix="transformer.h.{i}.",
         outer={
@@ -138,7 +135,7 @@ def gpt2(config: Mapping[str, Any]) -> DecoderConfig:
         base="transformer.",
         ignored=(r"\.attn\.(masked_)?bias$",),
     )
-    return replace(facts, names=names, layers=layers, learned_positions=facts.positions)
+    return replace(facts, names=names, learned_positions=facts.positions)
 
 
 def gpt_neox(config: Mapping[str, Any]) -> DecoderConfig:
@@ -167,10 +164,9 @@ def gpt_neox(config: Mapping[str, Any]) -> DecoderConfig:
     )
     bias = read.flag(config, "attention_bias", True)
     return replace(
-        facts,
+        by_layer(facts, lambda i: {"rope": ROPE}),
         names=names,
         ropes={ROPE: rope},
-        layers=tuple(replace(layer, rope=ROPE) for layer in facts.layers),
         parallel=read.flag(config, "use_parallel_residual", True),
         qkv_bias=bias,
         o_bias=bias,

@@ -6,7 +6,7 @@ OLMo 2 (2024). Each differs from Llama by the few facts its function states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -114,35 +114,41 @@ def llama(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
+def by_layer(facts: DecoderConfig, of: Callable[[int], Mapping[str, Any]]) -> DecoderConfig:
+    """With other facts of each layer: those that `of` gives for its number."""
+    layers = (replace(layer, **of(i)) for i, layer in enumerate(facts.layers))
+    return replace(facts, layers=tuple(layers))
+
+
 def windowed(facts: DecoderConfig, window: int | None) -> DecoderConfig:
     """The same window in every layer."""
-    return replace(facts, layers=tuple(replace(x, window=window) for x in facts.layers))
+    return by_layer(facts, lambda i: {"window": window})
 
 
-def layer_types(config: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
-    """ "full_attention" or "sliding_attention" for each layer."""
-    found = config.get("layer_types")
-    if found is not None and not isinstance(found, list | tuple):
+def sliding(
+    config: Mapping[str, Any],
+    facts: DecoderConfig,
+    window: int | None,
+    slides: Callable[[int], bool],
+) -> DecoderConfig:
+    """The window in the layers that layer_types calls "sliding_attention" and not "full_attention";
+    where it is not said, in those of which `slides` says so."""
+    count, found = len(facts.layers), config.get("layer_types")
+    if found is None:
+        return by_layer(facts, lambda i: {"window": window if slides(i) else None})
+    if not isinstance(found, list | tuple):
         raise read.refuse("layer_types", found, "a list of layer types, or null")
-    kinds = default if found is None else tuple(found)
-    wrong = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    wrong = [kind for kind in found if kind not in ("full_attention", "sliding_attention")]
     if wrong:
         raise read.refuse("layer_types", wrong[0], "full_attention or sliding_attention")
-    if len(kinds) != len(default):
+    if len(found) != count:
         raise OutsizeError(
-            f"config.json: layer_types has {len(kinds)} entries; expected num_hidden_layers = "
-            f"{len(default)}"
+            f"config.json: layer_types has {len(found)} entries; expected num_hidden_layers = "
+            f"{count}"
         )
-    return kinds
-
-
-def by_type(facts: DecoderConfig, kinds: tuple[str, ...], window: int | None) -> DecoderConfig:
-    """The window in the layers that slide."""
-    layers = tuple(
-        replace(layer, window=window if kind == "sliding_attention" else None)
-        for layer, kind in zip(facts.layers, kinds, strict=True)
+    return by_layer(
+        facts, lambda i: {"window": window if found[i] == "sliding_attention" else None}
     )
-    return replace(facts, layers=layers)
 
 
 def mistral(config: Mapping[str, Any]) -> DecoderConfig:
@@ -151,19 +157,11 @@ def mistral(config: Mapping[str, Any]) -> DecoderConfig:
     return windowed(facts, read.window(config))
 
 
-def _qwen_window(config: Mapping[str, Any]) -> int | None:
-    return read.window(config) if read.flag(config, "use_sliding_window", False) else None
-
-
 def _qwen(config: Mapping[str, Any], facts: DecoderConfig) -> DecoderConfig:
     """A window from layer max_window_layers on, where windows are used at all."""
-    window = _qwen_window(config)
+    window = read.window(config) if read.flag(config, "use_sliding_window", False) else None
     first = read.count(config, "max_window_layers")
-    default = tuple(
-        "sliding_attention" if window is not None and i >= first else "full_attention"
-        for i in range(len(facts.layers))
-    )
-    return by_type(facts, layer_types(config, default), window)
+    return sliding(config, facts, window, lambda i: i >= first)
 
 
 def qwen2(config: Mapping[str, Any]) -> DecoderConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from outsize.models.config import DecoderConfig, ExpertFacts
 from outsize.models.families import reading as read
-from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, llama, windowed
+from outsize.models.families.llama import LLAMA_DEFAULTS, NAMES, by_layer, llama, windowed
 
 MIXTRAL_DEFAULTS: Mapping[str, Any] = {
     **LLAMA_DEFAULTS,
@@ -53,9 +53,8 @@ def mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     )
     names = expert_names("block_sparse_moe", gate="w1", up="w3", down="w2")
     facts = replace(
-        facts,
+        by_layer(facts, lambda i: {"experts": True}),
         names=replace(NAMES, block={**NAMES.block, **names}),
-        layers=tuple(replace(layer, experts=True) for layer in facts.layers),
         experts=moe,
         qkv_bias=False,
         o_bias=False,
@@ -76,15 +75,10 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderConfig:
     dense, step = config.get("mlp_only_layers") or [], read.integer(config, "decoder_sparse_step")
     if not isinstance(dense, list | tuple) or not all(isinstance(i, int) for i in dense):
         raise read.refuse("mlp_only_layers", dense, "a list of layer numbers")
-    layers = tuple(
-        replace(layer, experts=i not in dense and (i + 1) % step == 0)
-        for i, layer in enumerate(facts.layers)
-    )
     names = expert_names("mlp", gate="gate_proj", up="up_proj", down="down_proj")
     facts = replace(
-        facts,
+        by_layer(facts, lambda i: {"experts": i not in dense and (i + 1) % step == 0}),
         names=replace(NAMES, block={**NAMES.block, **names}),
-        layers=layers,
         experts=moe,
         qk_norm="head",
         mlp_bias=False,
