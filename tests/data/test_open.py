@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import until
 
 from outsize.data import Data, DataConfig, Dataset, FileTokenizer, open_data
 from outsize.data import cache as cache_module
@@ -167,36 +167,27 @@ def test_a_damaged_entry_is_built_anew(tmp_path: Path, damage: str) -> None:
     assert entries(tmp_path) == [entry]
 
 
-BUILDER = """
-import pathlib, sys, time
-from outsize.data import DataConfig, open_data
-folder = pathlib.Path(sys.argv[1])
-(folder / f"ready{sys.argv[2]}").touch()
-while not (folder / "go").exists():
-    time.sleep(0.001)
-data = open_data(DataConfig(path=str(folder / "in"), cache=str(folder / "cache")))
-print(data.train.fingerprint, data.train.tokens, int(data.train.tokens_N.sum()))
-"""
+def build(folder: Path, number: int) -> None:
+    """What a process does that is ready: it opens the data and tells what it has."""
+    (folder / f"ready{number}").touch()
+    assert until((folder / "go").exists)
+    train = open_data(DataConfig(path=str(folder / "in"), cache=str(folder / "cache"))).train
+    said = f"{train.fingerprint} {train.tokens} {int(train.tokens_N.sum())}"
+    (folder / f"said{number}").write_text(said)
 
 
 def test_processes_that_build_at_once_end_with_one_entry(tmp_path: Path) -> None:
     write_lines(tmp_path, [f"document {number} " * 50 for number in range(3000)])
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILDER, str(tmp_path), str(number)],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(3)
-    ]
-    deadline = time.monotonic() + 600
-    while len(list(tmp_path.glob("ready*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=build, args=(tmp_path, number)) for number in range(3)]
+    for process in processes:
+        process.start()
+    assert until(lambda: len(list(tmp_path.glob("ready*"))) == 3)
     (tmp_path / "go").touch()
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    said = [(tmp_path / f"said{number}").read_text() for number in range(3)]
     assert said[0] and said == [said[0]] * 3
     assert len(entries(tmp_path)) == 1
 

@@ -80,7 +80,7 @@ FAMILIES = {"two pipelines, zero 3": "mixtral", "zero 3": "gemma2"}
 
 
 def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
-    """By worker: losses of three steps, what was generated behind each, and weights after two."""
+    """By worker: losses of three steps, what was generated after two of them, and weights there."""
     data = batches(3, plan.rows, SEQUENCE, VOCAB)
 
     def run(world: World) -> Any:
@@ -98,7 +98,7 @@ def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
             )
             for step, batch in enumerate(data):
                 losses.append(float(job.step(batch.rows(*plan.rows_at(job.place)), 1e-2)))
-                if asks:
+                if asks and step < 2:
                     answers.append(job.generate(PROMPTS, NEW, SAMPLINGS, logprobs=True))
                 if step == 1:
                     weights = {name: w.clone() for name, w in job.weights()}
