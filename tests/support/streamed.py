@@ -1,4 +1,4 @@
-"""Runs that stream and their resident twins: plans by where states rest, stores, six steps.
+"""Runs that stream and their resident twins: plans by where states rest, stores, four steps.
 
 Models for tests are tiny: `small` lets them be spilled and cut into parts as large ones are.
 """
@@ -28,7 +28,7 @@ from outsize.runtime import Job, NativeFlow
 from outsize.runtime import spill as spill_module
 from outsize.runtime.recipe import Here, Recipe
 
-STEPS = 6
+STEPS = 4
 PIECE = 1 << 9  # elements of a part, where `small` is in force
 ALL = {"parameters": "disk", "gradients": "disk", "optimizer": "disk", "activations": "disk"}
 
