@@ -17,7 +17,7 @@ from torch import Tensor
 from outsize.checkpoint import hub
 from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
 from outsize.checkpoint.manifest import MANIFEST_NAME
-from outsize.checkpoint.writing import Spec, write_json, write_tensors
+from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.adapter import FORMATS
 from outsize.models.build import materialise, segments
@@ -116,11 +116,10 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
         hub.save(model, path, max_shard_bytes)
         return
     config, values = model.config, dict(model.named_parameters())
-    stored = [(entry.theirs[0], values[entry.ours[0]].detach()) for entry in adapter_layout(config)]
+    stored = {entry.theirs[0]: values[entry.ours[0]] for entry in adapter_layout(config)}
 
     def write(directory: Path) -> None:
-        specs = [Spec(name, x.dtype, tuple(x.shape)) for name, x in stored]
-        write_tensors(directory / f"{GROUP}.safetensors", specs, iter(stored))
+        write_tensors(directory / f"{GROUP}.safetensors", GROUP, stored)
         write_json(directory / ADAPTER_CONFIG, to_json(config, base_of(model)))
 
     hub.check_values(model)

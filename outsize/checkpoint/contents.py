@@ -7,14 +7,12 @@ or shards of it. The manifest comes last.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from outsize.checkpoint.files import CODES, file_crc32
@@ -23,28 +21,14 @@ from outsize.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
-    TensorEntry,
     encode,
 )
-from outsize.checkpoint.writing import Spec, Written, sync_directory, write_json, write_tensors
+from outsize.checkpoint.writing import Later, sync_directory, write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.names import Stored
 
 WEIGHTS = "weights"
 _WEIGHTS_STEM = "model"  # Hugging Face's name for the files of the weights
-
-
-@dataclass(frozen=True)
-class Later:
-    """A tensor that `make` gives when it is written, and that nobody holds before or after."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Named = tuple[str, str, Tensor | Later]  # group, name, tensor
@@ -148,7 +132,7 @@ class _Shards:
 
     directory: Path
     shard_bytes: int
-    waiting: dict[str, list[tuple[str, Tensor | Later]]] = field(default_factory=dict)
+    waiting: dict[str, dict[str, Tensor | Later]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # bytes waiting
     written: dict[str, list[FileEntry]] = field(default_factory=dict)
     seen: set[tuple[str, str]] = field(default_factory=set)
@@ -165,7 +149,7 @@ class _Shards:
         size = self.sizes.get(group, 0)
         if size and size + tensor.nbytes > self.shard_bytes:
             self._write(group)
-        self.waiting.setdefault(group, []).append((name, tensor))
+        self.waiting.setdefault(group, {})[name] = tensor
         self.sizes[group] = self.sizes.get(group, 0) + tensor.nbytes
 
     def finish(self) -> dict[str, FileEntry]:
@@ -185,24 +169,9 @@ class _Shards:
 
     def _write(self, group: str) -> None:
         waiting = self.waiting[group]
-        self.waiting[group], self.sizes[group] = [], 0
+        self.waiting[group], self.sizes[group] = {}, 0
         shards = self.written.setdefault(group, [])
-        specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in waiting]
-        path = self.directory / _part(group, len(shards))
-        shards.append(_describe(group, specs, write_tensors(path, specs, _made(waiting))))
-
-
-def _made(waiting: Iterable[tuple[str, Tensor | Later]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in waiting:
-        yield name, tensor.make() if isinstance(tensor, Later) else tensor
-
-
-def _describe(group: str, specs: Iterable[Spec], written: Written) -> FileEntry:
-    tensors = {
-        spec.name: TensorEntry(CODES[spec.dtype], spec.shape, *written.tensors[spec.name])
-        for spec in specs
-    }
-    return FileEntry(written.bytes, written.header_crc32, group, tensors)
+        shards.append(write_tensors(self.directory / _part(group, len(shards)), group, waiting))
 
 
 def _part(group: str, index: int) -> str:

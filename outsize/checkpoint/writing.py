@@ -7,12 +7,11 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -20,59 +19,46 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.files import CODES, memory_of
+from outsize.checkpoint.manifest import FileEntry, TensorEntry
 from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A tensor that is going to be written."""
+class Later:
+    """A tensor that `make` gives when it is written, and that nobody holds before or after."""
 
-    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    make: Callable[[], Tensor]
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Written:
-    """A file as it was written: sizes in bytes and CRC-32 of the header and of each tensor."""
+def write_tensors(path: Path, group: str, tensors: Mapping[str, Tensor | Later]) -> FileEntry:
+    """Write tensors by name as a safetensors file of a group; gives its entry.
 
-    bytes: int
-    header_crc32: int
-    tensors: Mapping[str, tuple[int, int]]  # name -> (bytes, CRC-32)
-
-
-def write_tensors(
-    path: Path,
-    specs: Iterable[Spec],
-    tensors: Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
-) -> Written:
-    """Write a safetensors file from `tensors`, which must be those of `specs`, in any order.
-
-    Takes one tensor at a time from the iterator and a few megabytes beside it. The file is synced
-    and appears under its name only when complete. OutsizeError where the system refuses.
+    They are made in the order in which they are given, one at a time, and a few megabytes beside
+    it. The file is synced and appears under its name only when complete. OutsizeError where the
+    system refuses.
     """
     # wider dtypes first, so that every tensor is aligned for readers that map the file
-    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    head, spans = _header_bytes(ordered, metadata)
-    size = len(head) + sum(spec.bytes for spec in ordered)
-    left = {spec.name: spec for spec in ordered}
-    assert len(left) == len(ordered), "a name occurs twice among the specs"
-    sums: dict[str, tuple[int, int]] = {}
+    ordered = dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
+    head, starts = _header_bytes(ordered)
+    size = len(head) + sum(tensor.nbytes for tensor in tensors.values())
+    entries: dict[str, TensorEntry] = {}
     with _new_file(path, size) as fd:
         _write_all(fd, memoryview(head), 0)
-        for name, tensor in tensors:
-            spec = left.pop(name)
-            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), name
-            sums[name] = (spec.bytes, _write_from(tensor.detach(), fd, len(head) + spans[name]))
+        for name, like in tensors.items():
+            tensor = like.make() if isinstance(like, Later) else like
+            code, shape = CODES[like.dtype], tuple(like.shape)
+            assert (tensor.dtype, tuple(tensor.shape)) == (like.dtype, shape), name
+            checksum = _write_from(tensor.detach(), fd, len(head) + starts[name])
+            entries[name] = TensorEntry(code, shape, like.nbytes, checksum)
             del tensor  # before the next is made
-        assert not left, f"not given: {sorted(left)}"
-    return Written(size, crc32(head), MappingProxyType(sums))
+    return FileEntry(size, crc32(head), group, entries)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -100,16 +86,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _header_bytes(
-    specs: Iterable[Spec], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+def _header_bytes(tensors: Mapping[str, Tensor | Later]) -> tuple[bytes, dict[str, int]]:
+    """The header of tensors in the order of their bytes, and where each begins behind it."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, at = {}, 0
-    for spec in specs:
-        span = [at, at + spec.bytes]
-        code, shape = CODES[spec.dtype], list(spec.shape)
-        table[spec.name] = {"dtype": code, "shape": shape, "data_offsets": span}
-        starts[spec.name], at = span
+    for name, tensor in tensors.items():
+        span = [at, at + tensor.nbytes]
+        code, shape = CODES[tensor.dtype], list(tensor.shape)
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": span}
+        starts[name], at = span
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, starts

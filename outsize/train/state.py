@@ -18,12 +18,12 @@ from torch import Tensor
 
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
-from outsize.checkpoint.contents import Later, Named, merged
+from outsize.checkpoint.contents import Named, merged
 from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
-from outsize.checkpoint.writing import write_json
+from outsize.checkpoint.writing import Later, write_json
 from outsize.data import Cursor
 from outsize.errors import OutsizeError, nearest
 from outsize.models.build import initial_draw, rest

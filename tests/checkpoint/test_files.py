@@ -10,6 +10,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from outsize.checkpoint import files, writing
 from outsize.checkpoint.files import DTYPES, file_crc32, read_header, read_json, read_tensor
-from outsize.checkpoint.writing import Spec, Written, write_json, write_tensors
+from outsize.checkpoint.manifest import FileEntry
+from outsize.checkpoint.writing import Later, write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.hardware import host
 from outsize.kernels.pieces import PIECE_ELEMENTS, pieces
@@ -44,9 +46,8 @@ def sample() -> dict[str, Tensor]:
     }
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> Written:
-    specs = [Spec(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
-    return write_tensors(path, specs, iter(tensors.items()))
+def write(path: Path, tensors: dict[str, Tensor]) -> FileEntry:
+    return write_tensors(path, "weights", tensors)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -62,7 +63,7 @@ def test_our_file_is_read_by_the_library_and_by_us(tmp_path: Path) -> None:
     assert theirs.keys() == header.entries.keys() == tensors.keys()
     for name, x in tensors.items():
         assert same(theirs[name], x)
-        assert same(read_tensor(header, name, checksum=written.tensors[name][1]), x)
+        assert same(read_tensor(header, name, checksum=written.tensors[name].crc32), x)
         assert header.entries[name].start % x.dtype.itemsize == 0
 
 
@@ -81,11 +82,11 @@ def test_checksums_are_those_of_the_bytes(tmp_path: Path) -> None:
     assert written.bytes == len(data) == header.bytes
     assert file_crc32(path) == zlib.crc32(data)
     first = min(entry.start for entry in header.entries.values())
-    assert written.header_crc32 == header.crc32 == zlib.crc32(data[:first])
-    for name, (size, checksum) in written.tensors.items():
+    assert written.crc32 == header.crc32 == zlib.crc32(data[:first])
+    for name, one in written.tensors.items():
         entry = header.entries[name]
         part = data[entry.start : entry.stop]
-        assert (len(part), zlib.crc32(part)) == (size, checksum)
+        assert (len(part), zlib.crc32(part)) == (one.bytes, one.crc32)
 
 
 @pytest.mark.parametrize("stored", FLOATS)
@@ -210,7 +211,7 @@ def test_any_cut_and_any_flipped_header_bit_is_refused_or_harmless(tmp_path: Pat
             header = read_header(damaged)
         except OutsizeError:
             continue
-        assert header.crc32 != written.header_crc32
+        assert header.crc32 != written.crc32
 
 
 def test_any_flipped_bit_of_a_tensor_is_found_with_its_checksum(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_any_flipped_bit_of_a_tensor_is_found_with_its_checksum(tmp_path: Path) 
         bad[rng.randrange(entry.start, entry.stop)] ^= 1 << rng.randrange(8)
         path.write_bytes(bad)
         with pytest.raises(OutsizeError, match=f"tensor '{name}' is damaged"):
-            read_tensor(read_header(path), name, checksum=written.tensors[name][1])
+            read_tensor(read_header(path), name, checksum=written.tensors[name].crc32)
 
 
 def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
@@ -262,19 +263,17 @@ def test_writing_takes_one_tensor_at_a_time_in_any_order(tmp_path: Path) -> None
             nonlocal alive
             alive -= 1
 
-    specs = [Spec(str(i), torch.float32, (10,)) for i in range(5)]
-
-    def make() -> Any:
+    def make(i: int) -> Tensor:
         nonlocal alive
-        for i in (3, 0, 4, 1, 2):
-            x = torch.full((10,), float(i))
-            x.counted = Counted()  # type: ignore[attr-defined]
-            alive += 1
-            assert alive == 1
-            yield str(i), x
-            del x
+        x = torch.full((10,), float(i))
+        x.counted = Counted()  # type: ignore[attr-defined]
+        alive += 1
+        assert alive == 1
+        return x
 
-    write_tensors(tmp_path / "a", specs, make())
+    later = {str(i): Later(torch.float32, (10,), partial(make, i)) for i in (3, 0, 4, 1, 2)}
+    write_tensors(tmp_path / "a", "weights", later)
+    assert not alive
     assert {n: x[0].item() for n, x in load_file(tmp_path / "a").items()} == {
         str(i): float(i) for i in range(5)
     }
@@ -283,13 +282,12 @@ def test_writing_takes_one_tensor_at_a_time_in_any_order(tmp_path: Path) -> None
 def test_nothing_stays_of_a_write_that_fails(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
 
-    def broken() -> Any:
-        yield "x", torch.ones(3)
+    def broken() -> Tensor:
         raise RuntimeError("the source broke")
 
-    specs = [Spec("x", torch.float32, (3,)), Spec("y", torch.float32, (3,))]
+    later = Later(torch.float32, (3,), broken)
     with pytest.raises(RuntimeError):
-        write_tensors(tmp_path / "a", specs, broken())
+        write_tensors(tmp_path / "a", "weights", {"x": torch.ones(3), "y": later})
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_text() == "before"
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint import adapters
-from outsize.checkpoint.contents import Later, Named
+from outsize.checkpoint.contents import Named
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
+from outsize.checkpoint.writing import Later
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import taker
