@@ -47,7 +47,8 @@ def _room(device: torch.device, pairs: Pairs, item: Any) -> Any:
 
 
 def upload(pairs: Pairs) -> None:
-    """Have what comes in its room, once the calling thread's stream is through."""
+    """Have what comes in its room, on the calling thread's stream. Memory that is not pinned is
+    pinned first, here and not where the computation is handed out."""
     for room, tensor in pairs:
         pinned = room.is_cuda and not tensor.is_pinned()
         source = tensor.pin_memory() if pinned else tensor

@@ -79,12 +79,16 @@ class Board:
         self._done = bytearray(count)
         self._marks: dict[int, torch.cuda.Event] = {}
         self._cuda = cuda
+        self._begun = self._mark()
         self._changed = threading.Condition()
         self.fault: BaseException | None = None
 
     def wait(self, places: Iterable[int]) -> None:
-        """Wait until actions have ended: the host, and the stream of the calling thread. Raises the
-        fault of whichever lane had one."""
+        """Wait until actions have ended: the host, and the stream of the calling thread, which also
+        comes behind all that its device was given before the list: room may be made of what that
+        still reads. Raises the fault of whichever lane had one."""
+        if self._begun is not None:
+            torch.cuda.current_stream(self._cuda).wait_event(self._begun)
         for place in places:
             if not self._done[place]:
                 with self._changed:
@@ -97,13 +101,19 @@ class Board:
 
     def end(self, place: int) -> None:
         """An action of the calling thread's lane has ended; its stream may still be at work."""
-        if self._cuda is not None:
-            mark = torch.cuda.Event()
-            mark.record(torch.cuda.current_stream(self._cuda))
+        mark = self._mark()
+        if mark is not None:
             self._marks[place] = mark
         with self._changed:
             self._done[place] = 1
             self._changed.notify_all()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._cuda is None:
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._cuda))
+        return mark
 
     def fail(self, fault: BaseException) -> None:
         """Nothing more begins."""

@@ -4,6 +4,7 @@ where the copies are memory of their own beside the batch."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,12 @@ from outsize.errors import OutsizeError
 from outsize.hardware import catalogue
 from outsize.memory.ledger import Ledger
 from outsize.models.build import build
+from outsize.models.decoder import Decoder
 from outsize.optim import SGD, AdamW
 from outsize.plan import Local, Pipelined, Plan, Precision, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow, recipe
+from outsize.runtime.lanes import Board
 from outsize.runtime.making import AdoptedModel, NativeModel, make_job
 from outsize.runtime.method import method_of
 from outsize.runtime.recipe import Here, Recipe
@@ -31,6 +34,7 @@ from outsize.schedule.compile.forward import compile_forward
 from outsize.schedule.role import Role
 from outsize.schedule.waits import waits
 from outsize.search import PlanRequest, predict
+from outsize.torch_private import TorchDispatchMode, tree_leaves
 from outsize.train.prepared.batches import cut
 
 DATA = data_of(3)
@@ -259,3 +263,68 @@ def test_the_prover_refuses_copies_that_nobody_needs():
                              frozenset(range(5))))  # fmt: skip
     with pytest.raises(OutsizeError, match="nobody has used microbatch 3"):
         prove(more)
+
+
+class OneMemory(TorchDispatchMode):
+    """Refuses operators over tensors on several devices, numbers apart."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        every = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
+        assert len({x.device for x in every}) < 2, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["accumulate", "everything"])
+def test_on_another_device_no_action_but_copy_reads_host_memory(family, name):
+    """ "meta" is one, whose operators do nothing; nobody says that it has memory of its own."""
+    config, plan = config_of(family), plan_of(**PLANS[name])
+    with torch.device("meta"):
+        model = Decoder(config)
+    ledger, batch = Ledger(device="meta"), weighted(data_of(1)[0])
+    job = Job(NativeFlow(model, plan), plan, Recipe(AdamW(), None), Here(ledger=ledger))
+    job.ready(batch, 1.0)
+    for evaluates in (False, True):
+        loaded = job.playable(job.placement.evaluation(2)) if evaluates else job.loaded
+        if evaluates:
+            job.method.microbatches.ready(batch, [(0, 2), (2, 3)], 1.0)
+        with ledger, torch.set_grad_enabled(not evaluates):
+            job.engine.begin(loaded)
+            for step in loaded.steps:
+                if step.action.kind is Kind.NORM:  # its number does not exist
+                    continue
+                with nullcontext() if step.action.kind is Kind.COPY else OneMemory():
+                    job.engine.alone(step)
+        assert job.method.microbatches.under_way == {} and ledger.live["data"] == 0
+
+
+def weighted(batch):
+    return replace(batch, weights_BS=torch.rand(batch.ids_BS.shape))
+
+
+def test_a_lane_begins_behind_what_the_device_had_before_the_list(monkeypatch):
+    """CUDA's events and streams as they are called."""
+
+    class Event:
+        def record(self, stream):
+            self.stream = stream
+
+    class Stream:
+        def __init__(self):
+            self.behind = []
+
+        def wait_event(self, event):
+            self.behind.append(event.stream)
+
+    computing, lane = Stream(), Stream()
+    now = [computing]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    board = Board(1, torch.device("cuda"))
+    now[0] = lane
+    board.wait(())
+    assert lane.behind == [computing]
+    board.end(0)
+    now[0] = computing
+    board.wait((0,))
+    assert computing.behind[-1] is lane
