@@ -1,0 +1,82 @@
+"""Tests of the accelerator: each in a process of its own, forked from a server that only imports.
+
+A process that has a device has threads of autograd's for it, and the device must be there before
+the first backward pass. Pytest's own process has run such passes, and workers of other tests are
+forked from it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strict.building import CACHE, NoCompiler, build
+
+HERE = Path(__file__).parent
+SECONDS = 30  # of a test that takes one or two: longer is a deadlock
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder has the marker."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.accelerator)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _built() -> None:
+    """The library is there. Without a compiler tests are skipped, and fail where CI is true."""
+    try:
+        build(CACHE)
+    except NoCompiler as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the test in a process of its own, whose traceback is the test's. Tests that change this
+    process's state do not touch the device, and stay here."""
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if "monkeypatch" in arguments:
+        return None
+    here, there = PROCESSES.Pipe()
+    child = PROCESSES.Process(
+        target=_run, args=(str(pyfuncitem.path), pyfuncitem.originalname, arguments, there)
+    )
+    child.start()
+    there.close()
+    try:
+        text = here.recv() if here.poll(SECONDS) else f"the test hung for {SECONDS} seconds"
+    except EOFError:
+        text = "the test's process ended in its midst"
+    child.kill()
+    child.join()
+    if text:
+        pytest.fail(text, pytrace=False)
+    return True
+
+
+def _run(path: str, name: str, arguments: dict[str, Any], there: Connection) -> None:
+    """Of a fresh process: load the test's file, run one test, send the traceback or nothing."""
+    try:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        sys.path[:0] = [str(HERE)]
+        runpy.run_path(path)[name](**arguments)
+        there.send("")
+    except BaseException:
+        there.send(traceback.format_exc())
+    finally:
+        os._exit(0)  # what tests leave on the device is not waited for

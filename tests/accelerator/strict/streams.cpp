@@ -1,0 +1,308 @@
+#include "streams.h"
+
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+// Of the interpreter that loads this library.
+extern "C" int PyGILState_Check();
+extern "C" void* PyEval_SaveThread();
+extern "C" void PyEval_RestoreThread(void*);
+
+namespace strict {
+namespace {
+
+struct Piece {
+  std::function<void()> work; // or
+  Mark awaited;               // what must be done before the stream goes on, or
+  Mark reached;               // what is done when this piece is
+};
+
+// What a thread of the host has asked for.
+struct Request {
+  Mark target;        // until this is done
+  int64_t steps = -1; // at most so many pieces, where it is not negative
+  bool over = false;
+};
+
+using Queue = std::deque<Piece>;
+
+struct State {
+  std::mutex mutex; // never held while a piece runs
+  std::condition_variable changed;
+  std::array<std::vector<Queue>, kMostDevices> queues;
+  std::array<int, kMostDevices> made{}; // streams asked for
+  std::deque<Request*> requests;
+  std::exception_ptr fault;
+  Order order = kRandom;
+  int last = 0;
+  uint64_t draws = 0;
+  int64_t run = 0;
+  bool runner = false;
+};
+
+State& state() {
+  static State* const only = new State; // lives until the process ends: tensors may outlive it
+  return *only;
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// The next number below `count`: splitmix64 (Steele, Lea, Flood 2014).
+uint64_t draw(State& s, uint64_t count) {
+  uint64_t z = (s.draws += 0x9e3779b97f4a7c15ull);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return (z ^ (z >> 31)) % count;
+}
+
+Queue& queue(State& s, int device, int stream) {
+  auto& own = s.queues.at(device);
+  if (own.size() <= static_cast<size_t>(stream)) own.resize(stream + 1);
+  return own[stream];
+}
+
+bool runnable(const Queue& q) {
+  return !q.empty() && (!q.front().awaited || q.front().awaited->done);
+}
+
+// The stream whose next piece `target` waits for: its own, or the one that stops that.
+Queue* demanded(State& s, const Mark& target) {
+  Mark at = target;
+  while (true) {
+    Queue& q = queue(s, at->device, at->stream);
+    if (q.empty()) return nullptr;
+    if (runnable(q)) return &q;
+    at = q.front().awaited;
+  }
+}
+
+Queue* pick(State& s, const Request& request) {
+  if (request.target && s.order == kDemand) return demanded(s, request.target);
+  std::vector<Queue*> ready;
+  for (auto& device : s.queues)
+    for (size_t i = 0; i < device.size(); ++i) {
+      const bool late = s.order == kLast && i == static_cast<size_t>(s.last);
+      if (!late && runnable(device[i])) ready.push_back(&device[i]);
+    }
+  if (!ready.empty()) return ready[draw(s, ready.size())];
+  return request.target ? demanded(s, request.target) : nullptr;
+}
+
+bool over(const Request& r) {
+  return r.steps == 0 || (r.target && r.target->done);
+}
+
+// Run pieces for the first request until it is met. Called with the lock held.
+void serve(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
+  while (!over(request)) {
+    Queue* const from = pick(s, request);
+    if (from == nullptr) break;
+    Piece piece = std::move(from->front());
+    from->pop_front();
+    if (piece.work) {
+      lock.unlock();
+      std::exception_ptr fault;
+      try {
+        piece.work();
+      } catch (...) {
+        fault = std::current_exception();
+      }
+      piece.work = nullptr;
+      lock.lock();
+      if (fault && !s.fault) s.fault = fault;
+    }
+    if (piece.reached) {
+      piece.reached->done = true;
+      piece.reached->seconds = now();
+    }
+    ++s.run;
+    if (request.steps > 0) --request.steps;
+  }
+}
+
+void run_forever() {
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  while (true) {
+    s.changed.wait(lock, [&] { return !s.requests.empty(); });
+    Request* const first = s.requests.front();
+    serve(s, lock, *first);
+    s.requests.pop_front();
+    first->over = true;
+    s.changed.notify_all();
+  }
+}
+
+void before_fork() { state().mutex.lock(); }
+void in_parent() { state().mutex.unlock(); }
+void in_child() { // has none of the threads; its queues are copies of the parent's
+  State& s = state();
+  s.runner = false;
+  s.requests.clear();
+  new (&s.changed) std::condition_variable;
+  s.mutex.unlock();
+}
+
+void begin(State& s) { // with the lock held
+  static const int registered = pthread_atfork(before_fork, in_parent, in_child);
+  (void)registered;
+  if (!s.runner) {
+    s.runner = true;
+    std::thread(run_forever).detach();
+  }
+}
+
+void ask_for(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
+  begin(s);
+  s.requests.push_back(&request);
+  s.changed.notify_all();
+  s.changed.wait(lock, [&] { return request.over; });
+}
+
+void put(int device, int stream, Piece piece) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  queue(s, device, stream).push_back(std::move(piece));
+}
+
+// Let pieces run, as far as the order wants the device to follow the host.
+void follow() {
+  State& s = state();
+  Request request;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    if (s.order == kDemand) return;
+    if (s.order == kRandom) {
+      if (draw(s, 8) != 0) return;
+      request.steps = 1 + static_cast<int64_t>(draw(s, 16));
+    }
+  }
+  WithoutGil free;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  ask_for(s, lock, request);
+}
+
+void put_and_follow(int device, int stream, Piece piece) {
+  put(device, stream, std::move(piece));
+  follow();
+}
+
+} // namespace
+
+WithoutGil::WithoutGil() : thread_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+WithoutGil::~WithoutGil() {
+  if (thread_ != nullptr) PyEval_RestoreThread(thread_);
+}
+
+void set_order(Order order, int last, uint64_t seed) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.order = order;
+  s.last = last;
+  s.draws = seed * 0xd1342543de82ef95ull;
+  s.made.fill(0);
+}
+
+int new_stream(int device) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const int id = 1 + s.made.at(device)++ % (kMostStreams - 1);
+  queue(s, device, id);
+  return id;
+}
+
+void give(int device, int stream, std::function<void()> work) {
+  put_and_follow(device, stream, {std::move(work), nullptr, nullptr});
+}
+
+void give_quietly(int device, int stream, std::function<void()> work) {
+  put(device, stream, {std::move(work), nullptr, nullptr});
+}
+
+Mark record(int device, int stream) {
+  auto mark = std::make_shared<Point>(Point{device, stream});
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  queue(s, device, stream).push_back({nullptr, nullptr, mark});
+  return mark;
+}
+
+void wait(int device, int stream, const Mark& mark) {
+  put_and_follow(device, stream, {nullptr, mark, nullptr});
+}
+
+bool is_done(const Mark& mark) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return mark->done;
+}
+
+bool ask(const Mark& mark) {
+  State& s = state();
+  WithoutGil free;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  if (!mark->done) {
+    Request one;
+    one.target = mark;
+    one.steps = 1;
+    ask_for(s, lock, one);
+  }
+  return mark->done;
+}
+
+void finish(const Mark& mark) {
+  State& s = state();
+  WithoutGil free;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  if (!mark->done) {
+    Request request;
+    request.target = mark;
+    ask_for(s, lock, request);
+    TORCH_INTERNAL_ASSERT(mark->done, "a stream waits for what no stream will do");
+  }
+  if (s.fault) std::rethrow_exception(std::exchange(s.fault, nullptr));
+}
+
+void finish_stream(int device, int stream) {
+  finish(record(device, stream));
+}
+
+void finish_device(int device) {
+  size_t count = 0;
+  {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    count = s.queues.at(device).size();
+  }
+  for (size_t i = 0; i < count; ++i) finish_stream(device, static_cast<int>(i));
+}
+
+int64_t pieces_run() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return s.run;
+}
+
+int64_t pieces_waiting() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  int64_t count = 0;
+  for (const auto& device : s.queues)
+    for (const auto& q : device) count += static_cast<int64_t>(q.size());
+  return count;
+}
+
+} // namespace strict
