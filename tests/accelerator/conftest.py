@@ -53,7 +53,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     here, there = PROCESSES.Pipe()
     child = PROCESSES.Process(
-        target=_run, args=(str(pyfuncitem.path), pyfuncitem.originalname, arguments, there)
+        target=_run,
+        args=(
+            str(pyfuncitem.path),
+            pyfuncitem.originalname,
+            arguments,
+            str(CACHE.parents[1]),
+            there,
+        ),
     )
     child.start()
     there.close()
@@ -68,9 +75,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(path: str, name: str, arguments: dict[str, Any], there: Connection) -> None:
+def _run(path: str, name: str, arguments: dict[str, Any], cache: str, there: Connection) -> None:
     """Of a fresh process: load the test's file, run one test, send the traceback or nothing."""
     try:
+        os.environ["XDG_CACHE_HOME"] = cache  # the server began in a test that had one of its own
         torch.manual_seed(0)
         torch.set_num_threads(1)
         sys.path[:0] = [str(HERE)]
