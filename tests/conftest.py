@@ -89,7 +89,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_cache(
     tmp_path_factory: pytest.TempPathFactory,
     kernels: Path,
-    rates: Path,
+    rates_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Caches of one test are seen neither by another test nor by the person who runs them."""
@@ -97,13 +97,13 @@ def _own_cache(
     cache = Path(tempfile.mkdtemp(prefix="cache-", dir=base))  # mktemp lists all others each time
     (cache / "outsize").mkdir()
     (cache / "outsize" / "kernels").symlink_to(kernels)
-    for file in rates.iterdir():
+    for file in rates_folder.iterdir():
         shutil.copyfile(file, cache / "outsize" / file.name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture(scope="session")
-def rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rates_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with this machine's rates, known: to measure them takes seconds, in every process
     of a test."""
     folder = tmp_path_factory.mktemp("rates")

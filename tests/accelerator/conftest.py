@@ -7,6 +7,7 @@ forked from it.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -18,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from strict.building import CACHE, NoCompiler, build
+from strict.building import NoCompiler, build, cache_folder
 
 HERE = Path(__file__).parent
-SECONDS = 30  # of a test that takes one or two: longer is a deadlock
+CACHE = cache_folder()  # now: a test has one of its own
+SECONDS = 300  # of a test that takes one or two: longer is a deadlock
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch"])
 
@@ -34,14 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _built() -> None:
-    """The library is there. Without a compiler tests are skipped, and fail where CI is true."""
+def built() -> Path:
+    """The folder that has the library. Without a compiler tests are skipped, and fail where CI is
+    true."""
     try:
         build(CACHE)
     except NoCompiler as error:
         if os.environ.get("CI") == "true":
             pytest.fail(str(error))
         pytest.skip(str(error))
+    return CACHE
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,13 +58,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     here, there = PROCESSES.Pipe()
     child = PROCESSES.Process(
         target=_run,
-        args=(
-            str(pyfuncitem.path),
-            pyfuncitem.originalname,
-            arguments,
-            str(CACHE.parents[1]),
-            there,
-        ),
+        args=(str(pyfuncitem.path), pyfuncitem.originalname, arguments, CACHE.parents[1], there),
     )
     child.start()
     there.close()
@@ -75,13 +73,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(path: str, name: str, arguments: dict[str, Any], cache: str, there: Connection) -> None:
+def _run(path: str, name: str, arguments: dict[str, Any], cache: Path, there: Connection) -> None:
     """Of a fresh process: load the test's file, run one test, send the traceback or nothing."""
     try:
-        os.environ["XDG_CACHE_HOME"] = cache  # the server began in a test that had one of its own
+        os.environ["XDG_CACHE_HOME"] = str(
+            cache
+        )  # the server began in a test that had one of its own
         torch.manual_seed(0)
         torch.set_num_threads(1)
         sys.path[:0] = [str(HERE)]
+        importlib.import_module("strict").load()  # before the first backward pass, on the CPU too
         runpy.run_path(path)[name](**arguments)
         there.send("")
     except BaseException:

@@ -81,7 +81,15 @@ OPERATORS: dict[str, Callable[[Bring], Given]] = {
         *_changed(torch.stack(_two(to)), lambda y: torch._foreach_mul_(list(y), 2.0)),
     ],
     "complex": lambda to: torch.view_as_real(torch.view_as_complex(to(x).view(6, 4, 2)) * 1j),
-    "random": lambda to: [torch.rand(5, device=to(x).device), F.dropout(to(x), 0.5)],
+    "random": lambda to: [
+        torch.rand(5, device=to(x).device),
+        torch.randn(17, device=to(x).device),
+        torch.randint(9, (5,), device=to(x).device),
+        torch.randperm(11, device=to(x).device),
+        torch.multinomial(to(x).abs(), 3),
+        F.dropout(to(x), 0.3),
+        to(x).clone().normal_(),
+    ],
 }  # fmt: skip
 
 

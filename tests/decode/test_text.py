@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.data.tokenizer import ByteTokenizer, FileTokenizer
+from outsize.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from outsize.decode.generate import drawing
 from outsize.decode.samplers import Sampling
-from outsize.decode.text import StopStrings, Tokenizer, stream_text
+from outsize.decode.text import StopStrings, stream_text
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.decoder import Decoder

@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 
 import torch
 
-from strict.building import CACHE, NoCompiler, build
+from strict.building import NoCompiler, build, cache_folder
 
 __all__ = ["GIB", "ORDERS", "NoCompiler", "load", "pieces_run", "pieces_waiting", "start", "waits"]
 
@@ -47,7 +47,7 @@ def load() -> ctypes.CDLL:
 
     Raises NoCompiler.
     """
-    library = ctypes.CDLL(str(build(CACHE)))
+    library = ctypes.CDLL(str(build(cache_folder())))
     library.strict_configure.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.strict_order.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
     for name in ("strict_pieces_run", "strict_pieces_waiting"):

@@ -23,11 +23,8 @@ class NoCompiler(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: read when this module is imported, before a test gets its own."""
+    """Where libraries are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outsize" / "strict"
-
-
-CACHE = cache_folder()
 
 
 def compiler() -> str:

@@ -337,6 +337,16 @@ void record_stream(Tensor& self, c10::Stream stream) {
   allocator()->recordStream(self.storage().data_ptr(), stream);
 }
 
+// Dropout on a device of this kind is one operator, which has no generator among its arguments: it is
+// composed here, so that it draws from the device's own, and as many numbers as the CPU's.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  const auto options = input.options().dtype(at::kBool);
+  if (p == 0 || !train.value_or(true) || input.numel() == 0)
+    return {input.clone(), at::ones(input.sizes(), options)};
+  const Tensor mask = at::empty(input.sizes(), options).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
 // Copies.
 
 // One stretch of memory to another of the same dtype and strides: what a copy engine can do alone.
@@ -437,6 +447,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &strict::set_storage);
   m.impl("set_.source_Tensor", &strict::set_tensor);
   m.impl("record_stream", &strict::record_stream);
+  m.impl("native_dropout", &strict::native_dropout);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(&at::native::view));
   m.impl("_reshape_alias", &at::native::_reshape_alias);
