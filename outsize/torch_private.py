@@ -118,6 +118,29 @@ def gloo_options(hostname: str, timeout: timedelta) -> Any:
     return options
 
 
+def device_transport(kind: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What torch.distributed has for the tensors of a kind of accelerator, as a process group
+    without a name: NCCL, XCCL, or what a device's own package has registered.
+
+    Raises ValueError where nothing is registered.
+    """
+    dist = importlib.import_module("torch.distributed")
+    name = dist.get_default_backend_for_device(kind).upper()
+    if own := getattr(dist, f"ProcessGroup{name}", None):
+        options = own.Options()
+        options._timeout = timeout
+        return own(store, rank, size, options)
+    plugin = dist.Backend._plugins.get(name)
+    if plugin is None:  # "mps" has gloo, by way of the host
+        raise ValueError(f"torch.distributed has nothing for the tensors of {kind!r}")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = importlib.import_module(_C10D)._DistributedBackendOptions()
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    return plugin.creator_fn(options, None)
+
+
 def start_coalescing(group: Any) -> None:
     """Messages of a process group from now on begin together, at `end_coalescing`."""
     group._start_coalescing()

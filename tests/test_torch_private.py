@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import Backend, HashStore
 
 from outsize import torch_private as private
 
@@ -188,3 +188,30 @@ def test_a_graph_is_differentiated_from_its_edges():
     del squared, cubed
     private.differentiate(edges, [torch.ones(2), torch.tensor([1.0, 0.0])])
     assert x.grad is not None and x.grad.tolist() == [16.0, 6.0]
+
+
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_device_brings_its_own_messages(extended: bool, monkeypatch):
+    """What a device's package registers, with PyTorch's two ways to be called."""
+    given: list[object] = []
+
+    def short(store, rank, size, timeout):
+        given.extend((rank, size, timeout))
+
+    def long(options, backend):
+        given.extend((options.group_rank, options.group_size, options.timeout))
+
+    for table in ("_plugins", "default_device_backend_map", "backend_capability"):
+        monkeypatch.setattr(Backend, table, dict(getattr(Backend, table)))
+    monkeypatch.setattr(Backend, "backend_list", list(Backend.backend_list))
+    monkeypatch.setattr(Backend, "backend_type_map", dict(Backend.backend_type_map))
+    create = long if extended else short
+    Backend.register_backend("toy", create, extended_api=extended, devices=["hpu"])
+    span = timedelta(seconds=3)
+    private.device_transport("hpu", HashStore(), 1, 2, span)
+    assert given == [1, 2, span]
+
+
+def test_a_device_without_messages_is_an_error():
+    with pytest.raises(ValueError, match="mps"):
+        private.device_transport("mps", HashStore(), 0, 1, timedelta(seconds=3))

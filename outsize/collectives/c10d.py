@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed's transports: gloo between processors, NCCL between GPUs.
+"""Collectives over torch.distributed's transports: gloo between processors, an accelerator's own.
 
 The transport is made here, on a store; no default process group is touched. Its own operations are
 used where they are fast and right: all-reduces of dtypes that need no wider sum, broadcasts. All
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.collectives.collective import (
     DONE,
     AllGather,
@@ -40,6 +41,7 @@ from outsize.torch_private import (
     ReduceOp,
     Store,
     Work,
+    device_transport,
     end_coalescing,
     gloo_options,
     parts_of_all,
@@ -48,7 +50,7 @@ from outsize.torch_private import (
 )
 
 # Bytes of a message of a reduction: few enough for a processor's caches, many for a GPU's launches.
-_PIECE = {"cpu": 4 << 20, "cuda": 64 << 20}
+_PIECE, _LAUNCHED = 4 << 20, 64 << 20
 
 
 class Transport(Protocol):
@@ -133,8 +135,7 @@ class C10d(Collective):
             case _:
                 nothing = torch.zeros(1, device=self.device)
                 self._trade(call.name, lambda _: nothing, lambda _: nothing.clone()).wait()
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
+                accelerator.settle(self.device)
                 return DONE
 
     def _all_reduce(self, tensor: Tensor, operation: Operation) -> Handle:
@@ -196,7 +197,8 @@ class C10d(Collective):
     ) -> None:
         """out = the sum or the largest of everybody's flat[own span], by pieces."""
         longest = max(map(length, spans))
-        step = min(_PIECE[flat.device.type] // flat.element_size(), max(longest, 1))
+        most = _LAUNCHED if accelerator.queues(flat.device) else _PIECE
+        step = min(most // flat.element_size(), max(longest, 1))
         room = self._kept(flat.dtype, "parts", self.size * step, flat).view(self.size, step)
         for at in range(0, longest, step):
             mine = _piece(flat, spans[self.rank], at, step)
@@ -278,14 +280,14 @@ def over_gloo(
         ) from error
 
 
-def over_nccl(store: Store, rank: int, members: Sequence[int], seconds: float) -> C10d:
-    """The members' collective over NCCL, each with its current CUDA device."""
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds)
-    transport: Any = ProcessGroupNCCL(store, rank, len(members), options)
-    return C10d(transport, members, f"cuda:{torch.cuda.current_device()}")
+def over_device(store: Store, rank: int, members: Sequence[int], seconds: float, kind: str) -> C10d:
+    """The members' collective over what torch.distributed has for a kind of accelerator, such
+    as NCCL; each with its current device."""
+    try:
+        made = device_transport(kind, store, rank, len(members), timedelta(seconds=seconds))
+    except ValueError as error:
+        raise OutsizeError(f"{error}; expected a device for several workers, or cpu") from error
+    return C10d(made, members, str(accelerator.find(kind)))
 
 
 def _cause(error: RuntimeError) -> str:

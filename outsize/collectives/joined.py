@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from outsize.collectives.c10d import C10d, over_gloo, over_nccl
+from outsize.collectives.c10d import C10d, over_device, over_gloo
 from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import Hierarchical, own
 from outsize.collectives.mesh import Mesh
@@ -28,7 +28,6 @@ from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError, counted
 from outsize.torch_private import PrefixStore, Store, TCPStore
 
-Backend = Literal["gloo", "nccl"]
 Closable = C10d | Shared
 PATIENCE = 600.0  # seconds that a worker waits for another, unless told otherwise
 
@@ -55,12 +54,12 @@ class Joined:
         mesh: Mesh,
         rank: int,
         store: Store,
-        backend: Backend,
+        device: str,
         seat: Seat,
         patience: float,
     ) -> None:
         self.mesh, self.rank = mesh, rank
-        self._store, self._backend, self._patience = store, backend, patience
+        self._store, self._device, self._patience = store, device, patience
         self.groups: dict[Key, Collective] = {}
         self._open: list[Closable] = []
         self.seats = _seated(store, rank, mesh.size, seat)
@@ -131,7 +130,7 @@ class Joined:
         """The group over shared memory, where all of it can have that."""
         seats = [self.seats[r] for r in ranks]
         near = len({seat.host for seat in seats}) == 1 and all(seat.shared for seat in seats)
-        if not near or self._backend != "gloo" or len(ranks) > MOST:
+        if not near or self._device != "cpu" or len(ranks) > MOST:
             return None
         processes = [seat.process for seat in seats]
         at, keys = ranks.index(self.rank), self._keys(ranks, use)
@@ -148,8 +147,8 @@ class Joined:
 
     def _flat(self, ranks: tuple[int, ...], use: Use) -> C10d:
         store, at = self._keys(ranks, use), ranks.index(self.rank)
-        if self._backend == "nccl":
-            made = over_nccl(store, at, ranks, self._patience)
+        if self._device != "cpu":
+            made = over_device(store, at, ranks, self._patience, self._device)
         else:
             made = over_gloo(store, at, ranks, self._patience, self._address(ranks))
         self._open.append(made)
@@ -164,26 +163,25 @@ def join(
     mesh: Mesh,
     rank: int,
     store: Store,
-    backend: Backend = "gloo",
+    device: str = "cpu",
     host: str = "",
     patience: float = PATIENCE,
 ) -> Joined:
     """The world of the mesh, where every rank has come with a store that all of them see.
 
-    backend: gloo for tensors of the CPU, nccl for those of GPUs. host: a name for this machine, if
-    ranks shall be taken as being on different ones. patience: seconds to wait for another rank.
+    device: the kind whose tensors it carries: "cpu", or an accelerator, of which each worker has
+    its current one. host: a name for this machine, if ranks shall be taken as being on different
+    ones. patience: seconds to wait for another rank.
     """
     if not 0 <= rank < mesh.size:
         raise OutsizeError(f"rank {rank} of mesh {mesh}; expected 0 to {mesh.size - 1}")
     store.set_timeout(timedelta(seconds=patience))
     process, machine = this_process(), host or _machine()
     seat = Seat(machine, _built(store, machine), process.pid, process.started)
-    return Joined(mesh, rank, store, backend, seat, patience)
+    return Joined(mesh, rank, store, device, seat, patience)
 
 
-def from_environment(
-    mesh: Mesh, environment: Mapping[str, str], backend: Backend = "gloo"
-) -> Joined:
+def from_environment(mesh: Mesh, environment: Mapping[str, str], device: str = "cpu") -> Joined:
     """The world that torchrun, or whoever sets the same variables, has started this process in. A
     process may have several, one after another or at once: all workers make them in one order."""
     _, size = (number(environment, name) for name in ("RANK", "WORLD_SIZE"))
@@ -194,7 +192,7 @@ def from_environment(
             f" or give a mesh of {size}, such as data={size}"
         )
     rank, store = _turn(environment)
-    return join(mesh, rank, store, backend)
+    return join(mesh, rank, store, device)
 
 
 def stay_away(environment: Mapping[str, str], reason: str) -> None:

@@ -44,7 +44,6 @@ class Row:
     fabric: tuple[str, Span]
     nodes: Span
     visible: int | None = None  # MiB
-    kind: Literal["cuda", "rocm"] = "cuda"
     note: str = ""
 
 
@@ -113,7 +112,6 @@ ROWS = {
         Span(3.2),
         ("fabric", Span(50, 100, "two chips on one board 200")),
         Span(25, note=f"two chips of 12.5 each, {RECALLED}"),
-        kind="rocm",
         note="a board of two chips, each seen as a device; see MI250X-GCD",
     ),
     "MI250X-GCD": Row(
@@ -122,7 +120,6 @@ ROWS = {
         Span(1.6),
         ("fabric", Span(50, 200, "200 to the other chip of the board, others 50 to 100")),
         Span(12.5, note=f"4 x 25 GB/s for a node of 8 chips, {RECALLED}"),
-        kind="rocm",
         note="one of the two chips of a board",
     ),
     "MI300X": Row(
@@ -131,7 +128,6 @@ ROWS = {
         Span(5.3),
         ("fabric", Span(448, note="7 links of 64")),
         Span(50),
-        kind="rocm",
     ),
     "RTX-4090": Row(
         {"bf16": Span(165), "fp8": Span(330), "fp16-acc16": Span(330)},
@@ -173,7 +169,7 @@ def _device(name: str, row: Row, count: int) -> Device:
     visible = None if row.visible is None else Span(row.visible).rate("B", MEBI)
     return Device(
         name=name,
-        kind=row.kind,
+        kind="gpu",
         memory=row.memory.rate("B", GIGA),
         peak={dtype: span.rate("FLOP/s", TERA) for dtype, span in row.peak.items()},
         bandwidth=row.bandwidth.rate("B/s", TERA),

@@ -116,7 +116,7 @@ class Device:
     """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...)."""
 
     name: str
-    kind: Literal["cpu", "cuda", "rocm"]
+    kind: Literal["cpu", "gpu"]
     memory: Rate  # bytes of one device, as sold or as found
     peak: Mapping[str, Rate]
     bandwidth: Rate  # B/s of its own memory

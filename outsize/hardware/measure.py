@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize import accelerator
 from outsize.hardware.hardware import Attention, Matmul, Rate
 from outsize.kernels import attention
 from outsize.kernels.product import linear
@@ -36,7 +37,7 @@ CPU_SHAPES: tuple[Shape, ...] = (
     (1024, 1024, 1024),
     (512, 384, 14336),
 )
-CUDA_SHAPES: tuple[Shape, ...] = (
+GPU_SHAPES: tuple[Shape, ...] = (
     (1, 4096, 4096),
     (128, 4096, 4096),
     (1024, 1024, 1024),
@@ -66,7 +67,7 @@ def best_of(work: Callable[[], object], device: torch.device) -> float:
 
     The shortest, because whatever else runs on the machine can only add to it.
     """
-    once = _cuda_seconds if device.type == "cuda" else _host_seconds
+    once = _device_seconds if accelerator.queues(device) else _host_seconds
     warm = once(work, device)
     if warm > LONGEST:  # one more all the same: the first call also builds kernels and threads
         return min(warm, once(work, device))
@@ -78,9 +79,9 @@ def best_of(work: Callable[[], object], device: torch.device) -> float:
 
 def matmuls(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Matmul]:
     """The table of rates by shape and dtype. A shape that would take too long is left out."""
-    on_cuda = device.type == "cuda"
-    shapes = CUDA_SHAPES if on_cuda else CPU_SHAPES if quick else (*CPU_SHAPES, LARGE)
-    for dtype in ("fp32", "bf16", "fp16") if on_cuda else ("fp32", "bf16"):
+    apart = accelerator.queues(device)
+    shapes = GPU_SHAPES if apart else CPU_SHAPES if quick else (*CPU_SHAPES, LARGE)
+    for dtype in ("fp32", "bf16", "fp16") if apart else ("fp32", "bf16"):
         rate = float("inf")
         for T, I, O in shapes:  # noqa: E741
             if quick and 2 * T * I * O / rate > LONGEST:
@@ -127,7 +128,7 @@ def _attention(
 
 def bandwidth(device: torch.device, timer: Timer, date: str) -> Rate:
     """B/s of a = b + s c over arrays larger than caches: two reads and a write."""
-    count = 2**27 if device.type == "cuda" else 2**24  # 512 or 64 MiB an array
+    count = 2**27 if accelerator.queues(device) else 2**24  # 512 or 64 MiB an array
     a, b, c = (torch.ones(count, device=device) for _ in range(3))
     spent = timer(lambda: torch.add(b, c, alpha=3.0, out=a), device)
     return Rate(3 * a.nbytes / spent, "B/s", "probe", date, note="triad")
@@ -167,7 +168,7 @@ def overhead(device: torch.device, timer: Timer, date: str) -> Rate:
 
 
 def host_copies(device: torch.device, timer: Timer, date: str) -> tuple[Rate, Rate]:
-    """B/s from pinned host memory to a CUDA device, and back."""
+    """B/s from pinned host memory to an accelerator, and back."""
     count = 2**28
     there = torch.empty(count, dtype=torch.uint8, device=device)
     here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -193,12 +194,12 @@ def _host_seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _cuda_seconds(work: Callable[[], object], device: torch.device) -> float:
+def _device_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Between two events of the device's current stream; what queued before does not count."""
-    with torch.cuda.device(device):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
+    assert device.index is not None
+    with torch.accelerator.device_index(device.index):
+        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+        torch.accelerator.synchronize(device)
         start.record()
         work()
         end.record()

@@ -14,11 +14,11 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from outsize import typed
+from outsize import accelerator, typed
 from outsize.errors import OutsizeError
 from outsize.hardware import host, measure
 from outsize.hardware.disk import disk_rates
@@ -26,7 +26,7 @@ from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Ti
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 2  # raised when what is measured, or how, changes
+FORMAT = 3  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -37,7 +37,8 @@ def probe(
     cache: str | Path | None = None,
     timer: measure.Timer = measure.best_of,
 ) -> Hardware:
-    """This machine: its devices of one kind ("cpu" or "cuda", None for the best), tiers, links.
+    """This machine: its devices of one kind ("cpu", or the accelerator that
+    PyTorch finds, None for the best), tiers, links.
 
     quick=False also takes large shapes and the bandwidth of the disk under directory (256 MiB are
     written there for a moment). cache: the folder of kept rates, else the user's. On a CPU both
@@ -45,7 +46,7 @@ def probe(
     a copy between them is one within it.
     Raises OutsizeError for a device that is not there.
     """
-    target = _target(device)
+    target = accelerator.find(device)
     key = _key(target, quick, directory)
     path = _cache_file(key, cache)
     hardware = _kept(path, key)
@@ -70,7 +71,7 @@ def keep(hardware: Hardware, device: str = "cpu", *, cache: str | Path | None = 
             f" {', '.join(tier.name for tier in hardware.tiers)}; expected one device, and tiers"
             f" among {', '.join(TIERS)}: declare others with --tier"
         )
-    key = _key(_target(device), True, ".")
+    key = _key(accelerator.find(device), True, ".")
     _keep(_cache_file(key, cache), key, hardware)
 
 
@@ -80,21 +81,15 @@ def user_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "outsize"
 
 
-def _target(device: str | None) -> torch.device:
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != "cuda":
-        raise OutsizeError(f"device {kind!r} cannot be probed; expected 'cpu' or 'cuda'")
-    if not torch.cuda.is_available():
-        raise OutsizeError("device 'cuda' is not there: PyTorch finds no GPU; use 'cpu'")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _name(target: torch.device) -> str:
-    if target.type == "cuda":
-        return torch.cuda.get_device_name(target)
-    return host.processor()
+    if not accelerator.queues(target):
+        return host.processor()
+    of = getattr(torch.get_device_module(target), "get_device_name", None)
+    return target.type if of is None else str(of(target))
+
+
+def _count(target: torch.device) -> int:
+    return torch.accelerator.device_count() if accelerator.queues(target) else 1
 
 
 def _key(target: torch.device, quick: bool, directory: str | Path) -> dict[str, Any]:
@@ -102,7 +97,7 @@ def _key(target: torch.device, quick: bool, directory: str | Path) -> dict[str, 
     return {
         "format": FORMAT,
         "device": _name(target),
-        "devices": torch.cuda.device_count() if target.type == "cuda" else 1,
+        "devices": _count(target),
         "processor": host.processor(),
         "cores": host.cores(),
         "threads": torch.get_num_threads(),
@@ -142,7 +137,7 @@ def _measure(
     target: torch.device, quick: bool, directory: str | Path, timer: measure.Timer
 ) -> Hardware:
     date = datetime.date.today().isoformat()
-    on_cuda = target.type == "cuda"
+    apart = accelerator.queues(target)
     matmul = tuple(measure.matmuls(target, quick, timer, date))
     peak: dict[str, Rate] = {}
     for entry in matmul:
@@ -153,22 +148,22 @@ def _measure(
         matmul=matmul,
         attention=tuple(measure.attentions(target, quick, timer, date)),
         overhead=measure.overhead(target, timer, date),
-        fill=None if on_cuda else measure.fill(timer, date),
+        fill=None if apart else measure.fill(timer, date),
     )
     memory = Rate(_memory(target)[0], "B", "operating system", date)
     device = Device(
         name=_name(target),
-        kind=_kind(target),
+        kind="gpu" if apart else "cpu",
         memory=memory,
         peak=peak,
         bandwidth=bandwidth,
-        count=torch.cuda.device_count() if on_cuda else 1,
+        count=_count(target),
         visible=memory,
         measured=found,
-        note="" if on_cuda else f"{host.cores()} cores, {torch.get_num_threads()} threads",
+        note="" if apart else f"{host.cores()} cores, {torch.get_num_threads()} threads",
     )
     tiers, links = [Tier("device", 0, bandwidth, bandwidth)], []
-    if on_cuda:
+    if apart:
         to, back = measure.host_copies(target, timer, date)
         tiers.append(Tier("host", 0, read=to, write=back))
         links.append(Link("host", "device and host", min(to, back, key=lambda rate: rate.value)))
@@ -180,16 +175,10 @@ def _measure(
     return Hardware((device,), tuple(tiers), tuple(links), "probe")
 
 
-def _kind(target: torch.device) -> Literal["cpu", "cuda", "rocm"]:
-    if target.type == "cpu":
-        return "cpu"
-    return "cuda" if torch.version.hip is None else "rocm"
-
-
 def _memory(target: torch.device) -> tuple[int, int]:
     """(total, free) bytes of a device as this process sees them."""
-    if target.type == "cuda":
-        free, total = torch.cuda.mem_get_info(target)
+    if accelerator.queues(target):
+        free, total = torch.accelerator.get_memory_info(target)
         return total, free
     memory = host.memory()
     return memory.total, memory.available

@@ -104,13 +104,13 @@ def read(post: Mailbox, key: str) -> str:
 def enter(post: Mailbox, mesh: Mesh, facts: Mapping[str, str], device: str = "cpu") -> WorkerGroup:
     """Join the others in a world of `mesh`, where they run the same code with the same facts.
 
-    device: "cpu" or "cuda", where the run's tensors are. OutsizeError for a worker that differs.
+    device: the kind where the run's tensors are. OutsizeError for a worker that differs.
     """
     WorkerGroup(pulse=post.pulse, post=post).same(
         "run", {"code": fingerprint.code(), "mesh": str(mesh), **facts}
     )
     post.pulse.wait("joining the others")
     connection: Any = post.store
-    world = join(mesh, post.rank, connection.clone(), "nccl" if device == "cuda" else "gloo")
+    world = join(mesh, post.rank, connection.clone(), device)
     post.pulse.go()
     return WorkerGroup(WatchedWorld(world, post.pulse), post.pulse, post)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION, THREADS, read_all, write_all
 from outsize.kernels.checksum import checksum
@@ -68,7 +69,7 @@ class DiskStore:
             expect(self._files, self._stripes, rounded(capacity))
             self._threads = THREADS * len(directories)
             self.bytes_held = (buffers or self._threads) * OPERATION
-            staging = pool(self.bytes_held, torch.cuda.is_available())
+            staging = pool(self.bytes_held, bool(accelerator.there()))
         except BaseException:
             self._let_go()
             raise
@@ -267,7 +268,7 @@ class _Memory:
         self._on_host = tensor.device.type == "cpu"
         self.direct = self._on_host and self.address % ALIGN == 0
         if not self._on_host:  # what was queued there before comes first
-            torch.cuda.current_stream(tensor.device).synchronize()
+            accelerator.settle(tensor.device)
 
     def copy(self, part: Part, buffer: int, inward: bool) -> None:
         """Between these bytes and a buffer at an address; done when it returns."""
@@ -281,7 +282,7 @@ class _Memory:
         staged = torch.frombuffer(raw, dtype=torch.uint8)
         to, source = (staged, mine_there) if inward else (mine_there, staged)
         to.copy_(source)
-        torch.cuda.current_stream(self._tensor.device).synchronize()
+        accelerator.settle(self._tensor.device)
 
 
 def cut(nbytes: int, at: int, direct: bool) -> Iterator[Part]:

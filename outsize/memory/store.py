@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 import threading
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import preallocate, unnamed
 
@@ -126,27 +126,36 @@ def pool(nbytes: int, pinned: bool = False) -> Tensor:
     A mapping of its own: exactly these bytes (PyTorch's pinned allocator would round them up to a
     power of two), given back to the system when the last view goes. Every page is touched now, as
     a huge one where the system has them: memory that is not there is an error before the work, and
-    no step pays for page faults. pinned: registered with CUDA, for copies beside computation.
+    no step pays for page faults. pinned: page-locked, for copies beside computation.
     """
+    if pinned and not accelerator.registers():
+        return accelerator.pinned(nbytes)
     region, buffer = _region(nbytes)
     _populate(region, buffer, 0, nbytes, "a buffer")
-    return _registered(buffer, "a buffer") if pinned else buffer
+    return accelerator.registered(buffer, "a buffer") if pinned else buffer
 
 
 class MemoryStore:
     """A tier in memory that this process addresses: RAM, or the file or device at `path`.
 
     path: a folder on a memory file system (an unnamed file is made there), a name in one that is
-    not taken yet, or a DAX device. pinned: registered with CUDA, all of it now. Pages are touched
-    when they are reserved. Memory has its own error correction: nothing is checksummed.
+    not taken yet, or a DAX device. pinned: page-locked, all of it now, where the device's runtime
+    can do that to such memory. Pages are touched when they are reserved. Memory has its own error
+    correction: nothing is checksummed.
     """
 
     def __init__(
         self, name: str, capacity: int, pinned: bool = False, path: Path | None = None
     ) -> None:
         self.name, self._counts = name, Counts(name, capacity)
+        self._map: Any = None
+        self._buffer: Tensor | None
+        if pinned and path is None and not accelerator.registers():
+            self._buffer = accelerator.pinned(rounded(capacity))
+            return
         self._map, buffer = _region(capacity) if path is None else _mapped(name, path, capacity)
-        self._buffer: Tensor | None = _registered(buffer, name) if pinned else buffer
+        lock = pinned and accelerator.registers()
+        self._buffer = accelerator.registered(buffer, name) if lock else buffer
 
     @property
     def bytes_read(self) -> int:
@@ -158,7 +167,9 @@ class MemoryStore:
 
     def reserve(self, nbytes: int) -> Place:
         place = self._counts.take(nbytes)
-        _populate(self._map, self._held(), place.offset, rounded(nbytes), f"tier {self.name!r}")
+        if self._map is not None:
+            what = f"tier {self.name!r}"
+            _populate(self._map, self._held(), place.offset, rounded(nbytes), what)
         return place
 
     def view(self, place: Place) -> Tensor:
@@ -201,7 +212,7 @@ def move(buffer: Tensor, offset: int, other: Tensor, inward: bool) -> None:
     theirs = other.detach().reshape(-1).view(torch.uint8)
     to, source = (mine, theirs) if inward else (theirs, mine)
     to.copy_(source, non_blocking=True)
-    torch.cuda.current_stream(other.device).synchronize()
+    accelerator.settle(other.device)
 
 
 def _region(nbytes: int) -> tuple[Any, Tensor]:
@@ -267,19 +278,3 @@ def _populate(region: Any, buffer: Tensor, start: int, nbytes: int, what: str) -
             ) from None
         # An older kernel, or a device that has no pages to fault in.
         ctypes.memset(buffer.data_ptr() + start, 0, min(nbytes, buffer.nbytes - start))
-
-
-def _registered(buffer: Tensor, what: str) -> Tensor:
-    """The same bytes, page-locked for CUDA for as long as they live."""
-    runtime = torch.cuda.cudart()
-    address = buffer.data_ptr()
-    code = int(runtime.cudaHostRegister(address, max(buffer.nbytes, 1), 0))
-    if code != 0:
-        raise OutsizeError(
-            f"{what}: {buffer.nbytes:,} bytes cannot be page-locked (CUDA error {code}); raise"
-            " `ulimit -l` or plan with less host memory"
-        )
-    # The array dies before the mapping under it: it is unregistered while the bytes are there.
-    array = buffer.numpy()
-    weakref.finalize(array, runtime.cudaHostUnregister, address)
-    return torch.from_numpy(array)

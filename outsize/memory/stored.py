@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION, THREADS
 from outsize.memory.store import ALIGN, Counts, move, pool, rounded
@@ -122,7 +122,7 @@ class StoredFiles:
         try:
             for path in paths:
                 self._handles[path] = _opened(path)
-            staging = pool(buffers.total, torch.cuda.is_available())
+            staging = pool(buffers.total, bool(accelerator.there()))
         except BaseException:
             self._let_go()
             raise

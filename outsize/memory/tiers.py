@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware import Rate, Tier, host
 from outsize.hardware.disk import disk_rates
@@ -145,7 +144,7 @@ def _opened(spec: TierSpec) -> Store:
     if spec.medium == "disk":
         return DiskStore(spec.name, spec.paths, spec.bytes)
     path = spec.paths[0] if spec.paths else None
-    return MemoryStore(spec.name, spec.bytes, torch.cuda.is_available(), path)
+    return MemoryStore(spec.name, spec.bytes, bool(accelerator.there()), path)
 
 
 def _free(folders: tuple[Path, ...]) -> int:

@@ -1,6 +1,6 @@
 """Upload: tensors that a batch has in host memory, on their way to a device that has its own.
 
-The calling thread makes room on the device, a lane's thread copies. On CUDA the bytes pass through
+The calling thread makes room on the device, a lane's thread copies. The bytes pass through
 pinned memory, which is what lets a copy run beside the computation.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.torch_private import tree_map
 
 Pairs = list[tuple[Tensor, Tensor]]  # room on the device, what comes there
@@ -50,6 +51,6 @@ def upload(pairs: Pairs) -> None:
     """Have what comes in its room, on the calling thread's stream. Memory that is not pinned is
     pinned first, here and not where the computation is handed out."""
     for room, tensor in pairs:
-        pinned = room.is_cuda and not tensor.is_pinned()
+        pinned = accelerator.queues(room.device) and not tensor.is_pinned()
         source = tensor.pin_memory() if pinned else tensor
         room.copy_(source, non_blocking=True)

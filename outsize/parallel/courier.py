@@ -1,8 +1,8 @@
 """Courier: a thread that communicates while the caller computes.
 
 It works off what it is sent in that order, so all workers that send the same have the same order.
-On a GPU it has a stream of its own: what it is sent runs there behind what the caller had issued,
-and who waits makes his stream wait, not the host alone.
+On an accelerator it has a stream of its own: what it is sent runs there behind what the caller had
+issued, and who waits makes his stream wait, not the host alone.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from collections.abc import Callable
 
 import torch
 
+from outsize import accelerator
+
 
 class Flight:
     """Something that a courier is at."""
 
     def __init__(self, work: Callable[[], None], device: torch.device) -> None:
         self.work: Callable[[], None] | None = work
-        self.cuda = device if device.type == "cuda" else None
-        self.sent = self._mark()
+        self.device = device
+        self.sent = accelerator.mark(device)
         self._over = threading.Event()
         self._fault: BaseException | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: torch.Event | None = None
 
-    def run(self, stream: torch.cuda.Stream | None) -> None:
+    def run(self, stream: torch.Stream | None) -> None:
         """In the courier's thread."""
         assert self.work is not None
         try:
-            with torch.no_grad(), torch.cuda.stream(stream):  # no stream: nothing is done
-                if self.sent is not None and stream is not None:
-                    stream.wait_event(self.sent)
+            with torch.no_grad(), accelerator.on(stream):
+                accelerator.follow(self.sent, self.device)
                 self.work()
-                self._arrived = self._mark()
+                self._arrived = accelerator.mark(self.device)
         except BaseException as fault:  # it is raised where somebody waits
             self._fault = fault
         self.work = None  # the tensors that it held go with it
@@ -45,15 +46,7 @@ class Flight:
         self._over.wait()
         if self._fault is not None:
             raise self._fault
-        if self._arrived is not None:
-            torch.cuda.current_stream(self.cuda).wait_event(self._arrived)
-
-    def _mark(self) -> torch.cuda.Event | None:
-        if self.cuda is None:
-            return None
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self.cuda))
-        return mark
+        accelerator.follow(self._arrived, self.device)
 
 
 class Courier:
@@ -78,8 +71,6 @@ class Courier:
 def _carry(flights: queue.SimpleQueue[Flight | None]) -> None:
     stream = None
     while (flight := flights.get()) is not None:
-        if flight.cuda is not None and stream is None:
-            torch.cuda.set_device(flight.cuda)
-            stream = torch.cuda.Stream(flight.cuda)
+        stream = stream or accelerator.stream(flight.device)
         flight.run(stream)
         del flight

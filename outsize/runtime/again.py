@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.models.seams import Context
 from outsize.torch_private import TreeSpec, buffers_here, tree_flatten, tree_unflatten
 
@@ -62,16 +63,16 @@ class Replay:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.cuda = [p.device for p in module.parameters() if p.is_cuda][:1]
+        self.devices = accelerator.drawing(module.parameters())
         self.states = self._read()
 
     def _read(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.cuda)]
+        return [torch.get_rng_state(), *map(accelerator.random_state, self.devices)]
 
     def _write(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
-        for device, state in zip(self.cuda, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+        for device, state in zip(self.devices, states[1:], strict=True):
+            accelerator.set_random_state(state, device)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

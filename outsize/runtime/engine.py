@@ -129,7 +129,7 @@ class Engine:
         self._table = {key: handler for handler in handlers for key in handler.kinds}
         self._before, self._after = before, after
         self.around: dict[Kind, Around] = {}
-        self._cuda = device if device.type == "cuda" else None
+        self._device = device
         self._lanes = Lanes(device)
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Engine:
 
     def _beside(self, loaded: Loaded, begin: float) -> list[Ran]:
         """Play a list that has other lanes than the computing one."""
-        board, ran = Board(len(loaded.steps), self._cuda), list[Ran]()  # list.append is atomic
+        board, ran = Board(len(loaded.steps), self._device), list[Ran]()  # list.append is atomic
         try:
             for step in loaded.steps:
                 if step.computes:

@@ -1,7 +1,7 @@
 """Lanes: the threads of a job beside the computing one, and what they tell each other.
 
 A lane's thread is made when the job first needs it and lives as long as the job: steps,
-evaluations and generations use the same ones. On CUDA a lane has a stream of its own.
+evaluations and generations use the same ones. On an accelerator a lane has a stream of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from outsize import accelerator
 from outsize.schedule import Lane
 
 Work = Callable[[], None]
@@ -25,7 +26,7 @@ class Lanes:
     """The threads of one engine. device: where its computation runs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
+        self._device = device
         self._queues: dict[Lane, _Queue] = {}
         weakref.finalize(self, _end, self._queues)  # nobody may have closed the job
 
@@ -33,10 +34,10 @@ class Lanes:
         """Have work done by a lane, behind what it was given before."""
         if lane not in self._queues:
             given: _Queue = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_serve, args=(given, self._cuda), daemon=True, name=f"lane {lane}"
-            )
-            thread.start()
+            arguments = (given, accelerator.stream(self._device))
+            threading.Thread(
+                target=_serve, args=arguments, daemon=True, name=f"lane {lane}"
+            ).start()
             self._queues[lane] = given
         self._queues[lane].put(work)
 
@@ -62,24 +63,22 @@ def _end(queues: dict[Lane, _Queue]) -> None:
     queues.clear()
 
 
-def _serve(given: _Queue, cuda: torch.device | None) -> None:
+def _serve(given: _Queue, stream: torch.Stream | None) -> None:
     """A lane's thread. It holds nothing between one thing that it does and the next."""
-    stream = None if cuda is None else torch.cuda.Stream(cuda)
-    with torch.no_grad(), torch.cuda.stream(stream):  # no stream: nothing is done
+    with torch.no_grad(), accelerator.on(stream):
         while (work := given.get()) is not None:
             work()
             del work
 
 
 class Board:
-    """Which actions of a list have ended, by their places, and the first fault. cuda: a device on
-    which the host is ahead of the work, or None."""
+    """Which actions of a list have ended, by their places, and the first fault."""
 
-    def __init__(self, count: int, cuda: torch.device | None) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         self._done = bytearray(count)
-        self._marks: dict[int, torch.cuda.Event] = {}
-        self._cuda = cuda
-        self._begun = self._mark()
+        self._marks: dict[int, torch.Event] = {}
+        self._device = device
+        self._begun = accelerator.mark(device)
         self._changed = threading.Condition()
         self.fault: BaseException | None = None
 
@@ -87,33 +86,24 @@ class Board:
         """Wait until actions have ended: the host, and the stream of the calling thread, which also
         comes behind all that its device was given before the list: room may be made of what that
         still reads. Raises the fault of whichever lane had one."""
-        if self._begun is not None:
-            torch.cuda.current_stream(self._cuda).wait_event(self._begun)
+        accelerator.follow(self._begun, self._device)
         for place in places:
             if not self._done[place]:
                 with self._changed:
                     while not self._done[place] and self.fault is None:
                         self._changed.wait()
-            if place in self._marks:
-                torch.cuda.current_stream(self._cuda).wait_event(self._marks[place])
+            accelerator.follow(self._marks.get(place), self._device)
         if self.fault is not None:
             raise self.fault
 
     def end(self, place: int) -> None:
         """An action of the calling thread's lane has ended; its stream may still be at work."""
-        mark = self._mark()
+        mark = accelerator.mark(self._device)
         if mark is not None:
             self._marks[place] = mark
         with self._changed:
             self._done[place] = 1
             self._changed.notify_all()
-
-    def _mark(self) -> torch.cuda.Event | None:
-        if self._cuda is None:
-            return None
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self._cuda))
-        return mark
 
     def fail(self, fault: BaseException) -> None:
         """Nothing more begins."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import Described, check_tied_head, describe
 from outsize.collectives import Lone, Mesh, World, along, everyone, from_environment
-from outsize.collectives.joined import Backend
 from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.errors import OutsizeError, counted
 from outsize.memory.chunk import Dtypes
@@ -196,8 +195,7 @@ def joined(
     """On the workers that torchrun has started, whom this one meets and in the end leaves."""
     if mesh.size == 1:
         return on_mesh(path, Lone(), dtype, device)
-    backend: Backend = "nccl" if torch.device(device or "cpu").type == "cuda" else "gloo"
-    world = from_environment(mesh, os.environ, backend)
+    world = from_environment(mesh, os.environ, torch.device(device or "cpu").type)
     try:
         return on_mesh(path, world, dtype, device, world.close)
     except BaseException:

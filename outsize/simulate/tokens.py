@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.collectives import Mesh, World, along
 from outsize.collectives.pretend import PretendWorld
 from outsize.decode.cache import CachedPast, StateCache, state_bytes
@@ -158,8 +159,7 @@ def pace(model: Decoder, here: Collection[int]) -> Pace:
             model.blocks[stage - 1](x_TD, context)
         else:
             model.epilogue.logits(model.epilogue(x_TD, context))
-        if x_TD.device.type == "cuda":
-            torch.cuda.synchronize(x_TD.device)
+        accelerator.settle(x_TD.device)
         return time.perf_counter() - begin
 
     spent = sum(min(run(stage), run(stage)) for stage in stages)

@@ -172,7 +172,9 @@ class RunConfig:
     tiers: tuple[str, ...] = setting(
         (), "memory with a path where states may rest: NAME=PATH:SIZE", may_change=True
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where it runs", may_change=True)
+    device: str = setting(
+        "auto", "where it runs: cpu, or an accelerator as PyTorch calls it", may_change=True
+    )
     threads: int | None = setting(
         None, "of the processor, for each worker", least=1, may_change=True
     )

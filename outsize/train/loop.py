@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from outsize import accelerator
 from outsize.checkpoint.store import Store
 from outsize.collectives import everyone, inside, received
 from outsize.data import Batch, Data, TrainStream, ValidationStream
@@ -164,8 +165,9 @@ class Loop:
     def _memory(self) -> tuple[int, int]:
         """Bytes now and at the peak: of the device, or of this process on a CPU."""
         device = self.setup.device
-        if device.type == "cuda":
-            return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        if accelerator.queues(device):
+            memory = torch.accelerator
+            return memory.memory_allocated(device), memory.max_memory_allocated(device)
         return resident()
 
     def _evaluate(self, show: Progress) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outsize import accelerator
 from outsize.collectives import Mesh, parse_mesh
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
@@ -65,7 +66,8 @@ class Setup:
     @property
     def device(self) -> torch.device:
         """Where the run's tensors are."""
-        return torch.device("cpu" if self.hardware.devices[0].kind == "cpu" else "cuda")
+        on_host = self.hardware.devices[0].kind == "cpu"
+        return accelerator.find("cpu" if on_host else accelerator.there() or "gpu")
 
 
 def set_up(

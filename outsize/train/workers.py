@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from outsize import accelerator
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
 from outsize.collectives.axes import ordered
@@ -165,16 +166,16 @@ def _facts(said: Resolved) -> dict[str, str]:
 
 def _device(said: Resolved, post: Mailbox) -> str:
     """Where the worker's tensors are; a GPU of its own, where it is one."""
-    device = said.get("device")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if torch.cuda.device_count() < post.near:
+    kind = accelerator.find(said.get("device")).type
+    if kind == "cpu":
+        return kind
+    if (count := torch.accelerator.device_count()) < post.near:
         raise OutsizeError(
-            f"device is {device!r}, and {post.near} workers share {torch.cuda.device_count()} GPUs;"
-            " expected one each: start fewer, or set device=cpu"
+            f"device is {kind!r}, and {post.near} workers share {counted(count, 'device')} of that"
+            " kind; expected one each: start fewer, or set device=cpu"
         )
-    torch.cuda.set_device(post.here)
-    return "cuda"
+    torch.accelerator.set_device_index(post.here)
+    return kind
 
 
 def _import_all() -> None:

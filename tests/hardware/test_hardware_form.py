@@ -73,7 +73,7 @@ def test_round_trip_through_yaml_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("kind: cpu", "kind: tpu", "devices[0].kind: 'tpu'; expected one of cpu, cuda, rocm"),
+        ("kind: cpu", "kind: tpu", "devices[0].kind: 'tpu'; expected one of cpu, gpu"),
         ("count: 3", "count: 3.5", "devices[0].count: 3.5; expected a whole number"),
         ("count: 3", "count: true", "devices[0].count: True; expected a whole number"),
         ("count: 3", "count: 0", "count 0"),

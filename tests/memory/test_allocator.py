@@ -16,15 +16,15 @@ class Counting:
     def __init__(self, held, monkeypatch):
         self.held = self.high = held
         self.limits = []
-        self.total_memory = WHOLE
         for name, stands_in in (
             ("memory_allocated", lambda _: self.held),
             ("max_memory_allocated", lambda _: self.high),
             ("reset_peak_memory_stats", lambda _: self.take(0, reset=True)),
-            ("get_device_properties", lambda _: self),
-            ("set_per_process_memory_fraction", lambda part, _: self.limits.append(part * WHOLE)),
+            ("get_memory_info", lambda _: (WHOLE - self.held, WHOLE)),
         ):
-            monkeypatch.setattr(torch.cuda, name, stands_in)
+            monkeypatch.setattr(torch.accelerator, name, stands_in)
+        set_part = "set_per_process_memory_fraction"
+        monkeypatch.setattr(torch.cuda, set_part, lambda part, _: self.limits.append(part * WHOLE))
 
     def take(self, count, reset=False):
         self.held += count

@@ -13,6 +13,7 @@ import torch
 from resident import resident
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.memory.store import ALIGN, BLOCK, MemoryStore, Place, pool
 
@@ -252,6 +253,7 @@ def test_pinned_memory_is_registered_for_as_long_as_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = Runtime()
+    monkeypatch.setattr(accelerator, "there", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     made = pool(5000, pinned=True)
     assert runtime.held == {made.data_ptr(): 5000}

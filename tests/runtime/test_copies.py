@@ -25,7 +25,6 @@ from outsize.optim import SGD, AdamW
 from outsize.plan import Local, Pipelined, Plan, Precision, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow, recipe
-from outsize.runtime.lanes import Board
 from outsize.runtime.making import AdoptedModel, NativeModel, make_job
 from outsize.runtime.method import method_of
 from outsize.runtime.recipe import Here, Recipe
@@ -300,31 +299,3 @@ def test_on_another_device_no_action_but_copy_reads_host_memory(family, name):
 
 def weighted(batch):
     return replace(batch, weights_BS=torch.rand(batch.ids_BS.shape))
-
-
-def test_a_lane_begins_behind_what_the_device_had_before_the_list(monkeypatch):
-    """CUDA's events and streams as they are called."""
-
-    class Event:
-        def record(self, stream):
-            self.stream = stream
-
-    class Stream:
-        def __init__(self):
-            self.behind = []
-
-        def wait_event(self, event):
-            self.behind.append(event.stream)
-
-    computing, lane = Stream(), Stream()
-    now = [computing]
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
-    board = Board(1, torch.device("cuda"))
-    now[0] = lane
-    board.wait(())
-    assert lane.behind == [computing]
-    board.end(0)
-    now[0] = computing
-    board.wait((0,))
-    assert computing.behind[-1] is lane

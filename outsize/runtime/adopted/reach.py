@@ -17,6 +17,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.absent import (
     Absent,
@@ -172,7 +173,7 @@ def _rebuilt(call: Call, of: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
 
 def _undrawn(model: nn.Module) -> Any:
     """Random numbers as if none had been drawn inside."""
-    return torch.random.fork_rng(list({p.device for p in model.parameters() if p.is_cuda}))
+    return accelerator.undrawn(model.parameters())
 
 
 class _Fresh(TorchDispatchMode):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -83,8 +83,7 @@ class Preparing:
         mesh = self.settings.mesh
         if mesh.size == self.world.mesh.size:
             return
-        backend: Literal["gloo", "nccl"] = "nccl" if self.device.type == "cuda" else "gloo"
-        world = from_environment(mesh, os.environ, backend)
+        world = from_environment(mesh, os.environ, self.device.type)
         self.world, self.abort = world, world.abort
         self.stack.callback(self._leave, world.close)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
@@ -24,8 +24,7 @@ def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[
     another use; where the batch makes the model remember.
     """
     args, kwargs = arguments(batch, model)
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(list(devices)):  # what it draws up to its first block
+    with accelerator.undrawn(model.parameters()):  # what it draws up to its first block
         found = derive(model, size, args, kwargs, [path for path, _ in blocks])
     if not any(derived.groups for derived in found.values()):
         raise OutsizeError(

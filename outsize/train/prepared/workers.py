@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.collectives import Collective, World, everyone
 from outsize.collectives.joined import stay_away
 from outsize.errors import Everywhere, OutsizeError
@@ -150,9 +151,9 @@ def meet(axis: Collective, name: str, batch: Any, device: torch.device) -> None:
 def draw_alike(axis: Collective, device: torch.device) -> None:
     """Give all neighbours the first one's random numbers."""
     torch.set_rng_state(axis.broadcast(torch.get_rng_state().to(device)).cpu())
-    if device.type == "cuda":
-        state = axis.broadcast(torch.cuda.get_rng_state(device).to(device))
-        torch.cuda.set_rng_state(state.cpu(), device)
+    if accelerator.queues(device):
+        state = axis.broadcast(accelerator.random_state(device).to(device))
+        accelerator.set_random_state(state.cpu(), device)
 
 
 def _mark(batch: Any) -> int:
