@@ -128,7 +128,7 @@ def _attention(
 
 def bandwidth(device: torch.device, timer: Timer, date: str) -> Rate:
     """B/s of a = b + s c over arrays larger than caches: two reads and a write."""
-    count = 2**27 if accelerator.queues(device) else 2**24  # 512 or 64 MiB an array
+    count = _room(device, 2**29) // 4 if accelerator.queues(device) else 2**24  # of 4 bytes
     a, b, c = (torch.ones(count, device=device) for _ in range(3))
     spent = timer(lambda: torch.add(b, c, alpha=3.0, out=a), device)
     return Rate(3 * a.nbytes / spent, "B/s", "probe", date, note="triad")
@@ -169,7 +169,7 @@ def overhead(device: torch.device, timer: Timer, date: str) -> Rate:
 
 def host_copies(device: torch.device, timer: Timer, date: str) -> tuple[Rate, Rate]:
     """B/s from pinned host memory to an accelerator, and back."""
-    count = 2**28
+    count = _room(device, 2**28)
     there = torch.empty(count, dtype=torch.uint8, device=device)
     here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     to = timer(lambda: there.copy_(here, non_blocking=True), device)
@@ -179,6 +179,11 @@ def host_copies(device: torch.device, timer: Timer, date: str) -> tuple[Rate, Ra
         Rate(count / to, "B/s", "probe", date, note=note),
         Rate(count / back, "B/s", "probe", date, note=note),
     )
+
+
+def _room(device: torch.device, most: int) -> int:
+    """Bytes of an array for a measurement, of which an accelerator has room for several."""
+    return min(most, torch.accelerator.get_memory_info(device)[0] // 8)
 
 
 def _numbers(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
