@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
-from outsize.checkpoint.files import Entry, read_json
-from outsize.checkpoint.shards import SUMS, Shards, open_shards, sums_json
+from outsize.checkpoint.files import Entry, Header, read_json
+from outsize.checkpoint.shards import SINGLE, SUMS, Shards, open_shards, sums_json
 from outsize.checkpoint.writing import sync_directory, write_json
 from outsize.errors import OutsizeError
 from outsize.models.build import Fill, build, materialise, rest, segments
@@ -119,6 +119,19 @@ def describe(path: str | Path, config: DecoderConfig | None = None) -> Described
     names = _match(shards, config, stored)
     _check(shards, names, model, stored)
     return Described(model, shards, names, stored)
+
+
+def supposed(config: DecoderConfig) -> Described:
+    """What `describe` would say of a model, in its config's dtype, that had been saved."""
+    model, stored = build(config, dtype=_config_dtype(config)), layout(config)
+    values, entries, start = dict(model.named_parameters()), dict[str, Entry](), 0
+    for name, x in merged(stored, values.__getitem__, values.__getitem__):
+        stop = start + prod(x.shape) * x.dtype.itemsize
+        entries[name] = Entry(name, x.dtype, x.shape, start, stop)
+        start = stop
+    header = Header(Path(SINGLE), entries, {}, start, 0)
+    shards = Shards(Path(), dict.fromkeys(entries, header), {})
+    return Described(model, shards, {name: name for name in entries}, stored)
 
 
 def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

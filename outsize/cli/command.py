@@ -1,17 +1,21 @@
 """What commands share: errors that name what was typed (`--max-tokens is -3`, not `max_tokens is
--3`), and the options that place a run."""
+-3`), the options that place a run and those that say how tokens are drawn."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from outsize.errors import OutsizeError
+
+if TYPE_CHECKING:
+    from outsize.decode.samplers import Sampling
 
 
 class Command(click.Command):
@@ -66,6 +70,52 @@ def placed(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_PLACES):
         call = option(call)
     return call
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a prompt is gone on with."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+
+    def sampling(self, seed: int = 0) -> Sampling:
+        """OutsizeError for numbers that are out of range."""
+        from outsize.decode.samplers import Sampling
+
+        return Sampling(self.temperature, self.top_k, self.top_p, seed)
+
+
+_DRAWING = (
+    click.option("--max-tokens", default=200, show_default=True, help="Most tokens to add."),
+    click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token."),
+    click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens."),
+    click.option("--top-p", default=1.0, show_default=True, help="Draw from so much probability."),
+)
+
+
+def drawing(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command options that say how tokens are drawn, as `drawn`: a Drawing."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> None:
+        own = {each.name: options.pop(each.name) for each in fields(Drawing)}
+        command(*args, drawn=Drawing(**own), **options)
+
+    for option in reversed(_DRAWING):
+        call = option(call)
+    return call
+
+
+def check_alone(memory: str | None) -> None:
+    """Refuse memory beside several workers that generate."""
+    if memory is not None:
+        raise OutsizeError(
+            f"--memory {memory} with several workers, each of which holds its part; leave"
+            " --memory out, or --workers and --mesh"
+        )
 
 
 def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:

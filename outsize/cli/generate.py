@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Command, Drawing, check_alone, drawing
 
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--prompt", default="", help="What the text begins with.")
-@click.option("--max-tokens", default=200, show_default=True, help="Most tokens to add.")
-@click.option("--temperature", default=0.0, show_default=True, help="0: the likeliest token.")
-@click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens.")
-@click.option("--top-p", default=1.0, show_default=True, help="Draw from so much probability.")
+@drawing
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
@@ -61,10 +58,7 @@ def generate(
     ctx: click.Context,
     directory: Path,
     prompt: str,
-    max_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
+    drawn: Drawing,
     seed: int,
     stop: tuple[str, ...],
     tokenizer: str | None,
@@ -86,15 +80,14 @@ def generate(
     if apart:
         # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from outsize.decode.samplers import Sampling
     from outsize.decode.text import check_prompt
     from outsize.errors import OutsizeError
 
-    sampling = Sampling(temperature, top_k, top_p, seed)  # refused before anything is read
+    sampling = drawn.sampling(seed)  # refused before anything is read
     check_prompt(prompt)
     if memory is None and (disk is not None or sparse):
         raise OutsizeError("--disk and --sparse go with --memory; give --memory SIZE")
-    wanted = _Wanted(prompt, max_tokens, sampling, stop, tokenizer, not no_echo, timing)
+    wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
     found, config, text = _found(directory, tokenizer)
@@ -159,16 +152,11 @@ def _on_workers(
     memory: str | None,
 ) -> None:
     """Generate on several workers and leave; nothing where there is one."""
-    from outsize.errors import OutsizeError
     from outsize.serve.workers import Asked, run_workers, several
 
     asked = Asked(mesh, workers, wanted.facts())
     if several(asked):
-        if memory is not None:
-            raise OutsizeError(
-                f"--memory {memory} with several workers, each of which holds its part; leave"
-                " --memory out, or --workers and --mesh"
-            )
+        check_alone(memory)
         found = partial(_found, directory, wanted.tokenizer)
         ctx.exit(run_workers(asked, lambda: found()[0], wanted.meet))
 

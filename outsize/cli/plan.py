@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from outsize.cli.command import Command, placed, refuse_unused
+from outsize.cli.command import Command, Drawing, check_alone, drawing, placed, refuse_unused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Write the plan there, for `outsize train --plan FILE`.",
 )
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1, 1 << 24),
+    help="Predict `outsize generate` instead, for a prompt of so many tokens.",
+)
+@drawing
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
 @click.pass_context
 def plan(
@@ -34,11 +40,14 @@ def plan(
     target: str | None,
     model: str | None,
     sets: tuple[str, ...],
-    places: Mapping[str, object],
+    places: Mapping[str, Any],
     out: Path | None,
+    prompt_tokens: int | None,
+    drawn: Drawing,
     as_json: bool,
 ) -> None:
-    """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory."""
+    """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory; or, with
+    --prompt-tokens, what `outsize generate` holds and takes."""
     import json
 
     from outsize.screen import console, say
@@ -48,6 +57,13 @@ def plan(
 
     if model is not None and target is not None and not is_file(target):
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
+    if prompt_tokens is not None:
+        other = ("sets", "out", "host_memory", "disk", "tiers")
+        refuse_unused(ctx, other, "--prompt-tokens, which is of `outsize generate`")
+        _generation(model or target, prompt_tokens, drawn, places, as_json)
+        return
+    names = ("max_tokens", "temperature", "top_k", "top_p")
+    refuse_unused(ctx, names, "a run that is trained: they go with --prompt-tokens")
     resolved = values_of(target, (*sets, *as_sets({"model.name": model, **places})))
     from outsize.train.setup import set_up
     from outsize.train.workers import over_workers
@@ -71,6 +87,44 @@ def plan(
     say(screen, show.predicted(setup.forecast), _fits(setup))
     if setup.tiers:
         _print_tiers(setup, screen)
+
+
+def _generation(
+    name: str | None, prompt: int, drawn: Drawing, places: Mapping[str, Any], as_json: bool
+) -> None:
+    """What going on from a prompt of so many tokens holds and takes."""
+    import json
+
+    from outsize.decode.generate import Request
+    from outsize.memory import format_bytes, parse_bytes
+    from outsize.screen import FIGURES, console, say, show, table
+    from outsize.serve.forecast import described, forecast
+    from outsize.serve.workers import Asked
+    from outsize.train.resolve import is_file, values_of
+
+    if name is None or is_file(name):
+        name = str(values_of(name).get("model.name"))
+    mesh, memory = Asked(places["mesh"], places["workers"], {}).mesh_of(), places["memory"]
+    if mesh.size > 1:
+        check_alone(memory)
+    request = Request((0,) * prompt, drawn.max_tokens, drawn.sampling())
+    made = forecast(described(name), request, mesh, memory and parse_bytes(memory))
+    if as_json:
+        spent = {f"{what}_seconds": each for what, each in made.seconds._asdict().items()}
+        click.echo(json.dumps({**made.held, "read_by_token": made.read, **spent}, indent=2))
+        return
+    screen = console()
+    rows = table("bytes", *(f"stage {i}" for i in range(mesh.pipeline)), right=FIGURES)
+    for kind, sizes in made.held.items():
+        rows.add_row(kind, *(format_bytes(size) if size else "-" for size in sizes))
+    show(screen, rows)
+    read = f"; {format_bytes(made.read)} read a token" if memory else ""
+    token, first = made.seconds
+    peaks = ", ".join(map(format_bytes, made.held["peak"]))
+    say(
+        screen,
+        f"predicted: prompt {first:.3g} s; {token:.3g} s a token{read}; {peaks} at most",
+    )
 
 
 def _print_tiers(setup: Setup, out: Console) -> None:

@@ -133,15 +133,15 @@ class Session:
         self._weights = beside + sum(held.values()) - ledger.total
         self.watch.ledger = ledger
 
-    def timing(self, peak: int, seconds: float | None = None) -> str:
+    def timing(self, peak: int, prompt: float, token: float) -> str:
         """What the steps of a request took and held, with what was predicted of its peak in bytes
-        and the seconds of a token."""
-        prompt, tokens = self.seconds[Kind.PREFILL], self.seconds[Kind.DECODE]
-        said = [f"prompt {sum(prompt):.3g} s"] if prompt else []
+        and the seconds of the prompt and of a token."""
+        first, tokens = self.seconds[Kind.PREFILL], self.seconds[Kind.DECODE]
+        counting = " with bytes counted" if self.peak else ""
+        said = [f"prompt {sum(first):.3g} s{counting}, predicted {prompt:.3g}"] if first else []
         if tokens:
             timed = tokens[1:] if self.peak and len(tokens) > 1 else tokens  # beside what counted
-            expected = "" if seconds is None else f", predicted {seconds:.3g}"
-            said.append(f"{sum(timed) / len(timed):.3g} s a token{expected}")
+            said.append(f"{sum(timed) / len(timed):.3g} s a token, predicted {token:.3g}")
         if self.peak:
             said.append(f"{format_bytes(self.peak)} at most, predicted {format_bytes(peak)}")
         return "; ".join(said)

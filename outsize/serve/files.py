@@ -8,6 +8,7 @@ for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -19,45 +20,100 @@ from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
 from outsize.memory.store import rounded
 from outsize.runtime.session import Session
-from outsize.runtime.tokens.cycle import Layout, layout_of, smallest
+from outsize.runtime.tokens.cycle import Known, Layout, layout_of, smallest
 from outsize.runtime.tokens.pooled import PooledFiles
 from outsize.runtime.tokens.source import Source
-from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, needs_of_rows, pace
+from outsize.simulate.tokens import (
+    LEAST_SLICE,
+    Held,
+    Needs,
+    Share,
+    needs,
+    needs_of_rows,
+    pace,
+    probed,
+    seconds,
+)
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What is predicted of a request. weights: bytes of all of them; held: of buffers to read with;
-    computing: seconds of one token, beside which it reads."""
+class Budget:
+    """Of `memory` bytes, what of a model in files can be where. reads: what reads them, or will."""
 
-    needs: Needs
+    memory: int
+    held: Held
+    reads: Known
+
+    @cached_property
+    def least(self) -> int:
+        return smallest(self.reads)
+
+    def fit(self, request: Request) -> Needs:
+        """With the longest slices of the prompt that leave room for the least pool. OutsizeError
+        where there are none, with what is missing."""
+        length = PREFILL_TOKENS
+        while True:
+            found = needs(self.held, request, length)
+            left = self.left(found)
+            if left >= self.least:
+                return found
+            if length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
+                break
+            length = max(LEAST_SLICE, min(length, len(request.ids)) // 2)
+        raise OutsizeError(
+            f"--memory {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
+            f" missing; the layers at work need {self.least:,} bytes, the cache of"
+            f" {counted(request.capacity, 'token', ',')} {found.cache:,}, a step"
+            f" {found.work + self.reads.bytes_held:,}: give"
+            f" {self.memory + self.least - left:,} bytes, or fewer tokens"
+        )
+
+    def left(self, found: Needs) -> int:
+        """What the pool may have."""
+        return self.memory - found.cache - found.work - self.reads.bytes_held
+
+    def pool(self, found: Needs) -> int:
+        """What it has: no more than all weights."""
+        return min(self.left(found), sum(rounded(stage.bytes) for stage in self.reads.stages))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of a request. weights: bytes of all of them; computing: seconds of one
+    token, beside which it reads."""
+
+    share: Share
     layout: Layout
     stages: int
     weights: int
     read_rate: float
     computing: float
-    held: int
 
     @property
-    def peak(self) -> int:
-        """Bytes of tensors, at most."""
-        return self.layout.pool + self.held + self.needs.cache + self.needs.work
-
-    @property
-    def seconds(self) -> float:
-        return max(self.layout.read / self.read_rate, self.computing)
+    def reading(self) -> float:
+        """Seconds, in every step."""
+        return self.layout.read / self.read_rate
 
     def __str__(self) -> str:
-        kept, read = self.layout.kept, format_bytes(self.layout.read)
+        kept, read, needs = self.layout.kept, format_bytes(self.layout.read), self.share.needs
         return (
             f"weights {format_bytes(self.weights)}, {kept} of {self.stages} parts stay in a pool of"
-            f" {format_bytes(self.layout.pool)}; cache {format_bytes(self.needs.cache)},"
-            f" a step {format_bytes(self.needs.work)}; {read} read a token at"
-            f" {format_bytes(self.read_rate)}/s; predicted {format_bytes(self.peak)},"
-            f" {self.seconds:.3g} s a token"
+            f" {format_bytes(self.layout.pool)}; cache {format_bytes(needs.cache)},"
+            f" a step {format_bytes(needs.work)}; {read} read a token at"
+            f" {format_bytes(self.read_rate)}/s; predicted {format_bytes(self.share.peak)},"
+            f" {max(self.reading, self.computing):.3g} s a token"
         )
+
+
+def outlook(
+    budget: Budget, found: Needs, layout: Layout, read_rate: float, computing: float
+) -> Outlook:
+    """Of a request that needs so much."""
+    sizes = [stage.bytes for stage in budget.reads.stages]
+    share = Share(layout.pool, found, budget.reads.bytes_held)
+    return Outlook(share, layout, sum(map(bool, sizes)), sum(sizes), read_rate, computing)
 
 
 class InFiles:
@@ -82,13 +138,14 @@ class InFiles:
         sparse: bool = False,
     ) -> None:
         dtypes = found.dtypes(dtype)
-        self.memory, self.device, self.model = memory, torch.device(device or "cpu"), found.model
+        self.device, self.model = torch.device(device or "cpu"), found.model
         self.source = Source(found, dtype, Path(disk or gettempdir()), sparse)
         self.pooled: PooledFiles | None = None
         self.session: Session | None = None
         self.outlook: Outlook | None = None
-        self.least = smallest(self.source)
-        self.held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
+        self._request: Request | None = None
+        held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
+        self.budget = Budget(memory, held, self.source)
 
     @property
     def buffers(self) -> int:
@@ -100,37 +157,40 @@ class InFiles:
 
         OutsizeError where the budget is too small, with what is missing.
         """
-        found = self._fit(request)
+        found, self._request = self.budget.fit(request), request
         return self._with(found), found.slice
 
     def peak(self, request: Request) -> int:
         self.ready(request)
         assert self.outlook is not None
-        return self.outlook.peak
+        return self.outlook.share.peak
 
     def ready_for_rows(self, rows: int, length: int) -> Session:
         """The same for the logits of all tokens of rows."""
-        work = needs_of_rows(self.held, rows, length)
-        left = self.memory - work - self.source.bytes_held
-        if left < self.least:
+        budget = self.budget
+        found = Needs(0, needs_of_rows(budget.held, rows, length), length)
+        missing = budget.least - budget.left(found)
+        if missing > 0:
             raise OutsizeError(
-                f"memory of {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
-                " missing for"
-                f" logits of {rows} x {length} tokens; give {self.memory + self.least - left:,}"
-                " bytes, or fewer tokens"
+                f"memory of {format_bytes(budget.memory)}: {counted(missing, 'byte', ',')} missing"
+                f" for logits of {rows} x {length} tokens; give {budget.memory + missing:,} bytes,"
+                " or fewer tokens"
             )
-        return self._with(Needs(0, work, length))
+        return self._with(found)
 
     def __str__(self) -> str:
         return str(self.outlook)
 
     def timing(self) -> str:
-        session, outlook = self.session, self.outlook
-        assert session is not None and outlook is not None, "asked for after a request"
+        session, outlook, request = self.session, self.outlook, self._request
+        assert session is not None and outlook is not None and request, "asked after a request"
+        length, layout = outlook.share.needs.slice, outlook.layout
+        some = pace(self.model, layout.filled, probed(request, length)).whole(self.model)
+        token, prompt = seconds(request, length, outlook.computing, some, outlook.reading)
         steps = sum(map(len, session.seconds.values()))
         return (
-            f"{session.timing(outlook.peak, outlook.seconds)};"
-            f" {format_bytes(outlook.layout.read)} read in each of {counted(steps, 'step')}"
+            f"{session.timing(outlook.share.peak, prompt, token)};"
+            f" {format_bytes(layout.read)} read in each of {counted(steps, 'step')}"
         )
 
     def close(self, faulty: bool = False) -> None:
@@ -138,33 +198,9 @@ class InFiles:
         self._release()
         self.source.close()
 
-    def _fit(self, request: Request) -> Needs:
-        """With the longest slices of the prompt that leave room for the least pool."""
-        length = PREFILL_TOKENS
-        while True:
-            found = needs(self.held, request, length)
-            left = self._left(found)
-            if left >= self.least:
-                return found
-            if length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
-                break
-            length = max(LEAST_SLICE, min(length, len(request.ids)) // 2)
-        raise OutsizeError(
-            f"--memory {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
-            f" missing; the layers at work need {self.least:,} bytes, the cache of"
-            f" {counted(request.capacity, 'token', ',')} {found.cache:,}, a step"
-            f" {found.work + self.source.bytes_held:,}: give"
-            f" {self.memory + self.least - left:,} bytes, or fewer tokens"
-        )
-
-    def _left(self, found: Needs) -> int:
-        """What of the budget the pool may have."""
-        return self.memory - found.cache - found.work - self.source.bytes_held
-
     def _with(self, found: Needs) -> Session:
         """Over a filled pool as large as the needs allow, or nearly so."""
-        most = self._left(found)
-        wanted = min(most, sum(rounded(stage.bytes) for stage in self.source.stages))
+        most, wanted = self.budget.left(found), self.budget.pool(found)
         old = None if self.pooled is None else self.pooled.layout
         if old is None or old.pool > most or old.capacity < NEAR * wanted:
             self._release()  # before the next pool is there
@@ -193,10 +229,6 @@ class InFiles:
         past = self.outlook
         if rate is None:
             assert past is not None, "a pool that is full has been filled"
-            return replace(past, needs=found, layout=pooled.layout)
-        sizes = [stage.bytes for stage in self.source.stages]
-        computing = pace(self.model, pooled.layout.filled).token(self.model)
-        return Outlook(
-            found, pooled.layout, sum(map(bool, sizes)), sum(sizes), rate, computing,
-            self.source.bytes_held,
-        )  # fmt: skip
+            return replace(past, share=replace(past.share, needs=found))
+        computing = pace(self.model, pooled.layout.filled).whole(self.model)
+        return outlook(self.budget, found, pooled.layout, rate, computing)

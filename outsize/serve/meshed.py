@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -44,9 +45,52 @@ from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
 from outsize.serve.model import Model
-from outsize.simulate.tokens import Held, Pace, needs, pace
+from outsize.simulate.tokens import Held, Pace, Share, needs, pace, probed, seconds
 
 TOKENS = "prologue.tokens.weight"
+
+
+@dataclass(frozen=True)
+class Division:
+    """What the workers of a mesh hold of a model, those that share a stage of the pipeline with
+    `rank` on the other axes. sizes: bytes by segment; turns: the stage that has each; held: by
+    stage."""
+
+    sizes: Sequence[int]
+    turns: Sequence[int]
+    held: Sequence[Held]
+
+    @classmethod
+    def of(
+        cls, model: Decoder, dtypes: Mapping[str, torch.dtype], mesh: Mesh, rank: int = 0
+    ) -> Division:
+        """OutsizeError for a mesh that the model does not fit on."""
+        check_mesh(model.config, mesh)
+        sizes = segment_bytes(model, dtypes, mesh)
+        turns = turns_of(sizes, mesh.pipeline)
+        held = [
+            Held(model.config, dtypes, mesh, one, tuple(t == turn for t in turns))
+            for turn, one in enumerate(mesh.ranks("pipeline", rank))
+        ]
+        return cls(sizes, turns, held)
+
+    def stages(self, turn: int) -> list[int]:
+        """The segments that a stage of the pipeline has."""
+        return [segment for segment, one in enumerate(self.turns) if one == turn]
+
+    @property
+    def weights(self) -> list[int]:
+        """Bytes by stage."""
+        return [sum(self.sizes[s] for s in self.stages(turn)) for turn in range(len(self.held))]
+
+    @property
+    def slowest(self) -> float:
+        """The part of a step that the stage with most weights has."""
+        return max(self.weights) / sum(self.weights)
+
+    def share(self, request: Request, turn: int) -> Share:
+        """What a worker of a stage will hold."""
+        return Share(self.weights[turn], needs(self.held[turn], request, PREFILL_TOKENS))
 
 
 class OnMesh:
@@ -68,74 +112,59 @@ class OnMesh:
         device: torch.device | str | None = None,
         leave: Callable[[], None] | None = None,
     ) -> None:
-        check_mesh(found.model.config, world.mesh)
         dtypes = found.dtypes(dtype)
+        self.division = Division.of(found.model, dtypes, world.mesh, world.rank)
         self.mesh, self.world, self._leave = world.mesh, world, leave
         self._request: Request | None = None
-        self._pace: Pace | None = None
+        self._pace: float | None = None
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
-        self.sizes = segment_bytes(found.model, dtypes, self.mesh)
-        self.turns = turns_of(self.sizes, self.mesh.pipeline)
-        self.model = _shells(found, dtypes, torch.device(device or "cpu"))
+        self.model = shells(found, dtypes, torch.device(device or "cpu"))
         cuts = split(self.model, along(world, "tensor"))
-        self.held = [  # by stage of the pipeline, on the workers that share this one's part
-            Held(found.model.config, dtypes, self.mesh, rank, tuple(t == turn for t in self.turns))
-            for turn, rank in enumerate(self.mesh.ranks("pipeline", world.rank))
-        ]
         self._turn = world.mesh.index("pipeline", world.rank)
-        names = _held(found.model, self.held[self._turn].here)
+        names = held(found.model, self.division.held[self._turn].here)
         _read(self.model, found, names, cuts, dtype)
-        self.session = session_on(self.model, world, self.turns)
+        self.session = session_on(self.model, world, self.division.turns)
 
     def ready(self, request: Request) -> tuple[Session, int]:
         self._request = request
         if self._pace is None:
-            mine = self.held[self._turn].here
-            timed = pace(self.model, [s for s, here in enumerate(mine) if here])
-            # Stages of a pipeline take turns: a token takes what it takes in all of them.
-            whole = along(self.world, "pipeline").all_reduce(torch.tensor(timed).double())
-            self._pace = Pace(float(whole[0]), int(whole[1]))
+            self._pace = self._seconds(1)
         self.session.forget()
         return self.session, PREFILL_TOKENS
 
     def peak(self, request: Request) -> int:
-        return self._peak(request, self._turn)
-
-    @property
-    def seconds(self) -> float:
-        """Of a token, once there has been a request."""
-        assert self._pace is not None, "asked for after a request"
-        return self._pace.token(self.model)
+        return self.division.share(request, self._turn).peak
 
     def timing(self) -> str:
-        assert self._request is not None, "asked for after a request"
-        return self.session.timing(self.peak(self._request), self.seconds)
+        request = self._request
+        assert request is not None and self._pace is not None, "asked for after a request"
+        some = self._seconds(probed(request, PREFILL_TOKENS))
+        token, prompt = seconds(
+            request, PREFILL_TOKENS, self._pace, some, slowest=self.division.slowest
+        )
+        return self.session.timing(self.peak(request), prompt, token)
+
+    def _seconds(self, tokens: int) -> float:
+        """Of tokens in all stages, which take turns. All workers ask."""
+        mine = torch.tensor(pace(self.model, self.division.stages(self._turn), tokens))
+        spent, weights = along(self.world, "pipeline").all_reduce(mine.double()).tolist()
+        return Pace(spent, int(weights)).whole(self.model)
 
     def ready_for_rows(self, rows: int, length: int) -> Session:
         return self.session
 
     def __str__(self) -> str:
-        held = [0] * self.mesh.pipeline
-        for size, turn in zip(self.sizes, self.turns, strict=True):
-            held[turn] += size
-        each = " of each stage" if len(held) > 1 else ""
+        weights, request = self.division.weights, self._request
+        each = " of each stage" if len(weights) > 1 else ""
         said = (
             f"weights {format_bytes(self.bytes)} on {self.mesh}; a worker{each} holds"
-            f" {', '.join(map(format_bytes, held))}"
+            f" {', '.join(map(format_bytes, weights))}"
         )
-        if self._request is None:
+        if request is None:
             return said
-        turns = range(self.mesh.pipeline)
-        peaks = (format_bytes(self._peak(self._request, turn)) for turn in turns)
-        return (
-            f"{said} of weights, predicted {', '.join(peaks)} at most, {self.seconds:.3g} s a token"
-        )
-
-    def _peak(self, request: Request, turn: int) -> int:
-        held = self.held[turn]
-        found = needs(held, request, PREFILL_TOKENS)
-        weights = sum(size for size, mine in zip(self.sizes, held.here, strict=True) if mine)
-        return weights + found.cache + found.work
+        shares = (self.division.share(request, turn) for turn in range(self.mesh.pipeline))
+        peaks = ", ".join(format_bytes(share.peak) for share in shares)
+        return f"{said} of weights, predicted {peaks} at most, {self._pace:.3g} s a token"
 
     def close(self, faulty: bool = False) -> None:
         """Leave the other workers; without a fault once everything has gone to them."""
@@ -240,7 +269,7 @@ def turns_of(sizes: Sequence[int], workers: int) -> list[int]:
     return [sum(cut <= segment for cut in cuts) for segment in range(len(sizes))]
 
 
-def _shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Decoder:
+def shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Decoder:
     """A decoder whose parameters have one element of memory each, not a number: who computes with
     what is not here sees it."""
     model = build(found.model.config)
@@ -254,7 +283,7 @@ def _shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.d
     return model.requires_grad_(False)
 
 
-def _held(model: Decoder, here: Sequence[bool]) -> set[str]:
+def held(model: Decoder, here: Sequence[bool]) -> set[str]:
     """Names of the parameters that the segments of this worker compute with."""
     table = segments(model)
     names = {name for mine, (_, ns) in zip(here, table, strict=True) if mine for name in ns}
@@ -264,7 +293,7 @@ def _held(model: Decoder, here: Sequence[bool]) -> set[str]:
 def _read(
     model: Decoder,
     found: Described,
-    held: set[str],
+    names: set[str],
     cuts: Mapping[str, Cut],
     dtype: torch.dtype | None,
 ) -> None:
@@ -274,7 +303,7 @@ def _read(
     read = found.fill(dtype, device)
 
     def fill(name: str, part: Tensor) -> Tensor:
-        if name not in held:
+        if name not in names:
             return part.detach()
         whole = read(name, wholes[name])
         if name == TOKENS:
@@ -284,6 +313,6 @@ def _read(
             return whole
         return cut.of(whole).clone(memory_format=torch.contiguous_format)
 
-    for segment, names in segments(model):
-        if not held.isdisjoint(names):
+    for segment, inside in segments(model):
+        if not names.isdisjoint(inside):
             materialise(model, segment, fill)

@@ -164,18 +164,22 @@ class Model(Decoder):
                 session.count()
             yield session, PREFILL_TOKENS
             if self.counts:
-                from outsize.simulate.tokens import pace
+                from outsize.simulate.tokens import pace, probed, seconds
 
-                seconds = pace(self, range(len(self.blocks) + 2)).token(self)
-                self.timing = session.timing(self._peak(request), seconds)
+                stages, length = range(len(self.blocks) + 2), PREFILL_TOKENS
+                one, some = (
+                    pace(self, stages, count).whole(self) for count in (1, probed(request, length))
+                )
+                token, prompt = seconds(request, length, one, some)
+                self.timing = session.timing(self._peak(request), prompt, token)
 
     def _peak(self, request: Request) -> int:
         if self.home is not None:
             return self.home.peak(request)
-        from outsize.simulate.tokens import needs, resident
+        from outsize.simulate.tokens import Share, needs, resident
 
         found = needs(resident(self), request, PREFILL_TOKENS)
-        return sum(x.nbytes for x in self.parameters()) + found.cache + found.work
+        return Share(sum(x.nbytes for x in self.parameters()), found).peak
 
 
 def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) -> Tokenizer:

@@ -1,8 +1,8 @@
 """What a request of generation will hold, found before it runs: its steps are played on tensors
 without bytes, by the engine that plays them later, under the ledger that counts real ones.
 
-A layer of each kind is played once; what a token draws from is drawn. The seconds of a token are
-found by taking one through a few stages.
+A layer of each kind is played once; what a token draws from is drawn. Seconds are found by taking
+a token, and some of a prompt, through a few stages.
 """
 
 from __future__ import annotations
@@ -89,6 +89,21 @@ class Needs:
     slice: int
 
 
+@dataclass(frozen=True)
+class Share:
+    """Bytes on one worker's device. weights: of those that are there, or of the pool that they pass
+    through; buffers: to read files through."""
+
+    weights: int
+    needs: Needs
+    buffers: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Of all tensors, at most."""
+        return self.weights + self.buffers + self.needs.cache + self.needs.work
+
+
 def needs(held: Held, request: Request, length: int) -> Needs:
     """Where a prompt is fed `length` tokens at once after the first one. Found once for requests as
     long as one another."""
@@ -131,34 +146,67 @@ def _needs(held: Held, request: Request, length: int) -> Needs:
 
 
 class Pace(NamedTuple):
-    """seconds: that one token took through some stages; bytes: of their weights."""
+    """seconds: that tokens took through some stages; bytes: of their weights."""
 
     seconds: float
     bytes: int
 
-    def token(self, model: Decoder) -> float:
-        """Seconds of one token through all stages; 0 where there was none to time."""
+    def whole(self, model: Decoder) -> float:
+        """Seconds through all stages; 0 where there was none to time."""
         count = len(model.blocks) + 2
         whole = sum(_weights(model, stage) for stage in range(1, count))
         return whole * self.seconds / self.bytes if self.bytes else 0.0
 
 
-@torch.no_grad()
-def pace(model: Decoder, here: Collection[int]) -> Pace:
-    """Of a few of the stages `here`, whose weights are. The workers of a tensor axis all ask."""
-    x_TD = model.prologue.tokens.weight.new_zeros(1, model.config.hidden)
-    context = model.context(torch.zeros(1, dtype=torch.int64, device=x_TD.device), (0, 1))
-    last = len(model.blocks) + 1
+class Seconds(NamedTuple):
+    """Of one token, and of the prompt before the first."""
+
+    token: float
+    prompt: float
+
+
+def probed(request: Request, length: int) -> int:
+    """Tokens of a prompt, fed as in `needs`, that are timed for all of it."""
+    return min(len(request.ids), 1 + length, LEAST_SLICE)
+
+
+def seconds(
+    request: Request,
+    length: int,
+    token: float,
+    some: float,
+    reading: float = 0.0,
+    slowest: float = 1.0,
+) -> Seconds:
+    """Where a token, and `probed` tokens of the prompt, take so long through all stages. reading:
+    seconds of the files in every step; slowest: the part of a step that the worker has that keeps
+    the others of a pipeline waiting."""
+    count = len(request.ids)
+    steps = -(-count // (1 + length))
+    step = max(reading, some * count / probed(request, length) / steps)
+    return Seconds(max(reading, token), step * (1 + (steps - 1) * slowest))
+
+
+def timed(model: Decoder, here: Collection[int]) -> list[int]:
+    """Which of the stages `here` are timed for all."""
     # The first block's input is as wide as hidden states however the others are wired.
-    taken = {1} if model.config.rewired else set(range(1, last + 1))
-    stages = sorted(taken & set(here))[:TIMED]
+    taken = {1} if model.config.rewired else set(range(1, len(model.blocks) + 2))
+    return sorted(taken & set(here))[:TIMED]
+
+
+@torch.no_grad()
+def pace(model: Decoder, here: Collection[int], tokens: int = 1) -> Pace:
+    """Of a few of the stages `here`, whose weights are. The workers of a tensor axis all ask."""
+    x_TD = model.prologue.tokens.weight.new_zeros(tokens, model.config.hidden)
+    context = model.context(torch.arange(tokens, device=x_TD.device), (0, tokens))
+    last, stages = len(model.blocks) + 1, timed(model, here)
 
     def run(stage: int) -> float:
         begin = time.perf_counter()
         if stage < last:
             model.blocks[stage - 1](x_TD, context)
         else:
-            model.epilogue.logits(model.epilogue(x_TD, context))
+            model.epilogue.logits(model.epilogue(x_TD, context)[-1:])
         accelerator.settle(x_TD.device)
         return time.perf_counter() - begin
 

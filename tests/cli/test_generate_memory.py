@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import outsize
+from outsize.memory.stored import Operation, StoredFiles
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.runtime import session
+from outsize.serve import forecast
+from outsize.simulate import tokens
 
 
 @pytest.fixture
@@ -41,6 +48,51 @@ def test_timing_says_predicted_and_measured(invoke, directory):
     (said,) = (each.split(" at most, predicted ") for each in timing.split("; ") if "most" in each)
     found, predicted = (float(each.removesuffix(" KiB")) for each in said)
     assert found <= predicted <= min(160, 1.05 * found + 4)
+
+
+def test_plan_predicts_what_timing_does(invoke, directory, monkeypatch):
+    """Clocks that tick as often as they are asked, or as bytes are read, tell both the same."""
+    ticks, now = itertools.count(), [0]
+    plain = StoredFiles.read
+
+    def read(self: StoredFiles, wanted: Iterable[Operation], out: torch.Tensor) -> None:
+        wanted = list(wanted)
+        now[0] += sum(copy.bytes for each in wanted for copy in each.copies)
+        plain(self, wanted, out)
+
+    monkeypatch.setattr(StoredFiles, "read", read)
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    for module in (session, forecast):
+        clock = SimpleNamespace(perf_counter=lambda: now[0] / 1000)
+        monkeypatch.setattr(module, "time", clock)
+    drawn = ("--max-tokens", 5, "--temperature", 0.5, "--top-k", 7)
+    words = (directory, *drawn, "--tokenizer", "bytes", "--prompt", "abc" * 40, "--timing")
+    for places in ((), ("--memory", "320KiB")):
+        timing = invoke("generate", *words, *places).stderr.splitlines()[-1]
+        planned = invoke("plan", directory, *drawn, "--prompt-tokens", 121, *places)
+        assert planned.stderr == "", planned.stderr
+        planned = planned.stdout
+        prompt, token, *_, peak = planned.splitlines()[-1].removeprefix("predicted: ").split("; ")
+        assert prompt.split()[1] == timing.split("predicted ")[1].split(";")[0] != "0"
+        assert token.split()[0] == timing.split("predicted ")[2].split(";")[0] != "0"
+        assert peak.removesuffix(" at most") == timing.split("predicted ")[3].split(";")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--max-tokens", 5), "--max-tokens is given beside a run"),
+        (("--prompt-tokens", 5, "--set", "train.steps=3"), "--set is given beside --prompt-tokens"),
+        (("--prompt-tokens", 5, "--memory", "1MiB", "--mesh", "tensor=2"), "leave --memory out"),
+        (("--prompt-tokens", 5, "--mesh", "data=2"), "a prompt has nothing to split"),
+        (("--prompt-tokens", 5, "--memory", "30KiB"), "the layers at work need"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(invoke, directory, words, said):
+    refused = invoke("plan", directory, *words)
+    assert refused.exit_code == 2 and refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert said in line
 
 
 def test_a_budget_that_is_too_small_is_one_line(invoke, directory):

@@ -173,7 +173,7 @@ def test_what_is_counted_is_what_was_predicted(tmp_path: Path, prompt: int) -> N
     request = Request(tuple(7 * i % 300 for i in range(prompt)), 3, GREEDY)
     with _streamed(path, 400_000) as model:
         session, at_once = _home(model).ready(request)
-        found = _home(model).outlook.needs  # type: ignore[union-attr]
+        found = _home(model).outlook.share.needs  # type: ignore[union-attr]
         with Ledger() as ledger:
             ledger.see(_pooled(model).pool)
             generate(model, request.ids, 3, GREEDY, (), None, session, at_once)
@@ -197,8 +197,8 @@ def test_long_prompts_are_cut_finer_where_memory_is_short(tmp_path: Path) -> Non
     path = _directory(tmp_path, _model(wide))
     request = Request(tuple(i % 50 for i in range(1200)), 2, GREEDY)
     with _streamed(path, 1 << 30) as model:
-        found = needs(_home(model).held, request, 310)
-        budget = found.cache + found.work + _home(model).least + _home(model).buffers
+        found = needs(_home(model).budget.held, request, 310)
+        budget = found.cache + found.work + _home(model).budget.least + _home(model).buffers
     with _streamed(path, budget) as model:
         assert _home(model).ready(request)[1] == 300  # half of half of it: 600 are too many
         assert _same(_run(model, request, 300), _run(outsize.load(path), request, 300))

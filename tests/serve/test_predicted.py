@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from crew import WorkerGroup
-from request_tasks import DRAWN, counted, counted_on_mesh
+from request_tasks import DRAWN, counted, counted_on_mesh, mesh_of
 
 import outsize
-from outsize.collectives import parse_mesh
+from outsize.collectives import Mesh, parse_mesh
+from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.models.build import build
 from outsize.models.families import parse
+from outsize.serve.forecast import described, forecast
 
+ONE = Mesh()
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "a wide vocabulary": {"vocab_size": 5000},
@@ -37,14 +40,17 @@ def path(request: pytest.FixtureRequest, tiny_config: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize(("prompt", "sampling"), [(3, DRAWN), (200, Sampling())])
 def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -> None:
+    request = Request((0,) * prompt, 6, sampling)
     with outsize.load(path) as model:
         within(*counted(model, prompt, sampling))
         whole = model.peak(prompt, 6, sampling)
+    assert [whole] == planned(path, request)
     with outsize.load(path, memory=int(0.8 * whole)) as model:
         predicted, found = counted(model, prompt, sampling)
         within(predicted, found)
         assert predicted <= 0.8 * whole and model.home is not None
         assert 0 < model.home.buffers <= whole / 16
+    assert [predicted] == planned(path, request, memory=int(0.8 * whole))
 
 
 @pytest.fixture(params=["pipeline=2", "tensor=2", "pipeline=2,tensor=2"], scope="module")
@@ -59,9 +65,24 @@ def crew(
 
 def test_on_each_worker_of_a_mesh(path: Path, crew: WorkerGroup) -> None:
     """In processes: threads that stand for workers make their sums under one of them."""
-    for worker in crew.run(counted_on_mesh, path):
-        for predicted, found in worker:
+    mesh, workers = crew.run(mesh_of)[0], crew.run(counted_on_mesh, path)
+    expected = [planned(path, Request((0,) * n, 6, DRAWN), mesh) for n in (3, 200)]
+    for rank, worker in enumerate(workers):
+        for (predicted, found), stages in zip(worker, expected, strict=True):
             within(predicted, found)
+            most = stages[mesh.index("pipeline", rank)]  # of the first, who draws
+            assert predicted <= most
+            assert predicted == most or mesh.index("tensor", rank)
+
+
+def planned(path: Path, request: Request, mesh: Mesh = ONE, memory: int | None = None) -> list[int]:
+    """Peaks by stage as `outsize plan` has them, of the directory as of its config alone."""
+    known, alone = described(str(path)), path / "config"
+    alone.mkdir(exist_ok=True)
+    (alone / "config.json").write_bytes((path / "config.json").read_bytes())
+    found = [forecast(each, request, mesh, memory) for each in (known, described(str(alone)))]
+    assert found[0].held == found[1].held and found[0].read == found[1].read
+    return found[0].held["peak"]
 
 
 def within(predicted: int, found: int) -> None:

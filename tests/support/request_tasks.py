@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outsize.collectives import World
+from outsize.collectives import Mesh, World
 from outsize.decode.samplers import Sampling
 from outsize.memory.ledger import Ledger
 from outsize.serve.meshed import on_mesh
@@ -27,3 +27,7 @@ def counted_on_mesh(world: World, path: Path) -> list[tuple[int, int]]:
     """Of a short and of a long prompt, on one of the workers of a mesh."""
     with on_mesh(path, world) as model:
         return [counted(model, prompt, DRAWN) for prompt in (3, 200)]
+
+
+def mesh_of(world: World) -> Mesh:
+    return world.mesh

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outsize.memory.arrange import arrange, least, traffic
-from outsize.runtime.tokens.source import Source
+from outsize.runtime.tokens.source import Outline, Source
 from outsize.schedule import Action, Kind, Lane, Schedule, State, compile_tokens, prove
 from outsize.schedule.compile.tokens import sampled
 from outsize.schedule.item import Item
 from outsize.schedule.passes.offload import offload, visits
 from outsize.schedule.residency import Presence, Residency, moved
+
+Known = Source | Outline
 
 AHEAD = 1  # stages fetched before the one at work
 
@@ -44,13 +46,13 @@ class Layout:
         return len(self.residency.rooms) - len(fetched)
 
 
-def smallest(source: Source) -> int:
+def smallest(source: Known) -> int:
     """Bytes of the least pool."""
     needed, sizes = visits(_once(source, Kind.DECODE), _bare(source)), _sizes(source)
     return min(least(needed, sizes, ahead) for ahead in range(AHEAD + 1))
 
 
-def layout_of(source: Source, capacity: int) -> Layout:
+def layout_of(source: Known, capacity: int) -> Layout:
     """The rooms in a pool of `capacity` bytes, and the schedules. A stage is fetched ahead where
     there is room for two. OutsizeError for a pool that holds no stage."""
     bare, sizes = _bare(source), _sizes(source)
@@ -123,17 +125,17 @@ def _filling(schedule: Schedule) -> Schedule:
     return replace(schedule, workers=(fetches,), residency=empty)
 
 
-def _once(source: Source, kind: Kind) -> Schedule:
+def _once(source: Known, kind: Kind) -> Schedule:
     return compile_tokens(len(source.stages), kind)
 
 
-def _bare(source: Source) -> Residency:
+def _bare(source: Known) -> Residency:
     count = len(source.stages)
     below = frozenset(s for s, stage in enumerate(source.stages) if stage.bytes)
     return Residency(tuple((s,) for s in range(count)), parameters=below)
 
 
-def _sizes(source: Source) -> dict[Item, int]:
+def _sizes(source: Known) -> dict[Item, int]:
     return {
         Item(State.PARAMETERS, s): stage.bytes
         for s, stage in enumerate(source.stages)

@@ -16,12 +16,21 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import Described
 from outsize.errors import OutsizeError
+from outsize.hardware.disk import OPERATION
 from outsize.memory import sparse
 from outsize.memory.disk import DiskStore
 from outsize.memory.store import Place, pool, rounded
-from outsize.memory.stored import STAGING, Copy, Operation, StoredFiles, buffers_of, operations
+from outsize.memory.stored import (
+    STAGING,
+    Buffers,
+    Copy,
+    Operation,
+    StoredFiles,
+    buffers_of,
+    operations,
+)
 from outsize.models.names import Stored
-from outsize.runtime.tokens.parts import Part, Table, stages_of, table_of
+from outsize.runtime.tokens.parts import Part, Stage, Table, stages_of, table_of
 
 WORTH = 0.8  # of the dense bytes at most: an image costs a pass of unpacking
 SHARE = 1 / 16  # of the weights' bytes, at most, for buffers to read files through
@@ -35,6 +44,31 @@ class _Image:
 
     place: Place
     packed: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a Source will be, while no file is open; but for bitmap images, which are smaller."""
+
+    stages: tuple[Stage, ...]
+    table: Table
+    buffers: Buffers
+
+    @property
+    def bytes_held(self) -> int:
+        converts = any(not part.copies for stage in self.stages for part in stage.parts)
+        return self.buffers.total + SPILL_BUFFERS * OPERATION * converts
+
+    def cost(self, stage: int) -> int:
+        """Bytes that a fetch of a stage reads."""
+        return sum(part.bytes for part in self.stages[stage].parts)
+
+
+def outline(found: Described, dtype: torch.dtype | None) -> Outline:
+    """Of a model in files."""
+    stages = stages_of(found, dtype)
+    buffers = buffers_of(int(SHARE * sum(stage.bytes for stage in stages)))
+    return Outline(stages, table_of(found, dtype), buffers)
 
 
 class Source:
@@ -51,11 +85,10 @@ class Source:
         folder: Path,
         sparse: bool = False,
     ) -> None:
-        self.stages = stages_of(found, dtype)
-        self.table, self.tied = table_of(found, dtype), found.model.config.tied
+        known = outline(found, dtype)
+        self.stages, self.table, self.tied = known.stages, known.table, found.model.config.tied
         paths = dict.fromkeys(found.entry(t)[0] for entry in found.stored for t in entry.theirs)
-        whole = sum(stage.bytes for stage in self.stages)
-        self.files = StoredFiles(paths, buffers_of(int(SHARE * whole)))
+        self.files = StoredFiles(paths, known.buffers)
         self.spill: DiskStore | None = None
         self._images: dict[str, _Image] = {}
         self._unpack: Tensor | None = None

@@ -1,0 +1,157 @@
+"""What `outsize generate` would hold and take, while no weight is read: `outsize plan` asks.
+
+Bytes are those that a request is served with (meshed.py, files.py). Seconds are those of a few
+stages with random weights and, where weights stay in files, of reading as many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.adapters import model_directory
+from outsize.checkpoint.hub import Described, describe, read_config, supposed
+from outsize.collectives import Mesh, along
+from outsize.collectives.pretend import PretendWorld
+from outsize.decode.generate import PREFILL_TOKENS, Request, check_request
+from outsize.hardware.disk import disk_rates
+from outsize.memory.stored import StoredFiles, operations
+from outsize.models.build import materialise, segments
+from outsize.models.decoder import Decoder
+from outsize.models.families import parse
+from outsize.models.presets import SHAPES
+from outsize.parallel.tensor.decoder import split
+from outsize.runtime.tokens.cycle import layout_of
+from outsize.runtime.tokens.source import Outline, outline
+from outsize.serve.files import Budget, outlook
+from outsize.serve.meshed import Division, held, shells
+from outsize.simulate.tokens import Held, Pace, Seconds, Share, pace, probed, seconds, timed
+
+
+@dataclass(frozen=True)
+class TokenForecast:
+    """shares: bytes by stage of the pipeline, on the first worker of a tensor axis, who draws;
+    read: bytes of files in every step."""
+
+    shares: Sequence[Share]
+    seconds: Seconds
+    read: int = 0
+
+    @property
+    def held(self) -> dict[str, list[int]]:
+        """Bytes of each kind, by stage."""
+        return {
+            "weights": [share.weights for share in self.shares],
+            "buffers": [share.buffers for share in self.shares],
+            "cache": [share.needs.cache for share in self.shares],
+            "work": [share.needs.work for share in self.shares],
+            "peak": [share.peak for share in self.shares],
+        }
+
+
+def described(name: str) -> Described:
+    """The model of a directory, or of a preset: one without weights as if it had been saved."""
+    if SHAPES.find(name) is not None:
+        return supposed(parse({**SHAPES.get(name)}))
+    directory = model_directory(name)
+    if any(directory.glob("model*.safetensors*")):
+        return describe(directory)
+    return supposed(read_config(directory))
+
+
+def forecast(
+    found: Described, request: Request, mesh: Mesh, memory: int | None = None
+) -> TokenForecast:
+    """Of generating with a model on a mesh, or on one worker within `memory` bytes; but for what
+    sums over a tensor axis take. OutsizeError as of `outsize generate`."""
+    check_request(found.model, request.ids, request.max_new_tokens)
+    dtypes = found.dtypes(None)
+    if memory is not None:
+        return _from_files(found, dtypes, request, memory)
+    division = Division.of(found.model, dtypes, mesh)
+    turns = range(mesh.pipeline)
+    one, some = _computing(
+        found, dtypes, mesh, list(map(division.stages, turns)), probed(request, PREFILL_TOKENS)
+    )
+    spent = seconds(request, PREFILL_TOKENS, one, some, slowest=division.slowest)
+    return TokenForecast([division.share(request, turn) for turn in turns], spent)
+
+
+def _from_files(
+    found: Described, dtypes: Mapping[str, torch.dtype], request: Request, memory: int
+) -> TokenForecast:
+    known = outline(found, None)
+    budget = Budget(memory, Held(found.model.config, dtypes, stored=known.table.dtype), known)
+    needs = budget.fit(request)
+    layout = layout_of(known, budget.pool(needs))
+    count = probed(request, needs.slice)
+    one, some = _computing(found, dtypes, Mesh(), [layout.filled], count)
+    rate = _read_rate(known, timed(found.model, layout.filled))
+    made = outlook(budget, needs, layout, rate, one)
+    spent = seconds(request, needs.slice, one, some, made.reading)
+    return TokenForecast([made.share], spent, layout.read)
+
+
+def _computing(
+    found: Described,
+    dtypes: Mapping[str, torch.dtype],
+    mesh: Mesh,
+    stages: Sequence[Collection[int]],
+    tokens: int,
+) -> list[float]:
+    """Seconds of one token and of so many. stages: by worker of the pipeline, those it has."""
+    model = shells(found, dtypes, torch.device("cpu"))
+    split(model, along(PretendWorld(Mesh(tensor=mesh.tensor)), "tensor"))
+    spent, weights = [0.0, 0.0], 0
+    for here in stages:
+        _fill(model, timed(model, here), _random)
+        for index, count in enumerate((1, tokens)):
+            one = pace(model, here, count)
+            spent[index] += one.seconds
+        weights += one.bytes
+        _fill(model, timed(model, here), _shell)
+    return [Pace(each, weights).whole(model) for each in spent]
+
+
+def _fill(model: Decoder, stages: Collection[int], value: Callable[[Tensor], Tensor]) -> None:
+    """Give the parameters that some stages compute with other values."""
+    names = held(model, [stage in stages for stage in range(len(model.blocks) + 2)])
+
+    def fill(name: str, x: Tensor) -> Tensor:
+        return value(x) if name in names else x.detach()
+
+    for segment, inside in segments(model):
+        if not names.isdisjoint(inside):
+            materialise(model, segment, fill)
+
+
+def _random(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype).uniform_(-0.02, 0.02)
+
+
+def _shell(x: Tensor) -> Tensor:
+    return x.new_zeros(()).expand(x.shape)
+
+
+def _read_rate(known: Outline, stages: Collection[int]) -> float:
+    """Bytes a second of reading some stages; of this folder's disk, where none lies in a file as
+    it is used."""
+    copies = [[c for part in known.stages[s].parts for c in part.copies] for s in stages]
+    paths = {copy.path for each in copies for copy in each}
+    if not paths or not all(path.is_file() for path in paths):
+        return disk_rates(".", date.today().isoformat())[0].value
+    files, spent = StoredFiles(paths, known.buffers), 0.0
+    try:
+        for stage, each in zip(stages, copies, strict=True):
+            room = torch.empty(known.stages[stage].bytes, dtype=torch.uint8)
+            begin = time.perf_counter()
+            files.read(operations(each, known.buffers.bytes), room)
+            spent += time.perf_counter() - begin
+        return files.bytes_read / spent
+    finally:
+        files.close()
