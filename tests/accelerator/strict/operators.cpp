@@ -18,6 +18,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <mutex>
+#include <unordered_map>
+
 namespace strict {
 namespace {
 
@@ -139,6 +142,66 @@ void find_device(Call& call) {
     call.device = {kType, static_cast<c10::DeviceIndex>(current_device())};
 }
 
+// What results' shapes can depend on: a call's name and its arguments without values of tensors.
+struct Key {
+  std::string text;
+  bool whole = true; // else something has no place in it
+
+  void add(int64_t number) { text.append(reinterpret_cast<const char*>(&number), sizeof number); }
+  void add(at::IntArrayRef numbers) {
+    add(static_cast<int64_t>(numbers.size()));
+    for (const int64_t number : numbers) add(number);
+  }
+  void add(double number) { text.append(reinterpret_cast<const char*>(&number), sizeof number); }
+  void add(const Tensor& t) {
+    add(static_cast<int64_t>(t.defined() ? static_cast<int>(t.scalar_type()) : -1));
+    if (!t.defined()) return;
+    add(static_cast<int64_t>(t.device().type()));
+    add(static_cast<int64_t>(t.unsafeGetTensorImpl()->is_wrapped_number()));
+    add(t.sizes());
+    add(t.strides());
+  }
+  void add(const IValue& value) {
+    text += '|';
+    if (value.isNone()) return;
+    if (value.isTensor()) return add(value.toTensor());
+    if (value.isInt()) return add(value.toInt());
+    if (value.isDouble()) return text += 'd', add(value.toDouble());
+    if (value.isBool()) return text += 'b', add(static_cast<int64_t>(value.toBool()));
+    if (value.isString()) return text += value.toStringRef(), add(static_cast<int64_t>(0));
+    if (value.isDevice()) return add(static_cast<int64_t>(value.toDevice().type()));
+    if (value.isGenerator()) return;
+    if (value.isIntList()) return add(at::IntArrayRef(value.toIntVector()));
+    if (value.isTensorList()) {
+      const auto all = value.toTensorVector();
+      add(static_cast<int64_t>(all.size()));
+      for (const Tensor& t : all) add(t);
+      return;
+    }
+    if (value.isOptionalTensorList()) {
+      const auto all = value.toOptionalTensorList();
+      add(static_cast<int64_t>(all.size()));
+      for (const std::optional<Tensor>& t : all) add(t ? *t : Tensor());
+      return;
+    }
+    whole = false;
+  }
+};
+
+Key key_of(const Call& call) {
+  Key key{call.name};
+  key.add(static_cast<int64_t>(at::get_default_dtype_as_scalartype()));
+  for (const IValue& value : call.arguments) key.add(value);
+  return key;
+}
+
+// Shape functions are Python's for many operators, and take longer than the kernels of small tensors.
+std::mutex g_known_lock;
+std::unordered_map<std::string, Stack>& known() {
+  static auto* const only = new std::unordered_map<std::string, Stack>;
+  return *only;
+}
+
 // What the operator gives, without bytes; none where only running it tells.
 std::optional<Stack> shapes(const Call& call) {
   for (const auto& result : call.schema().returns())
@@ -147,7 +210,14 @@ std::optional<Stack> shapes(const Call& call) {
       return std::nullopt;
   if (call.name == "aten::index.Tensor_out") // its caller has made room; a mask has no shape here
     return Stack{call.arguments.back()};
+  const Key key = key_of(call);
+  if (key.whole) {
+    std::lock_guard<std::mutex> lock(g_known_lock);
+    const auto found = known().find(key.text);
+    if (found != known().end()) return found->second;
+  }
   try {
+    bool grown = false;
     Stack stack = call.copied(
         [](const Tensor& t) { return ours(t) ? without_bytes(t) : t; }, c10::DeviceType::Meta);
     Stack given = stack;
@@ -157,9 +227,14 @@ std::optional<Stack> shapes(const Call& call) {
       const Tensor& own = call.arguments[i].toTensor();
       const Tensor& wanted = stack[i].toTensor();
       if (ours(own) && own.sizes() != wanted.sizes()) {
+        grown = true;
         own.resize_(wanted.sizes());
         own.unsafeGetTensorImpl()->set_sizes_and_strides(wanted.sizes(), wanted.strides());
       }
+    }
+    if (key.whole && !grown) {
+      std::lock_guard<std::mutex> lock(g_known_lock);
+      known()[key.text] = given;
     }
     return given;
   } catch (const std::exception&) { // no shape function, or an error that the CPU's kernel words
