@@ -33,7 +33,7 @@ class Handle:
         self._rest = rest
 
     def wait(self) -> None:
-        """Before its tensors are used. On CUDA the current stream waits, elsewhere the caller."""
+        """Before its tensors are used. The caller waits, on an accelerator its stream."""
         rest, self._rest = self._rest, None
         if rest is not None:
             rest()

@@ -93,7 +93,7 @@ def memory_tier(text: str) -> TierSpec:
 def open_stores(specs: Iterable[TierSpec]) -> Iterator[dict[str, Store]]:
     """The stores of these tiers by name, all closed at the end, whatever ends it.
 
-    Memory is registered with CUDA where there is a GPU. OutsizeError where one cannot be opened.
+    Memory is page-locked where there is an accelerator. OutsizeError where one cannot be opened.
     """
     specs = tuple(specs)
     for name, count in Counter(spec.name for spec in specs).items():

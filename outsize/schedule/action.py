@@ -10,7 +10,7 @@ from outsize.registry import Registry
 
 
 class Lane(StrEnum):
-    """What an action occupies while it runs. A CUDA stream or a CPU thread each."""
+    """What an action occupies while it runs. A thread each, on an accelerator with a stream."""
 
     COMPUTE = "compute"
     FETCH = "fetch"  # bytes towards the device tier
