@@ -107,6 +107,12 @@ def pinned(nbytes: int) -> Tensor:
     return room[start : start + nbytes].zero_()
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor's values on a device, behind what the calling thread has handed out; it does
+    not wait for them. Where the host computes, the tensor."""
+    return tensor.pin_memory().to(device, non_blocking=True) if queues(device) else tensor
+
+
 def registered(buffer: Tensor, what: str) -> Tensor:
     """The same host bytes (1-D uint8), page-locked for as long as they live.
 

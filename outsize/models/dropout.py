@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.models.random import bits
 from outsize.torch_private import FakeTensor
@@ -95,7 +96,7 @@ class Noise:
         out_TD = torch.empty_like(x_TD)
         tokens, features = x_TD.shape
         for here, kept in self.masks(tokens, features, name):
-            torch.mul(x_TD[here], kept.to(x_TD.device), out=out_TD[here])
+            torch.mul(x_TD[here], accelerator.sent(kept, x_TD.device), out=out_TD[here])
             out_TD[here] *= scale
         return out_TD
 

@@ -110,7 +110,7 @@ class AdamW:
     def _fused(
         self, weights: Tensor, gradients: Tensor, first: Tensor, second: Tensor, rates: Rates
     ) -> None:
-        step = torch.tensor(float(rates.step), dtype=torch.float32, device=weights.device)
+        step = torch.full((), rates.step, dtype=torch.float32, device=weights.device)
         fused_adamw_(
             *([weights], [gradients], [first], [second], [], [step]),
             lr=rates.lr,

@@ -18,10 +18,10 @@ from outsize.schedule.chunks import LINE, Chunks
 
 
 class Totals:
-    """The sums of one worker's job."""
+    """The sums of one worker's job. alone: there is no other."""
 
     def __init__(self, world: World, chunks: Chunks) -> None:
-        self._alone, self._axes = world.mesh.size == 1, world.mesh.axes
+        self.alone, self._axes = world.mesh.size == 1, world.mesh.axes
         self._tables, self._every = chunks.tables, chunks.every
         self._chunks_of = chunks.of_stage
         self._counts = [_counts(world, chunks, table) for table in self._tables]
@@ -54,7 +54,7 @@ class Totals:
         self, squares: Mapping[int, float], loss: Tensor | None, touched: set[str]
     ) -> tuple[float, Tensor]:
         """The square of the gradient's norm, and the loss. `touched` becomes what is anywhere."""
-        if self._alone:
+        if self.alone:
             assert loss is not None
             return sum(squares[index] for index in sorted(squares)), loss
         mine = float(loss) if self._first and loss is not None else 0.0
@@ -62,9 +62,7 @@ class Totals:
         return total, self._like.new_tensor(whole) if loss is None else loss.new_tensor(whole)
 
     def stage(self, stage: int, squares: Mapping[int, float], touched: set[str]) -> float:
-        """The same for a stage that is updated before NORM; without the loss."""
-        if self._alone:
-            return sum(squares.values())
+        """The same for a stage that is updated before NORM, of several workers; no loss."""
         names = _names(self._tables[index] for index in self._chunks_of[stage])
         return self._agree(self._counted(squares), 0.0, names, touched)[0]
 
@@ -74,7 +72,7 @@ class Totals:
 
     def told(self, root: int, numbers: Tensor) -> Tensor:
         """What one worker has, on every one."""
-        return numbers if self._alone else self._all.broadcast(numbers, root)
+        return numbers if self.alone else self._all.broadcast(numbers, root)
 
     def _agree(
         self, squares: float, loss: float, names: list[str], touched: set[str]

@@ -58,9 +58,13 @@ class Update:
         self.updates.at_rest(action, self.lr, self._gradients.touched)
 
     def _behind(self, action: Action, outdated: bool, late: bool) -> None:
-        """Of a stage whose norm is known before that of all. late: it is summed just before."""
+        """Of a stage whose gradient is complete before others are. late: its norm is taken just
+        before. Workers agree on each stage; one alone reads all norms together at the end."""
         if late:
             self._norm.square((action.stage,))
+        if self._totals.alone:
+            self._run(action, outdated)
+            return
         chunks = self.updates.weight_pool.placement.chunks.of_stage[action.stage]
         here, touched = self._norm.squares(chunks), self._gradients.touched
         part = self._totals.stage(action.stage, here, touched)

@@ -121,7 +121,7 @@ class Freezing(Training):
             before = {name: read(name).clone() for name in self.distances if name not in frozen}
         with self._still(frozen):
             ran = super().play(step, begin)
-        self._measure(before, self._job.held.weight_reader())
+        self.distances |= distances(before, self._job.held.weight_reader())
         return ran
 
     @contextmanager
@@ -134,17 +134,33 @@ class Freezing(Training):
             for name in names:
                 self._job.owners[name].requires_grad_(True)
 
-    def _measure(self, before: dict[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        for name in list(before):
-            self.distances[name] = distance(before.pop(name), read(name))
-
 
 @torch.no_grad()
-def distance(before: Tensor, after: Tensor) -> float:
-    """Mean of |(after - before) / before| over the weights that were not 0; UNKNOWN if all were."""
-    total, count = 0.0, 0
-    for old, new in zip(pieces(before), pieces(after), strict=True):
-        there = old != 0
-        ratio = ((new - old) / old).abs_()[there]
-        total, count = total + float(ratio.double().sum()), count + ratio.numel()
-    return total / count if count else UNKNOWN
+def distances(before: dict[str, Tensor], read: Callable[[str], Tensor]) -> dict[str, float]:
+    """Mean of |(after - before) / before| by name, over the weights that were not 0; UNKNOWN if all
+    were. before: emptied on the way. read: gives what they are now.
+
+    The host waits for a device twice, and once more for what has zeros.
+    """
+    names = list(before)
+    zeros = _read([torch.stack([(p == 0).any() for p in pieces(before[n])]).any() for n in names])
+    sums, counts = list[Tensor](), list[int]()
+    for name, some in zip(names, zeros, strict=True):
+        old, new = before.pop(name), read(name)
+        total, count = old.new_zeros((), dtype=torch.float64), 0
+        for x, y in zip(pieces(old), pieces(new), strict=True):
+            ratio = ((y - x) / x).abs_()
+            ratio = ratio[x != 0] if some else ratio
+            total, count = total + ratio.double().sum(), count + ratio.numel()
+        sums.append(total)
+        counts.append(count)
+    means = zip(names, _read(sums), counts, strict=True)
+    return {name: total / count if count else UNKNOWN for name, total, count in means}
+
+
+def _read(numbers: list[Tensor]) -> list[float]:
+    """One wait for all of them."""
+    if not numbers:
+        return []
+    found: list[float] = torch.stack([x.to(numbers[0].device) for x in numbers]).tolist()
+    return found

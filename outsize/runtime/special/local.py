@@ -95,7 +95,7 @@ class Groups(Training):
 
     def found(self) -> tuple[Tensor, float]:
         """The loss of the last group, which is the model's own, and the norm of all gradients."""
-        self.losses = tuple(float(loss) for loss, _ in self._made)
+        self.losses = tuple(torch.stack([loss for loss, _ in self._made]).tolist())
         loss, norm = self._made[-1][0], sum(norm**2 for _, norm in self._made) ** 0.5
         return loss, norm
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.kernels.pieces import pieces
 from outsize.memory.chunk import Account, ChunkTable
 from outsize.memory.store import rounded
@@ -41,7 +42,7 @@ class Direction:
             if not isinstance(out, FakeTensor):  # a rehearsal has nothing to add to
                 values = normal(self.seed, f"direction {self.step} {name}", at, end)
                 values *= scale
-                z = torch.from_numpy(values).view(piece.shape).to(piece.device)
+                z = accelerator.sent(torch.from_numpy(values).view(piece.shape), piece.device)
                 to.copy_(z.add_(piece, alpha=keep))
             at = end
 
