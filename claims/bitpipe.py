@@ -7,12 +7,13 @@ gradients between the two copies of each stage is not counted.
 
 from __future__ import annotations
 
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.schedule.pipelines import Costs, bitpipe, chimera, interleaved, one_f_one_b
 from outsize.simulate.coarse import Times, play
 
 DEVICES, MICROBATCHES, TRANSFER = 8, 8, 0.02
+UNCOUNTED = "the exchange of gradients between copies is not counted"
 
 
 def main() -> None:
@@ -24,13 +25,26 @@ def main() -> None:
         "Chimera": chimera(DEVICES, MICROBATCHES, costs),
     }
     gains = {name: play(made, times).run.makespan / ours for name, made in others.items()}
-    verdict(
+    conclude(
         'Wu et al., "BitPipe", 2024',
         "1.05x to 1.28x the throughput of other synchronous pipelines",
         ", ".join(f"{gain:.2f}x {name}" for name, gain in gains.items()),
-        min(gains.values()) >= 1.05,
         f"simulated, {DEVICES} devices, {MICROBATCHES} microbatches, two chunks a direction,"
         f" F = I = W = 1, transfer {TRANSFER}",
+        Figure(
+            "over the best of the others",
+            min(gains.values()),
+            1.05,
+            how="simulated",
+            other=UNCOUNTED,
+        ),
+        Figure(
+            "over the slowest of the others",
+            max(gains.values()),
+            1.28,
+            how="simulated",
+            other=UNCOUNTED,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from verdict import graded
+from verdict import Figure, conclude
 
 WORKERS = (1, 2, 4)
 TOKENS = 1024
@@ -60,7 +60,7 @@ def main() -> None:
     heard = next(step["workers_bytes_read"] for step in steps if "loss" in step)
     less = {n: kept[1] / kept[n] for n in WORKERS[1:]}
     shown = " and ".join(f"{times:.2f}x ({n} workers)" for n, times in less.items())
-    graded(
+    conclude(
         "The Llama 3 Herd of Models (Grattafiori et al., 2024), section 3.3.2",
         "longer sequences: each worker keeps its tokens' activations, and all keys and values",
         f"activations of a worker fall {shown}, weaker than the workers grow: heads are not grouped"
@@ -68,7 +68,10 @@ def main() -> None:
         f" from others, {bytes_[2]:,} predicted",
         f"simulated (activations) and run (2 workers); preset small, a row of {TOKENS} tokens,"
         " float32",
-        ", ".join(f"{less[n]:.2f}x of {n}x" for n in (2, 4) if less[n] < n),
+        *(
+            Figure(f"activations of a worker, fewer on {n}", less[n], n, how="simulated")
+            for n in WORKERS[1:]
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import tiered
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.hardware import Hardware
 from outsize.memory.tiers import TierSpec
@@ -28,7 +28,7 @@ LARGE = tiered.llama(5120, 15, 40, 32000, 13824)
 ROWS, SEQUENCE = 1, 2048
 LINK = 50.0  # GB/s each way, PCIe 5 with pinned memory
 HOST_UPDATES = 1.0e9  # parameters a second: a quarter of two sockets' 130 GB/s over 30 bytes each
-REACHED, CLAIMED, TARGET = 0.5, 2.5, 1.5
+REACHED, CLAIMED = 0.5, 2.5
 AHEAD = 4  # parts in the pool at once
 HOST = frozenset({"host"})
 BELOW = Rest("device", "host", "host")
@@ -85,15 +85,16 @@ def main() -> None:
         print(f"  simulated, {name_of(every)}: {step:.2f} s a step")
     best = min(spent, key=lambda every: spent[every])
     gain = spent[ALL_ON_HOST] / spent[best]
-    verdict(
+    conclude(
         'Maurya et al., "Deep Optimizer States", 2024',
         f"iterations {CLAIMED} times faster",
         f"(simulated) {gain:.1f} times, with {name_of(best)}; weights of real runs"
         f" {'equal bit for bit' if same else 'DIFFER'}",
-        same and gain >= TARGET,
         f"5G parameters of a device (20G over four), {ROWS * SEQUENCE:,} tokens, bfloat16 with"
         f" float32 master, H100 at {REACHED:.0%} of its peak, link {LINK:.0f} GB/s each way, host"
         f" {HOST_UPDATES / 1e9:.1f}G updates a second (declared)",
+        Figure("speed over all updates on the host", gain, CLAIMED, how="simulated"),
+        holds={"weights equal bit for bit": same},
     )
 
 

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from verdict import graded
+from verdict import Figure, How, conclude
 
 from outsize.collectives import Mesh, PretendWorld
 from outsize.models.decoder import Decoder
@@ -35,7 +35,6 @@ PAPER = (128, 512, 2048)  # experts, and workers
 SMALL = (1, 2, 4)  # workers
 EACH = 4  # experts of each layer on each of these
 TOKENS = 512  # a step, of each worker
-LEVEL = 1.1  # what is "constant"
 STATES = ("parameters", "gradients", "optimizer")
 RUN = """
 model: {name: model, weights: random}
@@ -119,8 +118,13 @@ def main() -> None:
     assert apart < 1e-10, apart
     grows = held[PAPER[-1]] / held[PAPER[0]]
     states, rest = (found[SMALL[-1]][i] / found[SMALL[0]][i] for i in (0, 1))
-    over = {"weights": grows, "states": states, "activations": rest}
-    graded(
+    most, more = PAPER[-1] / PAPER[0], SMALL[-1] / SMALL[0]  # where nothing were dealt out
+    over: list[tuple[str, float, float, How]] = [
+        ("weights", grows, most, "simulated"),
+        ("states", states, more, "run"),
+        ("activations", rest, more, "run"),
+    ]
+    conclude(
         "GShard (Lepikhin et al., 2020), section 5.1",
         "memory of weights and of activations on a device stays constant as experts and devices"
         " grow together",
@@ -130,7 +134,13 @@ def main() -> None:
         f" {apart:.0e} from one worker's",
         f"by shapes at the paper's size; run: preset tiny-experts with {EACH} experts a layer and"
         f" worker, {TOKENS} tokens a worker, float64",
-        ", ".join(f"{what} {times:.2f}x of 1x" for what, times in over.items() if times > LEVEL),
+        *(
+            Figure(
+                f"{what} of a worker as experts grow", times, 1.0, nothing=most, less=True, how=how
+            )
+            for what, times, most, how in over
+        ),
+        holds={"losses of one worker at 1e-10": apart < 1e-10},
     )
 
 

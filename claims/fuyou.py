@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import replace
 
 import tiered
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.memory.sizes import format_bytes
 from outsize.plan import Plan, Stream
@@ -23,7 +23,7 @@ REAL = tiered.llama(256, 6, 8)
 LARGE = tiered.llama(5120, 40, 40, 32000, 13824)
 ROWS, SEQUENCE = 32, 1024
 DISK = (21.0, 16.0)  # GB/s: twelve PCIe 4 disks behind one root, as the paper's server
-REACHED, GAIN = 0.8, 1.2
+REACHED, CLAIMED = 0.8, 3.42
 WAYS = (("behind", 24), ("behind", 1), ("apart", 24), ("apart", 1))
 
 
@@ -69,14 +69,15 @@ def main() -> None:
     print(f"  real: {', '.join(f'{name} {s:.2f} s a step' for name, s in seconds.items())}")
     keep = forecast(*WAYS[0], on_disk=False)
     print(f"  simulated, activations of block boundaries kept: peak {format_bytes(keep.peak)}")
-    verdict(
+    conclude(
         "Liao et al., Fuyou, 2024",
-        "3.42 times ZeRO-Infinity, whose updates stand apart",
+        f"{CLAIMED} times ZeRO-Infinity, whose updates stand apart",
         f"(simulated) {gain:.2f} times the speed of updates apart, one part at a time; weights"
         f" of real runs {'equal bit for bit' if same else 'DIFFER'}",
-        same and gain >= GAIN and ours.peak <= fits,
         f"13G parameters, {ROWS * SEQUENCE:,} tokens a step, RTX 4090 at {REACHED:.0%} of its peak,"
         f" disks {DISK[0]:.0f} GB/s read, {DISK[1]:.0f} written, activations and all states there",
+        Figure("speed over updates apart", gain, CLAIMED, how="simulated"),
+        holds={"weights equal bit for bit": same, "fits the device": ours.peak <= fits},
     )
 
 

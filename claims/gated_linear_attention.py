@@ -9,6 +9,7 @@ preset `tiny` at the same vocabulary, width and depth, in turns, one document as
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from verdict import graded
+from verdict import Figure, conclude
 
 import outsize
 from outsize.models.build import build
@@ -80,7 +81,7 @@ def main() -> None:
     faster = [length for length in LENGTHS if found[length][GLA] < found[length][ATTENTION]]
     crossing = min(faster, default=1 << 30)
     constant = caches[GLA][0] == caches[GLA][1] and caches[ATTENTION][0] != caches[ATTENTION][1]
-    graded(
+    conclude(
         "Gated Linear Attention (Yang et al., 2023)",
         "linear time, constant memory in generation; faster than flash attention from 1K tokens on",
         f"time a token at {LENGTHS[-1]:,} tokens is {growth[GLA]:.2f}x that at {LENGTHS[1]:,}"
@@ -88,9 +89,25 @@ def main() -> None:
         f" {' and '.join(caches[ATTENTION])}); whole steps faster from"
         f" {crossing:,} tokens on",
         f"run; presets {GLA} and {ATTENTION}, float32, one document, processor time",
-        ""
-        if crossing <= CROSSING and constant
-        else f"faster from {crossing:,} of {CROSSING:,} tokens",
+        Figure(
+            "tokens from which steps are faster than attention's",
+            crossing,
+            CROSSING,
+            "tokens",
+            nothing=math.inf,
+            less=True,
+            timed=True,
+            other="a processor",
+        ),
+        Figure(
+            "time a token at the longest over at 1,024 tokens",
+            growth[GLA],
+            1.0,
+            nothing=growth[ATTENTION],
+            less=True,
+            timed=True,
+        ),
+        holds={"the cache stays, and attention's grows": constant},
     )
 
 

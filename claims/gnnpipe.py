@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.collectives import Mesh, World, received
 from outsize.collectives.threads import play
@@ -36,7 +36,7 @@ from outsize.runtime.recipe import Here, Recipe
 LAYERS, DIM, WORKERS, CHUNKS = 16, 32, 4, 8
 STEPS, CHECKED = 40, 3
 RATE = 3e-3
-LOST = 0.02  # of accuracy, that the approximate mode may
+MEAN = 8.69  # times fewer bytes, the paper's mean
 DIGITS = 1e-10
 
 
@@ -137,20 +137,24 @@ def main() -> None:
     formula = 2 * (WORKERS - 1) * graph.vertices * DIM * 8
     parts = of_parts(graph)
     print(f"  bytes a step by formula: {formula:,} between layers, {parts:,} between parts")
-    verdict(
+    conclude(
         'Chen et al., "GNNPipe", 2023',
         "communication falls with the number of layers, 8.7 times in the mean; comparable accuracy",
         f"{parts / sent:.1f} times fewer bytes; accuracy {found['approximate']:.3f} with old"
         f" neighbours, {found['exact']:.3f} exact; workers"
         f" {'as' if equal else 'NOT AS'} one worker",
-        equal
-        and sent == formula
-        and parts / sent > LAYERS / 4
-        and found["approximate"] >= found["exact"] - LOST
-        and found["approximate"] > unheard + LOST,
         f"{graph.vertices} vertices, {graph.near_VK.shape[1]} neighbours each, a fifth of them in"
         f" other regions; {LAYERS} layers, hidden {DIM}, float64; {WORKERS} workers as threads,"
         f" {CHUNKS} chunks, gradients within chunks; bytes between parts by formula, {STEPS} steps",
+        Figure("bytes, fewer than between parts of the graph", parts / sent, MEAN),
+        Figure(
+            "accuracy with old neighbours over exact",
+            found["approximate"] / found["exact"],
+            1.0,
+            nothing=unheard / found["exact"],
+        ),
+        Figure("time of an epoch, mean", None, 1.58),
+        holds={"workers give the numbers of one": equal, "bytes as the formula": sent == formula},
     )
 
 

@@ -17,12 +17,13 @@ from retraining import losses
 from rewire import to_kraken
 from simulated_layers import kraken, layer_of, plain
 from slow_links import SETTING, Link, balance, cut, decoder, minima, prompt, workers
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.collectives import World
 from outsize.decode.generate import direct
 
-TIMES = 5
+TIMES, CLAIMED = 5, 1.356
+FITTED = "the link is fitted to the model"
 SIZES = {"1.3B": (24, 2048), "6.7B": (32, 4096), "13B": (40, 5120), "65B": (80, 8192)}
 
 
@@ -55,14 +56,29 @@ def main() -> None:
     mean = math.prod(theirs) ** (1 / len(theirs))
     trained = losses(lambda m: to_kraken(m, 2), lambda m: to_kraken(m, 2))
     print(f"    {trained}")
-    verdict(
+    conclude(
         'Prabhakar et al., "Kraken", 2024',
         "first token 35.6% sooner (mean), at a similar perplexity",
         f"{before / after:.2f}x ({before * 1e3:.0f} to {after * 1e3:.0f} ms); simulated"
         f" {min(theirs):.2f} to {max(theirs):.2f}x, mean {mean:.2f}x; {trained}",
-        before / after >= 1.15 and mean >= 1.2 and trained.scratch < trained.plain + 0.1,
         f"{SETTING} ({found[0][1] * 8e-6:.0f} Mbit/s); losses: two ways, 6 layers, hidden 64, bytes"
         " of Python sources; the paper's GPUs SIMULATED",
+        Figure(
+            "first token, sooner",
+            before / after,
+            CLAIMED,
+            how="emulated links",
+            timed=True,
+            other=FITTED,
+        ),
+        Figure("first token, sooner, mean of the sizes", mean, CLAIMED, how="simulated"),
+        Figure(
+            "perplexity from scratch over the plain model's",
+            math.exp(trained.scratch - trained.plain),
+            1.0,
+            nothing=math.exp(trained.at_once - trained.plain),
+            less=True,
+        ),
     )
 
 

@@ -12,7 +12,7 @@ less of each chip to other nodes). The papers' messages of 8 and 4 bits are on n
 from __future__ import annotations
 
 import sharded
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.collectives import Mesh
 from outsize.hardware import Hardware, catalogue
@@ -30,6 +30,7 @@ REAL = {
 }
 GPT = sharded.llama(6144, 44, 64, 50257, 16384)  # 20G parameters
 MEMORY, REACHED, WORKERS = 64e9, 0.4, 384
+CLAIMED, SCALED = 1.71, 0.94  # speed over ZeRO++, and of linear
 FRONTIER = {
     "ZeRO-3": lambda n: zero(3, n),
     "ZeRO++, parameters in a node": lambda n: Sharding(8, n, n),
@@ -72,7 +73,7 @@ def frontier(network: float) -> Hardware:
 
 def simulated() -> tuple[dict[tuple[str, float], Forecast], float]:
     """Each way on 384 chips over networks of several rates; what of the speed of 64 chips three
-    levels keep on the slowest."""
+    levels keep."""
     forecaster, made = sharded.Predicted(GPT, sharded.MIXED), {}
 
     def of(name: str, workers: int, network: float) -> Forecast:
@@ -93,8 +94,8 @@ def simulated() -> tuple[dict[tuple[str, float], Forecast], float]:
             f" {format_bytes(round(sharded.far(one)))} from other nodes; peak"
             f" {format_bytes(one.peak)}{fits}"
         )
-    slowest = NETWORKS[-1]
-    kept = of("three levels", 64, slowest).seconds / made["three levels", slowest].seconds
+    nominal = NETWORKS[0]
+    kept = of("three levels", 64, nominal).seconds / made["three levels", nominal].seconds
     return made, kept
 
 
@@ -108,7 +109,7 @@ def main() -> None:
     fewer = across["ZeRO-3"] / across["three levels"]
     nominal, slowest = NETWORKS[0], NETWORKS[-1]
     plain, copied = "ZeRO-3", "ZeRO++, parameters in a node"
-    verdict(
+    conclude(
         '"Scaling LLM Training on Frontier with Low-Bandwidth Partitioning", 2025 (and ZeRO++)',
         "levels keep bytes off the slowest links; 1.71 times ZeRO++'s speed on 384 chips, scaling"
         " efficiency 0.94",
@@ -117,11 +118,21 @@ def main() -> None:
         f" {gain(copied, nominal):.2f} and {gain(plain, nominal):.2f} at {nominal} GB/s, where"
         f" passes hide nearly all, {gain(copied, slowest):.2f} and {gain(plain, slowest):.2f} at"
         f" {slowest}: the paper's 1.71 is not reached; {kept:.2f} of linear from 64 chips",
-        good and fewer > 2 and gain(copied, slowest) > 1.05 and gain(plain, slowest) > 1.5,
         f"real: Llama of {len(CONFIG.layers)} layers, float64, 2 microbatches; simulated: hidden"
         f" 6144, 44 layers, 2 rows of 2,048 one by one, blocks recomputed, {REACHED:.0%} of peak,"
         " messages of 16 bits everywhere (the paper's of 4 and 8 on both sides), 20 us a message;"
         " updated parameters are collected at the end of a step, which nothing hides",
+        Figure(
+            "speed over ZeRO++'s cut",
+            gain(copied, nominal),
+            CLAIMED,
+            how="simulated",
+            other="messages of 16 bits",
+        ),
+        Figure(
+            "speed kept from 64 chips", kept, SCALED, "%", nothing=64 / WORKERS, how="simulated"
+        ),
+        holds={"weights and bytes as predicted": good},
     )
 
 

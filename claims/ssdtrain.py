@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import replace
 
 import tiered
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.memory.sizes import format_bytes
 from outsize.plan import Plan, Rest
@@ -24,7 +24,7 @@ REAL = tiered.gpt(256, 12, 8, vocabulary=2048)
 LARGE = tiered.gpt(12288, 5, 96)
 ROWS, SEQUENCE = 16, 1024
 DISK = (26.0, 24.0)  # GB/s: four P5800X of 6.1 written and 6.6 read
-REACHED, CLAIMED, OVERHEAD = 0.6, 0.47, 1.05
+REACHED, CLAIMED = 0.6, 0.47
 SPILLED = Rest(activations="disk")
 
 
@@ -70,17 +70,38 @@ def main() -> None:
         f" {resident.seconds:.2f} kept"
     )
     share, slower = large()
-    verdict(
+    conclude(
         'Wu et al., "SSDTrain", 2024',
         f"{CLAIMED:.0%} less activation memory at negligible overhead",
         f"real: {1 - left:.0%} less, losses and weights"
         f" {'equal bit for bit' if same else 'DIFFER'}; simulated: {1 - share:.0%} less at"
         f" {slower:.2f} times the time",
-        same and 1 - left >= CLAIMED and 1 - share >= CLAIMED and slower <= OVERHEAD,
         f"real: GPT of {len(REAL.layers)} blocks, hidden {REAL.hidden}, float32, nothing"
         f" recomputed; simulated: hidden {LARGE.hidden}, {len(LARGE.layers)} blocks, bfloat16,"
         f" {ROWS * SEQUENCE:,} tokens, A100 at {REACHED:.0%} of its peak, disks {DISK[0]:.0f} GB/s"
         f" read, {DISK[1]:.0f} written",
+        Figure("less activation memory", 1 - left, CLAIMED, "%", nothing=0.0),
+        Figure(
+            "less activation memory at the paper's scale",
+            1 - share,
+            CLAIMED,
+            "%",
+            nothing=0.0,
+            how="simulated",
+        ),
+        Figure(
+            "step's time at the paper's scale", slower, 1.0, nothing=2.0, less=True, how="simulated"
+        ),
+        Figure(
+            "step's time",
+            ran.seconds / resident.seconds,
+            1.0,
+            nothing=2.0,
+            less=True,
+            timed=True,
+            other="a small model",
+        ),
+        holds={"losses and weights equal bit for bit": same},
     )
 
 

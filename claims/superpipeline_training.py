@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 
 import tiered
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.memory.sizes import format_bytes
 from outsize.plan import Plan, Rest, Stream
@@ -19,7 +19,7 @@ from outsize.plan import Plan, Rest, Stream
 CONFIG = tiered.gpt(512, 12, 8, vocabulary=8192)
 ROWS, SEQUENCE = 4, 128
 SWEEP = ((2, 1), (3, 1), (4, 1), (4, 2), (6, 3))
-CLAIMED, TARGET, SLOWEST = 0.6, 0.37, 2.0
+CLAIMED = 0.6
 
 
 def plan(rest: Rest, k: int = 2, returned: int = 1) -> Plan:
@@ -43,15 +43,16 @@ def main() -> None:
                 f" {slower[-1]:.2f}x"
             )
     best = min(ratios)
-    verdict(
+    conclude(
         '"Superpipeline", 2024',
         f"up to {CLAIMED:.0%} less memory at acceptable speed, output unchanged",
-        f"{1 - best:.0%} less ({best:.2f} of resident, target {TARGET}) at {slower[0]:.2f}x the"
+        f"{1 - best:.0%} less ({best:.2f} of resident) at {slower[0]:.2f}x the"
         f" time; losses and weights {'equal bit for bit' if same else 'DIFFER'}",
-        same and best <= TARGET and min(slower) <= SLOWEST,
         f"GPT of {len(CONFIG.layers)} blocks, hidden {CONFIG.hidden}, full fine-tuning, AdamW,"
         f" float32, {ROWS} rows of {SEQUENCE}, blocks recomputed in both, all states and"
         " activations on disk; ledger peaks",
+        Figure("less memory", 1 - best, CLAIMED, "%", nothing=0.0),
+        holds={"losses and weights equal bit for bit": same},
     )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from slow_links import Link, Slow, minima, workers
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.collectives import Collective, World, along
 from outsize.kernels import product
@@ -26,6 +26,7 @@ from outsize.parallel.tensor.overlap_products import chunks_of, scattered_rows, 
 from outsize.simulate.events import Node, run
 
 TOKENS, INNER, HIDDEN, CHUNKS, TIMES = 1024, 2048, 1024, 4, 10
+CLAIMED = 1.30
 FLOPS, RATE = 100e12, 75e9  # of the simulated accelerators; and bytes a second each way
 
 
@@ -114,16 +115,33 @@ def main() -> None:
     layers = {"attention's output": 4256, "feed-forward's output": 4 * 4256}
     paper = [simulated(n, inner) for n in (8, 16) for inner in layers.values()]
     mean, theirs = (math.prod(x) ** (1 / len(x)) for x in (gains, paper))
-    verdict(
+    conclude(
         'Pati et al., "T3", 2024',
         "sublayers 30% quicker (geometric mean), at most 47%",
         f"{mean:.2f}x (geometric mean; {', '.join(f'{g:.2f}' for g in gains)}), relative"
         f" difference of the numbers {worst:.0e}; simulated for the paper's accelerators"
         f" {theirs:.2f}x ({', '.join(f'{g:.2f}' for g in paper)})",
-        mean >= 1.15 and theirs >= 1.2 and worst < 1e-4,
         f"products of {TOKENS} tokens, {INNER} x {HIDDEN}, {CHUNKS} chunks, 2 workers of one"
         " thread, link of 1 Gbit/s and 0.1 ms EMULATED (real sums, then sleep), float32;"
         " T-NLG on 8 and 16 accelerators SIMULATED",
+        Figure(
+            "sublayers quicker, mean",
+            mean,
+            CLAIMED,
+            how="emulated links",
+            timed=True,
+            other="a link of 1 Gbit/s",
+        ),
+        Figure(
+            "sublayers quicker, mean, on the paper's hardware", theirs, CLAIMED, how="simulated"
+        ),
+        Figure(
+            "sublayers quicker, the most, on the paper's hardware",
+            max(paper),
+            1.47,
+            how="simulated",
+        ),
+        holds={"the same numbers at 1e-4": worst < 1e-4},
     )
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from verdict import verdict
+from verdict import Figure, conclude
 
 if TYPE_CHECKING:
     import outsize
@@ -40,9 +40,8 @@ CONFIG = {
 }  # fmt: skip
 CAP, BUDGET = 1000 << 20, "300MiB"
 PROMPT, NEW, REQUESTS, ROUNDS = list(range(3, 67)), 4, 2, 2
-# What has to be there: 1.5 times as fast, without the paper's other devices; half the memory, where
-# Python and PyTorch are a third of it and there are sixteen layers instead of eighty.
-LESS_TIME, LESS_MEMORY = 1 / 3, 0.5
+LESS_TIME, LESS_MEMORY = 0.8, 0.9  # the paper's
+ONE = "one machine and sixteen layers"
 
 
 Answer = dict[str, list]
@@ -162,7 +161,7 @@ def main() -> None:
     cold = min(r["answers"][0]["seconds"][0] for r in runs["outsize"])
     less = [1 - each["outsize"] / each["accelerate"] for each in (first, token)]
     spared = 1 - peak["outsize"] / peak["resident"]
-    verdict(
+    conclude(
         "TPI-LLM (Li et al., 2024), memory scheduler",
         "first token and token latency over 80% below Accelerate; peak memory -90%",
         f"first token {first['outsize']:.2f} s against {first['accelerate']:.2f} ({-less[0]:+.0%}),"
@@ -171,9 +170,30 @@ def main() -> None:
         f" {cold:.2f} at first; peak of the whole process {peak['outsize'] >> 20} MiB"
         f" against {peak['resident'] >> 20} resident ({-spared:+.0%}), {peak['accelerate'] >> 20}"
         f" Accelerate; tokens {'equal' if same else 'DIFFER from'} the resident run's",
-        same and min(less) >= LESS_TIME and spared >= LESS_MEMORY,
         f"{size / 2**30:.2f} GiB of weights, 16 layers, one machine, budget {BUDGET}, cap"
         f" {CAP >> 20} MiB {'by cgroup' if group else 'NOT SET'}; {len(PROMPT)} + {NEW} tokens",
+        Figure(
+            "less time to the first token than Accelerate",
+            less[0],
+            LESS_TIME,
+            "%",
+            nothing=0.0,
+            timed=True,
+            other=ONE,
+        ),
+        Figure(
+            "less time a token than Accelerate",
+            less[1],
+            LESS_TIME,
+            "%",
+            nothing=0.0,
+            timed=True,
+            other=ONE,
+        ),
+        Figure(
+            "less memory than the resident model", spared, LESS_MEMORY, "%", nothing=0.0, other=ONE
+        ),
+        holds={"the resident run's tokens": same},
     )
 
 

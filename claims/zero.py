@@ -9,9 +9,11 @@ paper's speed, 38 TFLOP/s on each of 400 V100, is not judged.
 
 from __future__ import annotations
 
+import math
+
 import sharded
 import torch
-from verdict import verdict
+from verdict import Figure, conclude
 
 from outsize.collectives import Mesh
 from outsize.memory.chunk import ChunkTable, Dtypes, Slot
@@ -77,9 +79,9 @@ def arithmetic() -> bool:
     return good
 
 
-def real() -> tuple[bool, list[str]]:
+def real() -> tuple[bool, list[float]]:
     """Bytes held and had of real workers against the formulas; float64 weights against stage 0."""
-    good, words = True, []
+    good, sent = True, []
     numel = sharded.numel(sharded.SMALL)
     plans = [
         sharded.plan_of(
@@ -99,28 +101,43 @@ def real() -> tuple[bool, list[str]]:
         good &= 0.7 * most <= had / whole <= most * 1.01
         apart = max(ran.apart(found[1][0]) for ran in exact)
         good &= apart < 1e-10
-        words.append(f"{had / whole:.2f}")
+        sent.append(had / whole)
         print(
             f"  stage {stage}, {REAL} real workers: {holds:,} bytes held in all, as the formula:"
             f" {holds == REAL * formula(stage, numel, REAL)}; messages {had / whole:.3f} times the"
             f" parameters; float64 weights differ from stage 0's by {apart:.0e}"
         )
-    return good, words
+    return good, sent
 
 
 def main() -> None:
     told = arithmetic()
-    good, words = real()
-    verdict(
+    good, sent = real()
+    each = ", ".join(f"{one:.2f}" for one in sent)
+    conclude(
         'Rajbhandari et al., "ZeRO", 2019',
         "7.5G parameters on 64 workers: 120, 31.4, 16.6, 1.9 GB by stage; 2, 2, 2 and 3 times the"
         " parameters sent",
-        f"the same{'' if told else ' NOT'}, to the byte; {', '.join(words)} times the parameters"
-        f" sent by real workers; one set of weights",
-        told and good,
+        f"the same{'' if told else ' NOT'}, to the byte; {each} times the"
+        f" parameters sent by real workers; one set of weights",
         f"placement of 2 + 2 + 12 bytes; real: {REAL} workers, Llama of {len(sharded.SMALL.layers)}"
         " layers, bfloat16 (held, sent) and float64 (weights); stage 3 keeps its last stages for"
         " their backward passes, so it sends less than 3",
+        Figure(
+            "messages of stages 0 to 2 over the parameters",
+            max(sent[:3]),
+            2.0,
+            nothing=math.inf,
+            less=True,
+        ),
+        Figure(
+            "messages of stage 3 over the parameters", sent[3], 3.0, nothing=math.inf, less=True
+        ),
+        Figure("TFLOP/s of each of 400 V100", None, 38, ""),
+        holds={
+            "bytes of states as the paper's, to the byte": told,
+            "what real workers hold, and one set of weights": good,
+        },
     )
 
 
