@@ -9,14 +9,14 @@ N requests of a step, T their tokens laid flat, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from outsize.decode.cache import StateCache
+from outsize.decode.cache import CachedPast, StateCache
 from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
 from outsize.errors import OutsizeError, counted
 from outsize.models.decoder import Decoder
@@ -180,28 +180,74 @@ def play(
 ) -> Iterator[tuple[int, Drawn]]:
     """(index of the request, what was drawn) in the order in which tokens are drawn, by steps that
     end in tokens."""
-    cache = StateCache(len(requests), max((r.capacity for r in requests), default=0))
-    waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
-    count = dict.fromkeys(waiting, 0)
-    while waiting:
-        fed = _slices(waiting, prefill_tokens)
-        asked = {i: row for row, i in enumerate(fed) if len(fed[i]) == len(waiting[i])}
-        ahead = [len(waiting[index]) - len(ids) for index, ids in fed.items()]
-        past = cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
-        ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=device)
-        draws = [
-            Draw(row, requests[i].sampler, count[i], requests[i].scored) for i, row in asked.items()
-        ]
+    going = Going(requests, device)
+    while going.waiting:
+        fed = going.feed(going.waiting, prefill_tokens)
         with torch.no_grad():
-            found = step(ids_T, past.positions(device), past.bounds, past, draws)
+            found = step(fed.ids_T, fed.positions_T, fed.past.bounds, fed.past, fed.draws)
+        yield from going.take(fed, found)
+        going.leave()
+
+
+class Fed(NamedTuple):
+    """What a step feeds. asked: the requests of its draws."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    past: CachedPast
+    draws: list[Draw]
+    asked: list[int]
+
+
+class Going:
+    """Requests under way. waiting: by request, the tokens that wait to be fed; over: those that
+    have their last token and have not left."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
+        self._requests, self._device = requests, device
+        self._cache = StateCache(len(requests), max((r.capacity for r in requests), default=0))
+        self.waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
+        self.over = set[int]()
+        self._count = dict.fromkeys(self.waiting, 0)
+
+    @property
+    def left(self) -> int:
+        """Tokens that every request may have still."""
+        return min(self._requests[i].max_new_tokens - self._count[i] for i in self.waiting)
+
+    def feed(self, rows: Iterable[int], most: int = PREFILL_TOKENS) -> Fed:
+        """Of these requests one token at least, `most` more together. One that is over is fed what
+        it has drawn, and asked for nothing."""
+        fed = _slices({i: self.waiting[i] for i in rows}, most)
+        ahead = [len(self.waiting[i]) - len(ids) for i, ids in fed.items()]
+        past = self._cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
+        ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=self._device)
+        ends = {i: row for row, i in enumerate(fed) if len(fed[i]) == len(self.waiting[i])}
+        asked = {i: row for i, row in ends.items() if i not in self.over}
+        draws = [
+            Draw(row, self._requests[i].sampler, self._count[i], self._requests[i].scored)
+            for i, row in asked.items()
+        ]
         for index, ids in fed.items():
-            del waiting[index][: len(ids)]
-        for index, one in zip(asked, found, strict=True):
-            count[index] += 1
-            waiting[index] = [one.token]
-            if one.token in requests[index].stop or count[index] == requests[index].max_new_tokens:
-                del waiting[index]
-            yield index, one
+            self.waiting[index] = ids if index in self.over else self.waiting[index][len(ids) :]
+        return Fed(ids_T, past.positions(self._device), past, draws, list(asked))
+
+    def take(self, fed: Fed, found: Sequence[Drawn]) -> list[tuple[int, Drawn]]:
+        """(index of the request, what was drawn)."""
+        drawn = list(zip(fed.asked, found, strict=True))
+        for index, one in drawn:
+            self._count[index] += 1
+            self.waiting[index] = [one.token]
+            request = self._requests[index]
+            if one.token in request.stop or self._count[index] == request.max_new_tokens:
+                self.over.add(index)
+        return drawn
+
+    def leave(self) -> None:
+        """Those that are over are fed no more."""
+        for index in self.over:
+            del self.waiting[index]
+        self.over.clear()
 
 
 def _slices(waiting: dict[int, list[int]], most: int) -> dict[int, list[int]]:

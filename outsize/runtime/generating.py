@@ -10,7 +10,7 @@ T tokens of the step laid flat, N sequences, D hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,22 +18,34 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from outsize.decode.generate import GREEDY, Draw, Request, check_request, play
+from outsize.decode.generate import (
+    GREEDY,
+    PREFILL_TOKENS,
+    Draw,
+    Fed,
+    Going,
+    Request,
+    check_request,
+    play,
+)
 from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context, Past
 from outsize.plan import Stage
 from outsize.runtime.engine import Engine, Loaded, Ran
-from outsize.runtime.flow import Flow, Record
+from outsize.runtime.flow import Flow, Record, Walk
 from outsize.runtime.handlers.sample import Sample
+from outsize.runtime.microbatches import Carried
 from outsize.runtime.native import ChainWalk, Edges, NativeFlow, through
 from outsize.runtime.points import Points
 from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Spill
 from outsize.schedule import Kind
 
-Begin = Callable[[ChainWalk, Hashable], None]  # what tells messages of other shapes apart
+STEPS = 8  # of generation that one list has, where sequences fall into microbatches
+Begin = Callable[[Carried], None]
+Playable = Callable[[Kind, int, int], Loaded]
 
 
 @dataclass
@@ -61,21 +73,23 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
 
 
 class TokenSteps:
-    """Steps of generation through a job. playable: the list of a kind, ready for its engine. begin:
-    sets out on a walk. lists: those made so far, by kind. ran: the actions of the last step."""
+    """Steps of generation through a job. playable: the list of a kind, of so many groups of
+    sequences and steps, ready for its engine. begin: sets out on walks. groups: at most. lists:
+    those made so far. ran: the actions of the last ones."""
 
     def __init__(
         self,
         flow: NativeFlow,
         engine: Engine,
         sample: Sample,
-        playable: Callable[[Kind], Loaded],
+        playable: Playable,
         begin: Begin,
+        groups: int = 1,
     ) -> None:
         self.flow, self.model = flow, flow.model
         self._engine, self._sample = engine, sample
-        self._playable, self._begin = playable, begin
-        self.lists = dict[Kind, Loaded]()
+        self._playable, self._begin, self.groups = playable, begin, groups
+        self.lists = dict[tuple[Kind, int, int], Loaded]()
         self.ran: Sequence[Ran] = ()
 
     def __call__(
@@ -108,14 +122,59 @@ class TokenSteps:
     ) -> Loaded:
         """Set out on a step; gives its list. past None: nothing came before, nothing is kept, and
         the logits of every token are asked for."""
-        kind = Kind.PREFILL if past is None else kind_of(bounds)
-        if kind not in self.lists:
-            self.lists[kind] = self._playable(kind)
-        loaded, dispatch = self.lists[kind], self.flow.execution.dispatch
-        context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points, every=past is None)
-        self._begin(walk, (len(ids_T), len(bounds) - 1, past is None))
+        loaded = self._list(Kind.PREFILL if past is None else kind_of(bounds))
+        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past)
+        self._begin(lambda m: walk)
         return loaded
+
+    def _list(self, kind: Kind, groups: int = 1, steps: int = 1) -> Loaded:
+        key = (kind, groups, steps)
+        if key not in self.lists:
+            self.lists[key] = self._playable(*key)
+        return self.lists[key]
+
+    def _walk(
+        self,
+        loaded: Loaded,
+        m: int,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past | None,
+    ) -> tuple[ChainWalk, Hashable]:
+        """Of a microbatch, with what tells messages of other shapes apart."""
+        dispatch = self.flow.execution.dispatch
+        context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, every=past is None)
+        return walk, (len(ids_T), len(bounds) - 1, past is None)
+
+    def several(self, going: Going) -> list[tuple[int, Drawn]]:
+        """Steps whose sequences fall into groups, so that stages of a pipeline work at once: one of
+        the group after another is on its way. Those that end are fed until all steps have."""
+        rows = list(going.waiting)
+        groups = min(self.groups, len(rows))
+        single = all(len(ids) == 1 for ids in going.waiting.values())
+        kind, steps = (Kind.DECODE, min(STEPS, going.left)) if single else (Kind.PREFILL, 1)
+        loaded = self._list(kind, groups, steps)
+        fed, found = dict[int, Fed](), list[tuple[int, Drawn]]()
+
+        def begun(m: int) -> tuple[ChainWalk, Hashable]:
+            here = m % groups
+            part = rows[here * len(rows) // groups : (here + 1) * len(rows) // groups]
+            one = fed[m] = going.feed(part, PREFILL_TOKENS // groups)
+            return self._walk(loaded, m, one.ids_T, one.positions_T, one.past.bounds, one.past)
+
+        def take(m: int, drawn: list[Drawn]) -> None:
+            found.extend(going.take(fed.pop(m), drawn))
+
+        self._begin(begun)
+        self._sample.ready_by(lambda m: fed[m].draws, take)
+        with torch.no_grad():
+            self.ran = self._engine.play(loaded, time.perf_counter())
+        self._begin(_over)  # what earlier tokens left is let go with the requests
+        self._sample.ready(())
+        going.leave()
+        return found
 
     def generate(
         self,
@@ -140,22 +199,39 @@ class TokenSteps:
             for ids, sampler in zip(asked, samplers, strict=True)
         ]
         found = [Generated() for _ in requests]
-        for index, one in play(requests, self, self.flow.device):
+        for index, one in self._drawn(requests):
             found[index].tokens.append(one.token)
             if logprobs:
                 found[index].logprobs.append(one.logprob)
         return found
 
+    def _drawn(self, requests: Sequence[Request]) -> Iterator[tuple[int, Drawn]]:
+        if min(self.groups, len(requests)) < 2:
+            yield from play(requests, self, self.flow.device)
+            return
+        going = Going(requests, self.flow.device)
+        while going.waiting:
+            yield from self.several(going)
+
+
+def _over(m: int) -> tuple[Walk, Hashable]:
+    raise AssertionError(f"microbatch {m} of steps that are over")
+
 
 def tokens_walk(
-    flow: NativeFlow, ids_T: Tensor, context: Context, points: Points, every: bool = False
+    flow: NativeFlow,
+    ids_T: Tensor,
+    context: Context,
+    points: Points,
+    m: int = 0,
+    every: bool = False,
 ) -> ChainWalk:
-    """A step's way through the stages. Its end is logits_NV of the last token of each sequence, or
-    logits_TV of every token; of ends that all share h_ND, of which every worker makes a part of
-    them."""
+    """A microbatch's way through the stages. Its end is logits_NV of the last token of each
+    sequence, or logits_TV of every token; of ends that all share h_ND, of which every worker makes
+    a part of them."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
-        way, held = points.way(0), points.held(0)
+        way, held = points.way(m), points.held(m)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
         ends = Edges(rows, way)
     chain = [partial(_first, model, rows, context)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +19,11 @@ from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan
 from outsize.runtime.checks import check, check_rate, check_same, check_weight, check_world
 from outsize.runtime.engine import Engine, Loaded, Ran
-from outsize.runtime.flow import Flow, Walk
+from outsize.runtime.flow import Flow
 from outsize.runtime.generating import Generated as Generated
 from outsize.runtime.generating import TokenSteps, native
 from outsize.runtime.method import Method, method_of
+from outsize.runtime.microbatches import Carried
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import ALONE, Here, Recipe
 from outsize.runtime.report import Report as Report
@@ -34,7 +35,7 @@ from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.runtime.totals import Totals
 from outsize.runtime.watch import Watch
 from outsize.schedule import Kind, Schedule, prove
-from outsize.schedule.programs import evaluate, generating
+from outsize.schedule.programs import evaluate, generating, most_groups
 
 
 class Job(Stateful):
@@ -184,14 +185,17 @@ class Job(Stateful):
     def tokens(self) -> TokenSteps:
         """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
 
-        def begin(walk: Walk, shapes: Hashable) -> None:
+        def begin(begun: Carried) -> None:
             self.method.settle()
-            self.method.microbatches.carry(walk, shapes)
+            self.method.microbatches.carry(begun)
 
-        def playable(kind: Kind) -> Loaded:
-            return self.playable(generating(self.placement, kind))
+        def playable(kind: Kind, groups: int, steps: int) -> Loaded:
+            return self.playable(generating(self.placement, kind, groups, steps))
 
-        return TokenSteps(native(self.flow), self.engine, self.method.sample, playable, begin)
+        return TokenSteps(
+            native(self.flow), self.engine, self.method.sample, playable, begin,
+            most_groups(self.placement),
+        )  # fmt: skip
 
     def generate(
         self,

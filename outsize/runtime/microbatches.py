@@ -17,6 +17,8 @@ from outsize.runtime.spill import Spill
 from outsize.runtime.watch import Watch
 from outsize.torch_private import tree_leaves
 
+# By microbatch its walk, and what tells messages of other shapes apart.
+Carried = Callable[[int], tuple[Walk, Hashable]]
 SpillOf = Callable[[int, int], Spill | None]  # by stage and microbatch
 
 
@@ -58,16 +60,17 @@ class Microbatches:
         self.loss: Tensor | None = None  # the sum of a step's
         self.losses: dict[int, Tensor] = {}  # of an evaluation's microbatches
         self._shapes.clear()
+        self._carried: Carried | None = None
         if ledger is not None:
             with ledger.kind("data"):
                 for tensor in tensors_of(batch):
                     if self._device is None or not comes(tensor, self._device):
                         ledger.see(tensor)
 
-    def carry(self, walk: Walk, shapes: Hashable) -> None:
-        """Set out on a walk of the caller's own, the only one. shapes: see `shapes`."""
+    def carry(self, begun: Carried) -> None:
+        """Set out on walks of the caller's own, each made when it begins."""
         self.ready(None, (), 1.0)
-        self.under_way[0], self._shapes[0] = walk, shapes
+        self._carried = begun
 
     def begin(self, points: Points) -> None:
         """A list of actions on them begins."""
@@ -88,6 +91,9 @@ class Microbatches:
 
     def _begun(self, m: int) -> Walk:
         points, flow = self._points, self.flow
+        if self._carried is not None:
+            self.under_way[m], self._shapes[m] = self._carried(m)
+            return self.under_way[m]
         if self._device is None:
             with self._watch.kind("data"):
                 self.bring(m, self.part(m))

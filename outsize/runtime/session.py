@@ -92,7 +92,9 @@ class Session:
         self.seconds: dict[Kind, list[float]] = {}
         self.peak = self._weights = 0
         self._playable = playable
-        self.steps = TokenSteps(flow, self.engine, sample, playable, microbatches.carry)
+        self.steps = TokenSteps(
+            flow, self.engine, sample, lambda kind, *_: playable(kind), microbatches.carry
+        )
         self.forget()
 
     def fill(self) -> float:

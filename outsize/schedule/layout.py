@@ -113,17 +113,17 @@ class Placement:
         """Whether gradients of a segment need a place on their tier."""
         return self.chunks.stage_of[segment] in self._leaving
 
-    def evaluation(self, microbatches: int, kind: Kind = Kind.FORWARD) -> Schedule:
-        """So many microbatches forward, through the same rooms."""
-        made = self._forward(microbatches, kind)
+    def evaluation(self, microbatches: int, kind: Kind = Kind.FORWARD, groups: int = 0) -> Schedule:
+        """So many microbatches forward, through the same rooms. groups: as `forwards` has them."""
+        made = self._forward(microbatches, kind, groups)
         return self.copying(made) if kind is Kind.FORWARD else made
 
-    def _forward(self, microbatches: int, kind: Kind) -> Schedule:
+    def _forward(self, microbatches: int, kind: Kind, groups: int) -> Schedule:
         spare = replace(self.items.residency, spills=frozenset())
         stages, stream = len(self.plan.stages), self.plan.stream
         if self.chunks.pipelining is not None:
             line, turn = self.chunks.pipelining, self.chunks.turn
-            base, moves = forwards(line, turn, microbatches, kind)
+            base, moves = forwards(line, turn, microbatches, kind, groups)
             return placed(streamed(base, spare, self.rooms, stream), moves)
         base = replace(compile_forward(stages, microbatches, kind), first=stages)
         ends = ends_of(self.plan.pipeline)

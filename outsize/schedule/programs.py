@@ -61,17 +61,33 @@ def evaluate(placement: Placement, microbatches: int, others: Sequence[Placement
     return program_of(placement, lambda here: here.evaluation(microbatches), True, others)
 
 
-def generate(placement: Placement, kind: Kind) -> Program:
-    """What every worker does in a step of generation: PREFILL of prompts or DECODE of a token of
-    each sequence through the stages, and SAMPLE of the next ones."""
-    return program_of(placement, lambda here: sampled(here.evaluation(1, kind)), evaluating=True)
+def generate(placement: Placement, kind: Kind, groups: int = 1, steps: int = 1) -> Program:
+    """What every worker does in steps of generation: PREFILL of prompts or DECODE of a token of
+    each sequence through the stages, and SAMPLE of the next ones. groups: microbatches into which
+    the sequences of a step fall."""
+
+    def list_of(here: Placement) -> Schedule:
+        if groups * steps == 1:
+            return sampled(here.evaluation(1, kind))
+        return here.evaluation(groups * steps, kind, groups)
+
+    return program_of(placement, list_of, evaluating=True)
 
 
-def generating(placement: Placement, kind: Kind) -> Schedule:
-    """This worker's list of such a step, proved with those of all others."""
-    program = generate(placement, kind)
+def generating(placement: Placement, kind: Kind, groups: int = 1, steps: int = 1) -> Schedule:
+    """This worker's list of such steps, proved with those of all others."""
+    program = generate(placement, kind, groups, steps)
     prove(program)
     return program.own
+
+
+def most_groups(placement: Placement) -> int:
+    """Into how many microbatches the sequences of a step may fall: as many as keep all stages of a
+    pipeline at work; one where weights would pass through the pool for each, or ends are cut."""
+    line = placement.chunks.pipelining
+    if line is None or line.coarse.schedule.ends is not None or placement.rooms:
+        return 1
+    return len(line.coarse.placement.routes[0])
 
 
 def drawer(placement: Placement) -> int:

@@ -22,7 +22,8 @@ class Schedule:
     stages that are updated without gradients, before their FORWARDs. cuts: the stages at which a
     group begins that learns by a loss of its own: no gradient leaves it there, and it has a NORM of
     its own, when the group before it has been updated. copies: each microbatch comes to the device
-    by a COPY, before anything else is done of it.
+    by a COPY, before anything else is done of it. again: so many microbatches have all rows, and
+    each that follows goes on from the tokens that SAMPLE of the one so many before it has drawn.
     """
 
     stages: int
@@ -37,6 +38,7 @@ class Schedule:
     ahead: frozenset[int] = frozenset()
     cuts: frozenset[int] = frozenset()
     copies: bool = False
+    again: int = 0
 
     @property
     def loses(self) -> int:

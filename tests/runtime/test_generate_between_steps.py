@@ -29,12 +29,12 @@ from outsize.parallel.execution import execution_of
 from outsize.plan import Local, Pipelined, Plan, Stream, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
-from outsize.runtime.generating import Generated
+from outsize.runtime.generating import STEPS, Generated
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.forwards import Zeroth
 from outsize.schedule import Kind, Program, State, prove
-from outsize.schedule.action import WHOLE
+from outsize.schedule.action import WHOLE, Action
 from outsize.schedule.programs import generate
 from outsize.simulate.tokens import needs, resident
 
@@ -241,6 +241,60 @@ def test_ends_samplings_and_refusals() -> None:
         job.close()
 
 
+PIPED = {
+    "1f1b": plan_on(PIPE, pipeline=F1B1),
+    "there and back": PLANS["there and back"],
+    "three stages, copies": plan_on(Mesh(data=2, pipeline=3), pipeline=F1B1),
+    "tensor": PLANS["tensor, pipeline"],
+}
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_groups_of_prompts_on_a_pipeline(name: str) -> None:
+    """As many as keep its stages at work, long prompts and short ones; more tokens than one list
+    has steps, and ends on the way."""
+    plan, new = PIPED[name], 2 * STEPS + 2
+    prompts = [tuple((i * j + 3 * i + 1) % VOCAB for j in range(1 + 3 * i)) for i in range(5)]
+    samplings = [Sampling(0.9, 20, 0.9, seed=i) for i in range(5)]
+    plain = generate_many(model(FIRST), prompts, new, samplings)
+    stop = plain[1][STEPS + 2]
+
+    def run(world: World) -> Any:
+        mine = model(FIRST)
+        cuts = divide(mine, world, plan)
+        flow = NativeFlow(mine, plan, execution=execution_of(plan.mesh, world))
+        job = Job(flow, plan, Recipe(AdamW()), Here(world), cuts=cuts)
+        found = [job.generate(prompts, new, samplings, ends) for ends in ((), (stop,))]
+        lists = {key[1:] for key in job.tokens.lists}
+        job.close()
+        return [[each.tokens for each in some] for some in found], lists
+
+    for (whole, ended), lists in play(plan.mesh, run):
+        assert whole == plain
+        assert ended == [t[: t.index(stop) + 1] if stop in t else t for t in plain]
+        groups = min(5, 4 if name == "there and back" else plan.mesh.pipeline)
+        assert {(groups, 1), (groups, STEPS)} <= lists
+
+
+def test_a_program_of_groups_that_goes_on_too_early_is_refused() -> None:
+    program = programs(PIPED["1f1b"], Kind.DECODE, 2, 3)
+    prove(program)
+    first, last = program.worker(0), program.worker(1)
+    sample = Action(Kind.SAMPLE, microbatch=0)
+    for worker, mine, reason in (
+        (0, [a for a in first.workers[0] if a != sample], "comes before SAMPLE of microbatch 0"),
+        (
+            0,
+            [*(a for a in first.workers[0] if a != sample), sample],
+            "comes before SAMPLE",
+        ),
+        (1, [sample, *(a for a in last.workers[0] if a != sample)], "the last stage's logits"),
+    ):
+        changed = replace(program.worker(worker), workers=(tuple(mine),))
+        with pytest.raises(OutsizeError, match=reason):
+            prove(program.changed(worker, changed))
+
+
 def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
     """All workers' lists are proved together, before anything runs."""
     program = programs(PLANS["pipeline, from a disk"], Kind.PREFILL)
@@ -258,7 +312,7 @@ def test_a_program_whose_worker_leaves_something_out_is_refused() -> None:
             prove(program.changed(1, replace(other, workers=(kept,))))
 
 
-def programs(plan: Plan, kind: Kind) -> Program:
+def programs(plan: Plan, kind: Kind, groups: int = 1, steps: int = 1) -> Program:
     """Of the job of the first worker."""
 
     def run(world: World) -> Program:
@@ -267,7 +321,7 @@ def programs(plan: Plan, kind: Kind) -> Program:
             flow, cuts = NativeFlow(mine, plan), divide(mine, world, plan)
             job = Job(flow, plan, Recipe(AdamW()), Here(world, stores=stores), cuts=cuts)
             job.close()
-        return generate(job.placement, kind)
+        return generate(job.placement, kind, groups, steps)
 
     found: list[Program] = play(plan.mesh, run)
     return found[0]

@@ -32,20 +32,30 @@ class Sample:
         self, logits: Logits, draws: bool = True, tell: Callable[[Tensor], Tensor] = untold
     ) -> None:
         self._logits, self._here, self._tell = logits, draws, tell
-        self._draws: Sequence[Draw] = ()
         self._drawn = list[Drawn]()
+        self._draws: Callable[[int], Sequence[Draw]] = lambda m: ()
+        self._take: Callable[[int, list[Drawn]], None] = self._book
         self._form: Tensor | None = None
         self.given: Tensor | None = None
 
     def ready(self, draws: Sequence[Draw], form: Tensor | None = None) -> None:
         """Set out on a step: what it is to draw, the same on every worker. form: the logits
         themselves are asked for, which look like this, on meta."""
-        self._draws, self._form = draws, form
+        self._draws, self._take, self._form = lambda m: draws, self._book, form
+
+    def ready_by(
+        self, draws: Callable[[int], Sequence[Draw]], take: Callable[[int, list[Drawn]], None]
+    ) -> None:
+        """The same of several microbatches, each asked about when it is there."""
+        self._draws, self._take, self._form = draws, take, None
 
     def taken(self) -> list[Drawn]:
         """What the step has drawn."""
         taken, self._drawn = self._drawn, []
         return taken
+
+    def _book(self, m: int, drawn: list[Drawn]) -> None:
+        self._drawn += drawn
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         return Deed(partial(self._run, action.microbatch))
@@ -57,7 +67,7 @@ class Sample:
         self._drawn = []
 
     def _run(self, m: int) -> None:
-        logits_NV, draws = self._logits(m), self._draws
+        logits_NV, draws = self._logits(m), self._draws(m)
         if self._form is not None:
             made = logits_NV if self._here else torch.empty_like(self._form, device="cpu")
             assert made is not None, "who draws has the last stage"
@@ -69,4 +79,4 @@ class Sample:
             assert logits_NV is not None, "who draws has the last stage"
             mine = [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
         told = self._tell(torch.tensor(mine, dtype=torch.float64))  # ids are exact in it
-        self._drawn = [Drawn(int(token), logprob) for token, logprob in told.tolist()]
+        self._take(m, [Drawn(int(token), logprob) for token, logprob in told.tolist()])

@@ -11,30 +11,41 @@ from outsize.schedule.role import Role
 from outsize.schedule.schedule import Schedule
 
 _AHEAD = 2  # turns before its first stage's at which a microbatch's embedding is made
-_ENTER, _LEAVE = -2, -1  # the ends of a path at which a turn of an evaluation is
+_ENTER, _LEAVE, _DRAW = -2, -1, -3  # the ends of a path at which a turn of an evaluation is
 _Turn = tuple[list[Action], list[Action], list[Action]]  # moves before, actions, moves behind
 
 
 def forwards(
-    line: Pipelining, worker: int, microbatches: int, kind: Kind = Kind.FORWARD
+    line: Pipelining,
+    worker: int,
+    microbatches: int,
+    kind: Kind = Kind.FORWARD,
+    groups: int = 0,
 ) -> tuple[Schedule, list[Placed]]:
     """So many microbatches forward, one behind the other through the stages, and what is sent and
     received behind how many actions.
 
     Every worker's list is a part of one order of everything, in which each tensor is received right
     behind its sending: so it can run, however few may be under way. Of ends that are cut, the first
-    layer is made ahead, and the last a turn behind the last stage.
+    layer is made ahead, and the last a turn behind the last stage. groups: so many microbatches
+    have all rows, and each that follows goes on from what SAMPLE draws at the end of the one so
+    many before it; 0: nothing is drawn.
     """
     route, turns = line.coarse.placement.routes[0], list[tuple[int, int, int, int]]()
     ends = line.coarse.schedule.ends
     for m in range(microbatches):
-        turns += ((m + p, -p, m, p) for p in range(len(route)))
+        start = m // groups * max(groups, len(route)) + m % groups if groups else m
+        turns += ((start + p, -p, m, p) for p in range(len(route)))
+        if groups:
+            turns.append((start + len(route) - 1, 1, m, _DRAW))
         if ends is not None:
             turns += [(m - _AHEAD, 0, m, _ENTER), (m + len(route), 1, m, _LEAVE)]
     actions, moves = list[Action](), list[Placed]()
     for _, _, m, part in sorted(turns):
         if part >= 0:
             before, more, behind = _stage(line, worker, m, part, kind)
+        elif part == _DRAW:
+            before, more, behind = [], [Action(Kind.SAMPLE, microbatch=m)], []
         elif ends is not None:
             before, more, behind = _passes(line, ends, worker, m, part)
         moves += ((len(actions), move) for move in before)
@@ -43,7 +54,10 @@ def forwards(
     plays = frozenset((a.stage, a.microbatch) for a in actions if a.kind.way)
     role = Role(plays, line.role(worker).holds, (), line.others(worker))
     stages = len(line.uses)
-    made = Schedule(stages, microbatches, (tuple(actions),), first=stages, ends=ends, role=role)
+    made = Schedule(
+        stages, microbatches, (tuple(actions),), first=stages, ends=ends, role=role,
+        again=groups if groups < microbatches else 0,
+    )  # fmt: skip
     return made, moves
 
 

@@ -94,6 +94,9 @@ class Alone:
             b = self.schedule.before(s, m)
             if b >= 0 and not (self._went(b, m) or self._had(State.ACTIVATIONS, b, m)):
                 return f"its input, the output of stage {b}, was not produced"
+            earlier = m - self.schedule.again
+            if 0 <= earlier < m and not self._has(Kind.SAMPLE, WHOLE, earlier):
+                return f"comes before SAMPLE of microbatch {earlier}, whose rows it has"
             if self._normed(s):
                 return "comes after NORM, which has summed the gradients already"
             if s in self.schedule.ahead and not self._has(Kind.UPDATE, s):
