@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -31,7 +32,8 @@ class Lanes:
         weakref.finalize(self, _end, self._queues)  # nobody may have closed the job
 
     def give(self, lane: Lane, work: Work) -> None:
-        """Have work done by a lane, behind what it was given before."""
+        """Have work done by a lane, behind what it was given before, and behind what the calling
+        thread has handed out: room may be made of what that still reads."""
         if lane not in self._queues:
             given: _Queue = queue.SimpleQueue()
             arguments = (given, accelerator.stream(self._device))
@@ -39,7 +41,8 @@ class Lanes:
                 target=_serve, args=arguments, daemon=True, name=f"lane {lane}"
             ).start()
             self._queues[lane] = given
-        self._queues[lane].put(work)
+        mark = accelerator.mark(self._device)
+        self._queues[lane].put(work if mark is None else partial(_behind, mark, self._device, work))
 
     def finish(self, lanes: Iterable[Lane], faulty: bool) -> None:
         """Wait until lanes have done what they were given. After a fault nothing may ever come from
@@ -63,6 +66,11 @@ def _end(queues: dict[Lane, _Queue]) -> None:
     queues.clear()
 
 
+def _behind(mark: torch.Event, device: torch.device, work: Work) -> None:
+    accelerator.follow(mark, device)
+    work()
+
+
 def _serve(given: _Queue, stream: torch.Stream | None) -> None:
     """A lane's thread. It holds nothing between one thing that it does and the next."""
     with torch.no_grad(), accelerator.on(stream):
@@ -78,15 +86,12 @@ class Board:
         self._done = bytearray(count)
         self._marks: dict[int, torch.Event] = {}
         self._device = device
-        self._begun = accelerator.mark(device)
         self._changed = threading.Condition()
         self.fault: BaseException | None = None
 
     def wait(self, places: Iterable[int]) -> None:
-        """Wait until actions have ended: the host, and the stream of the calling thread, which also
-        comes behind all that its device was given before the list: room may be made of what that
-        still reads. Raises the fault of whichever lane had one."""
-        accelerator.follow(self._begun, self._device)
+        """Wait until actions have ended: the host, and the stream of the calling thread. Raises the
+        fault of whichever lane had one."""
         for place in places:
             if not self._done[place]:
                 with self._changed:

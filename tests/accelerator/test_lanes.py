@@ -44,3 +44,26 @@ def _by_a_courier(device: torch.device) -> list[float]:
         x.mul_(2)
         courier.send(lambda: x.add_(1), device).wait()
     return x.tolist()
+
+
+def test_a_lane_comes_behind_what_its_room_was_made_of():
+    """What goes between the list's begin and the lane's work is filled with NaN behind both."""
+    for order in strict.ORDERS:
+        strict.start(*order)
+        assert _into_a_room_of_what_goes(torch.device("strict", 0)) == [1.0] * 1000, order
+
+
+def _into_a_room_of_what_goes(device: torch.device) -> list[float]:
+    lanes, board, old = Lanes(device), Board(1, device), torch.ones(1000, device=device)
+    del old
+    room = torch.empty(1000, device=device)
+
+    def work() -> None:
+        board.wait(())
+        room.fill_(1)
+        board.end(0)
+
+    lanes.give(Lane.COPY, work)
+    board.wait((0,))
+    lanes.close()
+    return (room * 1).tolist()
