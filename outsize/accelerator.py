@@ -86,12 +86,13 @@ def settle(device: torch.device) -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def limit(device: torch.device, nbytes: int) -> None:
-    """Refuse allocations above nbytes, where the device's allocator can."""
-    whole = torch.accelerator.get_memory_info(device)[1]
-    set_part = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
-    if set_part is not None:
-        set_part(min(1.0, nbytes / whole), device)
+def grain(device: torch.device) -> int:
+    """Bytes of which the device's allocator gives, and counts, whole multiples."""
+    if not queues(device):
+        return 1
+    before = torch.accelerator.memory_allocated(device)
+    one = torch.empty(1, dtype=torch.uint8, device=device)
+    return max(one.nbytes, torch.accelerator.memory_allocated(device) - before)
 
 
 def registers() -> bool:

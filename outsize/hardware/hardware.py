@@ -113,7 +113,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Device:
-    """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...)."""
+    """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...). grain:
+    bytes of which its allocator gives whole multiples."""
 
     name: str
     kind: Literal["cpu", "gpu"]
@@ -124,8 +125,10 @@ class Device:
     visible: Rate | None = None  # bytes that a process sees, where known: what may be planned with
     measured: Measured = field(default_factory=Measured)
     note: str = ""
+    grain: int = 1
 
     def __post_init__(self) -> None:
+        _positive(f"device {self.name}: grain", self.grain, "B")
         _positive(f"device {self.name}: count", self.count, "count")
         _unit(f"device {self.name}: memory", self.memory, "B")
         _unit(f"device {self.name}: bandwidth", self.bandwidth, "B/s")

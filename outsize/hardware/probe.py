@@ -192,8 +192,9 @@ def _refreshed(hardware: Hardware, target: torch.device, directory: str | Path) 
     )
     (device,) = hardware.devices
     seen = replace(device.memory, value=float(total))
+    device = replace(device, memory=seen, visible=seen, grain=accelerator.grain(target))
     return replace(
         hardware,
-        devices=(replace(device, memory=seen, visible=seen),),
+        devices=(device,),
         tiers=tuple(replace(tier, bytes=sizes[tier.name]) for tier in hardware.tiers),
     )

@@ -7,7 +7,8 @@ apart by what the allocator held before and after they were made; the rest is ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -15,21 +16,30 @@ import torch
 from torch import Tensor
 
 from outsize import accelerator
-from outsize.memory.ledger import KINDS, Ledger, OverBudget
+from outsize.memory.ledger import KINDS, Ledger, OverBudget, in_grains
+from outsize.torch_private import storage_key
 
 _HELD = ("parameters", "gradients", "master", "optimizer", "window")
 
 
 class AllocatorLedger:
     """Counts live bytes of an accelerator as a `Ledger` does, by PyTorch's caching allocator. What
-    that held before the ledger was made counts as nobody's."""
+    that held before the ledger was made counts as nobody's, but for `own` tensors.
 
-    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+    budget: of bytes in tensors, which are foretold. What the allocator keeps beside them depends on
+    all that came before; it gives that back before it refuses. So an action that was over its
+    budget raises when it has ended."""
+
+    def __init__(
+        self, device: torch.device, budget: int | None = None, own: Iterable[Tensor] = ()
+    ) -> None:
         self.budget, self._device = budget, device
-        self._before = torch.accelerator.memory_allocated(device)
+        gc.collect()  # tensors of rings of objects that are done would count, and then go
+        storages = (x.untyped_storage() for x in own if x.device == device)
+        sizes = {storage_key(each): each.nbytes() for each in storages}
+        mine = sum(in_grains(size, accelerator.grain(device)) for size in sizes.values())
+        self._before = torch.accelerator.memory_allocated(device) - mine
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
-        if budget is not None:
-            accelerator.limit(device, budget)
 
     @property
     def total(self) -> int:
@@ -69,6 +79,8 @@ class AllocatorLedger:
     def settle(self) -> None:
         held = sum(self.live[kind] for kind in _HELD)
         self.live["activations"], self.live["workspace"] = self.total - held, 0
+        if self.budget is not None and (peak := self.peak) > self.budget:
+            raise OverBudget("memory", peak - self.total, self.total, self.budget)
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
@@ -77,8 +89,12 @@ class AllocatorLedger:
 Meter = Ledger | AllocatorLedger  # what counts live bytes of the device tier while entered
 
 
-def meter(device: torch.device | str, budget: int | None = None) -> Meter:
-    """What counts bytes on a device: an accelerator's allocator, the dispatcher elsewhere."""
+def meter(
+    device: torch.device | str, budget: int | None = None, own: Iterable[Tensor] = ()
+) -> Meter:
+    """What counts bytes on a device: an accelerator's allocator, the dispatcher elsewhere. own:
+    tensors that the work will replace by its own."""
     device = torch.device(device)
-    own = accelerator.queues(device)
-    return AllocatorLedger(device, budget) if own else Ledger(budget, device.type)
+    if not accelerator.queues(device):
+        return Ledger(budget, device.type)
+    return AllocatorLedger(device, budget, own)

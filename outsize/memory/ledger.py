@@ -32,6 +32,11 @@ KINDS = (
 HOST = "host"  # what is made as this kind is in no device's memory, wherever it seems to be
 
 
+def in_grains(nbytes: int, grain: int) -> int:
+    """Bytes as an allocator gives them, in whole multiples of its grain."""
+    return -(-nbytes // grain) * grain
+
+
 class OverBudget(OutsizeError):
     """The device tier would hold more than its budget."""
 
@@ -66,10 +71,12 @@ class Ledger:
     """Counts live bytes on one device while entered.
 
     budget: bytes the device tier may hold, or None. device: tensors elsewhere are not counted.
+    grain: bytes of which a storage takes whole multiples.
     """
 
-    def __init__(self, budget: int | None = None, device: str = "cpu") -> None:
+    def __init__(self, budget: int | None = None, device: str = "cpu", grain: int = 1) -> None:
         self.budget, self.device = budget, torch.device(device).type
+        self.grain = grain
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.total = 0
         self.peak = 0  # highest total since reset_peak
@@ -106,7 +113,7 @@ class Ledger:
         if tensor.device.type != self.device or self._kind == HOST:
             return
         storage = tensor.untyped_storage()
-        key, size = storage_key(storage), storage.nbytes()
+        key, size = storage_key(storage), in_grains(storage.nbytes(), self.grain)
         held = self._held.get(key)
         if held is not None:
             if held[1] != size:

@@ -86,7 +86,7 @@ def predict(
         return forecaster_of(config, asked, hardware).forecast(plan)
     found = []
     for bounds in layouts(request):
-        costs = rehearse(plan, *native_makers(config, request, bounds))
+        costs = rehearse(plan, *native_makers(config, request, bounds), ledger_of=request.ledger)
         facts = known_of(request, costs.facts)
         found.append(replace(costs, facts=facts))
     return composed(plan, found, hardware)

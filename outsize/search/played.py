@@ -23,7 +23,7 @@ def predict(
 ) -> Forecast:
     """The forecast of a plan, with the costliest layout of documents."""
     makers = (native_makers(config, request, bounds) for bounds in layouts(request))
-    made = (predicted(plan, *both, hardware, request.filling) for both in makers)
+    made = (predicted(plan, *both, hardware, request.filling, request.ledger()) for both in makers)
     return max(made, key=lambda one: one.peak)
 
 

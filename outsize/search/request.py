@@ -52,7 +52,8 @@ class PlanRequest(Extended):
     Recipe has them. tiled: whether a block's tokens can be computed in parts, as those of
     somebody's own module cannot. few: microbatches are as said, even if there are more workers.
     settings: those of plans that are fixed. apart: the device has memory of its own, to which
-    microbatches are copied.
+    microbatches are copied. kind: of device, whose operators are rehearsed; grain: bytes of which
+    it gives whole multiples.
     """
 
     rows: int
@@ -82,6 +83,8 @@ class PlanRequest(Extended):
     tiled: bool = True
     few: bool = False
     apart: bool = False
+    kind: str = "cpu"
+    grain: int = 1
     settings: Settings = NONE
 
     @property
@@ -94,6 +97,10 @@ class PlanRequest(Extended):
     def recipe(self) -> Recipe:
         """How the job trains that is planned."""
         return Recipe(self.optimizer, self.clip, techniques=self.techniques)
+
+    def ledger(self) -> Ledger:
+        """Counts what a rehearsal holds."""
+        return Ledger(device=self.kind, grain=self.grain)
 
     def noise(self) -> Noise | None:
         """That of a batch that is predicted."""
@@ -135,7 +142,9 @@ def native_makers(
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line, apart=request.apart)
-        return make_job(NativeModel(Decoder(config)), plan, request.recipe, here)
+        with torch.device(request.kind):
+            model = Decoder(config)
+        return make_job(NativeModel(model), plan, request.recipe, here)
 
     return job_of, lambda rows: request.batch(rows, bounds)
 
@@ -158,14 +167,14 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
     with FakeTensorMode():
-        facts = facts_of(job_of(plan, Ledger()))
+        facts = facts_of(job_of(plan, request.ledger()))
     return known_of(request, facts)
 
 
 def known_of(request: PlanRequest, facts: Facts) -> Facts:
     """Facts of a model with what a request knows beside it."""
     host = memories(request)
-    return replace(facts, host=host, filling=request.filling)
+    return replace(facts, host=host, filling=request.filling, grain=request.grain)
 
 
 def memories(request: PlanRequest) -> frozenset[str]:
@@ -203,5 +212,5 @@ class Forecaster:
         key = (bare(chosen.plan), chosen.config.layers, bounds, splits)
         if key not in self._known:
             makers = native_makers(chosen.config, self.request, bounds)
-            self._known[key] = rehearse(chosen.plan, *makers, splits)
+            self._known[key] = rehearse(chosen.plan, *makers, splits, self.request.ledger)
         return self._known[key]

@@ -55,7 +55,8 @@ class Facts:
     whose parameters it reads, what the optimizer keeps of those that it leaves to its `rest` and
     (`main`) of those that it takes itself, the tiers that are memory, and how first values come.
     frozen: the share of the layers that each step leaves alone, None where all are trained. apart:
-    the device has memory of its own, to which microbatches are copied."""
+    the device has memory of its own, to which microbatches are copied. grain: bytes of which it
+    gives whole multiples."""
 
     tables: tuple[ChunkTable, ...]
     uses: tuple[tuple[int, ...], ...]
@@ -65,6 +66,7 @@ class Facts:
     filling: Filling = OWN
     frozen: float | None = None
     apart: bool = False
+    grain: int = 1
 
     def placement(self, plan: Plan, turn: int = 0) -> Placement:
         """How a plan places the model's states on the worker of the data axis that has most of

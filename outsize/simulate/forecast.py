@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outsize.collectives.world import LAYERS
 from outsize.hardware import Device, Hardware
 from outsize.memory import Ledger
+from outsize.memory.ledger import in_grains
 from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.schedule import Action, Kind, Lane, Schedule, State, prove
@@ -160,16 +161,19 @@ class _Place:
         placement = costs.facts.placement(plan, turn)
         line = placement.chunks.pipelining
         schedule = with_in_flight(annotate(placement.schedule, costs), costs, line)
-        held, frozen = held_of(placement), costs.facts.frozen
+        facts = costs.facts
+        held, grain = held_of(placement, facts.grain), facts.grain
         static = {
             "data": costs.data,
-            "window": placement.pool,
-            "activations": absent(placement.chunks),
+            "window": in_grains(placement.pool, grain),
+            "activations": absent(placement.chunks, grain),
         }
         for kinds in held:
             for kind, count in kinds.items():
                 static[kind] = static.get(kind, 0) + count
-        static["optimizer"] = static.get("optimizer", 0) + (more := copied(placement, frozen))
+        static["optimizer"] = static.get("optimizer", 0) + (
+            more := copied(placement, facts.frozen, grain)
+        )
         static = {kind: count for kind, count in static.items() if count}
         prove(schedule, static=sum(static.values()))
         rank = placement.chunks.index * plan.mesh.stride("data")
@@ -199,6 +203,7 @@ class _Place:
         """Bytes by kind while the first values are written, where that takes any."""
         beside = starting(self.placement, costs.facts.filling)
         kinds = {k: n for k, n in self._between.items() if k not in ("data", "activations")}
+        beside = in_grains(beside, costs.facts.grain)
         return {**kinds, "workspace": beside} if beside else {}
 
     def forecast(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> RankForecast:

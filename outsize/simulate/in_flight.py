@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outsize.collectives.channel import LIMIT
+from outsize.memory.ledger import in_grains
 from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.pipelined import Pipelining, peer
@@ -18,10 +19,11 @@ _ACTIVATIONS = "device/activations"
 Extra = dict[int, list[tuple[str, int]]]  # by place in the list
 
 
-def absent(chunks: Chunks) -> int:
+def absent(chunks: Chunks, grain: int = 1) -> int:
     """Bytes of the parameters that other workers have: one number each, which has their shape."""
     return sum(
-        len(table.slots) * next(dtype for _, dtype in chunks.kept.states(table)).itemsize
+        len(table.slots)
+        * in_grains(next(dtype for _, dtype in chunks.kept.states(table)).itemsize, grain)
         for table in chunks.every
         if chunks.turn not in chunks.holders(table)
     )

@@ -36,9 +36,10 @@ def predicted(
     batch_of: Callable[[int], object],
     hardware: Hardware,
     filling: Filling,
+    ledger: Ledger,
 ) -> Forecast:
-    """What a plan will hold and take. job_of, batch_of: called in a fake mode."""
-    ledger = Ledger()
+    """What a plan will hold and take. job_of, batch_of: called in a fake mode; ledger: counts what
+    they make."""
     with FakeTensorMode():
         job = job_of(plan, ledger)
         static = {kind: count for kind, count in ledger.live.items() if count}
@@ -60,9 +61,10 @@ def predicted(
     if sum(begun.values()) > peak:
         peak, kinds = sum(begun.values()), begun
     return Forecast(
-        plan, schedule, static, segments_of(job, schedule), max(peak, evaluation), kinds,
-        trace.span(), sum(cost.work.flops() for cost in costs if cost), trace, below(placement, {}),
-        sum(table.numel for table in placement.chunks.tables), evaluation=evaluation,
+        plan, schedule, static, segments_of(job, schedule, ledger.grain), max(peak, evaluation),
+        kinds, trace.span(), sum(cost.work.flops() for cost in costs if cost), trace,
+        below(placement, {}), sum(table.numel for table in placement.chunks.tables),
+        evaluation=evaluation,
     )  # fmt: skip
 
 
@@ -100,9 +102,9 @@ def highest(engine: Engine, program: Loaded, ledger: Ledger) -> int:
         return max(engine.alone(step).peak for step in program.steps)
 
 
-def segments_of(job: Job, schedule: Schedule) -> Named:
+def segments_of(job: Job, schedule: Schedule, grain: int = 1) -> Named:
     """By segment its static bytes, what a microbatch keeps of it and its costliest workspace."""
-    made = held_of(job.placement)
+    made = held_of(job.placement, grain)
     for action in schedule.workers[0]:
         if action.lane is not Lane.COMPUTE or action.kind is Kind.NORM:
             continue

@@ -35,13 +35,15 @@ def rehearse(
     job_of: Callable[[Plan, Ledger], Job],
     batch_of: Callable[[int], object],
     splits: tuple[bool, ...] | None = None,
+    ledger_of: Callable[[], Ledger] = Ledger,
 ) -> Costs:
     """Costs of a plan's actions.
 
     job_of makes the job inside a fake mode with the ledger given; batch_of(rows) a batch of rows,
     called for all that a worker has of a step: they are there throughout, though one microbatch of
     them is played.
-    splits: `splits_of` the plan for which this one stands.
+    splits: `splits_of` the plan for which this one stands. ledger_of: what counts, as the device
+    does that the job is made for.
     """
     splits = splits_of(plan) if splits is None else splits
     own, rows = plan.rows_at(0)[1], plan.microbatch_size
@@ -51,7 +53,8 @@ def rehearse(
     with FakeTensorMode():
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
-            job, data, ledger = _rehearsed(alone, own, job_of, batch_of, line, whole)
+            ledger = ledger_of()
+            job, data = _rehearsed(alone, own, job_of, batch_of, line, whole, ledger)
             if not whole.evaluated:
                 _evaluate(job, batch_of(rows), ledger, whole, line)
             job.close()
@@ -59,7 +62,7 @@ def rehearse(
             facts = facts_of(job)
             if left:
                 fewer = replace(alone, rows=left * one.mesh.rows, microbatch_rows=left)
-                _rehearsed(fewer, own, job_of, batch_of, line, short)[0].close()
+                _rehearsed(fewer, own, job_of, batch_of, line, short, ledger_of())[0].close()
     return Costs(
         data, whole.actions, names, facts, short.actions, plan.microbatches - 1, whole.begun,
         short.begun, whole.earlier, whole.forward, whole.evaluated,
@@ -107,10 +110,10 @@ def _rehearsed(
     batch_of: Callable[[int], object],
     line: bool,
     played: _Played,
-) -> tuple[Job, int, Ledger]:
-    """The job of a plan of one microbatch, the bytes of a batch of `rows` rows, and what counted
-    them; its costs go into `played`. line: for workers of a pipeline."""
-    ledger = Ledger()
+    ledger: Ledger,
+) -> tuple[Job, int]:
+    """The job of a plan of one microbatch and the bytes of a batch of `rows` rows, counted by
+    `ledger`; its costs go into `played`. line: for workers of a pipeline."""
     job = job_of(plan, ledger)
     left = _all_leave(job.schedule)
     program = job.playable(_weights_last(left) if line else left)
@@ -122,7 +125,7 @@ def _rehearsed(
         if line:
             _begin(job, ledger, played)
         _play(job, program, ledger, played, line)
-    return job, data, ledger
+    return job, data
 
 
 def _copied(job: Job, program: Loaded, ledger: Ledger) -> dict[Moved, ActionCost]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from outsize.memory import KINDS
 from outsize.memory.chunk import is_layer
+from outsize.memory.ledger import in_grains
 from outsize.plan import DEVICE, Plan
 from outsize.schedule import Kind, Schedule, State
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
@@ -13,19 +14,21 @@ from outsize.schedule.layout import Placement
 from outsize.simulate.costs import Costs
 
 
-def held_of(placement: Placement) -> list[dict[str, int]]:
-    """By segment, bytes by kind of the states that the device holds throughout."""
+def held_of(placement: Placement, grain: int = 1) -> list[dict[str, int]]:
+    """By segment, bytes by kind of the states that the device holds throughout. grain: of which
+    each takes whole multiples."""
     made: list[dict[str, int]] = [{} for _ in placement.chunks.uses]
     for index, table in enumerate(placement.chunks.tables):
         for what, _ in placement.chunks.held(index):
             if placement.chunks.tier(index, what) == DEVICE:
                 kind = what if what in KINDS else "optimizer"
                 mine = made[table.segment]
-                mine[kind] = mine.get(kind, 0) + placement.chunks.nbytes(index, what)
+                size = in_grains(placement.chunks.nbytes(index, what), grain)
+                mine[kind] = mine.get(kind, 0) + size
     return made
 
 
-def copied(placement: Placement, frozen: float | None) -> int:
+def copied(placement: Placement, frozen: float | None, grain: int = 1) -> int:
     """Bytes of the weights that a step copies to see how far they move, which are those of all
     layers but the share that is frozen: at most, of the largest ones."""
     if frozen is None:
@@ -35,7 +38,7 @@ def copied(placement: Placement, frozen: float | None) -> int:
         wide = dict(chunks.held(index))
         width = wide[MASTER if MASTER in wide else PARAMETERS].itemsize
         layers = [s for s in table.slots if table.trainable and is_layer(s.name, len(s.shape))]
-        sizes += [slot.numel * width for slot in layers]
+        sizes += [in_grains(slot.numel * width, grain) for slot in layers]
     return sum(sorted(sizes)[int(frozen * len(sizes)) :])
 
 

@@ -99,8 +99,13 @@ def set_up(
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
-    apart = hardware.devices[0].kind != "cpu"
-    request = replace(request_of(resolved, specs), filling=filling, apart=apart)
+    device = hardware.devices[0]
+    apart = device.kind != "cpu"
+    kind = accelerator.there() if apart else ""
+    request = replace(
+        request_of(resolved, specs), filling=filling, apart=apart, kind=kind or "cpu",
+        grain=device.grain,
+    )  # fmt: skip
     check_memory(hardware, request.budget, specs)
     check_pipeline(request, len(model.config.layers) + 2)
     given = plan if exact or plan is not None else plan_of(resolved, model.config)

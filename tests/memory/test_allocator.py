@@ -15,7 +15,6 @@ class Counting:
 
     def __init__(self, held, monkeypatch):
         self.held = self.high = held
-        self.limits = []
         for name, stands_in in (
             ("memory_allocated", lambda _: self.held),
             ("max_memory_allocated", lambda _: self.high),
@@ -23,8 +22,6 @@ class Counting:
             ("get_memory_info", lambda _: (WHOLE - self.held, WHOLE)),
         ):
             monkeypatch.setattr(torch.accelerator, name, stands_in)
-        set_part = "set_per_process_memory_fraction"
-        monkeypatch.setattr(torch.cuda, set_part, lambda part, _: self.limits.append(part * WHOLE))
 
     def take(self, count, reset=False):
         self.held += count
@@ -34,7 +31,6 @@ class Counting:
 def test_kinds_peak_and_what_was_there_before(monkeypatch):
     allocator = Counting(1000, monkeypatch)
     ledger = meter("cuda", 500)
-    assert allocator.limits == [500]
     with ledger:
         with ledger.kind("parameters"):
             allocator.take(100)
@@ -48,6 +44,17 @@ def test_kinds_peak_and_what_was_there_before(monkeypatch):
     assert ledger.live["optimizer"] == 200
     assert ledger.live["activations"] == 40
     assert (ledger.total, ledger.peak) == (340, 390)
+
+
+def test_an_action_that_was_over_its_budget_raises_at_its_end(monkeypatch):
+    allocator = Counting(1000, monkeypatch)
+    ledger = meter("cuda", 500)
+    allocator.take(500)
+    ledger.settle()
+    allocator.take(7)
+    allocator.take(-107)
+    with pytest.raises(OverBudget, match="7 bytes missing"):
+        ledger.settle()
 
 
 def test_a_device_that_runs_out_raises_as_the_dispatcher_would(monkeypatch):

@@ -71,12 +71,13 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
         job_of: Callable[[Plan, Ledger], Job],
         batch_of: Callable[[int], object],
         splits: tuple[bool, ...] | None = None,
+        ledger_of: Callable[[], Ledger] = Ledger,
     ) -> Costs:
         splits = splits_of(plan) if splits is None else splits
         step = plan.rows_at(0), plan.microbatches, bare(plan), splits
         smaller = spill.LEAST, plans.PART  # as tests make them
         key = about[job_of], step, smaller
-        return known.get(key, lambda: rehearse(plan, job_of, batch_of, splits))
+        return known.get(key, lambda: rehearse(plan, job_of, batch_of, splits, ledger_of))
 
     about: dict[object, object] = {}
     plain_facts = planner.facts_of_model

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from outsize import accelerator
 from outsize.collectives import Lone, World, along
 from outsize.collectives.joined import from_environment
 from outsize.collectives.pretend import Pretend, PretendWorld
@@ -114,7 +115,8 @@ class Preparing:
         settings = self.settings
         self.alike(lambda: self._look(batch))
         plan, below = self._planned(batch)
-        ledger = None if settings.budget is None else meter(self.device, settings.budget)
+        own, limit = self.model.parameters(), settings.budget
+        ledger = None if limit is None else meter(self.device, limit, own)
         with ExitStack() as stack:
             stores = self.alike(lambda: stack.enter_context(opened(settings.tiers, plan, below)))
             job = self._job_of(self.model, settings.blocks, plan, ledger, stores, self.world)
@@ -152,13 +154,19 @@ class Preparing:
     def _planned(self, batch: Any) -> tuple[Plan, Mapping[str, int]]:
         """The plan, and the bytes that it has below the device, by tier."""
         model, settings = self.model, self.settings
-        request = settings.request(self.handed.update, batch)
+        request = replace(
+            settings.request(self.handed.update, batch),
+            apart=accelerator.queues(self.device),
+            kind=self.device.type,
+            grain=accelerator.grain(self.device),
+        )
         segments = 2 + len(model.blocks if isinstance(model, Decoder) else settings.blocks)
         given = self.alike(lambda: settings.given_plan(request, segments))
         plan = given or next(candidates(request, segments))
 
         def rehearsed(plan: Plan) -> Costs:
-            return rehearse(plan, self._fake_job, partial(empty_like, batch))
+            fake = (self._fake_job, partial(empty_like, batch))
+            return rehearse(plan, *fake, ledger_of=request.ledger)
 
         line = balanced(plan, rehearsed, self.world, self.device)
         plan, request = replace(plan, pipeline=line), replace(request, pipeline=line)
@@ -245,7 +253,7 @@ class Rehearsals:
         key = bare(plan)
         if key not in self._known:
             made = self.rehearsed(plan)
-            self._facts = replace(made.facts, host=memories(self.request))
+            self._facts = replace(made.facts, host=memories(self.request), grain=self.request.grain)
             self._known[key] = replace(made, facts=self._facts)
         return [self._known[key]]
 
