@@ -33,6 +33,7 @@ from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, Stage
+from outsize.plan.settings import NONE
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
@@ -117,7 +118,7 @@ def plan_of(subject: Subject, rung: Rung, tokens: int) -> Plan:
     return Plan(
         count, stages, 1, 1, tokens, Precision.named(subject.precision),
         subject.tile if rung.loss else 0, subject.tile if rung.mlp else 0,
-        sequence_chunk=subject.chunk if rung.chunks else 0,
+        settings=NONE.having({"sequence_chunk": subject.chunk if rung.chunks else 0}),
     )  # fmt: skip
 
 
@@ -236,7 +237,7 @@ def chosen(tokens: int) -> Plan:
 
 def combined(plan: Plan) -> bool:
     inner = plan.stages[1:-1]
-    return plan.sequence_chunk > 0 and all(s.whole and s.spills for s in inner)
+    return bool(plan.settings.get("sequence_chunk")) and all(s.whole and s.spills for s in inner)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.plan import Plan, Precision
+from outsize.plan.settings import NONE
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers
@@ -49,7 +50,7 @@ def request_of(way: str, tokens: int) -> PlanRequest:
     logits, chunk = WAYS[way]
     return PlanRequest(
         1, tokens, Precision.named("float32"), AdamW(), recompute=("block",), mlp_tile=0,
-        loss_chunk=logits, sequence_chunk=chunk, documents=(0, tokens),
+        loss_chunk=logits, settings=NONE.having({"sequence_chunk": chunk}), documents=(0, tokens),
     )  # fmt: skip
 
 

@@ -139,7 +139,8 @@ class Plan(Extended):
     backward pass ("behind": no clipping). stream: for states that rest below the device.
     local: of losses of groups, where `approximate` names them. pipeline: how stages are played
     where the mesh has such an axis; microbatches then go in the order of its schedule. settings:
-    those of techniques, as outsize/plan/settings.py says; each is also a keyword and an attribute.
+    those of techniques, as outsize/plan/settings.py says; each is also a keyword and an attribute,
+    which type checkers do not know: for them NONE.having({name: value}) there, and settings.get.
     """
 
     segments: int
