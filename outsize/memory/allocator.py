@@ -62,7 +62,7 @@ class AllocatorLedger:
             raise OverBudget("memory", 0, self.total, self.budget) from value
 
     @contextmanager
-    def kind(self, kind: str) -> Iterator[None]:
+    def kind(self, kind: str | None) -> Iterator[None]:
         before = self.total
         try:
             yield

@@ -29,9 +29,6 @@ KINDS = (
 )  # fmt: skip
 
 
-HOST = "host"  # what is made as this kind is in no device's memory, wherever it seems to be
-
-
 def in_grains(nbytes: int, grain: int) -> int:
     """Bytes as an allocator gives them, in whole multiples of its grain."""
     return -(-nbytes // grain) * grain
@@ -81,7 +78,7 @@ class Ledger:
         self.total = 0
         self.peak = 0  # highest total since reset_peak
         self.peak_live: dict[str, int] = dict(self.live)  # by kind at that moment
-        self._kind = "workspace"
+        self._kind: str | None = "workspace"
         self._held: dict[int, list[Any]] = {}  # storage address -> [weakref, bytes, kind]
         self._modes: list[_Dispatch] = []
 
@@ -100,8 +97,9 @@ class Ledger:
         self._modes.pop().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def kind(self, kind: str) -> Iterator[None]:
-        """Storages made inside count as `kind` instead of "workspace"; as HOST, not at all."""
+    def kind(self, kind: str | None) -> Iterator[None]:
+        """Storages made inside count as `kind` instead of "workspace"; None: not at all, since they
+        are in no device's memory, wherever they seem to be."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -110,7 +108,7 @@ class Ledger:
 
     def see(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, once."""
-        if tensor.device.type != self.device or self._kind == HOST:
+        if tensor.device.type != self.device or self._kind is None:
             return
         storage = tensor.untyped_storage()
         key, size = storage_key(storage), in_grains(storage.nbytes(), self.grain)

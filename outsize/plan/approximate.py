@@ -11,6 +11,7 @@ from outsize.errors import OutsizeError, expect, nearest
 from outsize.registry import TECHNIQUES
 
 if TYPE_CHECKING:
+    from outsize.collectives import Mesh
     from outsize.plan.plan import Plan
 
 PARTIAL = "partial-pipeline"
@@ -28,9 +29,15 @@ def known_names() -> tuple[str, ...]:
     return (*APPROXIMATE, *(name for name, one in TECHNIQUES.items() if not one.exact))
 
 
-def alone(names: Iterable[str]) -> list[str]:
-    """Those that run on one worker."""
-    return [name for name in names if (one := TECHNIQUES.find(name)) is not None and one.alone]
+def check_alone(names: Iterable[str], mesh: Mesh) -> None:
+    """OutsizeError for one that runs on one worker, where there are several."""
+    for name in names if mesh.size > 1 else ():
+        one = TECHNIQUES.find(name)
+        if one is not None and one.alone:
+            raise OutsizeError(
+                f"plan.approximate holds {name}, which runs on one worker; the mesh is {mesh}:"
+                " leave it out, or take the mesh to 1"
+            )
 
 
 @dataclass(frozen=True)

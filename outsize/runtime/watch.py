@@ -22,6 +22,6 @@ class Watch:
         """While entered, bytes are counted."""
         return nullcontext() if self.ledger is None else self.ledger
 
-    def kind(self, kind: str) -> AbstractContextManager[None]:
-        """What is made inside counts as `kind`."""
+    def kind(self, kind: str | None) -> AbstractContextManager[None]:
+        """What is made inside counts as `kind`; None: it is in no device's memory."""
         return nullcontext() if self.ledger is None else self.ledger.kind(kind)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
-from outsize.plan.approximate import PARTIAL, alone
+from outsize.plan.approximate import PARTIAL, check_alone
 from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.search.request import PlanRequest
 
@@ -24,7 +24,7 @@ def check(request: PlanRequest, segments: int) -> None:
     _known(request)
     if request.mesh.pipeline == 1:
         return
-    _check_others(request)
+    check_alone(request.approximate, request.mesh)
     _check_stages(request, segments)
     row_choices(request)
 
@@ -111,16 +111,6 @@ def rows_like(request: PlanRequest, rows: int) -> int:
 
 
 # -- what cannot be --------------------------------------------------------------------------------
-
-
-def _check_others(request: PlanRequest) -> None:
-    """What does not go with a pipeline."""
-    workers = f"mesh.pipeline is {request.mesh.pipeline}"
-    if found := alone(request.approximate):
-        raise OutsizeError(
-            f"{workers} and plan.approximate holds {found[0]}, which runs on one worker; leave it"
-            " out, or take the mesh to 1"
-        )
 
 
 def _check_stages(request: PlanRequest, segments: int) -> None:

@@ -37,11 +37,11 @@ def plans(request: PlanRequest, segments: int) -> Iterator[Plan]:
         bare = replace(bare, recompute=())
     found = list(candidates(bare, segments))
     tiers = request.tiers if request.budget is not None else ()
-    below = [
-        _below(p, tier.name, count) for tier in tiers[:1] for p in found for count in _counts(p)
+    resting = [
+        below(p, tier.name, count) for tier in tiers[:1] for p in found for count in _counts(p)
     ]
-    if below and not clash(below[0], names):
-        found = [found[0], *below]
+    if resting and not clash(resting[0], names):
+        found = [found[0], *resting]
     for plan in found:
         yield method.planned(replace(plan, approximate=names), request.recipe)
 
@@ -53,7 +53,7 @@ def _counts(plan: Plan) -> list[int]:
     return [*sorted(n for n in graded if n > 1), len(plan.stages)]
 
 
-def _below(plan: Plan, tier: str, count: int) -> Plan:
+def below(plan: Plan, tier: str, count: int) -> Plan:
     """The plan with weights of the last so many blocks, or of all stages, on a tier."""
     last = len(plan.stages) - 1
     first = 0 if count > last else last - count

@@ -11,8 +11,10 @@ from typing import Literal
 
 from outsize.errors import OutsizeError
 from outsize.plan import Plan
+from outsize.plan.approximate import clash
 from outsize.search.candidates import candidates
 from outsize.search.offload import Search
+from outsize.search.played import below
 from outsize.search.tiers import Passing, states
 from outsize.search.variants import Predicts, Variant, spilling, variant_of
 from outsize.simulate import Forecast
@@ -41,7 +43,9 @@ def tradeoffs(forecaster: Predicts, segments: int) -> list[Tradeoff]:
     request = replace(forecaster.request, budget=LIMITLESS)
     plans = list(candidates(request, segments))
     found = [_tradeoff(name, forecaster.forecast(plan)) for name, plan in _computed(plans)]
-    if request.tiers:
+    bare = replace(plans[0], approximate=())
+    tiers = [tier.name for tier in request.tiers]
+    if tiers and not clash(below(bare, tiers[0], len(bare.stages)), request.approximate):
         found += _streamed(forecaster, plans)
     return found
 

@@ -38,7 +38,14 @@ from outsize.train.model import Subject, subject
 from outsize.train.planned import plan_of
 from outsize.train.recipe import recipe_of, weighed
 from outsize.train.resolve import Resolved
-from outsize.train.tiers import check_memory, check_tiers, declared, named, plannable, with_tiers
+from outsize.train.tiers import (
+    check_memory,
+    check_tiers,
+    declared,
+    missing_tiers,
+    plannable,
+    with_tiers,
+)
 
 # What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
 FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "order")
@@ -272,9 +279,8 @@ def _continued(model: Subject, request: PlanRequest, plan: Plan, hardware: Hardw
         shards = plan.shards
     others = plan.mesh != request.mesh
     plan = continued(plan, request, shards)
-    missing = named(plan) - {spec.name for spec in request.tiers}
     budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
-    if not missing:
+    if not missing_tiers(plan, request.tiers):
         made = predict(model.config, request, plan, hardware)
         free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:

@@ -68,6 +68,11 @@ def _rated(hardware: Hardware, spec: TierSpec, today: str, near: int) -> Tier:
     return replace(tier, read=read, write=write)
 
 
+def missing_tiers(plan: Plan, specs: Sequence[TierSpec]) -> frozenset[str]:
+    """The tiers on which a plan's states rest and that nobody has declared."""
+    return named(plan) - {spec.name for spec in specs}
+
+
 def named(plan: Plan) -> frozenset[str]:
     """The tiers below the device on which a plan's states rest."""
     found = {tier for stage in plan.stages for tier in vars(stage.rest).values()}
@@ -76,8 +81,7 @@ def named(plan: Plan) -> frozenset[str]:
 
 def check_tiers(plan: Plan, specs: Sequence[TierSpec], remedy: str) -> None:
     """Refuse a plan that has states on a tier that nobody has declared."""
-    missing = named(plan) - {spec.name for spec in specs}
-    if missing:
+    if missing := missing_tiers(plan, specs):
         raise OutsizeError(
             f"the plan has states on {', '.join(sorted(missing))}; expected where that is: {remedy}"
         )

@@ -30,3 +30,12 @@ def test_plan_refuses_what_cannot_work_in_one_line(home, invoke):
     lines = shown.stderr.strip().splitlines()
     assert len(lines) == 1 and re.search(r"\d+ bytes missing", lines[0])
     assert "set memory to" in lines[0]
+
+
+def test_plan_of_a_technique_that_keeps_its_states_on_the_device(home, invoke):
+    """It is printed as a whole, with what the technique can save."""
+    words = ("--disk", ".:1GiB", "--set", "plan.approximate=[frozen-by-dynamics]")
+    shown = invoke("plan", "run.yaml", *words)
+    assert shown.exit_code == 0 and shown.stderr == "", shown.stderr
+    assert "everything on the device" in shown.stdout and "hidden from" in shown.stdout
+    assert "states below" not in shown.stdout

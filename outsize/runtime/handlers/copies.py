@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from outsize.memory.ledger import HOST
 from outsize.memory.upload import Pairs, room_for, upload
 from outsize.runtime.engine import Deed
 from outsize.runtime.microbatches import Microbatches
@@ -35,7 +34,7 @@ class Copies:
         self._going.clear()
 
     def _make_room(self, m: int) -> None:
-        with self._watch.kind(HOST):
+        with self._watch.kind(None):
             part = self._microbatches.part(m)
         with self._watch.kind("data"):
             room, self._going[m] = room_for(part, self._device)
