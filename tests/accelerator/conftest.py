@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 CACHE = cache_folder()  # now: a test has one of its own
 SECONDS = 300  # of a test that takes one or two: longer is a deadlock
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch"])
+PROCESSES.set_forkserver_preload(["torch", "outsize.train.prepare"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,186 @@
+"""Training cases of the accelerator's tests: small jobs, alike on the CPU and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from streamed import ALL, Outcome, data_of, resting, snapshot
+from subjects import MIXED, ROWS, base_plan, config_of
+
+from outsize.decode.samplers import Sampling
+from outsize.memory import store as stores_module
+from outsize.memory.disk import DiskStore
+from outsize.memory.store import MemoryStore
+from outsize.models.build import adapt, build
+from outsize.models.decoder import Decoder
+from outsize.models.dropout import Noise
+from outsize.models.families import parse
+from outsize.optim import AdamW, Muon
+from outsize.optim.optimizer import Optimizer
+from outsize.plan import Local, Plan, Precision, Stream
+from outsize.plan import plan as plan_module
+from outsize.plan.plan import per_segment
+from outsize.runtime import Job
+from outsize.runtime import spill as spill_module
+from outsize.runtime.making import NativeModel, make_job
+from outsize.runtime.method import method_of
+from outsize.runtime.recipe import Here, Recipe
+from outsize.techniques.adapt.lora import Lora
+from outsize.techniques.optim.adamw8bit import NAME as EIGHT
+from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
+
+CPU = torch.device("cpu")
+STEPS = 3
+PIECE = 1 << 9  # elements of a part of what streams: tiny chunks are cut as large ones are
+TIER = 1 << 24  # bytes
+PROMPTS, NEW = ((5, 17, 2, 44, 9), (3,)), 3
+GATED = {
+    "model_type": "gla", "vocab_size": 53, "hidden_size": 24, "intermediate_size": 40,
+    "num_hidden_layers": 3, "num_heads": 4, "expand_k": 0.5, "expand_v": 1, "hidden_act": "swish",
+    "norm_eps": 1e-2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan over a small decoder. changes: of the plan. rest, stream: where its states rest, and
+    how they stream. alike: the operators are the CPU's own, and so must be every bit; elsewhere
+    the CPU has a kernel of its own. generates: tokens, between two steps. disk: its tier "disk" is
+    one, and not memory."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    rest: Mapping[str, str] = field(default_factory=dict)
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "gemma2"
+    precision: str = "float64"
+    optimizer: Optimizer = field(default_factory=lambda: AdamW(weight_decay=0.1))
+    adapter: Lora | None = None
+    dropout: float = 0.0
+    alike: bool = True
+    generates: bool = False
+    disk: bool = False
+
+    def plan(self) -> Plan:
+        plan = base_plan("float64", **self.changes)
+        plan = replace(plan, precision=Precision.named(self.precision))
+        if not self.rest:
+            return plan
+        part = {} if self.disk else {"part": 4 * PIECE}
+        return replace(resting(plan, **self.rest), stream=Stream(**part, **self.stream))
+
+    def model(self, device: torch.device) -> Decoder:
+        wide = torch.float64 if self.precision == "float64" else torch.float32
+        config = parse(GATED) if self.family == "gla" else config_of(self.family)
+        model = build(config, seed=1, dtype=wide, device=device)
+        return model if self.adapter is None else adapt(model, self.adapter, seed=2)
+
+    def job(self, device: torch.device, stores: Mapping[str, Any]) -> Job:
+        plan = self.plan()
+        clip = None if plan.update == "behind" else 0.5
+        recipe = method_of(plan.approximate).recipe(Recipe(self.optimizer, clip))
+        return make_job(NativeModel(self.model(device)), plan, recipe, Here(stores=stores))
+
+    def batches(self, steps: int = STEPS) -> list[Any]:
+        data = data_of(steps)
+        if not self.dropout:
+            return data
+        return [replace(b, noise=Noise(self.dropout, 1, step)) for step, b in enumerate(data)]
+
+
+LAYERS = {"order": "layer"}
+HOST, STATES = dict.fromkeys(ALL, "host"), {"gradients": "host", "optimizer": "host"}
+CASES = {
+    "one microbatch": Case({"microbatch_rows": 3}, generates=True),
+    "several microbatches": Case(),
+    "uneven microbatches": Case({"microbatch_rows": 2}),
+    "blocks again": Case({"stages": per_segment(5, ("block",))}),
+    "parts again": Case({"stages": per_segment(5, ("mlp", "attention"))}),
+    "tiles and chunks": Case({"mlp_tile": 6, "loss_chunk": 7, "microbatch_rows": 2}),
+    "all of these, split": Case(
+        {"mlp_tile": 6, "loss_chunk": 7, "split_backward": True, "stages": MIXED}
+    ),
+    "dropout": Case(
+        {"stages": per_segment(5, ("block",))}, family="llama", dropout=0.2, alike=False
+    ),
+    "updates behind": Case({"update": "behind"}),
+    "layer by layer": Case(LAYERS),
+    "states on host": Case(LAYERS, STATES, generates=True),
+    "updated on host": Case(LAYERS, {**ALL, **STATES, "parameters": "host"}, {"host": 2}),
+    "all on host": Case({}, HOST, generates=True),
+    "all on host, layers": Case({"order": "layer", "microbatch_rows": 2}, HOST),
+    "all on disk": Case(LAYERS, ALL, disk=True, generates=True),
+    "in parts": Case(LAYERS, ALL, {"resident": 3, "returned": 2}),
+    "updates behind, on host": Case({"update": "behind", "order": "layer"}, HOST),
+    "activations on host": Case({}, {"activations": "host"}),
+    "activations on disk": Case({}, {"activations": "disk"}, disk=True),
+    "freezing": Case({"approximate": ("frozen-by-dynamics",)}),
+    "zeroth-order": Case({"approximate": ("zeroth-order",)}),
+    "local learning": Case(
+        {"approximate": ("local-learning",), "local": Local(2, "momentum", 0.9)},
+        family="llama, untied", alike=False,
+    ),
+    "8-bit AdamW": Case(
+        {"approximate": (EIGHT,)}, optimizer=AdamW8Bit(settings=Settings(least=512)),
+    ),
+    "muon": Case(optimizer=Muon()),
+    "LoRA": Case(adapter=Lora(3, 5.0), family="llama", alike=False, generates=True),
+    "gated linear attention": Case(family="gla", alike=False, generates=True),
+    "experts": Case(family="mixtral", alike=False),
+    "latent attention": Case(family="deepseek_v3", alike=False, generates=True),
+    "windows": Case(family="mistral", alike=False, generates=True),
+    "gpt2": Case(family="gpt2", alike=False),
+    "float32": Case(precision="float32", alike=False),
+    "bfloat16": Case(precision="bfloat16", alike=False),
+    "bfloat16 on host": Case(LAYERS, HOST, precision="bfloat16", alike=False),
+}  # fmt: skip
+
+
+@contextmanager
+def stores_of(case: Case, device: torch.device, folder: Path) -> Iterator[dict[str, Any]]:
+    """Two tiers, their memory pinned where the device is none of the host's. Tiny activations spill
+    and tiny chunks are cut, in this process."""
+    pinned = device.type != "cpu"
+    spill_module.LEAST, plan_module.PART = 64, PIECE
+    if not case.disk:
+        stores_module.BLOCK = 2 * PIECE  # of two bytes an element at least; sums are made on a disk
+    disk = DiskStore("disk", [folder], TIER) if case.disk else MemoryStore("disk", TIER, pinned)
+    made = {"host": MemoryStore("host", TIER, pinned), "disk": disk}
+    try:
+        yield made
+    finally:
+        for each in made.values():
+            each.close()
+
+
+def outcome(case: Case, device: torch.device, folder: Path) -> Outcome:
+    """Losses, norms, what was found between the steps, weights and states after the last."""
+    with stores_of(case, device, folder) as stores:
+        job = case.job(device, stores)
+        losses, norms, between = [], [], []
+        for step, batch in enumerate(case.batches()):
+            losses.append(float(job.step(batch, 1e-2)))
+            norms.append(job.report.norm)
+            if step == 0:
+                between.append(job.evaluate(data_of(1)[0], ROWS))
+            if step == 1 and case.generates:
+                between += told(job)
+        weights, states = snapshot(job)
+        job.close()
+        return Outcome(losses, norms, between, on_host(weights), on_host(states))
+
+
+def told(job: Any) -> list[Any]:
+    """Tokens and their log-probabilities, as they are drawn from the weights now."""
+    sampling = (Sampling(), Sampling(0.9, 20, 0.9, seed=1))
+    found = job.generate(PROMPTS, NEW, sampling, logprobs=True)
+    return [part for one in found for part in (list(one.tokens), list(one.logprobs or ()))]
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies there."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
