@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from outsize.memory.arrange import arrange, least
-from outsize.plan import Plan
+from outsize.plan import Plan, Stream
 from outsize.schedule.action import Kind, Lane, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.compile.evaluate import forwards
@@ -72,13 +72,7 @@ class Placement:
         """The rooms of all items that pass through the pool."""
         if not self.pooled:
             return {}
-        stream = self.plan.stream
-        order = self._visits
-        ahead = stream.resident - 1
-        pool = stream.pool or least(order, self.pooled, ahead, stream.returned)
-        anew = [name for name in self.pooled if name.state is not State.PARAMETERS]
-        made = arrange(order, self.pooled, pool, ahead, stream.returned, stream.policy, made=anew)
-        return {name: (made.offsets[name], size) for name, size in self.pooled.items()}
+        return _rooms(self._visits, tuple(self.pooled.items()), self.plan.stream)
 
     @property
     def pool(self) -> int:
@@ -129,3 +123,15 @@ class Placement:
         ends = ends_of(self.plan.pipeline)
         base = base if ends is None else alone(base, self.chunks.rows[-1], ends)
         return streamed(base, spare, self.rooms, stream)
+
+
+@lru_cache(maxsize=64)  # a search asks some ten times for the same, and so does each worker
+def _rooms(
+    order: tuple[frozenset[Item], ...], items: tuple[tuple[Item, int], ...], stream: Stream
+) -> Mapping[Item, Room]:
+    """Rooms of items with their bytes, for visits in this order."""
+    sizes, ahead = dict(items), stream.resident - 1
+    pool = stream.pool or least(order, sizes, ahead, stream.returned)
+    anew = [name for name in sizes if name.state is not State.PARAMETERS]
+    made = arrange(order, sizes, pool, ahead, stream.returned, stream.policy, made=anew)
+    return {name: (made.offsets[name], size) for name, size in items}
