@@ -10,16 +10,14 @@ from outsize.runtime.lanes import Board, Lanes
 from outsize.schedule import Lane
 
 
-def test_a_lane_begins_behind_what_the_device_had_before_the_list():
-    for order in strict.ORDERS:
-        strict.start(*order)
-        assert _by_a_lane(torch.device("strict", 0)) == list(range(3, 51, 6)), order
+def test_a_lane_begins_behind_what_the_device_had_before_the_list(device: str) -> None:
+    for order in strict.begins(device):
+        assert _by_a_lane(torch.device(device, 0)) == list(range(3, 51, 6)), order
 
 
-def test_a_courier_comes_behind_its_sender_and_before_who_waits():
-    for order in strict.ORDERS:
-        strict.start(*order)
-        assert _by_a_courier(torch.device("strict", 0)) == [15.0] * 8, order
+def test_a_courier_comes_behind_its_sender_and_before_who_waits(device: str) -> None:
+    for order in strict.begins(device):
+        assert _by_a_courier(torch.device(device, 0)) == [15.0] * 8, order
 
 
 def _by_a_lane(device: torch.device) -> list[float]:

@@ -22,7 +22,10 @@ import torch
 
 from strict.building import NoCompiler, build, cache_folder
 
-__all__ = ["GIB", "ORDERS", "NoCompiler", "load", "pieces_run", "pieces_waiting", "start", "waits"]
+__all__ = [
+    "GIB", "ORDERS", "NoCompiler", "begins", "load", "pieces_run", "pieces_waiting", "start",
+    "waits",
+]  # fmt: skip
 
 GIB = 1 << 30
 MOST_DEVICES = 8  # as in streams.h
@@ -87,6 +90,15 @@ def start(
     for index in range(devices):
         torch.accelerator.reset_peak_memory_stats(index)
         torch.accelerator.reset_accumulated_memory_stats(index)
+
+
+def begins(device: str) -> Iterator[tuple[str, int, int]]:
+    """Begin anew in each of ORDERS, which a test goes through; once on a device that is a real one
+    and has an order of its own."""
+    for order in ORDERS if device == "strict" else ORDERS[:1]:
+        if device == "strict":
+            start(*order)
+        yield order
 
 
 def pieces_run() -> int:
