@@ -116,7 +116,6 @@ def main(arguments: list[str]) -> int:
     options = options_of(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     name = options.device or "cpu" if options.dry else accelerator.there()
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE.parent)))  # of processes
     bench = Bench(Place(name, str(options.out.resolve())), options.dry, 60 * options.minutes)
     bench.run([part for part in PARTS if part in options.only])
     print(table.text(bench.found))
@@ -124,4 +123,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE.parent)))  # of its processes
     sys.exit(main(sys.argv[1:]))

@@ -30,6 +30,13 @@ MACHINE = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch):
+    """Of the processes of cases."""
+    folders = (BENCHMARKS, BENCHMARKS.parent, HERE.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+
+
 def found_in(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
     return found["parts"]
@@ -57,7 +64,7 @@ def hangs(place: Place) -> dict[str, Any]:
 
 
 def test_a_case_that_fails_is_a_line_and_the_others_are_kept(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE.parent))
+    monkeypatch.syspath_prepend(HERE.parent)
     cases = [
         Case("good", "test_gpu:good", {"value": 1}),
         Case("fails", "test_gpu:fails"),

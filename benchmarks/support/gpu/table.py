@@ -9,6 +9,7 @@ from support.figures import markdown
 
 from outsize.memory.sizes import format_bytes
 
+FRACTION = "a fraction is FLOPs (below) / seconds of the median step / this peak"
 Found = Mapping[str, Any]  # the JSON of a run
 
 
@@ -93,7 +94,7 @@ def steps(done: Found) -> str:
     peak = done.get("matmul peak", {}).get("FLOP/s")
     head = ("contender", "tokens/s", "of the matmul peak", "bytes", "last loss", "how")
     rows = _steps({n: f for n, f in done.items() if n != "matmul peak"}, peak)
-    best = f"\n\nmatmul peak: {peak / 1e12:.4g} TFLOP/s in bfloat16" if peak else ""
+    best = f"\n\nmatmul peak: {peak / 1e12:.4g} TFLOP/s in bfloat16; {FRACTION}" if peak else ""
     return markdown(head, list(rows)) + best
 
 

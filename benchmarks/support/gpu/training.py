@@ -15,6 +15,7 @@ from support.gpu.place import Place
 from support.gpu.shapes import SHAPES, Work, config_of, drawn, native_draw, parameters
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.data import IGNORE, Batch
 from outsize.memory import format_bytes, meter
 from outsize.memory.tiers import TierSpec
@@ -45,7 +46,8 @@ def targets_of(ids_BS: Tensor) -> Tensor:
 def request_of(work: Work, place: Place, **changes: Any) -> PlanRequest:
     request = PlanRequest(
         work.rows, work.sequence, Precision.named("bfloat16"), OPTIMIZER, clip=CLIP,
-        documents=(0, work.sequence), apart=place.apart,
+        documents=(0, work.sequence), apart=place.apart, kind=place.device.type,
+        grain=accelerator.grain(place.device),
     )  # fmt: skip
     return replace(request, **changes)
 

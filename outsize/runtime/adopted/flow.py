@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import greenlet
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +89,7 @@ class AdoptedFlow:
 
     def _entry(self, index: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that gives the call over to the walk that is under way, if any."""
+        import greenlet  # here, since a machine without it still runs decoders
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             walk = self._current

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import greenlet
 import torch
 from torch import Tensor, nn
 
@@ -221,6 +220,8 @@ class Tracer:
     def __init__(
         self, outlines: Outlines, paths: Sequence[str], origins: dict[str, Origin]
     ) -> None:
+        import greenlet
+
         self.glue = greenlet.getcurrent()
         self._outlines, self._paths, self._origins = outlines, paths, origins
         self.draws = _Draws()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import greenlet
 import torch
 from torch import Tensor
 
@@ -47,6 +46,8 @@ class AdoptedWalk:
         spill_of: SpillOf = no_spill,
         share: Share | None = None,
     ) -> None:
+        import greenlet
+
         self._flow, self._spill_of, self._share = flow, spill_of, share
         self._last = len(flow.blocks) + 1
         self._train = torch.is_grad_enabled()
