@@ -125,7 +125,7 @@ def main() -> None:
         " their backward passes, so it sends less than 3",
         Figure(
             "messages of stages 0 to 2 over the parameters",
-            max(sent[:3]),
+            round(max(sent[:3]), 2),
             2.0,
             nothing=math.inf,
             less=True,
