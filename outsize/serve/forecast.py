@@ -14,11 +14,12 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.adapters import model_directory
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, model_directory
 from outsize.checkpoint.hub import Described, describe, read_config, supposed
 from outsize.collectives import Mesh, along
 from outsize.collectives.pretend import PretendWorld
 from outsize.decode.generate import PREFILL_TOKENS, Request, check_request
+from outsize.errors import OutsizeError
 from outsize.hardware.disk import disk_rates
 from outsize.memory.stored import StoredFiles, operations
 from outsize.models.build import materialise, segments
@@ -55,10 +56,16 @@ class TokenForecast:
 
 
 def described(name: str) -> Described:
-    """The model of a directory, or of a preset: one without weights as if it had been saved."""
+    """The model of a directory, or of a preset: one without weights as if it had been saved.
+    OutsizeError for what is neither, and for an adapter."""
     if SHAPES.find(name) is not None:
         return supposed(parse({**SHAPES.get(name)}))
     directory = model_directory(name)
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise OutsizeError(
+            f"{directory} holds an adapter; expected a whole model: write one with"
+            " outsize.save(outsize.merge(outsize.load(DIRECTORY)), NEW)"
+        )
     if any(directory.glob("model*.safetensors*")):
         return describe(directory)
     return supposed(read_config(directory))

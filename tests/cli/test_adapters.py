@@ -77,6 +77,9 @@ def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home
     assert invoke("generate", "adapter", *words).output == texts[0]
     refused = invoke("generate", "run", *words, "--memory", "1GiB")
     assert refused.exit_code == 2 and "holds an adapter alone" in refused.output
+    unplanned = invoke("plan", "run", "--prompt-tokens", 5)
+    assert unplanned.exit_code == 2 and "holds an adapter; expected" in unplanned.stderr
+    assert invoke("plan", "merged", "--prompt-tokens", 5).exit_code == 0
 
 
 def test_a_run_file_says_it_and_random_weights_are_refused(invoke, home, base):
