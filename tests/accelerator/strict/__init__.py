@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -99,6 +100,20 @@ def begins(device: str) -> Iterator[tuple[str, int, int]]:
         if device == "strict":
             start(*order)
         yield order
+
+
+def loaded_by_itself() -> None:
+    """Called by PyTorch in every process that has tests/accelerator and its folder `autoload` on
+    its path. STRICT_ORDER: "random", or "last" with STRICT_LAST; where it is not set, nothing is
+    done. STRICT_SEED, STRICT_DEVICES, STRICT_BYTES as `start` has them."""
+    order = os.environ.get("STRICT_ORDER")
+    if order:
+        last, seed, devices = (
+            int(os.environ.get(f"STRICT_{name}", default))
+            for name, default in (("LAST", 0), ("SEED", 0), ("DEVICES", 1))
+        )
+        limit = int(os.environ.get("STRICT_BYTES", 2 * GIB))
+        start(order, last, seed, devices=devices, device_bytes=limit)
 
 
 def pieces_run() -> int:

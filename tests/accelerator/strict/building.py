@@ -24,7 +24,8 @@ class NoCompiler(RuntimeError):
 
 def cache_folder() -> Path:
     """Where libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outsize" / "strict"
+    base = os.environ.get("STRICT_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    return Path(base or Path.home() / ".cache") / "outsize" / "strict"
 
 
 def compiler() -> str:
