@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.torch_private import FakeTensor, disable_current_modes
 
 ALIGN = 4096  # bytes: of pinned memory's beginning
 
@@ -42,6 +43,17 @@ def find(name: str | None = None) -> torch.device:
             + (f", {kind!r} or 'auto'" if kind else " or 'auto'")
         )
     return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def named(device: torch.device | str | None) -> torch.device:
+    """The device that a caller names: None is the CPU, "auto" an accelerator where there is one.
+    OutsizeError where it is not there."""
+    if device is None or device == "auto":
+        return find("cpu" if device is None else None)
+    wanted = torch.device(device)
+    if wanted.type == "meta" or (wanted.index is not None and wanted.type in ("cpu", there())):
+        return wanted
+    return find(wanted.type)
 
 
 def queues(device: torch.device) -> bool:
@@ -90,9 +102,10 @@ def grain(device: torch.device) -> int:
     """Bytes of which the device's allocator gives, and counts, whole multiples."""
     if not queues(device):
         return 1
-    before = torch.accelerator.memory_allocated(device)
-    one = torch.empty(1, dtype=torch.uint8, device=device)
-    return max(one.nbytes, torch.accelerator.memory_allocated(device) - before)
+    with disable_current_modes():  # not of a fake tensor, which takes nothing
+        before = torch.accelerator.memory_allocated(device)
+        one = torch.empty(1, dtype=torch.uint8, device=device)
+        return max(one.nbytes, torch.accelerator.memory_allocated(device) - before)
 
 
 def registers() -> bool:
@@ -108,10 +121,18 @@ def pinned(nbytes: int) -> Tensor:
     return room[start : start + nbytes].zero_()
 
 
+def pin(tensor: Tensor) -> Tensor:
+    """A host tensor in page-locked memory; one without values stays as it is."""
+    there = isinstance(tensor, FakeTensor) or tensor.is_pinned()
+    return tensor if there else tensor.pin_memory()
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor's values on a device, behind what the calling thread has handed out; it does
-    not wait for them. Where the host computes, the tensor."""
-    return tensor.pin_memory().to(device, non_blocking=True) if queues(device) else tensor
+    not wait for them. Where the host computes, and of one that is there, the tensor."""
+    if not queues(device) or tensor.device == device:
+        return tensor
+    return pin(tensor).to(device, non_blocking=True)
 
 
 def registered(buffer: Tensor, what: str) -> Tensor:

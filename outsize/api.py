@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from outsize import accelerator
 from outsize.checkpoint import adapters, hub
 from outsize.checkpoint.adapters import model_directory
 from outsize.collectives.mesh import Mesh, parse_mesh
@@ -36,7 +37,8 @@ def load(
     """The model of a run, of one of its checkpoints, or of a Hugging Face decoder directory, an
     nn.Module: `model(input_ids) -> logits`, `model.generate(prompt)`.
 
-    dtype None keeps that of the files. weights="random" takes the config.json alone and draws
+    dtype None keeps that of the files. device: "auto", "cpu" (None, too) or an accelerator's kind,
+    with an index or without. weights="random" takes the config.json alone and draws
     initial values from `seed`. Memory while loading is the model and one block. Raises OutsizeError
     naming file and tensor where something is unknown, missing or damaged.
 
@@ -48,7 +50,7 @@ def load(
     mesh ("pipeline=2,tensor=2"), under torchrun: every worker calls this and has its own part of
     the weights alone; what all call alike gives the same logits and tokens.
     """
-    directory = model_directory(path)
+    directory, device = model_directory(path), accelerator.named(device)
     if mesh is not None:
         others = {"memory": memory, "disk": disk, "sparse": sparse or None}
         others["weights"] = None if weights == "required" else weights

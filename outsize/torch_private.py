@@ -58,6 +58,7 @@ _LATER = {
 disable_current_modes = _python_dispatch._disable_current_modes
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+safe_softmax = torch.ops.aten._safe_softmax.default
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 fused_adamw_ = torch._fused_adamw_

@@ -14,6 +14,8 @@ import click
 from outsize.cli.command import Command, Drawing, check_alone, drawing
 
 if TYPE_CHECKING:
+    import torch
+
     from outsize.data import Tokenizer
     from outsize.decode.samplers import Sampling
     from outsize.launch.heartbeat import Heartbeat
@@ -51,6 +53,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Seconds and most bytes, predicted and measured.",
 )
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Of one worker: cpu, or the kind of accelerator that there is; auto takes that.",
+)
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
 @click.pass_context
@@ -67,6 +75,7 @@ def generate(
     disk: str | None,
     sparse: bool,
     timing: bool,
+    device: str,
     workers: int | None,
     mesh: str | None,
 ) -> None:
@@ -80,6 +89,7 @@ def generate(
     if apart:
         # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from outsize import accelerator
     from outsize.decode.text import check_prompt
     from outsize.errors import OutsizeError
 
@@ -91,7 +101,7 @@ def generate(
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
     found, config, text = _found(directory, tokenizer)
-    with _opened(found, config, memory, disk, sparse) as model:
+    with _opened(found, config, memory, disk, sparse, accelerator.named(device)) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
 
 
@@ -191,17 +201,23 @@ def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokeniz
 
 
 def _opened(
-    found: Path, config: DecoderConfig, memory: str | None, disk: str | None, sparse: bool
+    found: Path,
+    config: DecoderConfig,
+    memory: str | None,
+    disk: str | None,
+    sparse: bool,
+    device: torch.device,
 ) -> Model:
     from outsize.serve.model import Model
 
     if memory is None:
         from outsize.checkpoint import adapters
 
-        return Model(adapters.load(found, config=config))
+        return Model(adapters.load(found, device=device, config=config))
     from outsize.checkpoint.hub import describe
     from outsize.memory.sizes import parse_bytes
     from outsize.serve.files import InFiles
 
     described = describe(found, config)
-    return Model(described.model, InFiles(described, parse_bytes(memory), disk=disk, sparse=sparse))
+    home = InFiles(described, parse_bytes(memory), None, device, disk, sparse)
+    return Model(described.model, home)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize import accelerator
+from outsize.memory.ledger import in_grains
 from outsize.models.attention import LocalAttend
 from outsize.models.norm import upcast
 from outsize.models.seams import AttendSpec, Mixer, Recurrence, StateSpec, Tensors
@@ -27,9 +29,10 @@ from outsize.models.seams import AttendSpec, Mixer, Recurrence, StateSpec, Tenso
 _CHUNK = 256  # queries whose scores or mask exist at once
 
 
-def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int) -> int:
-    """What a layer's cache takes for one sequence with room for so many tokens."""
-    return sum(one.bytes(tokens) for one in mixer.states(dtype))
+def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int, grain: int = 1) -> int:
+    """What a layer's cache takes for one sequence with room for so many tokens. grain: bytes of
+    which each buffer takes whole multiples."""
+    return sum(in_grains(one.bytes(tokens), grain) for one in mixer.states(dtype))
 
 
 class StateCache:
@@ -163,9 +166,10 @@ class CachedPast:
         held = self.cache.states(layer, states, inputs[0].device)
         slots = list(self.slots)
         if len(slots) == bounds[-1]:  # one token each
-            y, behind = recurrence.step(inputs, tuple(x[slots] for x in held))
+            slots_N = accelerator.sent(torch.tensor(slots), inputs[0].device)
+            y, behind = recurrence.step(inputs, tuple(x[slots_N] for x in held))
             for x, new in zip(held, behind, strict=True):
-                x[slots] = new
+                x[slots_N] = new
             return y
         outputs = []
         for slot, (first, last) in zip(slots, itertools.pairwise(bounds), strict=True):

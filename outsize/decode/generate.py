@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.decode.cache import CachedPast, StateCache
 from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
 from outsize.errors import OutsizeError, counted
@@ -57,7 +58,7 @@ class TokenStep(Protocol):
         past: Past,
         draws: Sequence[Draw],
     ) -> list[Drawn]:
-        """A token for each of the draws."""
+        """A token for each of the draws. ids_T: in the host's memory."""
 
 
 def drawing(forward: Forward) -> TokenStep:
@@ -70,7 +71,7 @@ def drawing(forward: Forward) -> TokenStep:
         past: Past,
         draws: Sequence[Draw],
     ) -> list[Drawn]:
-        logits_NV = forward(ids_T, positions_T, bounds, past)
+        logits_NV = forward(ids_T, positions_T, bounds, past).cpu()  # the one wait of a step
         return [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
 
     return step
@@ -81,10 +82,10 @@ def direct(model: Decoder) -> Forward:
 
     def forward(ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past) -> Tensor:
         ctx = model.context(positions_T, bounds, past=past)
-        x_TD = model.prologue(ids_T, ctx)
+        x_TD = model.prologue(accelerator.sent(ids_T, positions_T.device), ctx)
         for block in model.blocks:
             x_TD = block(x_TD, ctx)
-        last_N = torch.tensor(bounds[1:], device=x_TD.device) - 1
+        last_N = accelerator.sent(torch.tensor(bounds[1:]) - 1, x_TD.device)
         logits_NV: Tensor = model.epilogue.logits(model.epilogue(x_TD, ctx)[last_N])
         return logits_NV
 
@@ -221,7 +222,7 @@ class Going:
         fed = _slices({i: self.waiting[i] for i in rows}, most)
         ahead = [len(self.waiting[i]) - len(ids) for i, ids in fed.items()]
         past = self._cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
-        ids_T = torch.tensor([token for ids in fed.values() for token in ids], device=self._device)
+        ids_T = torch.tensor([token for ids in fed.values() for token in ids])
         ends = {i: row for row, i in enumerate(fed) if len(fed[i]) == len(self.waiting[i])}
         asked = {i: row for i, row in ends.items() if i not in self.over}
         draws = [

@@ -27,7 +27,8 @@ class Sampler(Protocol):
     """Chooses the next token of one request."""
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
-        """The id of the request's new token number `index` (from 0)."""
+        """The id of the request's new token number `index` (from 0). logits_V: in host memory,
+        to which they come once for all requests of a step."""
 
 
 class Drawn(NamedTuple):

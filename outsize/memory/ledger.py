@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
-from outsize.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from outsize.torch_private import TorchDispatchMode, safe_softmax, storage_key, tree_leaves
 
 KINDS = (
     "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
@@ -57,11 +57,21 @@ class _Dispatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.ledger.see(result)
+            if func is safe_softmax and self.ledger.device != "cpu":
+                self._inside(result)
         elif isinstance(result, (tuple, list)):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.ledger.see(leaf)
         return result
+
+    def _inside(self, result: Tensor) -> None:
+        """What a softmax of masked scores takes within itself, composed as it is on accelerators:
+        which scores are masked, which rows wholly, and a zero."""
+        masked = torch.empty_like(result, dtype=torch.bool)
+        rows = torch.empty_like(result[..., :1], dtype=torch.bool)
+        for taken in (masked, rows, result.new_empty(())):
+            self.ledger.see(taken)
 
 
 class Ledger:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize import accelerator
-from outsize.torch_private import FakeTensor, tree_map
+from outsize.torch_private import tree_map
 
 Pairs = list[tuple[Tensor, Tensor]]  # room on the device, what comes there
 
@@ -51,6 +51,5 @@ def upload(pairs: Pairs) -> None:
     """Have what comes in its room, on the calling thread's stream. Memory that is not pinned is
     pinned first, here and not where the computation is handed out."""
     for room, tensor in pairs:
-        unpinned = accelerator.queues(room.device) and not isinstance(tensor, FakeTensor)
-        source = tensor.pin_memory() if unpinned and not tensor.is_pinned() else tensor
+        source = accelerator.pin(tensor) if accelerator.queues(room.device) else tensor
         room.copy_(source, non_blocking=True)

@@ -127,7 +127,7 @@ def redirect(
 
 class Embedding(nn.Module):
     """ids (...) int64 -> (..., d); weight (n, d). unit: what its rows are, where they may be cut.
-    lookup: how rows are found."""
+    lookup: how rows are found; on_host: by ids that are in the host's memory."""
 
     def __init__(self, n: int, d: int, unit: Unit | None = None) -> None:
         super().__init__()
@@ -135,6 +135,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, d))
         self.sink: GradSink | None = None
         self.lookup: Callable[[Embedding, Tensor], Tensor] = rows
+        self.on_host = False
 
     def declare(self, _: str) -> Declared:
         return Declared(Initial(std="model"), self.lies)

@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.decode.generate import (
     GREEDY,
     PREFILL_TOKENS,
@@ -115,7 +116,7 @@ class TokenSteps:
         self._engine.play(loaded, time.perf_counter())
         given, self._sample.given = self._sample.given, None
         assert given is not None
-        return given.to(ids_T.device)
+        return given.to(positions_T.device)
 
     def begin(
         self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past | None
@@ -144,6 +145,8 @@ class TokenSteps:
     ) -> tuple[ChainWalk, Hashable]:
         """Of a microbatch, with what tells messages of other shapes apart."""
         dispatch = self.flow.execution.dispatch
+        if not self.model.prologue.tokens.on_host:
+            ids_T = accelerator.sent(ids_T, positions_T.device)
         context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
         walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, every=past is None)
         return walk, (len(ids_T), len(bounds) - 1, past is None)
@@ -257,5 +260,5 @@ def _first(model: Decoder, rows: Rows | None, context: Context, x: Tensor) -> Te
 def _end(model: Decoder, rows: Rows | None, context: Context, every: bool, x_TD: Tensor) -> Tensor:
     h_TD: Tensor = model.epilogue(x_TD, context)
     if not every:  # behind the norm: x may be cut by tokens
-        h_TD = h_TD[torch.tensor(context.bounds[1:], device=h_TD.device) - 1]
+        h_TD = h_TD[accelerator.sent(torch.tensor(context.bounds[1:]) - 1, h_TD.device)]
     return h_TD if rows is not None else model.epilogue.logits(h_TD)

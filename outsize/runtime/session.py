@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outsize.decode.generate import Draw
 from outsize.decode.samplers import Drawn
-from outsize.memory import format_bytes, meter
+from outsize.memory import Ledger, format_bytes, meter
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Past
 from outsize.plan import Plan
@@ -127,12 +127,14 @@ class Session:
 
     def count(self, beside: int = 0) -> None:
         """Count bytes in the request that begins. beside: of buffers that are there already."""
-        ledger, parameters = meter(self.steps.flow.device), list(self.steps.model.parameters())
+        parameters = list(self.steps.model.parameters())
+        ledger = meter(self.steps.flow.device, own=parameters)
         for parameter in parameters:
             ledger.see(parameter)
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parameters}
-        # An allocator's count begins with 0.
-        self._weights = beside + sum(held.values()) - ledger.total
+        # An allocator counts all of them, and no buffers of the host.
+        count = beside + sum(held.values()) - ledger.total
+        self._weights = count if isinstance(ledger, Ledger) else 0
         self.watch.ledger = ledger
 
     def timing(self, peak: int, prompt: float, token: float) -> str:

@@ -14,9 +14,11 @@ from tempfile import gettempdir
 
 import torch
 
+from outsize import accelerator
 from outsize.checkpoint.hub import Described
 from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.errors import OutsizeError, counted
+from outsize.memory.ledger import in_grains
 from outsize.memory.sizes import format_bytes
 from outsize.memory.store import rounded
 from outsize.runtime.session import Session
@@ -46,6 +48,11 @@ class Budget:
     held: Held
     reads: Known
 
+    @property
+    def buffers(self) -> int:
+        """Bytes to read through, where they are the device's."""
+        return 0 if accelerator.queues(self.held.device) else self.reads.bytes_held
+
     @cached_property
     def least(self) -> int:
         return smallest(self.reads)
@@ -66,13 +73,14 @@ class Budget:
             f"--memory {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
             f" missing; the layers at work need {self.least:,} bytes, the cache of"
             f" {counted(request.capacity, 'token', ',')} {found.cache:,}, a step"
-            f" {found.work + self.reads.bytes_held:,}: give"
+            f" {found.work + self.buffers:,}: give"
             f" {self.memory + self.least - left:,} bytes, or fewer tokens"
         )
 
     def left(self, found: Needs) -> int:
         """What the pool may have."""
-        return self.memory - found.cache - found.work - self.reads.bytes_held
+        left = self.memory - found.cache - found.work - self.buffers
+        return left // self.held.grain * self.held.grain
 
     def pool(self, found: Needs) -> int:
         """What it has: no more than all weights."""
@@ -112,7 +120,7 @@ def outlook(
 ) -> Outlook:
     """Of a request that needs so much."""
     sizes = [stage.bytes for stage in budget.reads.stages]
-    share = Share(layout.pool, found, budget.reads.bytes_held)
+    share = Share(in_grains(layout.pool, budget.held.grain), found, budget.buffers)
     return Outlook(share, layout, sum(map(bool, sizes)), sum(sizes), read_rate, computing)
 
 
@@ -138,13 +146,14 @@ class InFiles:
         sparse: bool = False,
     ) -> None:
         dtypes = found.dtypes(dtype)
-        self.device, self.model = torch.device(device or "cpu"), found.model
+        self.device, self.model = accelerator.named(device), found.model
         self.source = Source(found, dtype, Path(disk or gettempdir()), sparse)
         self.pooled: PooledFiles | None = None
         self.session: Session | None = None
         self.outlook: Outlook | None = None
         self._request: Request | None = None
-        held = Held(found.model.config, dtypes, stored=self.source.table.dtype)
+        stored = self.source.table.dtype
+        held = Held(found.model.config, dtypes, stored=stored, device=self.device)
         self.budget = Budget(memory, held, self.source)
 
     @property

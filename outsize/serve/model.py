@@ -21,6 +21,7 @@ from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Request, check_reque
 from outsize.decode.samplers import Sampler
 from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
+from outsize.memory.ledger import in_grains
 from outsize.models.decoder import Decoder
 from outsize.runtime.session import Session
 
@@ -91,7 +92,7 @@ class Model(Decoder):
         device = self.prologue.tokens.weight.device
         positions_T = torch.arange(length, device=device).repeat(rows)
         bounds = tuple(range(0, rows * length + 1, length))
-        logits_TV = session.steps.logits(input_ids.flatten().to(device), positions_T, bounds)
+        logits_TV = session.steps.logits(input_ids.flatten().cpu(), positions_T, bounds)
         return logits_TV.view(*input_ids.shape, logits_TV.shape[-1])
 
     @torch.no_grad()
@@ -178,8 +179,9 @@ class Model(Decoder):
             return self.home.peak(request)
         from outsize.simulate.tokens import Share, needs, resident
 
-        found = needs(resident(self), request, PREFILL_TOKENS)
-        return Share(sum(x.nbytes for x in self.parameters()), found).peak
+        held = resident(self)
+        weights = sum(in_grains(x.nbytes, held.grain) for x in self.parameters())
+        return Share(weights, needs(held, request, PREFILL_TOKENS)).peak
 
 
 def tokenizer_of(model: Decoder, named: str | Path | Tokenizer | None = None) -> Tokenizer:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from operator import sub
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from outsize.collectives.pretend import PretendWorld
 from outsize.decode.cache import CachedPast, StateCache, state_bytes
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampler, Sampling, drawn
-from outsize.memory.ledger import Ledger
+from outsize.memory.ledger import Ledger, in_grains
 from outsize.models.build import materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
@@ -38,6 +38,7 @@ LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read 
 OTHERWISE = 64  # bytes an element of a vocabulary, where a sampler of the user's own draws from it
 SCALARS = 4096  # bytes: numbers of one element that the steps pass about
 TIMED = 4  # stages whose computation is timed
+HOST = torch.device("cpu")
 _LONE = Mesh()
 _SPREAD = 1e4  # of logits that are drawn from: nearly all tokens are dropped, by top_p too
 
@@ -48,7 +49,8 @@ Fed = tuple[Tensor, tuple[int, ...], CachedPast | None]  # positions, bounds, wh
 class Held:
     """What a worker holds of a model; equal to itself alone. dtypes: by parameter; mesh, rank: of
     all workers; here: by segment (prologue, blocks, epilogue) whether it is this worker's; stored:
-    of the token embedding whose rows are read from files, its dtype there."""
+    of the token embedding whose rows are read from files, its dtype there. device: where they
+    are."""
 
     config: DecoderConfig
     dtypes: Mapping[str, torch.dtype]
@@ -56,6 +58,16 @@ class Held:
     rank: int = 0
     here: tuple[bool, ...] = ()
     stored: torch.dtype | None = None
+    device: torch.device = HOST
+
+    @cached_property
+    def grain(self) -> int:
+        """Bytes of which the device gives whole multiples."""
+        return accelerator.grain(self.device)
+
+    def ledger(self) -> Ledger:
+        """Counts what is there."""
+        return Ledger(device=self.device.type, grain=self.grain)
 
     def has(self, segment: int) -> bool:
         return not self.here or self.here[segment]
@@ -126,7 +138,7 @@ def _needs(held: Held, request: Request, length: int) -> Needs:
     with _faked(held) as (fake, world, layers):
         dtype = fake.prologue.tokens.weight.dtype
         sizes = {
-            index: state_bytes(block.mixer, dtype, request.capacity)
+            index: state_bytes(block.mixer, dtype, request.capacity, held.grain)
             for block, here in zip(typed(fake.blocks), layers, strict=True)
             for index in here
         }
@@ -222,14 +234,15 @@ def _weights(model: Decoder, stage: int) -> int:
 
 def resident(model: Decoder) -> Held:
     """Of a model that is in memory as a whole."""
-    return Held(model.config, {name: x.dtype for name, x in model.named_parameters()})
+    dtypes = {name: x.dtype for name, x in model.named_parameters()}
+    return Held(model.config, dtypes, device=model.prologue.tokens.weight.device)
 
 
 def needs_of_rows(held: Held, rows: int, length: int) -> int:
     """Most bytes besides weights while rows of `length` tokens go through, to all their logits."""
     bounds = tuple(range(0, rows * length + 1, length))
     with _faked(held) as (fake, world, _):
-        positions = partial(torch.arange, length)
+        positions = partial(torch.arange, length, device=held.device)
         peaks = partial(_peaks, held, fake, world, None)
         return SCALARS + max(peaks(lambda: (positions().repeat(rows), bounds, None)))
 
@@ -254,13 +267,14 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
                 if name.startswith(new):
                     name = old + name.removeprefix(new)
                     break
-            return torch.empty(parameter.shape, dtype=held.dtypes[name], device="cpu")
+            return torch.empty(parameter.shape, dtype=held.dtypes[name], device=held.device)
 
         for segment, _ in segments(fake):
             materialise(fake, segment, fill)
         split(fake, along(world, "tensor"))
         if held.stored is not None:
-            fake.prologue.tokens.lookup = partial(_read, held.stored)
+            tokens = fake.prologue.tokens
+            tokens.lookup, tokens.on_host = partial(_read, held.stored), True
         here = [[index for index in where if held.has(index + 1)] for where in kinds.values()]
         yield fake.requires_grad_(False), world, here
 
@@ -269,7 +283,8 @@ def _read(stored: torch.dtype, table: Embedding, ids_T: Tensor) -> Tensor:
     """Rows of a token embedding as they are read from files; ids_T has no numbers."""
     whole, index_T = table.weight, torch.zeros_like(ids_T)
     raw = torch.empty(min(len(ids_T), len(whole)), whole.shape[1], dtype=stored)
-    return nn.functional.embedding(index_T, raw.to(whole.dtype))
+    rows = accelerator.sent(raw.to(whole.dtype), whole.device)
+    return nn.functional.embedding(accelerator.sent(index_T, whole.device), rows)
 
 
 def _step(
@@ -282,7 +297,7 @@ def _step(
     def fed(first: int, tokens: int) -> Fed:
         cache.lengths[0] = first
         past = cache.extend([0], [tokens])
-        return past.positions(), past.bounds, past
+        return past.positions(held.device), past.bounds, past
 
     _peaks(held, fake, world, None, lambda: fed(0, 1))  # its buffers are there before
     return _peaks(held, fake, world, cache, lambda: fed(start, count))
@@ -294,13 +309,14 @@ def _peaks(
     """Most bytes that each of a step's stages makes beside the model and the cache; 0 for those of
     other workers."""
     there = [] if cache is None else [x for each in cache.layers for x in cache.buffers(each)]
-    with Ledger() as ledger, Session(fake) as session:
+    with held.ledger() as ledger, Session(fake) as session:
         for x in (*fake.parameters(), *there):
             ledger.see(x)
         before, peaks = ledger.total, list[int]()
         session.watch.ledger = ledger
         positions_T, bounds, past = fed()
-        loaded = session.steps.begin(torch.zeros_like(positions_T), positions_T, bounds, past)
+        ids_T = torch.zeros(positions_T.shape, dtype=torch.int64)
+        loaded = session.steps.begin(ids_T, positions_T, bounds, past)
         session.engine.begin(loaded)
         for step in loaded.steps:
             if step.action.kind is not Kind.SAMPLE:
@@ -313,6 +329,8 @@ def _peaks(
 def _drawing(held: Held, sampler: Sampler) -> int:
     """Bytes while a token is drawn, its logits included."""
     dtype = held.dtypes["prologue.tokens.weight"]
+    if accelerator.queues(held.device):  # what is drawn from comes to the host
+        return in_grains(held.config.vocab * dtype.itemsize, held.grain)
     if not isinstance(sampler, Sampling):  # who knows what it keeps
         return held.config.vocab * (OTHERWISE + dtype.itemsize)
     with Ledger() as ledger:

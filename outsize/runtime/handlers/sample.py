@@ -77,6 +77,7 @@ class Sample:
         mine = [(0, 0.0)] * len(draws)
         if self._here:
             assert logits_NV is not None, "who draws has the last stage"
-            mine = [drawn(logits_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
+            here_NV = logits_NV.cpu()  # the one wait of a step
+            mine = [drawn(here_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
         told = self._tell(torch.tensor(mine, dtype=torch.float64))  # ids are exact in it
         self._take(m, [Drawn(int(token), logprob) for token, logprob in told.tolist()])

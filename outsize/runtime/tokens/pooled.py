@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Embedding, rows
@@ -43,7 +44,7 @@ class PooledFiles:
             for name, (start, _) in layout.residency.rooms.items()
         }
         _bind(model, source, self._rooms, device)
-        model.prologue.tokens.lookup = self._look_up
+        model.prologue.tokens.lookup, model.prologue.tokens.on_host = self._look_up, True
 
     def fetch(self, name: Item) -> None:
         self.source.read(name.stage, self._rooms[name.stage])
@@ -62,20 +63,21 @@ class PooledFiles:
         """Let the pool go: parameters are shapes without values again."""
         self._rooms.clear()
         del self.pool
-        self.model.prologue.tokens.lookup = rows
+        tokens = self.model.prologue.tokens
+        tokens.lookup, tokens.on_host = rows, False
         for name, value in list(self.model.named_parameters(remove_duplicate=False)):
             _set(self.model, name, value.detach().to("meta"))
 
     def _look_up(self, table: Embedding, ids_T: Tensor) -> Tensor:
         """x_TD of the token embedding, with no more of it than the rows that are used."""
-        ids_U, index_T = ids_T.unique(return_inverse=True)
+        ids_U, index_T = ids_T.cpu().unique(return_inverse=True)
         if len(ids_U) and not 0 <= int(ids_U[0]) <= int(ids_U[-1]) < self.source.table.rows:
             raise OutsizeError(
                 f"token ids from {int(ids_U[0])} to {int(ids_U[-1])}; expected 0 to"
                 f" {self.source.table.rows - 1}, the model's vocabulary"
             )
-        rows_UD = self.source.rows(ids_U.tolist()).to(self.device)
-        return nn.functional.embedding(index_T, rows_UD)
+        rows_UD = accelerator.sent(self.source.rows(ids_U.tolist()), self.device)
+        return nn.functional.embedding(accelerator.sent(index_T, self.device), rows_UD)
 
 
 def _bind(
