@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-for folder in (str(HERE), str(HERE.parent)):  # of this checkout, which is not installed
-    if folder not in sys.path:
-        sys.path.append(folder)
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, and no other that is installed
 
 from support.gpu import child, table  # noqa: E402
 from support.gpu.parts import PARTS, SHARES  # noqa: E402

@@ -105,11 +105,14 @@ CONTENDERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 def offloaded(machine: Machine, dry: bool) -> list[Case]:
     if dry:
         work = asdict(Work("tiny", 4, 64, 1, 1))
-        told = {"work": work, "budget": 3 << 20, "host": GIB >> 6, "disk": GIB >> 6}
+        told = {"work": work, "host": GIB >> 6, "disk": GIB >> 6}
         task = "support.gpu.offloading:larger"
         return [
-            Case(f"tiny, {name}", task, {**told, "master": master})
-            for name, master in (("with a master", True), ("bfloat16 alone", False))
+            Case(f"tiny, {name}", task, {**told, "master": master, "budget": budget})
+            for name, master, budget in (
+                ("with a master", True, 3 << 20),
+                ("bfloat16 alone", False, 3 << 19),
+            )
         ]
     found = []
     for shape, rows in (("7B", 8), ("13B", 8)):

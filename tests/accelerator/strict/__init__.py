@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 
@@ -93,12 +93,14 @@ def start(
         torch.accelerator.reset_accumulated_memory_stats(index)
 
 
-def begins(device: str) -> Iterator[tuple[str, int, int]]:
-    """Begin anew in each of ORDERS, which a test goes through; once on a device that is a real one
-    and has an order of its own."""
-    for order in ORDERS if device == "strict" else ORDERS[:1]:
+def begins(
+    device: str, orders: Sequence[tuple[str, int, int]] = ORDERS, device_bytes: int = 2 * GIB
+) -> Iterator[tuple[str, int, int]]:
+    """Begin anew in each of the orders, which a test goes through; once on a device that is a real
+    one and has an order of its own."""
+    for order in orders if device == "strict" else orders[:1]:
         if device == "strict":
-            start(*order)
+            start(*order, device_bytes=device_bytes)
         yield order
 
 
