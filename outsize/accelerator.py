@@ -61,6 +61,12 @@ def queues(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16, as far as its module in PyTorch says."""
+    asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return not queues(device) or asked is None or bool(asked())
+
+
 # -- streams --------------------------------------------------------------------------------------
 
 

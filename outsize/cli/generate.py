@@ -100,8 +100,9 @@ def generate(
     wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     if apart:
         _on_workers(ctx, wanted, directory, mesh, workers, memory)
+    place = accelerator.named(device)  # refused before anything is read
     found, config, text = _found(directory, tokenizer)
-    with _opened(found, config, memory, disk, sparse, accelerator.named(device)) as model:
+    with _opened(found, config, memory, disk, sparse, place) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
 
 

@@ -104,6 +104,7 @@ def set_up(
         hardware = probe(None if resolved.get("device") == "auto" else resolved.get("device"))
         hardware = shared(with_tiers(hardware, specs, count), count)
     resolved = derive.before_plan(resolved, model.config, hardware.devices[0])
+    _check_precision(resolved, hardware)
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
     device = hardware.devices[0]
@@ -127,6 +128,18 @@ def set_up(
         predicted = _continued(model, request, plan, hardware)
     predicted.prove()
     return Setup(resolved, model, hardware, predicted, specs)
+
+
+def _check_precision(resolved: Resolved, hardware: Hardware) -> None:
+    """Refuse a precision that the device does not have."""
+    device, kind = hardware.devices[0], accelerator.there()
+    if resolved.get("precision") != "bfloat16" or device.kind == "cpu" or not kind:
+        return
+    if not accelerator.has_bfloat16(torch.device(kind)):
+        raise OutsizeError(
+            f"precision is 'bfloat16', which {device.name} does not compute in; set precision to"
+            " float32"
+        )
 
 
 def settled(setup: Setup) -> Setup:

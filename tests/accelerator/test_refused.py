@@ -1,0 +1,42 @@
+"""What a device cannot do is refused in one line, before anything of the run is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import strict
+import torch
+from click.testing import CliRunner
+
+from outsize.cli.main import main
+
+SMALL = ("model=tiny", "data=text.txt", "train.steps=1", "train.batch_tokens=256")
+NOT_THERE = "device is 'xpu', and PyTorch finds only 'strict' here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "precision=bfloat16"), "precision is 'bfloat16', which strict does not"),
+        (("train", "device=xpu"), NOT_THERE),
+        (("generate",), NOT_THERE),
+    ],
+)
+def test_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    strict.start("demand")
+    torch.get_device_module("strict").is_bf16_supported = lambda: False
+    command, *more = arguments
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("text.txt").write_text("So it goes on and on. " * 50)
+        if command == "train":
+            given = [word for one in (*SMALL, *more) for word in ("--set", one)]
+        else:
+            given = ["nowhere", "--device", "xpu"]
+        result = CliRunner().invoke(main, [command, *given])
+        lines = [line for line in result.output.splitlines() if line.strip()]
+        assert result.exit_code == 2 and said in " ".join(lines[-2:]), result.output
+        assert not list(Path().glob("runs/*"))
