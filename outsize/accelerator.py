@@ -137,7 +137,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor's values on a device, behind what the calling thread has handed out; it does
     not wait for them. Where the host computes, and of one that is there, the tensor."""
     if not queues(device) or tensor.device == device:
-        return tensor
+        return tensor.to(device)
     return pin(tensor).to(device, non_blocking=True)
 
 

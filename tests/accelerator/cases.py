@@ -46,6 +46,11 @@ GATED = {
 }  # fmt: skip
 
 
+def device() -> torch.device:
+    """That of the tests, once it is there."""
+    return torch.device("strict", 0)
+
+
 @dataclass(frozen=True)
 class Case:
     """A plan over a small decoder. changes: of the plan. rest, stream: where its states rest, and
@@ -118,7 +123,9 @@ CASES = {
     "updates behind, on host": Case({"update": "behind", "order": "layer"}, HOST),
     "activations on host": Case({}, {"activations": "host"}),
     "activations on disk": Case({}, {"activations": "disk"}, disk=True),
-    "freezing": Case({"approximate": ("frozen-by-dynamics",)}),
+    "freezing": Case(
+        {"approximate": ("frozen-by-dynamics",)}, family="llama, untied", alike=False
+    ),
     "zeroth-order": Case({"approximate": ("zeroth-order",)}),
     "local learning": Case(
         {"approximate": ("local-learning",), "local": Local(2, "momentum", 0.9)},

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ ORDERS: tuple[tuple[str, int, int], ...] = (
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _INSIDE = ("torch", "strict", "contextlib")  # modules whose lines are never the user's
 
-_counts: list[Counter[tuple[str, str]]] = []
+_counts: list[tuple[Counter[tuple[str, str]], int]] = []  # and of which thread; 0: of all
 
 
 @functools.cache
@@ -129,22 +130,24 @@ def pieces_waiting() -> int:
 
 
 @contextmanager
-def waits() -> Iterator[Counter[tuple[str, str]]]:
-    """How often the host waits for the device within: {(kind, "file:line"): times}."""
+def waits(mine: bool = False) -> Iterator[Counter[tuple[str, str]]]:
+    """How often the host waits for the device within: {(kind, "file:line"): times}. mine: in the
+    calling thread alone."""
     counted: Counter[tuple[str, str]] = Counter()
-    _counts.append(counted)
+    _counts.append((counted, threading.get_ident() if mine else 0))
     try:
         yield counted
     finally:
-        _counts[:] = [each for each in _counts if each is not counted]
+        _counts[:] = [each for each in _counts if each[0] is not counted]
 
 
 @_Callback
 def _on_wait(what: bytes) -> None:
     if _counts:
         where = _line(sys._getframe(1))
-        for counted in _counts:
-            counted[what.decode(), where] += 1
+        for counted, thread in _counts:
+            if thread in (0, threading.get_ident()):
+                counted[what.decode(), where] += 1
 
 
 def _line(frame: FrameType | None) -> str:
