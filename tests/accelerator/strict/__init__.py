@@ -22,6 +22,7 @@ from types import FrameType, ModuleType
 
 import torch
 
+from strict import group
 from strict.building import NoCompiler, build, cache_folder
 
 __all__ = [
@@ -55,12 +56,15 @@ def load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build(cache_folder())))
     library.strict_configure.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.strict_order.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    library.strict_mark.restype = library.strict_gate.restype = ctypes.c_void_p
+    library.strict_reach.argtypes = library.strict_open.argtypes = [ctypes.c_void_p]
     for name in ("strict_pieces_run", "strict_pieces_waiting"):
         getattr(library, name).restype = ctypes.c_int64
     torch.utils.rename_privateuse1_backend("strict")
     torch._register_device_module("strict", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     library.strict_on_wait(_on_wait)
+    group.register(library)
     return library
 
 

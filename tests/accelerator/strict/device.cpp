@@ -243,6 +243,23 @@ void strict_order(int order, int last, uint64_t seed) {
   strict::set_order(static_cast<strict::Order>(order), last, seed);
 }
 void strict_on_wait(void (*call)(const char*)) { strict::g_on_wait = call; }
+void* strict_mark(int device, int stream) {
+  return new strict::Mark(strict::record(device, stream));
+}
+void strict_reach(void* mark) {
+  strict::linger();
+  strict::reach(*static_cast<strict::Mark*>(mark));
+  delete static_cast<strict::Mark*>(mark);
+}
+void* strict_gate(int device, int stream) {
+  auto* made = new strict::Mark(strict::gate());
+  strict::wait(device, stream, *made);
+  return made;
+}
+void strict_open(void* gate) {
+  strict::open(*static_cast<strict::Mark*>(gate));
+  delete static_cast<strict::Mark*>(gate);
+}
 int64_t strict_pieces_run() { return strict::pieces_run(); }
 int64_t strict_pieces_waiting() { return strict::pieces_waiting(); }
 }

@@ -21,6 +21,9 @@ extern "C" void PyEval_RestoreThread(void*);
 namespace strict {
 namespace {
 
+constexpr uint64_t kAhead = 32; // pieces that the host hands out before a message goes out
+constexpr auto kMoment = std::chrono::milliseconds(20);
+
 struct Piece {
   std::function<void()> work; // or
   Mark awaited;               // what must be done before the stream goes on, or
@@ -46,6 +49,7 @@ struct State {
   Order order = kRandom;
   int last = 0;
   uint64_t draws = 0;
+  uint64_t changes = 0; // what may let a request go on that was stopped
   int64_t run = 0;
   bool runner = false;
 };
@@ -86,7 +90,18 @@ Queue* demanded(State& s, const Mark& target) {
     if (q.empty()) return nullptr;
     if (runnable(q)) return &q;
     at = q.front().awaited;
+    if (at->gate) return nullptr;
   }
+}
+
+// Whether a gate stands before `target`, so that only the host can let it be reached.
+bool behind_gate(State& s, const Mark& target) {
+  for (Mark at = target; !at->done; at = queue(s, at->device, at->stream).front().awaited) {
+    if (at->gate) return true;
+    const Queue& q = queue(s, at->device, at->stream);
+    if (q.empty() || !q.front().awaited) return false;
+  }
+  return false;
 }
 
 Queue* pick(State& s, const Request& request) {
@@ -136,11 +151,23 @@ void serve(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
 void run_forever() {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
+  size_t stopped = 0; // requests in a row, none of which could go on
+  uint64_t seen = 0;  // changes before the first of them
   while (true) {
     s.changed.wait(lock, [&] { return !s.requests.empty(); });
     Request* const first = s.requests.front();
+    if (stopped == 0) seen = s.changes;
     serve(s, lock, *first);
     s.requests.pop_front();
+    if (first->target && !over(*first) && behind_gate(s, first->target)) {
+      s.requests.push_back(first); // others may be served meanwhile
+      if (++stopped >= s.requests.size()) {
+        s.changed.wait(lock, [&] { return s.changes != seen; });
+        stopped = 0;
+      }
+      continue;
+    }
+    stopped = 0;
     first->over = true;
     s.changed.notify_all();
   }
@@ -168,6 +195,7 @@ void begin(State& s) { // with the lock held
 void ask_for(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
   begin(s);
   s.requests.push_back(&request);
+  ++s.changes;
   s.changed.notify_all();
   s.changed.wait(lock, [&] { return request.over; });
 }
@@ -176,6 +204,8 @@ void put(int device, int stream, Piece piece) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   queue(s, device, stream).push_back(std::move(piece));
+  ++s.changes;
+  s.changed.notify_all();
 }
 
 // Let pieces run, as far as the order wants the device to follow the host.
@@ -242,6 +272,37 @@ Mark record(int device, int stream) {
 
 void wait(int device, int stream, const Mark& mark) {
   put_and_follow(device, stream, {nullptr, mark, nullptr});
+}
+
+Mark gate() {
+  auto made = std::make_shared<Point>();
+  made->gate = true;
+  return made;
+}
+
+void open(const Mark& gate) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  gate->done = true;
+  ++s.changes;
+  s.changed.notify_all();
+}
+
+void linger() {
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  const uint64_t more = s.changes + (s.order == kEager ? 0 : kAhead);
+  s.changed.wait_for(lock, kMoment, [&] { return s.changes >= more || !s.requests.empty(); });
+}
+
+void reach(const Mark& mark) {
+  State& s = state();
+  WithoutGil free;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  if (mark->done) return;
+  Request request;
+  request.target = mark;
+  ask_for(s, lock, request);
 }
 
 bool is_done(const Mark& mark) {

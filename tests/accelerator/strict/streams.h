@@ -18,6 +18,7 @@ struct Point {
   int device = 0;
   int stream = 0;
   bool done = false;
+  bool gate = false; // done when the host says so
   double seconds = 0; // by a steady clock, when it was passed
 };
 using Mark = std::shared_ptr<Point>;
@@ -40,6 +41,16 @@ void give(int device, int stream, std::function<void()> work);
 void give_quietly(int device, int stream, std::function<void()> work);
 Mark record(int device, int stream);
 void wait(int device, int stream, const Mark& mark);
+
+// A point that the host opens: work behind a wait for it stays until then. All that is opened must
+// be opened in the end, and who waits for the device waits for that too.
+Mark gate();
+void open(const Mark& gate);
+// Hold back a thread that stands for a part of the device: until the host has handed out some more
+// work or waits for some, and no longer than a moment, since it may wait for another process.
+void linger();
+// As finish, and neither raises nor counts: for threads that stand for a part of the device.
+void reach(const Mark& mark);
 
 bool is_done(const Mark& mark);
 // Whether it is done; if not, one piece runs, so that who asks again and again sees it done.
