@@ -101,6 +101,14 @@ def settle(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+def keep(tensors: Iterable[Tensor]) -> None:
+    """Have memory that was made for another stream wait for the calling thread's before somebody
+    else gets it."""
+    for x in tensors:
+        if queues(x.device):
+            x.record_stream(torch.accelerator.current_stream(x.device))
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 

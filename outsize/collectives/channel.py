@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.collectives.collective import Collective
 from outsize.errors import OutsizeError
 
@@ -65,21 +66,27 @@ class Sender:
         if known != forms:
             raise OutsizeError(f"message {key}: its tensors are {forms}; they were {known} before")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+            stream = accelerator.stream(self._device)
+            self._thread = threading.Thread(
+                target=self._run, args=(stream,), daemon=True, name=self._name
+            )
             self._thread.start()
+        made = accelerator.mark(self._device)
 
         def leave() -> None:
+            accelerator.follow(made, self._device)
             if fresh:
                 self._pair.broadcast(_header(forms).to(self._device), 0)
             for tensor in tensors:
                 if tensor.numel():
                     self._pair.broadcast(tensor.contiguous(), 0)
+            accelerator.settle(self._device)
 
         self._queue.put((leave, gone))
         return gone
 
-    def _run(self) -> None:
-        with torch.no_grad():
+    def _run(self, stream: torch.Stream | None) -> None:
+        with torch.no_grad(), accelerator.on(stream):
             while (work := self._queue.get()) is not None:
                 leave, gone = work
                 try:

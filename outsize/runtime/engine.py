@@ -102,13 +102,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A list that an engine can play. lanes: those beside the computation. left: the places that
-    are settled behind the last action."""
+    """A list that an engine can play. lanes: those beside the computation, each with the place of
+    its last action. left: the places that are settled behind the last action of all."""
 
     schedule: Schedule
     points: Points
     steps: tuple[Step, ...]
-    lanes: tuple[Lane, ...]
+    lanes: Mapping[Lane, int]
     left: tuple[int, ...]
 
 
@@ -145,8 +145,10 @@ class Engine:
             self._step(index, action, points, needed, due.get(index, ()))
             for index, (action, needed) in enumerate(zip(actions, waits(schedule), strict=True))
         )
-        lanes = dict.fromkeys(a.lane for a in actions if a.lane is not Lane.COMPUTE)
-        return Loaded(schedule, points, steps, tuple(lanes), due.get(len(actions), ()))
+        lanes: dict[Lane, int] = {
+            a.lane: i for i, a in enumerate(actions) if a.lane is not Lane.COMPUTE
+        }
+        return Loaded(schedule, points, steps, lanes, due.get(len(actions), ()))
 
     def _step(
         self,
@@ -222,7 +224,7 @@ class Engine:
                 work = partial(self._serve, step, board, ran, begin)
                 self._lanes.give(step.action.lane, work)
             self._lanes.finish(loaded.lanes, faulty=False)
-            board.wait(())
+            board.wait(loaded.lanes.values())  # who comes next reads what lanes have left
         except BaseException as fault:
             board.fail(fault)
             self._lanes.finish(loaded.lanes, faulty=True)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.collectives import World
 from outsize.collectives.channel import Form, Receiver, Sender
 from outsize.runtime.flow import Walk
@@ -112,9 +113,14 @@ class StageLinks:
         before = s - 1 if self.evaluating else self.line.before(s, m)
         ahead, back = (State.ACTIVATIONS, before, m, WHOLE), (State.GRADIENTS, s, m, WHOLE)
         if action.kind.way == "forward" and ahead in self._here:
-            walk.put(before, self._here.pop(ahead))
+            walk.put(before, self._taken(ahead))
         elif action.kind.way == "back" and back in self._here:
-            walk.put_gradient(s, list(self._here.pop(back)))
+            walk.put_gradient(s, list(self._taken(back)))
+
+    def _taken(self, name: _Name) -> list[Tensor]:
+        came = self._here.pop(name)
+        accelerator.keep(came)  # the first of a kind has no room, and is made by the lane
+        return came
 
     def prepare(self, move: Action, of: Callable[[int], Walk], shapes: Hashable) -> None:
         """The part of a SEND or RECV that is the calling thread's. of: a microbatch's walk, which

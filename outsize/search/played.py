@@ -38,7 +38,7 @@ def plans(request: PlanRequest, segments: int) -> Iterator[Plan]:
     found = list(candidates(bare, segments))
     tiers = request.tiers if request.budget is not None else ()
     resting = [
-        below(p, tier.name, count) for tier in tiers[:1] for p in found for count in _counts(p)
+        _below(p, tier.name, count) for tier in tiers[:1] for p in found for count in _counts(p)
     ]
     if resting and not clash(resting[0], names):
         found = [found[0], *resting]
@@ -53,7 +53,7 @@ def _counts(plan: Plan) -> list[int]:
     return [*sorted(n for n in graded if n > 1), len(plan.stages)]
 
 
-def below(plan: Plan, tier: str, count: int) -> Plan:
+def _below(plan: Plan, tier: str, count: int) -> Plan:
     """The plan with weights of the last so many blocks, or of all stages, on a tier."""
     last = len(plan.stages) - 1
     first = 0 if count > last else last - count

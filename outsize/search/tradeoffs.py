@@ -5,16 +5,15 @@ Every one is forecast like a plan to be run. All are exact: none changes a numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from outsize.errors import OutsizeError
-from outsize.plan import Plan
+from outsize.plan import Plan, Rest, Stream
 from outsize.plan.approximate import clash
 from outsize.search.candidates import candidates
 from outsize.search.offload import Search
-from outsize.search.played import below
 from outsize.search.tiers import Passing, states
 from outsize.search.variants import Predicts, Variant, spilling, variant_of
 from outsize.simulate import Forecast
@@ -43,11 +42,18 @@ def tradeoffs(forecaster: Predicts, segments: int) -> list[Tradeoff]:
     request = replace(forecaster.request, budget=LIMITLESS)
     plans = list(candidates(request, segments))
     found = [_tradeoff(name, forecaster.forecast(plan)) for name, plan in _computed(plans)]
-    bare = replace(plans[0], approximate=())
-    tiers = [tier.name for tier in request.tiers]
-    if tiers and not clash(below(bare, tiers[0], len(bare.stages)), request.approximate):
+    if request.tiers and not _stays(plans[0], request.tiers[0].name, request.approximate):
         found += _streamed(forecaster, plans)
     return found
+
+
+def _stays(plan: Plan, tier: str, approximate: Iterable[str]) -> bool:
+    """Whether a technique keeps on the device what could rest below: beside workers who share the
+    weights that is the optimizer's states."""
+    rest = Rest(tier) if plan.shards.optimizer == 1 else Rest(optimizer=tier)
+    stages = tuple(replace(stage, rest=rest) for stage in plan.stages)
+    under = replace(plan, approximate=(), stages=stages, stream=Stream())
+    return clash(under, approximate) is not None
 
 
 def _tradeoff(name: str, made: Forecast) -> Tradeoff:

@@ -45,7 +45,7 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._group.check()
-        torch.accelerator.current_stream().wait_event(self._done)
+        torch.accelerator.current_stream(self._group.device).wait_event(self._done)
         self._group.open.discard(self)
         self._tensors.clear()
         return True
@@ -61,8 +61,8 @@ class Group:
 
         self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
         self._rank, self._size = rank, size
-        self._device = torch.device("strict", torch.accelerator.current_device_index())
-        self._stream = torch.Stream(device=self._device)
+        self.device = torch.device("strict", torch.accelerator.current_device_index())
+        self._stream = torch.Stream(device=self.device)
         self._batch: list[tuple[str, Tensor, int, int]] | None = None
         self._faults: list[BaseException] = []
         self.open = set[Work]()  # nobody has waited for them
@@ -170,7 +170,7 @@ class Group:
         self.check()
         for tensor in (*reads, *writes):
             self._mine(said or "a message", tensor)
-        current = torch.accelerator.current_stream()
+        current = torch.accelerator.current_stream(self.device)
         self._stream.wait_stream(current)
         with self._stream:
             host = [_room(x) for x in reads]
@@ -179,11 +179,11 @@ class Group:
             apart = [x for x in writes if all(x is not read for read in reads)]
             host += [_room(x) for x in apart]
             at = {id(x): room for x, room in zip((*reads, *apart), host, strict=True)}
-            mark = _library.strict_mark(self._device.index, self._stream.stream_id)
-            gate = _library.strict_gate(self._device.index, self._stream.stream_id)
+            mark = _library.strict_mark(self.device.index, self._stream.stream_id)
+            gate = _library.strict_gate(self.device.index, self._stream.stream_id)
             for tensor in writes:
                 tensor.copy_(at[id(tensor)], non_blocking=True)
-            done = torch.Event(self._device)
+            done = torch.Event(self.device)
             done.record(self._stream)
         gloo, size = self._gloo, self._size
         self._jobs.put((mark, gate, lambda: _meet(gloo, size, said, deed, host)))
@@ -192,9 +192,9 @@ class Group:
         return work
 
     def _mine(self, what: str, tensor: Tensor) -> None:
-        if tensor.device != self._device:
+        if tensor.device != self.device:
             raise RuntimeError(
-                f"strict: {what} of a tensor on {tensor.device}; expected one on {self._device}"
+                f"strict: {what} of a tensor on {tensor.device}; expected one on {self.device}"
             )
         if not tensor.is_contiguous():
             raise RuntimeError(f"strict: {what} of a tensor that is not contiguous")
