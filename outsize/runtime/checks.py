@@ -13,7 +13,7 @@ from outsize.collectives import Collective, World
 from outsize.errors import Everywhere, OutsizeError, nearest
 from outsize.memory.chunk import Dtypes
 from outsize.models.cuts import NO_CUTS, Cut
-from outsize.optim import Optimizer, check_approximate, taker
+from outsize.optim import AdamW, Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
@@ -21,6 +21,10 @@ from outsize.runtime.recipe import Recipe
 from outsize.schedule.chunks import LINE
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
+
+_HALF_DIGIT = (
+    2.0**-8
+)  # of a bfloat16: what is added to one and is a smaller part of it, may be lost
 
 
 def dtypes_of(precision: Precision) -> Dtypes:
@@ -89,6 +93,7 @@ def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
     """Refuse what cannot be, before anything is allocated."""
     clip = recipe.clip
     check_approximate(recipe.optimizer, plan.approximate)
+    _check_moments(recipe.optimizer, plan)
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))
     for stage in plan.stages:
@@ -104,6 +109,25 @@ def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
             f"plan: update is 'behind' and gradients are clipped at {clip:g}: the norm is known"
             " only when every stage has its gradient; set clip to null, or update to 'apart'"
         )
+
+
+def _check_moments(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse states in bfloat16 that are not asked for, or that would stand still."""
+    if plan.precision.optimizer != "bfloat16":
+        return
+    if "bfloat16-weights" not in plan.approximate:
+        raise OutsizeError(
+            "plan: precision.optimizer is bfloat16, which rounds every moment; set it to float32,"
+            " or name bfloat16-weights under approximate"
+        )
+    for one in (optimizer, optimizer.rest):
+        if isinstance(one, AdamW) and 1 - one.betas[1] < _HALF_DIGIT:
+            raise OutsizeError(
+                f"optimizer: betas[1] is {one.betas[1]:g} and precision.optimizer bfloat16, whose"
+                " last digit is larger than what a step adds to a second moment: it would stand"
+                f" still; set betas[1] to at most {1 - _HALF_DIGIT:g}, or precision.optimizer to"
+                " float32"
+            )
 
 
 def check_pipeline(placement: Placement) -> None:

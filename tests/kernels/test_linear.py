@@ -61,11 +61,12 @@ def test_gradients_equal_autograd(shape, later):
 
 
 def test_gradients_add_up_over_calls():
-    x, weight, sink = leaf(6, 5), leaf(4, 5), Buffers(torch.float64)
+    x, weight, bias, sink = leaf(6, 5), leaf(4, 5), leaf(4), Buffers(torch.float64)
     for _ in range(3):
-        linear(x, weight, None, sink).square().sum().backward()
-    (gw,) = torch.autograd.grad(F.linear(x, weight).square().sum() * 3, weight)
-    assert close(sink.of(weight), gw)
+        linear(x, weight, bias, sink).square().sum().backward()
+    total = F.linear(x, weight, bias).square().sum() * 3
+    gw, gb = torch.autograd.grad(total, (weight, bias))
+    assert close(sink.of(weight), gw) and close(sink.of(bias), gb)
 
 
 def test_an_input_without_gradient_still_gives_the_weight_one():

@@ -79,25 +79,29 @@ def test_loss_and_gradients_equal_plain_logits(chunk, bias, scale, softcap):
 TERMS = [LossOptions(0.1), LossOptions(z_loss=0.02), LossOptions(0.3, 1e-3)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
-def test_terms_of_the_loss(terms, scale, softcap):
-    """Label smoothing as PyTorch has it, the z-loss as PaLM has it, behind scale and cap."""
-    h, weight, vector, targets = subject()
+def test_terms_of_the_loss(terms, scale, softcap, dtype):
+    """Label smoothing as PyTorch has it, the z-loss as PaLM has it, behind scale and cap; in
+    float32, which has a fused pass without them, too."""
+    h, weight, vector, targets = subject(dtype)
     added = (terms.label_smoothing, terms.z_loss)
-    expected = plain(h, weight, vector, targets, scale, softcap, *added)
-    gradients = torch.autograd.grad(expected, [h, weight, vector])
-    sink = Sums(weight, vector, dtype=torch.float64)
+    wide = [x.detach().double().requires_grad_() for x in (h, weight, vector)]
+    expected = plain(*wide, targets, scale, softcap, *added)
+    gradients = torch.autograd.grad(expected, wide)
+    limit = 1e-10 if dtype == torch.float64 else 2e-6
+    sink = Sums(weight, vector, dtype=dtype)
     head = Head(FACTOR, 5, sink, scale, softcap, terms)
     loss = chunked_loss(h, weight, vector, Targets(targets), head)
     loss.backward()
     got = [loss.detach(), h.grad, sink.of[id(weight)], sink.of[id(vector)]]
     for ours, theirs in zip(got, [expected.detach(), *gradients], strict=True):
-        assert close(ours, theirs)
+        assert close(ours, theirs, limit)
 
     with torch.no_grad():  # an evaluation has none of it
-        bare = plain(h, weight, vector, targets, scale, softcap)
-        assert close(chunked_loss(h, weight, vector, Targets(targets), head), bare)
+        bare = plain(*wide, targets, scale, softcap)
+        assert close(chunked_loss(h, weight, vector, Targets(targets), head), bare, limit)
 
 
 @pytest.mark.parametrize("terms", [LossOptions(), *TERMS])

@@ -43,6 +43,19 @@ def test_every_form_is_float64s(preferred, shape):
 
 
 @needs_onednn
+@pytest.mark.parametrize("shape", [(4099, 3, 300), (300, 3, 4099), (4500, 2, 1)])
+def test_results_of_more_than_one_part(preferred, shape):
+    """More rows, or columns, than are put at once, and than 4,096 tokens."""
+    M, I, N = shape  # noqa: E741
+    a, b, out = torch.randn(M, I), torch.randn(I, N), torch.full((M, N), float("nan"))
+    assert M * N > product.PART or N == 1
+    product.put_product(a, b, out)
+    total = a @ b
+    product.add_product(total, a, b)
+    assert near(out, a.double() @ b.double()) and near(total, 2 * (a.double() @ b.double()))
+
+
+@needs_onednn
 def test_the_same_every_time(preferred):
     a, b = torch.randn(700, 300), torch.randn(300, 200)
     assert torch.equal(product.product(a, b), product.product(a, b))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import plain
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
 from outsize.models.build import build
-from outsize.optim import SGD, AdamW
+from outsize.optim import SGD, AdamW, Muon
 from outsize.plan import Precision
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
@@ -146,6 +147,19 @@ def test_small_updates_survive_in_the_master_alone(data):
 def test_bfloat16_without_master_is_refused_unless_it_is_named():
     with pytest.raises(OutsizeError, match="without a master copy"):
         base_plan(precision=Precision("bfloat16", None))
+
+
+def test_moments_in_bfloat16_are_asked_for_and_do_not_stand_still():
+    plan = base_plan(precision=Precision("float32", None, "float32", "bfloat16"))
+    with pytest.raises(OutsizeError, match="rounds every moment"):
+        Job(NativeFlow(build(config_of("llama")), plan), plan, Recipe(AdamW()))
+    named = replace(plan, approximate=("bfloat16-weights",))
+    for optimizer in (AdamW(betas=(0.9, 0.999)), Muon(rest=AdamW(betas=(0.9, 0.999)))):
+        with pytest.raises(OutsizeError, match=r"betas\[1\] is 0.999 .* stand still"):
+            Job(NativeFlow(build(config_of("llama")), named), named, Recipe(optimizer))
+    Job(
+        NativeFlow(build(config_of("llama")), named), named, Recipe(AdamW(betas=(0.9, 0.996)))
+    ).close()
 
 
 def test_a_router_correction_is_not_rounded():
