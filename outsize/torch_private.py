@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import GradientEdge
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -62,6 +62,19 @@ safe_softmax = torch.ops.aten._safe_softmax.default
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 fused_adamw_ = torch._fused_adamw_
+
+
+class DispatchMode(TorchDispatchMode):
+    """A TorchDispatchMode that is called as it is.
+
+    PyTorch wraps `__torch_dispatch__` into what switches torch.compile off: the first call imports
+    the compiler, a second, and each takes as long as a small operator. Under a mode that calls its
+    operators torch.compile traces nothing anyway.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def __getattr__(name: str) -> Any:

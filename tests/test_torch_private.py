@@ -64,7 +64,7 @@ def test_pytrees_come_apart_and_together():
 def test_dispatch_modes_see_operators_unless_they_are_disabled():
     seen = []
 
-    class Seen(private.TorchDispatchMode):
+    class Seen(private.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))
@@ -75,6 +75,14 @@ def test_dispatch_modes_see_operators_unless_they_are_disabled():
         with private.disable_current_modes():
             torch.zeros(2).add(1)
     assert count == len(seen) == 2
+
+
+def test_dispatch_modes_are_called_as_they_are():
+    def seen(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+    mode = type("Seen", (private.DispatchMode,), {"__torch_dispatch__": seen})
+    assert mode.__torch_dispatch__ is seen
 
 
 def test_fake_tensors_have_no_memory():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
-from outsize.torch_private import TorchDispatchMode, safe_softmax, storage_key, tree_leaves
+from outsize.torch_private import DispatchMode, safe_softmax, storage_key, tree_leaves
 
 KINDS = (
     "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
@@ -46,7 +46,7 @@ class OverBudget(OutsizeError):
         )
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(DispatchMode):
     """Shows the ledger every tensor that an operator gives."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outsize.torch_private import TorchDispatchMode
+from outsize.torch_private import DispatchMode
 
 Direction = Literal["forward", "backward"]
 _aten = torch.ops.aten
@@ -43,7 +43,7 @@ class Work:
         return products + sum(self.attention.values())
 
 
-class Counter(TorchDispatchMode):
+class Counter(DispatchMode):
     """Adds the work of every operator to `work` while entered."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from outsize.torch_private import TorchDispatchMode, tree_leaves
+from outsize.torch_private import DispatchMode, tree_leaves
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,7 +26,7 @@ def narrow_modules(model: nn.Module, work: Callable[[], object]) -> tuple[str, .
     return tuple(name.removeprefix(f"{type(model).__name__}.") for name in seen.found)
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(DispatchMode):
     """Books the module at work where an operator gives few bits."""
 
     def __init__(self, tracker: ModuleTracker) -> None:

@@ -33,7 +33,7 @@ from outsize.schedule.compile.forward import compile_forward
 from outsize.schedule.role import Role
 from outsize.schedule.waits import waits
 from outsize.search import PlanRequest, predict
-from outsize.torch_private import TorchDispatchMode, tree_leaves
+from outsize.torch_private import DispatchMode, tree_leaves
 from outsize.train.prepared.batches import cut
 
 DATA = data_of(3)
@@ -264,7 +264,7 @@ def test_the_prover_refuses_copies_that_nobody_needs():
         prove(more)
 
 
-class OneMemory(TorchDispatchMode):
+class OneMemory(DispatchMode):
     """Refuses operators over tensors on several devices, numbers apart."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from outsize.parallel.check.graph import Graph, Node, Ref, Site, Value
 from outsize.parallel.check.shapes import shaped
-from outsize.torch_private import TorchDispatchMode, storage_key, tree_flatten, tree_map_only
+from outsize.torch_private import DispatchMode, storage_key, tree_flatten, tree_map_only
 
 # Functions that are taken whole, by the name that their rule has.
 COMPOSITE: Mapping[Callable[..., Any], str] = {
@@ -135,15 +135,10 @@ class Recorder:
             self.asleep -= 1
 
 
-class _Dispatch(TorchDispatchMode):
+class _Dispatch(DispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else the first call would import the compiler, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -30,7 +30,7 @@ from outsize.runtime.adopted.absent import (
 )
 from outsize.runtime.again import Call
 from outsize.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     disable_current_modes,
     tree_leaves,
     tree_map,
@@ -175,7 +175,7 @@ def _undrawn(model: nn.Module) -> Any:
     return accelerator.undrawn(model.parameters())
 
 
-class _Fresh(TorchDispatchMode):
+class _Fresh(DispatchMode):
     """Makes new numbers absent too: blocks fill in place what they have made."""
 
     def __init__(self, source: Source) -> None:
@@ -190,7 +190,7 @@ class _Fresh(TorchDispatchMode):
         return out if known or not out.is_floating_point() else absent_like(out, [self._source])
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(DispatchMode):
     """Marks what is drawn at random. Single numbers, on which code may decide, stay numbers."""
 
     def __init__(self) -> None:
