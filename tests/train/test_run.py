@@ -36,13 +36,6 @@ def test_a_run_from_start_to_end(runs) -> None:
     assert [p.name for p in sorted(run.glob("step-*"))] == ["step-00000006", "step-00000008"]
 
 
-def test_learning_rates_warm_up_and_fall(runs) -> None:
-    runs.train(optimizer__lr=0.01, schedule__warmup=2, schedule__final=0.5)
-    rates = [r["lr"] for r in read_metrics(runs.home / "run") if "lr" in r]
-    assert rates[:2] == pytest.approx([0.005, 0.01])
-    assert rates[-1] < rates[3] < 0.01 and rates[-1] > 0.005
-
-
 def test_the_checkpoint_is_a_hugging_face_directory(runs) -> None:
     transformers = pytest.importorskip("transformers")
     runs.train(train__steps=3)
