@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,12 @@ from forked import until
 
 from outsize.data import Data, DataConfig, Dataset, FileTokenizer, open_data
 from outsize.data import cache as cache_module
+from outsize.data.files import SourceFile
+from outsize.data.source import Given
+from outsize.data.template import Template
+from outsize.data.texts import TextSource
 from outsize.errors import OutsizeError
+from outsize.techniques.data.chat import Chat, ChatSource
 
 
 def config(tmp_path: Path, **changes: object) -> DataConfig:
@@ -136,6 +142,47 @@ def test_whatever_decides_the_tokens_makes_another_entry(
     monkeypatch.setattr(cache_module, "VERSION", 99)
     assert built_again(tmp_path, base)
     assert not built_again(tmp_path, base)
+
+
+def test_every_fact_of_a_source_is_in_its_key(tmp_path: Path) -> None:
+    """Of files, tokenizer, split, fields and the settings of chats; one that is added later fails
+    here until it is changed too."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("xy")
+    (tmp_path / "c").write_text("xyz")
+    file = SourceFile(tmp_path / "a", "text", False, 2, 7)
+    files = {"path": tmp_path / "b", "kind": "jsonl", "named": True, "size": 3}
+    said = {
+        "files": ((), (file, file), *((dataclasses.replace(file, **{k: v}),)
+                                      for k, v in files.items())),
+        "tokenizer": (SimpleNamespace(fingerprint=lambda: "another"),),
+        "fraction": (0.2,), "field": ("body",), "sequence": (8,),
+    }  # fmt: skip
+    given = Given((file,), 0, SimpleNamespace(fingerprint=lambda: "one"), None, 4, 0.1, "text")
+    reported = {"ignored", "directory"}  # a count that is said; where the chats' template is from
+    assert {f.name for f in dataclasses.fields(Given)} == {*said, *reported}
+    assert {f.name for f in dataclasses.fields(SourceFile)} == {*files, "mtime"}
+    template = Template("own", "{{ a }}", {"eos": "<e>"}, ())
+    chats = {"settings": [Chat(field="talk"), Chat(long="leave")], "template": [
+        dataclasses.replace(template, text="{{ b }}"),
+        dataclasses.replace(template, special={"eos": "<f>"}),
+    ]}  # fmt: skip
+    for source, silent in ((TextSource(given), "sequence"),
+                           (ChatSource(given, Chat(), template), "field")):  # fmt: skip
+        others = [
+            dataclasses.replace(source, given=dataclasses.replace(given, **{name: value}))
+            for name, values in said.items()
+            for value in values
+            if name != silent
+        ]
+        if isinstance(source, ChatSource):
+            others += [dataclasses.replace(source, **{n: v}) for n in chats for v in chats[n]]
+        keys = [cache_module.key(one) for one in (source, *others)]
+        assert len(set(keys)) == len(keys)
+    with pytest.MonkeyPatch.context() as patch:  # files of which only the date is looked at
+        patch.setattr(cache_module, "HASHED_BYTES", 0)
+        later = dataclasses.replace(given, files=(dataclasses.replace(file, mtime=8),))
+        assert cache_module.key(TextSource(given)) != cache_module.key(TextSource(later))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "manifest", "not json", "a file"])

@@ -62,7 +62,8 @@ RUNS = {
          "sample.prompt": "def", "sample.temperature": 0.0, "threads": 1, "device": "cpu"},
     ),
     "sgd, warm-up, stable, decay": (
-        {"optimizer.name": "sgd", "learning_rate.shape": "wsd", "learning_rate.decay": 0.6},
+        {"optimizer.name": "sgd", "learning_rate.shape": "wsd", "learning_rate.decay": 0.6,
+         "train.seed": 6},
         {"sgd.momentum": 0.5, "learning_rate.decay": 0.3},
         {"plan.split_backward": True, "plan.mlp_tile": 5, "sample.tokens": 0,
          "plan.microbatch_rows": 4, "plan.loss_chunk": 0, "plan.recompute": []},

@@ -36,19 +36,33 @@ def test_a_run_from_start_to_end(runs) -> None:
     assert [p.name for p in sorted(run.glob("step-*"))] == ["step-00000006", "step-00000008"]
 
 
-def test_the_checkpoint_is_a_hugging_face_directory(runs) -> None:
+@pytest.mark.parametrize(
+    ("precision", "approximate", "dtype"),
+    [
+        ("float32", "[]", torch.float32),
+        ("bfloat16", "[]", torch.float32),  # what training goes on from: the master copy
+        ("bfloat16", "[bfloat16-weights]", torch.bfloat16),
+    ],
+)
+def test_the_checkpoint_is_a_hugging_face_directory(runs, precision, approximate, dtype) -> None:
     transformers = pytest.importorskip("transformers")
-    runs.train(train__steps=3)
+    runs.train(train__steps=3, precision=precision, plan__approximate=approximate)
     last = runs.home / "run" / "step-00000003"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+    tensors = load_file(last / "model.safetensors")
+    assert {x.dtype for x in tensors.values()} == {dtype}
+    said = json.loads((last / "config.json").read_text())
+    assert {said[k] for k in ("dtype", "torch_dtype") if k in said} == {str(dtype)[6:]}
+    assert ("lm_head.weight" in tensors) != said["tie_word_embeddings"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(last)
+    assert theirs.dtype == dtype and theirs.config.eos_token_id == 256
     tokenizer = transformers.AutoTokenizer.from_pretrained(last)
     from outsize.checkpoint import hub
 
     ids = tokenizer("def walk(é):\n").input_ids
     assert ids == list("def walk(é):\n".encode())
     with torch.no_grad():
-        ours = hub.load(last)(torch.tensor([ids]))
-        assert torch.allclose(ours, theirs(torch.tensor([ids])).logits, atol=1e-5)
+        ours = hub.load(last, torch.float32)(torch.tensor([ids]))
+        assert torch.allclose(ours, theirs.float()(torch.tensor([ids])).logits, atol=1e-5)
 
 
 def test_events_are_written_for_tensorboard(runs) -> None:
