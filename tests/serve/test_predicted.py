@@ -10,6 +10,7 @@ import pytest
 import torch
 from crew import WorkerGroup
 from request_tasks import DRAWN, counted, counted_on_mesh, mesh_of
+from subjects import config_of
 
 import outsize
 from outsize.collectives import Mesh, parse_mesh
@@ -51,6 +52,20 @@ def test_in_memory_and_from_files(path: Path, prompt: int, sampling: Sampling) -
         assert predicted <= 0.8 * whole and model.home is not None
         assert 0 < model.home.buffers <= whole / 16
     assert [predicted] == planned(path, request, memory=int(0.8 * whole))
+
+
+def test_keys_and_values_of_unlike_sizes(tmp_path: Path) -> None:
+    """Latent attention's: of 8 + 6 numbers a key and of 6 a value, in each of four heads; the last
+    token drawn is not fed again."""
+    config = config_of("deepseek_v3", vocab_size=61)
+    outsize.save(build(config, seed=1, dtype=torch.float32), tmp_path / "hf")
+    request, tokens = Request((0,) * 100, 6, DRAWN), 100 + 6 - 1
+    held = forecast(described(str(tmp_path / "hf")), request, ONE).held
+    assert held["cache"] == [len(config.layers) * 4 * (8 + 6 + 6) * tokens * 4]
+    with outsize.load(tmp_path / "hf") as model:
+        predicted, found = counted(model, 100, DRAWN)
+    within(predicted, found)
+    assert held["peak"] == [predicted]
 
 
 @pytest.fixture(params=["pipeline=2", "tensor=2", "pipeline=2,tensor=2"], scope="module")
