@@ -84,8 +84,8 @@ class Technique:
     fields made by `setting`. meaning: what it does, in a line. exact: the numbers are those of the
     plain run; else `approximate` must name it. touches: what it changes the meaning of ("optimizer
     states", "the backward pass", ...): two that touch the same thing do not go together. clashes:
-    what else does not, and whether a plan has it. alone: it runs on one worker. method: what makes
-    its steps, by import path (outsize/runtime/method.py), where that is no backward pass.
+    what else does not, and whether a plan has it. method: what makes its steps, by import path
+    (outsize/runtime/method.py), where that is no backward pass.
     """
 
     key: str
@@ -94,7 +94,6 @@ class Technique:
     exact: bool = True
     touches: frozenset[str] = frozenset()
     clashes: tuple[Clash, ...] = ()
-    alone: bool = False
     method: str = ""
 
 
@@ -108,11 +107,10 @@ def technique(
     exact: bool = True,
     touches: frozenset[str] = frozenset(),
     clashes: tuple[Clash, ...] = (),
-    alone: bool = False,
     method: str = "",
 ) -> Technique:
     """Register a technique under its key."""
-    made = Technique(key, settings, meaning, exact, touches, clashes, alone, method)
+    made = Technique(key, settings, meaning, exact, touches, clashes, method)
     return TECHNIQUES.add(key, made)
 
 

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from outsize import accelerator
 from outsize.collectives.collective import Collective
 from outsize.errors import OutsizeError
 
+MessageKey = tuple[Hashable, ...]
 LIMIT = 2  # messages: what the prover of schedules counts on (outsize/schedule/proof/)
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
@@ -35,6 +37,10 @@ class Form:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
@@ -45,24 +51,24 @@ def form_of(tensor: Tensor) -> Form:
 
 class Sender:
     """The end that sends. pair: the two workers' collective, of this direction alone, this one
-    first. name: of its thread."""
+    first. name: of its thread. known: by key, what its messages are like."""
 
     def __init__(self, pair: Collective, device: torch.device, name: str) -> None:
         self._pair, self._device, self._name = pair, device, name
-        self._known: dict[Hashable, tuple[Form, ...]] = {}
+        self.known: dict[MessageKey, tuple[Form, ...]] = {}
         self._free = threading.Semaphore(LIMIT)
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]
         self._queue = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def send(self, key: Hashable, tensors: Sequence[Tensor]) -> threading.Event:
+    def send(self, key: MessageKey, tensors: Sequence[Tensor]) -> threading.Event:
         """Send tensors, which are left alone until the event that this gives is set. Waits while
         LIMIT messages are under way. key: what messages of the same forms have in common."""
         self._free.acquire()
         self.check()
-        forms, fresh, gone = tuple(map(form_of, tensors)), key not in self._known, threading.Event()
-        known = self._known.setdefault(key, forms)
+        forms, fresh, gone = tuple(map(form_of, tensors)), key not in self.known, threading.Event()
+        known = self.known.setdefault(key, forms)
         if known != forms:
             raise OutsizeError(f"message {key}: its tensors are {forms}; they were {known} before")
         if self._thread is None:
@@ -113,23 +119,24 @@ class Sender:
 
 
 class Receiver:
-    """The end that receives, in the thread that calls it. device: where tensors are made."""
+    """The end that receives, in the thread that calls it. device: where tensors are made. known: as
+    of a Sender."""
 
     def __init__(self, pair: Collective, device: torch.device) -> None:
         self._pair, self._device = pair, device
-        self._known: dict[Hashable, tuple[Form, ...]] = {}
+        self.known: dict[MessageKey, tuple[Form, ...]] = {}
 
-    def forms(self, key: Hashable) -> tuple[Form, ...] | None:
+    def forms(self, key: MessageKey) -> tuple[Form, ...] | None:
         """What a message of a key will be like, where one has come before."""
-        return self._known.get(key)
+        return self.known.get(key)
 
-    def receive(self, key: Hashable, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def receive(self, key: MessageKey, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The next message, in tensors that are made here unless there are some."""
-        if key not in self._known:
+        if key not in self.known:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            self._known[key] = _forms(self._pair.broadcast(header, 0))
+            self.known[key] = _forms(self._pair.broadcast(header, 0))
         if into is None:
-            into = [form.empty(self._device) for form in self._known[key]]
+            into = [form.empty(self._device) for form in self.known[key]]
         for tensor in into:
             if tensor.numel():
                 self._pair.broadcast(tensor, 0)

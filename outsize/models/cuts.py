@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -79,6 +82,18 @@ class Cut:
         for piece, part in zip(self.pieces(whole), parts, strict=True):
             piece.copy_(part)
 
+    def runs(self) -> list[Span]:
+        """The elements [first, last) of the whole parameter, flat, that lie here, in the order in
+        which they do."""
+        made = [(0, prod(self.shape))] if self.outer is None else self.outer.runs()
+        if self.dim is None:
+            return made
+        row = prod(self.shape[self.dim + 1 :])
+        block = row * self.shape[self.dim]
+        starts = range(0, prod(self.shape), block)
+        mine = [(at + a * row, at + b * row) for at in starts for a, b in self.spans]
+        return list(chain.from_iterable(inside(made, *run) for run in mine))
+
     @property
     def size(self) -> int:
         """Rows of the dim that it is cut along."""
@@ -88,6 +103,16 @@ class Cut:
     def local(self) -> tuple[int, ...]:
         """The shape of what lies here."""
         return tuple(self.size if i == self.dim else n for i, n in enumerate(self.shape))
+
+
+def inside(runs: Sequence[Span], first: int, last: int) -> Iterator[Span]:
+    """What elements [first, last) of these runs, put one behind the other, are parts of."""
+    ends = list(accumulate(b - a for a, b in runs))
+    for index in range(bisect_right(ends, first), len(runs)):
+        (a, b), end = runs[index], ends[index]
+        yield max(a, b - (end - first)), min(b, b - (end - last))
+        if ends[index] >= last:
+            return
 
 
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})  # every parameter is whole here

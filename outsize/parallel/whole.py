@@ -85,6 +85,10 @@ class WholeTensors:
             part.put(out, every[first:last].view(part.local))
         return out
 
+    def runs(self, name: str) -> Sequence[Span]:
+        """The elements [first, last) of a whole parameter that lie here, in order; () for all."""
+        return self._cuts[name].runs() if name in self._cuts else ()
+
     def local(self, name: str, whole: Tensor) -> Tensor:
         """What lies here of a whole tensor: a view of it or a copy."""
         return self._cuts[name].of(whole) if name in self._cuts else whole

@@ -11,7 +11,6 @@ from outsize.errors import OutsizeError, expect, nearest
 from outsize.registry import TECHNIQUES
 
 if TYPE_CHECKING:
-    from outsize.collectives import Mesh
     from outsize.plan.plan import Plan
 
 PARTIAL = "partial-pipeline"
@@ -27,17 +26,6 @@ AUXILIARY = ("head", "block", "momentum")
 def known_names() -> tuple[str, ...]:
     """What `approximate` may hold: the names above, and techniques that change the maths."""
     return (*APPROXIMATE, *(name for name, one in TECHNIQUES.items() if not one.exact))
-
-
-def check_alone(names: Iterable[str], mesh: Mesh) -> None:
-    """OutsizeError for one that runs on one worker, where there are several."""
-    for name in names if mesh.size > 1 else ():
-        one = TECHNIQUES.find(name)
-        if one is not None and one.alone:
-            raise OutsizeError(
-                f"plan.approximate holds {name}, which runs on one worker; the mesh is {mesh}:"
-                " leave it out, or take the mesh to 1"
-            )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, counted, expect, nearest
-from outsize.plan.approximate import APPROXIMATE, Local, check_alone, clash, known_names
+from outsize.plan.approximate import APPROXIMATE, Local, clash, known_names
 from outsize.plan.settings import NONE, Extended, Settings, extended
 from outsize.plan.spread import Pipelined, Sharding, share
 from outsize.registry import refuse_shared
@@ -235,7 +235,6 @@ class Plan(Extended):
             axis.check(self, self.mesh[axis.name])
         if self.mesh.pipeline > 1:
             self._check_pipeline()
-        check_alone(self.approximate, self.mesh)
 
     def _check_pipeline(self) -> None:
         axis = f"mesh.pipeline is {self.mesh.pipeline}"

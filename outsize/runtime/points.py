@@ -74,6 +74,11 @@ class Points:
         gone = {stage for stages in self.complete.values() for stage in stages} | self.at_update
         self._at_norm = tuple(s for s in range(schedule.stages) if s not in gone)
 
+    @property
+    def forward(self) -> bool:
+        """Nothing goes back."""
+        return self.schedule.first == self.schedule.stages
+
     def at_norm(self, stage: int) -> tuple[int, ...]:
         """Of a NORM, the stages whose gradients stay until then, or are summed over workers."""
         return tuple(s for s in self._at_norm if self.schedule.norm(s) == stage)

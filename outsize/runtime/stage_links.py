@@ -4,7 +4,7 @@ next to its own (outsize/collectives/channel.py)."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outsize import accelerator
 from outsize.collectives import World
-from outsize.collectives.channel import Form, Receiver, Sender
+from outsize.collectives.channel import Form, MessageKey, Receiver, Sender
 from outsize.runtime.flow import Walk
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, State
@@ -138,6 +138,24 @@ class StageLinks:
         self._gone.pop(_name(move)).wait()
         for sender in self._senders.values():
             sender.check()
+
+    @property
+    def forms(self) -> dict[MessageKey, tuple[Form, ...]]:
+        """What this worker has sent is like, by key."""
+        return {key: forms for one in self._senders.values() for key, forms in one.known.items()}
+
+    def told(self, forms: Mapping[MessageKey, tuple[Form, ...]]) -> None:
+        """What will come is like: of a rehearsal, to which nothing comes."""
+        for receiver in self._receivers.values():
+            receiver.known.update(forms)
+
+    def size(self, move: Action) -> int:
+        """Bytes of what a SEND or RECV moves, once one like it was there."""
+        known = dict(self.forms)
+        for receiver in self._receivers.values():
+            known |= receiver.known
+        like = (forms for (*key, _), forms in known.items() if tuple(key) == _key(move))
+        return sum(form.nbytes for form in next(like, ()))
 
     def close(self) -> None:
         """End the threads that send, once everything has gone."""

@@ -7,7 +7,7 @@ same one, the first counts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Totals:
     def __init__(self, world: World, chunks: Chunks) -> None:
         self.alone, self._axes = world.mesh.size == 1, world.mesh.axes
         self._tables, self._every = chunks.tables, chunks.every
+        self._updated = frozenset(_names(self._tables))
         self._chunks_of = chunks.of_stage
         self._counts = [_counts(world, chunks, table) for table in self._tables]
         self._first = _first(world, lambda axis: not axis.batch and axis.cuts != "stages")
@@ -53,7 +54,8 @@ class Totals:
     def sums(
         self, squares: Mapping[int, float], loss: Tensor | None, touched: set[str]
     ) -> tuple[float, Tensor]:
-        """The square of the gradient's norm, and the loss. `touched` becomes what is anywhere."""
+        """The square of the gradient's norm, and the loss. `touched` becomes what is anywhere, of
+        the parameters that this worker updates."""
         if self.alone:
             assert loss is not None
             return sum(squares[index] for index in sorted(squares)), loss
@@ -70,6 +72,23 @@ class Totals:
         """Of squares by chunk, those that this worker counts."""
         return sum(squares[index] for index in sorted(squares) if self._counts[index])
 
+    def losses(self, mine: Sequence[float]) -> list[float]:
+        """Of losses of this worker's rows, 0 where the last stage is not, those of all rows."""
+        return self.added([loss if self._first else 0.0 for loss in mine])
+
+    def counts(self, index: int) -> bool:
+        """Whether this worker counts what it updates of a chunk."""
+        return self._counts[index]
+
+    def added(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over all workers, each of whom has so many numbers."""
+        if self.alone:
+            return list(numbers)
+        found: list[float] = self._all.all_reduce(
+            torch.tensor(numbers, dtype=torch.float64)
+        ).tolist()
+        return found
+
     def told(self, root: int, numbers: Tensor) -> Tensor:
         """What one worker has, on every one."""
         return numbers if self.alone else self._all.broadcast(numbers, root)
@@ -81,7 +100,8 @@ class Totals:
         total, whole, *marks = self._all.all_reduce(
             torch.tensor(vector, dtype=torch.float64)
         ).tolist()
-        touched.update(name for name, mark in zip(names, marks, strict=True) if mark)
+        found = {name for name, mark in zip(names, marks, strict=True) if mark}
+        touched.update(found & self._updated)  # of others, nothing here would take them out again
         return total, whole
 
 

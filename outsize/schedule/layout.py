@@ -27,9 +27,11 @@ from outsize.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Placement:
-    """The items of a plan's chunks, their rooms, and the lists of actions that move them."""
+    """The items of a plan's chunks, their rooms, and the lists of actions that move them. cuts: of
+    a step, as Schedule has them."""
 
     items: Items
+    cuts: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> Chunks:
@@ -42,7 +44,7 @@ class Placement:
     def elsewhere(self, index: int, turn: int) -> Placement:
         """The same on the worker at a place of the data and of the pipeline axis."""
         chunks = replace(self.chunks, index=index, turn=turn)
-        return Placement(replace(self.items, chunks=chunks))
+        return replace(self, items=replace(self.items, chunks=chunks))
 
     @cached_property
     def base(self) -> Schedule:
@@ -55,6 +57,7 @@ class Placement:
             self.chunks.pipelining,
             self.chunks.turn,
             head,
+            self.cuts,
         )
 
     @cached_property

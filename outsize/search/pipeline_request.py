@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
-from outsize.plan.approximate import PARTIAL, check_alone
+from outsize.plan.approximate import PARTIAL
 from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.search.request import PlanRequest
 
@@ -24,7 +24,6 @@ def check(request: PlanRequest, segments: int) -> None:
     _known(request)
     if request.mesh.pipeline == 1:
         return
-    check_alone(request.approximate, request.mesh)
     _check_stages(request, segments)
     row_choices(request)
 

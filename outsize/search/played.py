@@ -3,12 +3,13 @@ fake tensors (outsize/simulate/playing.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from outsize.hardware import Hardware
 from outsize.models.config import DecoderConfig
-from outsize.plan import Plan, Rest, Stream
+from outsize.plan import Plan, Rest, Sharding, Stream, zero
 from outsize.plan.approximate import clash
 from outsize.plan.plan import per_segment
 from outsize.runtime.method import method_of
@@ -22,8 +23,8 @@ def predict(
     config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
 ) -> Forecast:
     """The forecast of a plan, with the costliest layout of documents."""
-    makers = (native_makers(config, request, bounds) for bounds in layouts(request))
-    made = (predicted(plan, *both, hardware, request.filling, request.ledger()) for both in makers)
+    makers = (partial(native_makers, config, request, bounds) for bounds in layouts(request))
+    made = (predicted(plan, one, hardware, request.filling, request.ledger) for one in makers)
     return max(made, key=lambda one: one.peak)
 
 
@@ -32,6 +33,7 @@ def plans(request: PlanRequest, segments: int) -> Iterator[Plan]:
     all is followed by those with more and more of them there."""
     names, method = request.approximate, method_of(request.approximate)
     bare = replace(request, approximate=(), settings=request.settings.closed)
+    bare = replace(bare, shards=_shards(bare, segments, names))
     again = replace(next(candidates(bare, segments)), stages=per_segment(segments, ("block",)))
     if bare.recompute is None and clash(again, names):
         bare = replace(bare, recompute=())
@@ -44,6 +46,20 @@ def plans(request: PlanRequest, segments: int) -> Iterator[Plan]:
         found = [found[0], *resting]
     for plan in found:
         yield method.planned(replace(plan, approximate=names), request.recipe)
+
+
+def _shards(request: PlanRequest, segments: int, names: Iterable[str]) -> Sharding:
+    """What the data axis cuts: as said, or the first of ZeRO's stages from 1 on that the technique
+    goes with where memory is bounded, from none on where it is not."""
+    data = request.mesh.data
+    if request.shards is not None or data == 1:
+        return request.shards or Sharding()
+    stages = (0, 1, 2, 3) if request.budget is None else (1, 2, 3, 0)
+    for shards in (zero(stage, data) for stage in stages):
+        made = next(candidates(replace(request, shards=shards), segments))
+        if not clash(made, names):
+            return shards
+    return Sharding()
 
 
 def _counts(plan: Plan) -> list[int]:

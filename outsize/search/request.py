@@ -129,16 +129,20 @@ def layouts(request: PlanRequest) -> tuple[tuple[int, ...], ...]:
 
 
 def native_makers(
-    config: DecoderConfig, request: PlanRequest, documents: tuple[int, ...] | None = None
+    config: DecoderConfig,
+    request: PlanRequest,
+    documents: tuple[int, ...] | None = None,
+    turn: int = 0,
 ) -> Makers:
     """How a rehearsal makes a native decoder's job, and a batch of whole rows.
 
-    documents: of every row; by default the first of `layouts`.
+    documents: of every row; by default the first of `layouts`. turn: the worker's place on the
+    pipeline axis of a plan that has one.
     """
     bounds = documents or layouts(request)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
-        world = PretendWorld(plan.mesh, _largest(plan.mesh))
+        world = PretendWorld(plan.mesh, _largest(plan.mesh) + turn * plan.mesh.stride("pipeline"))
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line, apart=request.apart)

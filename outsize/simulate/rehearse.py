@@ -262,7 +262,7 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
         # The bytes of a norm are nothing and its number does not exist; a copy was the first.
         if action.kind in (Kind.NORM, Kind.COPY):
             continue
-        passed, heard = _passed(job), _heard(job)
+        passed, before = _passed(job), heard(job)
         loss = _loss_bytes(job) if line and action.kind.way == "back" else 0
         gone = _gone(played) if line and _ends(schedule, action) else {}
         cost = cost_of(job.engine, step, ledger, gone)
@@ -274,7 +274,7 @@ def _play(job: Job, program: Loaded, ledger: Ledger, played: _Played, line: bool
         moves = _passed(job) - passed
         if action.kind is Kind.EXCHANGE and job.rows is not None:
             moves = job.rows.summed(action.state, 0)
-        said = tuple(_since(heard, _heard(job)))
+        said = tuple(since(before, heard(job)))
         played.actions[moved(action)] = replace(cost, allocates=delta, moves=moves, said=said)
         if line and action.kind is Kind.FORWARD and action.stage < schedule.stages - 1:
             _crossing(job, action.stage, played)
@@ -355,7 +355,7 @@ def _earlier(job: Job, stage: int, outputs: Sequence[Tensor]) -> list[tuple[int,
     ]
 
 
-def _heard(job: Job) -> dict[Said, int]:
+def heard(job: Job) -> dict[Said, int]:
     """Bytes that layers and exchanges of all workers have brought, of a world that is not
     there; by axis and operation."""
     found: dict[Said, int] = {}
@@ -367,7 +367,7 @@ def _heard(job: Job) -> dict[Said, int]:
     return found
 
 
-def _since(before: Mapping[Said, int], now: Mapping[Said, int]) -> Iterator[Said]:
+def since(before: Mapping[Said, int], now: Mapping[Said, int]) -> Iterator[Said]:
     """What was said in between."""
     for said, count in now.items():
         if more := count - before.get(said, 0):

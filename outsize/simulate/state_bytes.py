@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from outsize.memory import KINDS
-from outsize.memory.chunk import is_layer
+from outsize.memory.chunk import ChunkTable, Slot, is_layer
 from outsize.memory.ledger import in_grains
 from outsize.plan import DEVICE, Plan
 from outsize.schedule import Kind, Schedule, State
@@ -29,17 +29,24 @@ def held_of(placement: Placement, grain: int = 1) -> list[dict[str, int]]:
 
 
 def copied(placement: Placement, frozen: float | None, grain: int = 1) -> int:
-    """Bytes of the weights that a step copies to see how far they move, which are those of all
-    layers but the share that is frozen: at most, of the largest ones."""
+    """Bytes of the weights that a worker copies in a step to see how far they move, which are those
+    that it updates of all layers but the share that is frozen: at most, of its largest ones."""
     if frozen is None:
         return 0
     chunks, sizes = placement.chunks, list[int]()
+    every = sum(len(_layers(table)) for table in chunks.every)
     for index, table in enumerate(chunks.tables):
-        wide = dict(chunks.held(index))
+        wide, (first, last) = dict(chunks.held(index)), chunks.extent(index, MASTER)
         width = wide[MASTER if MASTER in wide else PARAMETERS].itemsize
-        layers = [s for s in table.slots if table.trainable and is_layer(s.name, len(s.shape))]
-        sizes += [in_grains(slot.numel * width, grain) for slot in layers]
-    return sum(sorted(sizes)[int(frozen * len(sizes)) :])
+        for slot in _layers(table):
+            numel = min(slot.offset + slot.numel, last) - max(slot.offset, first)
+            sizes.append(in_grains(max(0, numel) * width, grain))
+    still = int(frozen * every) - (every - len(sizes))  # at least, of those that are here
+    return sum(sorted(sizes)[max(0, still) :])
+
+
+def _layers(table: ChunkTable) -> list[Slot]:
+    return [s for s in table.slots if table.trainable and is_layer(s.name, len(s.shape))]
 
 
 def spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:

@@ -28,7 +28,7 @@ class FrozenByDynamics:
 
 technique(
     KEY, FrozenByDynamics, "settings of plan.approximate: [frozen-by-dynamics]", exact=False,
-    touches=frozenset({"the backward pass"}), alone=True,
+    touches=frozenset({"the backward pass"}),
     method="outsize.runtime.special.freezing.Freezing",
     clashes=(
         (

@@ -30,12 +30,21 @@ class LocalLearning:
 
 technique(
     KEY, LocalLearning, "settings of plan.approximate: [local-learning]", exact=False,
-    touches=frozenset({"the backward pass", "how a stage runs"}), alone=True,
+    touches=frozenset({"the backward pass", "how a stage runs"}),
     method="outsize.runtime.special.local.Groups",
     clashes=(
         (
             "states below the device: every group would have a pool of its own",
             lambda p: p.rests_below("parameters", "gradients", "optimizer", "activations"),
+        ),
+        (
+            "zero: an average of weights follows whole ones",
+            lambda p: p.shards.optimizer > 1,
+        ),
+        (
+            "mesh pipeline: a group makes its whole step before the next one, so that one worker"
+            " would work at a time",
+            lambda p: p.mesh.pipeline > 1,
         ),
     ),
 )  # fmt: skip

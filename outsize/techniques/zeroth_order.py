@@ -25,7 +25,7 @@ class ZerothOrder:
 
 technique(
     KEY, ZerothOrder, "settings of plan.approximate: [zeroth-order]", exact=False,
-    touches=frozenset({"the backward pass", "optimizer states"}), alone=True,
+    touches=frozenset({"the backward pass", "optimizer states"}),
     method="outsize.runtime.special.zeroth.Losses",
     clashes=(
         (
@@ -33,6 +33,14 @@ technique(
             lambda p: p.rests_below("gradients", "optimizer", "activations"),
         ),
         ("recompute", lambda p: any(stage.recompute for stage in p.stages)),
+        (
+            "zero 1 or 2: there are no gradients and optimizer states to cut",
+            lambda p: p.shards.parameters < p.shards.optimizer,
+        ),
+        (
+            "ends that a pipeline's workers share: its step has the passes of whole ones alone",
+            lambda p: p.pipeline.ends is not None,
+        ),
         ("split_backward", lambda p: p.split_backward),
         ("update: behind", lambda p: p.update == "behind"),
     ),

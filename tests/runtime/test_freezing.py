@@ -19,7 +19,7 @@ from outsize.plan import Rest
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.freezing import UNKNOWN, Freezing, distances
+from outsize.runtime.special.freezing import UNKNOWN, Freezing, changes
 from outsize.techniques.frozen_by_dynamics import KEY, FrozenByDynamics
 
 STEPS, RATE = 10, 0.6
@@ -170,10 +170,10 @@ def test_every_layer_has_its_turn_before_any_has_a_second():
         other.recall({"freezing": {"prologue.tokens.weight": "far"}})
 
 
-def test_distance_of_weights_that_are_zero():
-    before = {"none": torch.zeros(3), "some": torch.tensor([0.0, 2.0, -4.0])}
-    after = {"none": torch.ones(3), "some": torch.tensor([9.0, 3.0, -4.0])}
-    assert distances(before, after.__getitem__) == {"none": UNKNOWN, "some": 0.25}
+def test_changes_of_weights_that_are_zero():
+    before = {"none": [torch.zeros(3)], "some": [torch.tensor([0.0, 2.0]), torch.tensor([-4.0])]}
+    after = {"none": [torch.ones(3)], "some": [torch.tensor([9.0, 3.0]), torch.tensor([-4.0])]}
+    assert changes(before, after) == {"none": (0.0, 0.0), "some": (0.5, 2.0)}
 
 
 def test_what_is_refused():

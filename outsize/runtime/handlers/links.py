@@ -30,7 +30,7 @@ class Links:
         )
 
     def begin(self, points: Points) -> None:
-        self.passing.evaluating = points.evaluates
+        self.passing.evaluating = points.forward
 
     def reset(self) -> None:
         self.passing.reset()

@@ -39,7 +39,6 @@ from outsize.runtime.recipe import Group, Here, Recipe
 from outsize.runtime.spill import Spills
 from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.storage.update import Updates
-from outsize.runtime.totals import Totals
 from outsize.runtime.wrapped import wrapped
 from outsize.schedule import State
 from outsize.schedule.chunks import Chunks
@@ -79,7 +78,7 @@ class Training(Method):
         movement = Movement(weight_pool)
         hand = nothing_comes if passing is None else passing.hand
         self.backward = Backward(self.microbatches, gradients, spills, hand)
-        self.sample = self._sampling(job, job.totals)
+        self.sample = sampling(job, self.microbatches)
         handlers: list[Handler] = [
             Forward(self.microbatches, hand), self.backward, Arrivals(weight_pool), movement,
             self.spilling, self.norm, self.update, self.sample,
@@ -147,11 +146,12 @@ class Training(Method):
         self._flow.attach(None)
         self.gradients.close()
 
-    def _sampling(self, job: Job, totals: Totals) -> Sample:
-        """One worker draws: the first of those that have the last stage."""
-        root, rows = drawer(job.placement), job.rows
 
-        def logits(m: int) -> Tensor | None:
-            return self.microbatches.of(m).loss if rows is None else rows.take(State.SUMS, m)
+def sampling(job: Job, microbatches: Microbatches) -> Sample:
+    """One worker draws: the first of those that have the last stage."""
+    root, rows = drawer(job.placement), job.rows
 
-        return Sample(logits, job.world.rank == root, partial(totals.told, root))
+    def logits(m: int) -> Tensor | None:
+        return microbatches.of(m).loss if rows is None else rows.take(State.SUMS, m)
+
+    return Sample(logits, job.world.rank == root, partial(job.totals.told, root))

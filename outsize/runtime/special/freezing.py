@@ -18,7 +18,7 @@ activations are not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,9 @@ from outsize.runtime.handlers.training import Training
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.compressed import compressing
+from outsize.runtime.storage.update import updated_weights
 from outsize.schedule import Action, Kind
+from outsize.schedule.kept import MASTER
 from outsize.schedule.layout import Placement
 from outsize.torch_private import storage_key
 
@@ -116,13 +118,30 @@ class Freezing(Training):
     def play(self, step: Loaded, begin: float) -> list[Ran]:
         """With the calmest layers frozen."""
         frozen, watch = self.frozen(), self._job.watch
-        read = self._job.held.weight_reader()
         with watch.on(), watch.kind("optimizer"):
-            before = {name: read(name).clone() for name in self.distances if name not in frozen}
+            before = {n: [w.clone() for w in ws] for n, ws in self._mine(frozen).items()}
         with self._still(frozen):
             ran = super().play(step, begin)
-        self.distances |= distances(before, self._job.held.weight_reader())
+        mine = changes(before, self._mine(frozen))
+        trained = [name for name in self.distances if name not in frozen]
+        summed = self._job.totals.added([x for n in trained for x in mine.get(n, (0.0, 0.0))])
+        for name, total, count in zip(trained, summed[::2], summed[1::2], strict=True):
+            self.distances[name] = total / count if count else UNKNOWN
         return ran
+
+    def _mine(self, frozen: frozenset[str]) -> dict[str, list[Tensor]]:
+        """The weights of layers that train, as far as this worker updates and counts them."""
+        pool, found = self._job.weight_pool, dict[str, list[Tensor]]()
+        for index, table in enumerate(pool.placement.chunks.tables):
+            first, last = pool.placement.chunks.extent(index, MASTER)
+            if not self._job.totals.counts(index):
+                continue
+            flat = updated_weights(pool, index)
+            for slot in table.slots:
+                begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
+                if slot.name in self.distances and slot.name not in frozen and begin < end:
+                    found.setdefault(slot.name, []).append(flat[begin - first : end - first])
+        return found
 
     @contextmanager
     def _still(self, names: frozenset[str]) -> Iterator[None]:
@@ -136,26 +155,31 @@ class Freezing(Training):
 
 
 @torch.no_grad()
-def distances(before: dict[str, Tensor], read: Callable[[str], Tensor]) -> dict[str, float]:
-    """Mean of |(after - before) / before| by name, over the weights that were not 0; UNKNOWN if all
-    were. before: emptied on the way. read: gives what they are now.
+def changes(
+    before: dict[str, list[Tensor]], after: Mapping[str, list[Tensor]]
+) -> dict[str, tuple[float, float]]:
+    """By name, over the weights that were not 0: the sum of |(after - before) / before|, and their
+    count. before: emptied on the way.
 
     The host waits for a device twice, and once more for what has zeros.
     """
     names = list(before)
-    zeros = _read([torch.stack([(p == 0).any() for p in pieces(before[n])]).any() for n in names])
+    zeros = _read([torch.stack([(p == 0).any() for p in _all(before[n])]).any() for n in names])
     sums, counts = list[Tensor](), list[int]()
     for name, some in zip(names, zeros, strict=True):
-        old, new = before.pop(name), read(name)
-        total, count = old.new_zeros((), dtype=torch.float64), 0
-        for x, y in zip(pieces(old), pieces(new), strict=True):
+        olds = before.pop(name)
+        total, count = olds[0].new_zeros((), dtype=torch.float64), 0
+        for x, y in zip(_all(olds), _all(after[name]), strict=True):
             ratio = ((y - x) / x).abs_()
             ratio = ratio[x != 0] if some else ratio
             total, count = total + ratio.double().sum(), count + ratio.numel()
         sums.append(total)
         counts.append(count)
-    means = zip(names, _read(sums), counts, strict=True)
-    return {name: total / count if count else UNKNOWN for name, total, count in means}
+    return {n: (s, float(c)) for n, s, c in zip(names, _read(sums), counts, strict=True)}
+
+
+def _all(flats: list[Tensor]) -> Iterator[Tensor]:
+    return (piece for flat in flats for piece in pieces(flat))
 
 
 def _read(numbers: list[Tensor]) -> list[float]:

@@ -22,6 +22,8 @@ from outsize.errors import OutsizeError, counted
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Block, Decoder, Epilogue
 from outsize.models.seams import Context
+from outsize.parallel.divide import divide
+from outsize.parallel.execution import execution_of
 from outsize.plan import Plan, Stage
 from outsize.runtime.flow import Flow
 from outsize.runtime.making import NativeModel, Trainable
@@ -77,15 +79,32 @@ class Auxiliary(nn.Module):
             blocks = {name: Block(config, first) for name in branches}
         self.learned, self.average = blocks.get(LEARNED), blocks.get(AVERAGE)
         self.norm, self.project, self.head = end.norm, end.project, end.head
-        self.first = first
+        # A decoder of the same modules, in which they are cut as those of any other.
+        with torch.device("meta"):
+            layers = (decoder.config.layers[first],) * len(branches)
+            like_it = Decoder(replace(config, layers=layers))
+        like_it.blocks, like_it.epilogue = nn.ModuleList(blocks.values()), end
+        self.first, self._as_decoder = first, (like_it,)  # in a tuple: no module of this one
         shelled(self, like.dtype, like.device)
         if self.average is not None:
             self.average.requires_grad_(False)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         branches = [b(x_TD, ctx) for b in (self.learned, self.average) if b is not None]
-        h_TD: Tensor = self.norm(sum(branches[1:], branches[0]) if branches else x_TD)
-        return h_TD if self.project is None else self.project(h_TD)
+        y_TD = sum(branches[1:], branches[0]) if branches else x_TD
+        h_TD: Tensor = self._as_decoder[0].epilogue(y_TD, ctx)
+        return h_TD
+
+    def divide(self, plan: Plan, here: Here) -> Iterator[tuple[str, Cut]]:
+        """Leave a worker's part; gives how each parameter was cut, by its name."""
+        names = [name for name in (LEARNED, AVERAGE) if getattr(self, name) is not None]
+        for name, cut in divide(self._as_decoder[0], here.world, plan, here.line).items():
+            part, _, inner = name.partition(".")
+            if part == "blocks":
+                number, _, inner = inner.partition(".")
+                yield f"{names[int(number)]}.{inner}", cut
+            elif part == "epilogue":
+                yield inner, cut
 
     def origin(self, local: str) -> str:
         """The parameter of the decoder that one of its own begins as."""
@@ -104,14 +123,20 @@ def shelled(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None
 
 @dataclass(frozen=True)
 class Grouped:
-    """A decoder with its auxiliary networks, by their segments."""
+    """A decoder with its auxiliary networks, by their segments. values: of the decoder's parameters
+    by name, where it will be cut."""
 
     whole: NativeModel
     heads: Mapping[int, Auxiliary]
+    values: Mapping[str, Tensor]
 
     def part(self, plan: Plan, here: Here) -> tuple[Flow, Mapping[str, Cut]]:
         made = self.whole
-        return NativeFlow(made.model, plan, made.options, heads=self.heads), {}
+        cuts = divide(made.model, here.world, plan, here.line)
+        for i, head in enumerate(self.heads.values()):
+            cuts |= {f"{AUXILIARY}.{i}.{name}": cut for name, cut in head.divide(plan, here)}
+        execution = replace(execution_of(plan.mesh, here.world), loss=made.loss)
+        return NativeFlow(made.model, plan, made.options, execution, self.heads), cuts
 
     @property
     def fill(self) -> Fill:
@@ -123,7 +148,7 @@ class Grouped:
                 _, number, local = name.split(".", 2)
                 name = heads[int(number)].origin(local)
             if self.whole.fill is None:
-                out.copy_(named[name])
+                out.copy_(self.values[name] if self.values else named[name])
             else:
                 self.whole.fill(name, out)
 
@@ -139,7 +164,9 @@ def grouped(model: Trainable, plan: Plan) -> tuple[Grouped, Plan]:
     cuts = firsts(plan, len(model.model.blocks))
     branches = BRANCHES[plan.local.auxiliary]
     heads = {first + 1 + i: Auxiliary(model.model, first, branches) for i, first in enumerate(cuts)}
-    return Grouped(model, heads), plan_with(plan, cuts)
+    here = model.fill is not None or plan.mesh.size == 1
+    values = {} if here else {n: p.detach() for n, p in model.model.named_parameters()}
+    return Grouped(model, heads, values), plan_with(plan, cuts)
 
 
 def _refusals(model: Decoder) -> Iterator[str]:

@@ -31,11 +31,11 @@ from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.groups import AVERAGE, Auxiliary, grouped
 from outsize.runtime.storage.states import Fill, Stateful, States
-from outsize.schedule import Action, Kind, Schedule
-from outsize.schedule.compile.train import compile_plan
+from outsize.runtime.storage.update import updated_weights
+from outsize.schedule import Action, Kind
 from outsize.schedule.layout import Placement
 from outsize.schedule.program import Program
-from outsize.schedule.programs import program_of
+from outsize.schedule.programs import train
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
@@ -64,6 +64,8 @@ class Groups(Training):
         self._ends = [i - 1 for i in cuts_of(job.flow, job.placement)]
         self._made: list[tuple[Tensor, float]] = []  # loss and norm of the groups so far
         self.losses: tuple[float, ...] = ()
+        tables = enumerate(job.placement.chunks.tables)
+        self._slots = {slot.name: (i, slot) for i, table in tables for slot in table.slots}
         with job.watch.on(), torch.no_grad():
             self._averages = [self._average_of(head) for head in self._heads]
 
@@ -76,16 +78,12 @@ class Groups(Training):
                 "plan: approximate holds local-learning, and the model has no auxiliary networks;"
                 " make its job with outsize.runtime.making.make_job"
             )
-        return Training.placement(flow, plan, recipe, here, cuts)
+        made = Training.placement(flow, plan, recipe, here, cuts)
+        return replace(made, cuts=tuple(cuts_of(flow, made)))
 
     @staticmethod
     def program(flow: Flow, placement: Placement) -> Program:
-        cuts = cuts_of(flow, placement)
-
-        def list_of(here: Placement) -> Schedule:
-            return here.copying(compile_plan(here.plan, here.chunks.first, cuts=cuts))
-
-        return program_of(placement, list_of)
+        return train(placement)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -127,24 +125,28 @@ class Groups(Training):
     def _average_of(self, head: Auxiliary) -> dict[str, Tensor]:
         """The moving average by the names of the block's parameters: the parameters themselves, or
         copies as wide as what training continues from, for small changes would be lost."""
-        read, average = self._job.held.weight_reader(), head.average
+        average = head.average
         wide = torch.promote_types(self._job.held.weights_dtype, torch.float32)
         return {
-            n: p.data if p.dtype == wide else read(f"blocks.{head.first}.{n}").to(wide, copy=True)
+            n: p.data if p.dtype == wide else self._weight(head, n).to(wide, copy=True)
             for n, p in (() if average is None else average.named_parameters())
         }
 
     @torch.no_grad()
     def _move(self, index: int) -> None:
         """Move a group's average towards the next group's first block, as it is now."""
-        head, read = self._heads[index], self._job.held.weight_reader()
+        head = self._heads[index]
         for name, mean in self._averages[index].items():
-            weight = read(f"blocks.{head.first}.{name}").to(mean.dtype)
-            mean.lerp_(weight, 1 - self._job.plan.local.momentum)
+            mean.lerp_(self._weight(head, name).to(mean.dtype), 1 - self._job.plan.local.momentum)
             assert head.average is not None
             shown = head.average.get_parameter(name).data
             if mean.dtype != shown.dtype:
                 shown.copy_(mean)
+
+    def _weight(self, head: Auxiliary, name: str) -> Tensor:
+        """What lies here of a weight of the block that a group's average follows."""
+        index, slot = self._slots[f"blocks.{head.first}.{name}"]
+        return slot.of(updated_weights(self._job.weight_pool, index))
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -204,7 +206,8 @@ class Beside(Stateful):
             if state != VALUE:
                 return of(name, state)
             mean = self.averages.get(name)
-            return (of(name, None) if mean is None else mean).to(self._dtype)
+            whole = of(name, None) if mean is None else self.own.whole_tensors.whole(name, mean)
+            return whole.to(self._dtype)
 
         return read
 
@@ -221,5 +224,9 @@ class Beside(Stateful):
                 value(name, out)
 
         self.own.load(weight, state)
+
+        def average(name: str, out: Tensor) -> None:
+            state(f"{name}.{VALUE}", out)
+
         for name, tensor in self.averages.items():
-            state(f"{name}.{VALUE}", tensor)
+            self.own.whole_tensors.cutting(average)(name, tensor)

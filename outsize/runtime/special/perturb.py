@@ -10,9 +10,10 @@ each direction is drawn once for both signs, and weights may be wider than what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,27 +21,43 @@ from outsize import accelerator
 from outsize.kernels.pieces import pieces
 from outsize.memory.chunk import Account, ChunkTable
 from outsize.memory.store import rounded
-from outsize.models.random import normal
+from outsize.models.cuts import Span, inside
+from outsize.models.random import Floats, normal
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.torch_private import FakeTensor
 
 PLUS, NONE, MINUS = 1, 0, -1
 
 
+def all_of_it(name: str) -> Sequence[Span]:
+    """Parameters are whole here."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Direction:
-    """z of one step: normal, one number for every element of every parameter."""
+    """z of one step: normal, one number for every element of every parameter. runs_of: gives the
+    elements of a whole parameter that lie here, where not all do."""
 
     seed: int
     step: int
+    runs_of: Callable[[str], Sequence[Span]] = all_of_it
 
-    def add(self, base: Tensor, name: str, scale: float, out: Tensor, keep: float = 1.0) -> None:
-        """out = keep * base + scale * z of the parameter `name`, rounded once; out may be base."""
-        at = 0
+    def _values(self, name: str, first: int, last: int) -> Floats:
+        """Of the elements [first, last) of what lies here of a parameter."""
+        stream, runs = f"direction {self.step} {name}", self.runs_of(name)
+        mine = inside(runs, first, last) if runs else ((first, last),)
+        return np.concatenate([normal(self.seed, stream, *run) for run in mine])
+
+    def add(
+        self, base: Tensor, name: str, scale: float, out: Tensor, keep: float = 1.0, at: int = 0
+    ) -> None:
+        """out = keep * base + scale * z of the parameter `name`, rounded once; out may be base. at:
+        the first element of what lies here of the parameter that base has."""
         for piece, to in zip(pieces(base), pieces(out), strict=True):
             end = at + piece.numel()
             if not isinstance(out, FakeTensor):  # a rehearsal has nothing to add to
-                values = normal(self.seed, f"direction {self.step} {name}", at, end)
+                values = self._values(name, at, end)
                 values *= scale
                 z = accelerator.sent(torch.from_numpy(values).view(piece.shape), piece.device)
                 to.copy_(z.add_(piece, alpha=keep))
@@ -55,12 +72,15 @@ class Move:
     scale: float
     decay: float
 
-    def apply(self, table: ChunkTable, flat: Tensor) -> None:
-        """On a chunk's weights."""
+    def apply(self, table: ChunkTable, flat: Tensor, first: int = 0) -> None:
+        """On a chunk's weights from its element `first` on."""
         for slot in table.slots:
-            keep = 1.0 - self.decay * (len(slot.shape) > 1)
-            here = slot.of(flat)
-            self.direction.add(here, slot.name, self.scale, here, keep)
+            begin = max(slot.offset, first)
+            end = min(slot.offset + slot.numel, first + flat.numel())
+            if begin < end:
+                keep = 1.0 - self.decay * (len(slot.shape) > 1)
+                here, at = flat[begin - first : end - first], begin - slot.offset
+                self.direction.add(here, slot.name, self.scale, here, keep, at)
 
 
 def mirror(about: Tensor, x: Tensor, out: Tensor) -> None:

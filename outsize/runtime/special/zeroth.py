@@ -30,18 +30,21 @@ from outsize.memory import tables
 from outsize.models.cuts import Cut
 from outsize.plan import Plan
 from outsize.runtime.checks import check_trained, dtypes_of
-from outsize.runtime.engine import Deed, Engine, Handler, Loaded, Ran
+from outsize.runtime.engine import Deed, Engine, Handler, Hook, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.copies import Copies
+from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.norm import Diverged
-from outsize.runtime.handlers.sample import Sample
+from outsize.runtime.handlers.passes import nothing_comes
 from outsize.runtime.handlers.states import Arrivals, Movement
+from outsize.runtime.handlers.training import sampling
 from outsize.runtime.method import Method
 from outsize.runtime.microbatches import Microbatches, nothing_leaves
 from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.special.forwards import NAME, Zeroth, still
 from outsize.runtime.special.perturb import MINUS, NONE, PLUS, Direction, Move, Perturbed
+from outsize.runtime.storage.update import updated_weights
 from outsize.schedule import Action, Kind
 from outsize.schedule.compile import zeroth as compiled
 from outsize.schedule.kept import PARAMETERS
@@ -75,6 +78,9 @@ class Losses(Method):
         self._job, self._settings = job, settings
         self._chunks = job.placement.chunks
         self.learns = learning(job.flow, job.placement)
+        self._runs = {name: job.whole_tensors.runs(name) for name in job.owners}
+        extents = (self._chunks.extent(c, PARAMETERS) for c in range(len(self._chunks.tables)))
+        self._first = [first for first, _ in extents]  # by chunk, of the elements updated here
         self._trained = [(name, p, p.requires_grad) for name, p in job.owners.items()]
         every = replace(self._chunks, uses=tuple(map(tuple, job.flow.uses)))
         uses = [every.stage_uses(stage) for stage in range(len(job.plan.stages))]
@@ -84,18 +90,27 @@ class Losses(Method):
                 job.weight_pool, job.owners, self.learns, uses, compute, job.watch.kind
             )
         device = job.weight_pool.device if job.placement.items.apart else None
-        self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, False, device)
-        self.sample = Sample(lambda m: self.microbatches.of(m).loss)
+        passing = job.passing
+        sent = passing is not None
+        self.microbatches = Microbatches(job.flow, job.watch, nothing_leaves, sent, device)
+        self._hand = nothing_comes if passing is None else passing.hand
+        self.sample = sampling(job, self.microbatches)
         moves = Arrivals(job.weight_pool), Movement(job.weight_pool)
         handlers: list[Handler] = [Losing(self), *moves, self.sample]
         if device is not None:
             handlers.append(Copies(self.microbatches, device, job.watch))
+        before: list[Hook] = []
+        if passing is not None:
+            links = Links(passing, self.microbatches)
+            handlers.append(links)
+            before.append(links.sweep)
         after = [self.microbatches.ending]
-        self.engine = Engine(handlers, job.weight_pool.device, job.watch, after=after)
+        self.engine = Engine(handlers, job.weight_pool.device, job.watch, before, after)
         self._due: Move | None = None
         self.torn = False
         self._rate = self.slope = 0.0
-        self._found: dict[int, Tensor] = {}  # losses of a step, of all microbatches by either sign
+        self._lost: dict[int, Tensor] = {}  # losses of a step, of all microbatches by either sign
+        self._found = 0.0, 0.0  # of a step, on either side of the weights, over all workers
 
     @staticmethod
     def recipe(said: Recipe) -> Recipe:
@@ -123,15 +138,17 @@ class Losses(Method):
             )
         named = [params for _, params in flow.segments]
         group_of = {name: 0 for params in named for name, _ in params}
-        layout = tables(named, group_of, flow.wide)
+        layout = tables(named, group_of, flow.wide, cuts=cuts)
         if not any(table.trainable for table in layout):
             raise OutsizeError("model: no parameter requires a gradient; nothing to train")
-        return compiled.placement_of(plan, layout, here.copies(flow.model))
+        rank = here.world.rank
+        places = plan.mesh.index("data", rank), plan.mesh.index("pipeline", rank)
+        return compiled.placement_of(plan, layout, flow.uses, places, here.copies(flow.model))
 
     @staticmethod
     def program(flow: Flow, placement: Placement) -> Program:
-        learns = learning(flow, placement)
-        return program_of(placement, lambda here: compiled.step_of(here, learns))
+        trained = _trained(flow)
+        return program_of(placement, lambda here: compiled.step_of(here, trained), True)
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -156,23 +173,24 @@ class Losses(Method):
 
     def found(self) -> tuple[Tensor, float]:
         """The mean of the two losses, and the slope along the direction."""
-        losses = [loss.double() for _, loss in sorted(self._found.items())]
-        half = len(losses) // 2
-        plus, minus = torch.stack(losses[:half]).sum(), torch.stack(losses[half:]).sum()
-        slope = float(plus - minus) / (2 * self._settings.epsilon)
+        plus, minus = self._found
+        slope = (plus - minus) / (2 * self._settings.epsilon)
         if not math.isfinite(slope):
             raise Diverged(
-                f"loss is {float(plus)} and {float(minus)} on either side of the weights; expected"
+                f"loss is {plus} and {minus} on either side of the weights; expected"
                 " finite numbers: lower the learning rate or check the data; the weights were left"
                 " unchanged"
             )
         self.slope, made = slope, self._made()
         decay = self._rate * self._settings.weight_decay
-        self._due = Move(Direction(self._settings.seed, made), -self._rate * slope, decay)
+        self._due = Move(self._direction_of(made), -self._rate * slope, decay)
         for chunk, learns in zip(self._job.chunks, self.learns, strict=True):
             if learns:
                 chunk.steps = {slot.name: made + 1 for slot in chunk.table.slots}
-        return (plus + minus) / 2, abs(slope)
+        return torch.tensor((plus + minus) / 2, dtype=torch.float64), abs(slope)
+
+    def _direction_of(self, step: int) -> Direction:
+        return Direction(self._settings.seed, step, self._runs.__getitem__)
 
     def _made(self) -> int:
         """The steps so far, which name the next direction."""
@@ -183,8 +201,8 @@ class Losses(Method):
     def begin(self, points: Points) -> None:
         self.microbatches.begin(points)
         self._perturbed.begin()
-        self._found.clear()
-        self._direction = Direction(self._settings.seed, self._made())
+        self._lost.clear()
+        self._direction = self._direction_of(self._made())
 
     def reset(self) -> None:
         self.torn = self.torn or self._due is not None
@@ -196,13 +214,21 @@ class Losses(Method):
         stage, m = action.stage, action.microbatch
         self._perturbed.enter(stage, sign, self._direction, self._settings.epsilon)
         walk = self.microbatches.of(m)
+        self._hand(action, walk)
         walk.forward(stage)
         if action.kind is Kind.LOSS:
             assert walk.loss is not None
             if sign == NONE:
                 self.microbatches.lose(m, walk.loss)
             else:
-                self._found[m] = walk.loss
+                self._lost[m] = walk.loss
+
+    def agree(self) -> None:
+        """NORM: the losses on either side, summed over the workers."""
+        losses = [loss.double() for _, loss in sorted(self._lost.items())]
+        mine, half = torch.stack(losses).tolist() if losses else [], len(losses) // 2
+        plus, minus = self._job.totals.losses([sum(mine[:half]), sum(mine[half:])])
+        self._found = plus, minus
 
     def change(self, stage: int) -> None:
         """UPDATE by what the step before has found, now that the stage's weights are here."""
@@ -210,7 +236,8 @@ class Losses(Method):
             return
         for index in self._chunks.of_stage[stage]:
             if self.learns[index]:
-                self._due.apply(self._chunks.tables[index], self._job.chunks[index].parameters)
+                flat = updated_weights(self._job.weight_pool, index)
+                self._due.apply(self._chunks.tables[index], flat, self._first[index])
 
     # -- the weights ------------------------------------------------------------------------------
 
@@ -223,8 +250,8 @@ class Losses(Method):
         pool = self._job.weight_pool
         for index, table in enumerate(self._chunks.tables):
             if self.learns[index]:
-                flat = pool.read(index, PARAMETERS)
-                due.apply(table, flat)
+                flat = pool.mine(index, PARAMETERS)
+                due.apply(table, flat, self._first[index])
                 pool.write(index, PARAMETERS, flat)
 
     def seconds(self, action: Action) -> float:
@@ -247,14 +274,18 @@ class Losses(Method):
 
 def learning(flow: Flow, placement: Placement) -> tuple[bool, ...]:
     """By chunk, whether it is trained."""
-    trained = {name: p.requires_grad for _, params in flow.segments for name, p in params}
-    return tuple(trained[table.slots[0].name] for table in placement.chunks.tables)
+    trained = _trained(flow)
+    return tuple(table.slots[0].name in trained for table in placement.chunks.tables)
+
+
+def _trained(flow: Flow) -> frozenset[str]:
+    return frozenset(n for _, params in flow.segments for n, p in params if p.requires_grad)
 
 
 class Losing:
-    """UPDATE of a job without gradients, and what goes forward."""
+    """UPDATE and NORM of a job without gradients, and what goes forward."""
 
-    kinds = (Kind.UPDATE, Kind.FORWARD, Kind.LOSS, Kind.PREFILL, Kind.DECODE)
+    kinds = (Kind.UPDATE, Kind.FORWARD, Kind.LOSS, Kind.PREFILL, Kind.DECODE, Kind.NORM)
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -263,6 +294,8 @@ class Losing:
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         if action.kind is Kind.UPDATE:
             return Deed(partial(self._losses.change, action.stage))
+        if action.kind is Kind.NORM:
+            return Deed(self._losses.agree)
         half = points.schedule.microbatches // 2
         sign = NONE if points.evaluates else PLUS if action.microbatch < half else MINUS
         return Deed(partial(self._losses.lose, action, sign))

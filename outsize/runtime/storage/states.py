@@ -143,7 +143,8 @@ class States:
 
     def weights_of(self, index: int) -> Iterator[str]:
         """The states of a chunk that hold its weights."""
-        return (w for w in (MASTER, PARAMETERS) if self.weight_pool.has(index, w))
+        held = dict(self.weight_pool.placement.chunks.held(index))
+        return (w for w in (MASTER, PARAMETERS) if w in held)
 
     def replace(self, index: int, whats: tuple[str, ...], suffix: str, fill: Fill) -> None:
         """Fill the first of these states of a chunk anew; the others are the same, rounded."""

@@ -218,6 +218,17 @@ class Updates:
                 yield first, last, group, step, shape, name
 
 
+def updated_weights(weight_pool: WeightPool, index: int) -> Tensor:
+    """Of a chunk's weights those that this worker updates, as wide as it does; they rest on the
+    device, or are in the pool."""
+    chunk, chunks = weight_pool.chunks[index], weight_pool.placement.chunks
+    if chunk.master is not None:
+        return chunk.master
+    base = chunks.extent(index, PARAMETERS)[0] if PARAMETERS in chunk.shards else 0
+    first, last = chunks.extent(index, MASTER)
+    return chunk.shards.get(PARAMETERS, chunk.parameters)[first - base : last - base]
+
+
 def _slices(
     table: ChunkTable,
     states: Sequence[StateSpec],

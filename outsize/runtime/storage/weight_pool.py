@@ -162,16 +162,16 @@ class WeightPool:
 
     # -- whole states, for checkpoints ----------------------------------------------------------
 
-    def has(self, chunk: int, what: str) -> bool:
-        """Whether a chunk has such a state."""
-        return any(name == what for name, _ in self.placement.chunks.held(chunk))
-
     def read(self, chunk: int, what: str) -> Tensor:
         """A whole state of a chunk, 1-D: the buffer itself, or a copy of what rests below or lies
         on several workers, all of which call this."""
+        return self.shard_groups.complete(chunk, what, self.mine(chunk, what))
+
+    def mine(self, chunk: int, what: str) -> Tensor:
+        """What this worker has of a state between uses, 1-D: the buffer, or a copy of what rests
+        below."""
         below = (chunk, what) in self.homes.known
-        mine = self.homes.read(chunk, what) if below else self._buffer(chunk, what)
-        return self.shard_groups.complete(chunk, what, mine)
+        return self.homes.read(chunk, what) if below else self._buffer(chunk, what)
 
     def staged(self, chunk: int, whats: tuple[str, ...]) -> dict[str, Tensor]:
         """Where whole new states of a chunk are made, to be given to `write`: the buffers
@@ -194,18 +194,18 @@ class WeightPool:
         return {what: made[what] if what in made else self._buffer(chunk, what) for what in whats}
 
     def write(self, chunk: int, what: str, flat: Tensor) -> None:
-        """Replace a whole state of a chunk; a buffer that `read` gave out needs no writing."""
-        below = (chunk, what) in self.homes.known
+        """Replace a state of a chunk, by the whole of it or by what this worker has: also by what
+        `read` or `mine` gave out, changed."""
         base, end = self.placement.chunks.share(chunk, what)
-        if below or flat is not self._buffer(chunk, what):
-            flat = flat[base:end]
-        if below:
-            self.homes.write(chunk, what, flat)
+        mine = flat if len(flat) == end - base else flat[base:end]
+        if (chunk, what) in self.homes.known:
+            self.homes.write(chunk, what, mine)
             self.forget()
-        elif flat is not self._buffer(chunk, what):
-            self._buffer(chunk, what).copy_(flat)
-            if what in self.chunks[chunk].shards:
-                self.forget()
+            return
+        if mine is not self._buffer(chunk, what):
+            self._buffer(chunk, what).copy_(mine)
+        if what in self.chunks[chunk].shards:
+            self.forget()
 
     def _buffer(self, chunk: int, what: str) -> Tensor:
         mine = self.chunks[chunk]

@@ -63,15 +63,27 @@ def forwards(
 
 def _stage(line: Pipelining, worker: int, m: int, part: int, kind: Kind) -> _Turn:
     """A stage of the pipeline forward."""
-    route = line.coarse.placement.routes[0]
-    run = line.run(part) if route[part] == worker else ()
-    actions, behind = [forward(s, m, line.loses, kind) for s in run], list[Action]()
-    if part + 1 < len(route) and route[part] != route[part + 1]:
-        if worker == route[part]:
-            behind.append(_move(Kind.SEND, line.run(part)[-1], m))
-        elif worker == route[part + 1]:
-            behind.append(_move(Kind.RECV, line.run(part)[-1], m))
-    return [], actions, behind
+    route, run = line.coarse.placement.routes[0], line.run(part)
+    if route[part] == worker:
+        return (
+            [],
+            [forward(s, m, line.loses, kind) for s in run],
+            edges(line, worker, run[-1], m)[1],
+        )
+    comes = part + 1 < len(route) and route[part + 1] == worker
+    return [], [], edges(line, worker, run[-1] + 1, m)[0] if comes else []
+
+
+def edges(line: Pipelining, worker: int, stage: int, m: int) -> tuple[list[Action], list[Action]]:
+    """What a worker receives before a microbatch goes forward through a stage of the plan, and
+    sends behind that, where others have the stages around it."""
+    route, part = line.coarse.placement.routes[0], line.part(stage)
+    before, after = list[Action](), list[Action]()
+    if stage == line.bounds[part] and part and route[part - 1] != worker:
+        before.append(_move(Kind.RECV, stage - 1, m))
+    if stage == line.run(part)[-1] and part + 1 < len(route) and route[part + 1] != worker:
+        after.append(_move(Kind.SEND, stage, m))
+    return before, after
 
 
 def _passes(line: Pipelining, ends: Ends, worker: int, m: int, part: int) -> _Turn:

@@ -113,10 +113,12 @@ def base_of(
     line: Pipelining | None,
     turn: int,
     head: int,
+    cuts: Sequence[int] = (),
 ) -> Schedule:
     """A step's computing actions alone. first: the first stage that is trained. lanes: by stage,
     where its parts are updated. line, turn: a pipeline, and the worker's place there. head: the
-    stage that has the parts of the last layer, where all workers have some."""
+    stage that has the parts of the last layer, where all workers have some. cuts: as Schedule has
+    them, on one worker of a pipeline."""
     if plan.update == "behind" and plan.stream.host:
         raise OutsizeError(
             f"plan: update is 'behind' and stream.host is {plan.stream.host}; expected update"
@@ -124,6 +126,6 @@ def base_of(
         )
     if line is not None:
         return computing(line, plan, turn, lanes)
-    made = compile_plan(plan, first, lanes)
+    made = compile_plan(plan, first, lanes, cuts)
     ends = ends_of(plan.pipeline)
     return made if ends is None else alone(made, head, ends)
