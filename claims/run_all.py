@@ -2,6 +2,7 @@
 
     python claims/run_all.py [NAMES]    # every claim, or these
     python claims/run_all.py --quick    # those that CI runs: no seconds judged, 3 minutes in all
+    python claims/run_all.py --quick --jobs 2    # two at a time
 
 Exit code 1 where a script ends without a verdict, or one of --quick has a worse one than before;
 `weaker` is no failure. Afterwards `python tools/techniques.py` writes the table of the docs anew.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +74,6 @@ def verdict_of(printed: str, key: str = "verdict") -> str:
 
 def run(name: str) -> Row:
     """Run a script; what it prints is shown."""
-    print(f"== {name}", flush=True)
     before, begin = last(name), time.monotonic()
     command = [sys.executable, str(CLAIMS / f"{name}.py")]
     try:
@@ -81,9 +82,8 @@ def run(name: str) -> Row:
         )
         printed = done.stdout
     except subprocess.TimeoutExpired:
-        printed = ""
-        print(f"{name}: not done in {LIMIT} s")
-    print(printed, flush=True)
+        printed = f"{name}: not done in {LIMIT} s"
+    print(f"== {name}\n{printed}", flush=True)
     seconds = time.monotonic() - begin
     return Row(name, before, verdict_of(printed), verdict_of(printed, "how"), seconds)
 
@@ -107,12 +107,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run claims; see the first lines of this file.")
     parser.add_argument("names", nargs="*", help="of claims; all where none is given")
     parser.add_argument("--quick", action="store_true", help="those that CI runs")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time: no seconds judged")
     said = parser.parse_args()
     known = scripts()
     for name in said.names:
         if name not in known:
             parser.error(f"claim {name!r} is not known; expected one of {', '.join(known)}")
-    rows = [run(name) for name in said.names or (QUICK if said.quick else known)]
+    with ThreadPoolExecutor(said.jobs) as pool:
+        rows = list(pool.map(run, said.names or (QUICK if said.quick else known)))
     print(table(rows))
     bad = failed(rows, said.quick)
     if bad:

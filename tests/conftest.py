@@ -30,6 +30,7 @@ from openmp import let_threads_go
 from rates import known_machine
 from remembered import remember
 
+from outsize.collectives import threads
 from outsize.hardware.probe import keep
 from outsize.kernels import native
 
@@ -43,6 +44,8 @@ hypothesis.settings.load_profile("outsize")
 # What is imported lives as long as the session; thousands of short tests make little waste.
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)
+
+threads.WAIT = 120.0  # seconds: a test that hangs says so before its run is given up
 
 LOOPBACK = ("127.", "::1", "localhost")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "outsize"
@@ -77,14 +78,17 @@ def registered() -> dict[str, Subject]:
     return found
 
 
+@cache
+def texts() -> dict[str, str]:
+    """Every file of the package by its path."""
+    return {str(f.relative_to(PACKAGE)): f.read_text() for f in sorted(PACKAGE.rglob("*.py"))}
+
+
 def touched(subject: Subject) -> list[str]:
     """The files that name a technique and are not its own."""
-    pattern, found = re.compile(subject.words), []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = str(file.relative_to(PACKAGE))
-        if not path.startswith(subject.own) and pattern.search(file.read_text()):
-            found.append(path)
-    return found
+    pattern = re.compile(subject.words)
+    others = {path: text for path, text in texts().items() if not path.startswith(subject.own)}
+    return [path for path, text in others.items() if pattern.search(text)]
 
 
 def main(arguments: list[str]) -> int:

@@ -55,10 +55,8 @@ class Piece:
 
     def take(self, x_TNE: Tensor, start: int, stop: int, size: int) -> Tensor:
         """Tokens [start, stop) of each document as (B, N, S, size), zeros where there are none."""
-        stored = min(stop, self.length)
-        tokens = x_TNE[self.first : self.first + self.documents * self.length]
-        x_BSNE: Tensor = tokens.unflatten(0, (self.documents, self.length))[:, start:stored]
-        lack, short = stop - stored, size - x_TNE.shape[-1]
+        x_BSNE = self.view(x_TNE, start, stop)
+        lack, short = stop - min(stop, self.length), size - x_TNE.shape[-1]
         if lack or short:
             x_BSNE = F.pad(x_BSNE, (0, short, 0, 0, 0, lack))
         return x_BSNE.transpose(1, 2)
@@ -66,7 +64,7 @@ class Piece:
     def view(self, x_TNE: Tensor, start: int, stop: int) -> Tensor:
         """The stored ones of tokens [start, stop) of each document, (B, S, N, E), to write to."""
         tokens = x_TNE[self.first : self.first + self.documents * self.length]
-        x_BSNE: Tensor = tokens.unflatten(0, (self.documents, self.length))
+        x_BSNE = tokens.view(self.documents, self.length, *tokens.shape[1:])
         return x_BSNE[:, start : min(stop, self.length)]
 
 

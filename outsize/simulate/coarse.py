@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from outsize.errors import OutsizeError
@@ -59,15 +60,19 @@ class Times:
         if not all(0 <= value < float("inf") for value in (*values, *self.stages)):
             raise OutsizeError(f"times: {self}; expected seconds, not negative")
 
-    def of(self, action: Action, share: float) -> float:
-        """Seconds of one action on the compute lane."""
-        seconds = {
+    @cached_property
+    def _units(self) -> dict[Kind, float]:
+        return {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.forward,
             Kind.BACKWARD: self.of_input + self.of_weight,
             Kind.BACKWARD_INPUT: self.of_input,
             Kind.BACKWARD_WEIGHT: self.of_weight,
-        }.get(action.kind, 0.0)
+        }
+
+    def of(self, action: Action, share: float) -> float:
+        """Seconds of one action on the compute lane."""
+        seconds = self._units.get(action.kind, 0.0)
         return seconds * share * (self.stages[action.stage] if self.stages and seconds else 1.0)
 
     def of_ends(
@@ -314,7 +319,8 @@ def _node(pipeline: Pipeline, times: Times, links: _Links, i: int) -> Node:
         seconds = times.both * share
     layers = [a for a in step if a.kind.end or a.kind.way or a.kind.adds]
     ends, workers = pipeline.schedule.ends, len(pipeline.schedule.workers)
-    seconds += sum(times.of_ends(a, links.whole[a.microbatch], ends, workers) for a in layers)
+    if times.ends is not None:
+        seconds += sum(times.of_ends(a, links.whole[a.microbatch], ends, workers) for a in layers)
     taking, giving = ends.holds if ends else (None, None)
     takes = sum(_held(a, share, times, (Kind.FORWARD, taking)) for a in layers)
     gives = sum(_held(a, share, times, (*_GIVING, giving)) for a in layers)

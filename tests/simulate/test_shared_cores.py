@@ -267,7 +267,8 @@ def test_a_forecast_of_cores_apart_is_as_it_was(name):
     shared = on_cores(made, known, (1.0,))
     work = sum(known[e.kind, e.stage] for e in made.trace.events if (e.kind, e.stage) in known)
     sums = sum(e.end - e.start for e in same.trace.events if e.kind.startswith("MERGE"))
-    assert 0.99 * work < shared.seconds < 1.05 * (work + sums)
+    predicted = shared.seconds
+    assert 0.99 * work < predicted < 1.05 * (work + sums)
     assert alone(shared.trace, made.trace) == ([], [])
     assert shared.trace.peak() == made.peak and shared.peak == made.peak
 

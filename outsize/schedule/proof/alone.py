@@ -72,8 +72,9 @@ class Alone:
     def _count(self, action: Action) -> None:
         """Bytes of the device tier."""
         self.peak = max(self.peak, self.live + action.workspace)
-        self.live += sum(count for where, count in action.allocates if where.startswith("device/"))
-        self.peak = max(self.peak, self.live)
+        if action.allocates:
+            self.live += sum(n for where, n in action.allocates if where.startswith("device/"))
+            self.peak = max(self.peak, self.live)
 
     def _has(self, kind: Kind, stage: int, microbatch: int = WHOLE) -> bool:
         return (kind, State.NONE, stage, microbatch, WHOLE) in self.done

@@ -98,5 +98,8 @@ def blocking(schedule: Schedule) -> Schedule:
     """A worker's coarse list with the lanes that it has in a coarse play."""
     (actions,) = schedule.workers
     lanes = ((Lane.EXCHANGE if a.kind is Kind.EXCHANGE else Lane.COMPUTE) for a in actions)
-    moved = tuple(replace(a, lane=lane) for a, lane in zip(actions, lanes, strict=True))
+    moved = tuple(
+        a if a.lane is lane else replace(a, lane=lane)
+        for a, lane in zip(actions, lanes, strict=True)
+    )
     return replace(schedule, workers=(moved,))
