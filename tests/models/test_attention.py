@@ -1,4 +1,4 @@
-"""Local attention against a dense softmax over all tokens, for every path through it."""
+"""Local attention against a dense softmax over each document, for every path through it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ BOUNDS = (0, 300, 600, 607, 608, 1125)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], spec: AttendSpec) -> Tensor:
-    """Attention as its definition reads, over all T x T scores."""
-    tokens, heads = q.shape[:2]
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    document = torch.zeros(tokens, dtype=torch.int64)
-    for number, (start, stop) in enumerate(pairwise(bounds)):
-        document[start:stop] = number
-    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
-    seen = (document[:, None] == document[None]) & (key <= query)
+    """Attention as its definition reads, over all S x S scores of each document."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    documents = (slice(*ends) for ends in pairwise(bounds))
+    return torch.cat([whole(q[one], k[one], v[one], spec) for one in documents])
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
+    """The same of one document."""
+    query, key = torch.arange(len(q))[:, None], torch.arange(len(q))[None]
+    seen = key <= query
     if spec.window is not None:
         seen &= query - key < spec.window
     score = torch.einsum("thk,shk->hts", q, k) * spec.scale
