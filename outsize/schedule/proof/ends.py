@@ -54,13 +54,14 @@ class EndsProof:
             return self._sends(action)
         if kind in self.ends.given:
             state = self.ends.given[kind]
-            came = any(k is Kind.RECV and s is state and n == m for k, s, n, _ in self._came())
-            if not (self._did(_MAKERS[state], m) or came):
+            if not (self._did(_MAKERS[state], m) or self._came(state, m)):
                 return f"its input, {state.value} of microbatch {m}, is not here"
         return ""
 
-    def _came(self) -> Iterator[tuple[Kind, State, int, int]]:
-        return (key for key in self._done if key[3] != WHOLE)
+    def _came(self, state: State, microbatch: int) -> bool:
+        """Whether the worker's own part of a tensor was received."""
+        received = (k for k in self._done if k[0] is Kind.RECV and k[3] != WHOLE)
+        return any(k[1] is state and k[2] == microbatch for k in received)
 
     def _sends(self, action: Action) -> str:
         """Why a part cannot be sent, or nothing."""

@@ -11,7 +11,10 @@ from outsize.schedule.residency import MOVES, SHARED
 from outsize.schedule.schedule import Schedule
 
 _LINKS = (Kind.SEND, Kind.RECV)
+_PASSES = (*_LINKS, Kind.EXCHANGE)
 _AWAY = (Kind.EVICT, Kind.FETCH)
+_MOVED = (*_LINKS, *_AWAY)
+_STEPS = (Kind.NORM, Kind.UPDATE)
 _TRAINED = (
     Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE, Kind.UPDATE,
 )  # fmt: skip
@@ -31,6 +34,13 @@ def _known(schedule: Schedule, kind: Kind) -> bool:
     return not kind.end or kind in schedule.ends.passes
 
 
+def _misplaced(name: str, value: int, limit: int, wanted: bool) -> str:
+    """What is wrong with a stage or a microbatch that an action has to have, or must not have."""
+    if wanted:
+        return "" if 0 <= value < limit else f"{name} is {value}; expected 0 to {limit - 1}"
+    return "" if value == WHOLE else f"is of the whole step; expected no {name}"
+
+
 def misfit(schedule: Schedule, action: Action) -> str:
     """What is wrong with an action of the list that one worker runs, by itself."""
     if not _known(schedule, action.kind):
@@ -39,7 +49,7 @@ def misfit(schedule: Schedule, action: Action) -> str:
     goes = Kind.LOSS if loses else Kind.FORWARD
     if action.kind in (Kind.FORWARD, Kind.LOSS) and action.kind is not goes:
         return f"is of stage {action.stage}; expected {goes} of it"
-    passes = action.kind in (*_LINKS, Kind.EXCHANGE)
+    passes = action.kind in _PASSES
     if action.kind in _LINKS and schedule.role is None:
         return "moves between workers; one worker plays this schedule"
     moves = passes or action.kind in MOVES
@@ -60,15 +70,13 @@ def misfit(schedule: Schedule, action: Action) -> str:
         if per_stage and action.stage != schedule.norm(action.stage):
             return "is of no group's first stage"
     whole = moves and not passes and action.state is not State.ACTIVATIONS
-    per_microbatch = action.kind not in (Kind.NORM, Kind.UPDATE) and not whole
-    for name, value, limit, wanted in (
-        ("stage", action.stage, schedule.stages, per_stage),
-        ("microbatch", action.microbatch, schedule.microbatches, per_microbatch),
-    ):
-        if wanted and not 0 <= value < limit:
-            return f"{name} is {value}; expected 0 to {limit - 1}"
-        if not wanted and value != WHOLE:
-            return f"is of the whole step; expected no {name}"
+    per_microbatch = action.kind not in _STEPS and not whole
+    reason = _misplaced("stage", action.stage, schedule.stages, per_stage)
+    reason = reason or _misplaced(
+        "microbatch", action.microbatch, schedule.microbatches, per_microbatch
+    )
+    if reason:
+        return reason
     ahead = action.kind is Kind.UPDATE and action.stage in schedule.ahead
     if action.kind in _TRAINED and action.stage < schedule.first and not ahead:
         return f"stage {action.stage} is frozen; the first that is trained is {schedule.first}"
@@ -122,17 +130,15 @@ def coarse_misfit(schedule: Schedule, action: Action, worker: int) -> str:
     if kind is Kind.LOSS or (kind in MOVES and not own):
         return "is not of a pipeline; prove the schedule before the pass that adds it"
     ends = kind is Kind.UPDATE and schedule.ends and action.stage == WHOLE
-    for name, value, limit, wanted in (
-        ("stage", action.stage, schedule.stages, kind is not Kind.NORM and not ends),
-        ("microbatch", action.microbatch, schedule.microbatches,
-         kind not in (Kind.NORM, Kind.UPDATE)),
-    ):  # fmt: skip
-        if wanted and not 0 <= value < limit:
-            return f"{name} is {value}; expected 0 to {limit - 1}"
-        if not wanted and value != WHOLE:
-            return f"is of the whole step; expected no {name}"
+    per_stage = kind is not Kind.NORM and not ends
+    reason = _misplaced("stage", action.stage, schedule.stages, per_stage)
+    reason = reason or _misplaced(
+        "microbatch", action.microbatch, schedule.microbatches, kind not in _STEPS
+    )
+    if reason:
+        return reason
     moved = action.state in (State.ACTIVATIONS, State.GRADIENTS)
-    moves = kind in (*_LINKS, *_AWAY)
+    moves = kind in _MOVED
     if kind is not Kind.EXCHANGE and (moved != moves or (not moved and action.state)):
         return f"moves {action.state.value or 'nothing'}; expected activations or gradients"
     if kind in _TRAINED and not ends and action.stage < schedule.first:
