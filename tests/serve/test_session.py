@@ -108,7 +108,7 @@ def test_who_has_handed_on_a_slice_begins_with_the_next() -> None:
     whole.prologue.register_forward_pre_hook(count)
 
     def hold(*_: Any) -> None:
-        assert begun.wait(30.0), "the first worker waits for the second"
+        assert begun.wait(120.0), "the first worker waits for the second"
 
     whole.blocks[2].register_forward_pre_hook(hold)
 
