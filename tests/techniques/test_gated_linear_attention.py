@@ -66,22 +66,23 @@ def _inputs(tokens: int, spread: float = 3.0) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
-@pytest.mark.parametrize("slab", [1, 1 << 18])
 @pytest.mark.parametrize("least", [None, -0.1])
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_chunked_form(
-    bounds: tuple[int, ...], least: float | None, slab: int, monkeypatch: pytest.MonkeyPatch
+    bounds: tuple[int, ...], least: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrence, "SLAB", slab)
+    """One tile at a time, and all together."""
     inputs = _inputs(bounds[-1])
     before = torch.randn(HEADS, KEYS, VALUES, dtype=torch.float64, requires_grad=True)
     expected = _recurrently(inputs, bounds, before, least)
-    o, (state,) = GatedRecurrence(KEYS**-0.5, least).whole(tuple(inputs), bounds, (before,))
     given = [torch.randn_like(x) for x in expected]
     wanted = torch.autograd.grad(expected, (*inputs, before), given)
-    found = torch.autograd.grad((o, state), (*inputs, before), given)
-    for a, b in zip((o, state, *found), (*expected, *wanted), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+    for slab in (1, 1 << 18):
+        monkeypatch.setattr(recurrence, "SLAB", slab)
+        o, (state,) = GatedRecurrence(KEYS**-0.5, least).whole(tuple(inputs), bounds, (before,))
+        found = torch.autograd.grad((o, state), (*inputs, before), given)
+        for a, b in zip((o, state, *found), (*expected, *wanted), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
 def test_recurrent_form() -> None:
