@@ -48,37 +48,27 @@ def load(
     for temporary files by default; sparse: keep those of a pruned model there as bitmap images.
 
     mesh ("pipeline=2,tensor=2"), under torchrun: every worker calls this and has its own part of
-    the weights alone; what all call alike gives the same logits and tokens.
+    the weights alone, with memory within a budget of its own; what all call alike gives the same
+    logits and tokens.
     """
     directory, device = model_directory(path), accelerator.named(device)
-    if mesh is not None:
-        others = {"memory": memory, "disk": disk, "sparse": sparse or None}
-        others["weights"] = None if weights == "required" else weights
-        for name, value in others.items():
-            if value is not None:
-                raise OutsizeError(
-                    f"{name} is {value!r} with mesh, where each worker reads its own part and keeps"
-                    " it: leave one of them out"
-                )
-        from outsize.serve.meshed import joined
-
-        axes = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-        return joined(directory, axes, dtype, device)
-    if memory is None:
-        if disk is not None or sparse:
-            raise OutsizeError("disk and sparse go with memory; pass memory='2GiB' or leave them")
+    if memory is None and (disk is not None or sparse):
+        raise OutsizeError("disk and sparse go with memory; pass memory='2GiB' or leave them")
+    if weights != "required" and (memory, mesh) != (None, None):
+        other = "mesh" if memory is None else "memory"
+        raise OutsizeError(
+            f"weights = {weights!r} with {other}; expected 'required': values are read from files"
+        )
+    if mesh is None and memory is None:
         if weights == "required":
             return Model(adapters.load(directory, dtype, device))
         return Model(hub.load(directory, dtype, device, weights, seed))
-    if weights != "required":
-        raise OutsizeError(
-            f"weights = {weights!r} with memory; expected 'required': values are read from files"
-        )
-    from outsize.serve.files import InFiles
+    from outsize.serve.files import Limits
+    from outsize.serve.load import opened
 
-    found = hub.describe(directory)
-    home = InFiles(found, parse_bytes(memory), dtype, device, disk, sparse)
-    return Model(found.model, home)
+    limits = None if memory is None else Limits(parse_bytes(memory), disk, sparse)
+    axes = parse_mesh(mesh) if isinstance(mesh, str) else mesh or Mesh()
+    return opened(directory, axes, limits, dtype, device)
 
 
 def generate(

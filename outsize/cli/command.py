@@ -109,15 +109,6 @@ def drawing(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def check_alone(memory: str | None) -> None:
-    """Refuse memory beside several workers that generate."""
-    if memory is not None:
-        raise OutsizeError(
-            f"--memory {memory} with several workers, each of which holds its part; leave"
-            " --memory out, or --workers and --mesh"
-        )
-
-
 def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:
     """OutsizeError naming the first of these parameters that was given. beside: what makes it say
     nothing, as "--resume, whose run has its own"."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command, Drawing, check_alone, drawing
+from outsize.cli.command import Command, Drawing, drawing
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outsize.decode.samplers import Sampling
     from outsize.launch.heartbeat import Heartbeat
     from outsize.models.config import DecoderConfig
+    from outsize.serve.files import Limits
     from outsize.serve.model import Model
 
 
@@ -81,7 +82,8 @@ def generate(
 ) -> None:
     """Go on from a prompt with the model in DIRECTORY: a run, a checkpoint of one, or any Hugging
     Face decoder. The text appears as it is made. With --memory the model may be larger than that;
-    the text is the same. With --mesh or --workers each worker holds its part of the weights.
+    the text is the same. With --mesh or --workers each worker holds its part of the weights, with
+    --memory in a budget of its own.
 
     Workers of several machines are started by torchrun: torchrun ... -m outsize generate DIRECTORY.
     """
@@ -98,11 +100,12 @@ def generate(
     if memory is None and (disk is not None or sparse):
         raise OutsizeError("--disk and --sparse go with --memory; give --memory SIZE")
     wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
+    limits = None if memory is None else _limits(memory, disk, sparse)
     if apart:
-        _on_workers(ctx, wanted, directory, mesh, workers, memory)
+        _on_workers(ctx, wanted, directory, mesh, workers, limits)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = _found(directory, tokenizer)
-    with _opened(found, config, memory, disk, sparse, place) as model:
+    with _opened(found, config, limits, place) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
 
 
@@ -160,14 +163,13 @@ def _on_workers(
     directory: Path,
     mesh: str | None,
     workers: int | None,
-    memory: str | None,
+    limits: Limits | None,
 ) -> None:
     """Generate on several workers and leave; nothing where there is one."""
     from outsize.serve.workers import Asked, run_workers, several
 
-    asked = Asked(mesh, workers, wanted.facts())
+    asked = Asked(mesh, workers, wanted.facts(), limits)
     if several(asked):
-        check_alone(memory)
         found = partial(_found, directory, wanted.tokenizer)
         ctx.exit(run_workers(asked, lambda: found()[0], wanted.meet))
 
@@ -201,24 +203,24 @@ def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokeniz
     return text
 
 
+def _limits(memory: str, disk: str | None, sparse: bool) -> Limits:
+    from outsize.memory.sizes import parse_bytes
+    from outsize.serve.files import Limits
+
+    return Limits(parse_bytes(memory), disk, sparse)
+
+
 def _opened(
-    found: Path,
-    config: DecoderConfig,
-    memory: str | None,
-    disk: str | None,
-    sparse: bool,
-    device: torch.device,
+    found: Path, config: DecoderConfig, limits: Limits | None, device: torch.device
 ) -> Model:
     from outsize.serve.model import Model
 
-    if memory is None:
+    if limits is None:
         from outsize.checkpoint import adapters
 
         return Model(adapters.load(found, device=device, config=config))
     from outsize.checkpoint.hub import describe
-    from outsize.memory.sizes import parse_bytes
     from outsize.serve.files import InFiles
 
-    described = describe(found, config)
-    home = InFiles(described, parse_bytes(memory), None, device, disk, sparse)
-    return Model(described.model, home)
+    home = InFiles(describe(found, config), limits, device=device)
+    return Model(home.model, home)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outsize.cli.command import Command, Drawing, check_alone, drawing, placed, refuse_unused
+from outsize.cli.command import Command, Drawing, drawing, placed, refuse_unused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,8 +105,6 @@ def _generation(
     if name is None or is_file(name):
         name = str(values_of(name).get("model.name"))
     mesh, memory = Asked(places["mesh"], places["workers"], {}).mesh_of(), places["memory"]
-    if mesh.size > 1:
-        check_alone(memory)
     request = Request((0,) * prompt, drawn.max_tokens, drawn.sampling())
     made = forecast(described(name), request, mesh, memory and parse_bytes(memory))
     if as_json:

@@ -2,136 +2,71 @@
 
 What fits beside keys, values and activations stays in memory from the first token on; the rest is
 read again in every step, beside the computation. Logits are those of the whole model in memory, bit
-for bit.
+for bit. On a mesh every worker does so with its part of the weights, within a budget of its own (Li
+et al., "TPI-LLM", 2024), and the lists of all are proved together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from tempfile import gettempdir
+from typing import NamedTuple
 
 import torch
 
 from outsize import accelerator
 from outsize.checkpoint.hub import Described
-from outsize.decode.generate import PREFILL_TOKENS, Request
-from outsize.errors import OutsizeError, counted
-from outsize.memory.ledger import in_grains
+from outsize.collectives import Lone, World, along, everyone
+from outsize.decode.generate import Request
+from outsize.errors import counted
 from outsize.memory.sizes import format_bytes
-from outsize.memory.store import rounded
+from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.units import cuts_of
 from outsize.runtime.session import Session
-from outsize.runtime.tokens.cycle import Known, Layout, layout_of, smallest
+from outsize.runtime.tokens.cycle import Layout, layout_of
+from outsize.runtime.tokens.parts import ALL, Mine
 from outsize.runtime.tokens.pooled import PooledFiles
-from outsize.runtime.tokens.source import Source
-from outsize.simulate.tokens import (
-    LEAST_SLICE,
-    Held,
-    Needs,
-    Share,
-    needs,
-    needs_of_rows,
-    pace,
-    probed,
-    seconds,
-)
+from outsize.runtime.tokens.source import Source, outline
+from outsize.schedule import Kind, prove
+from outsize.schedule.layout import Placement
+from outsize.schedule.programs import program_of
+from outsize.schedule.schedule import Schedule
+from outsize.serve.budget import Budget, Outlook, Room, outlook, over_stages
+from outsize.serve.meshed import Division, placed_on, session_peers, shells
+from outsize.simulate.tokens import Needs, Seconds, needs, pace, probed, seconds
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Of `memory` bytes, what of a model in files can be where. reads: what reads them, or will."""
+class Limits:
+    """memory: most bytes of tensors on a device. disk: the folder where weights that rest
+    transposed, by rows that are cut, or in another dtype are converted to; None: the system's for
+    temporary files. sparse: weights of pruned models are kept there as bitmap images where that is
+    smaller by a fifth."""
 
     memory: int
-    held: Held
-    reads: Known
-
-    @property
-    def buffers(self) -> int:
-        """Bytes to read through, where they are the device's."""
-        return 0 if accelerator.queues(self.held.device) else self.reads.bytes_held
-
-    @cached_property
-    def least(self) -> int:
-        return smallest(self.reads)
-
-    def fit(self, request: Request) -> Needs:
-        """With the longest slices of the prompt that leave room for the least pool. OutsizeError
-        where there are none, with what is missing."""
-        length = PREFILL_TOKENS
-        while True:
-            found = needs(self.held, request, length)
-            left = self.left(found)
-            if left >= self.least:
-                return found
-            if length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
-                break
-            length = max(LEAST_SLICE, min(length, len(request.ids)) // 2)
-        raise OutsizeError(
-            f"--memory {format_bytes(self.memory)}: {counted(self.least - left, 'byte', ',')}"
-            f" missing; the layers at work need {self.least:,} bytes, the cache of"
-            f" {counted(request.capacity, 'token', ',')} {found.cache:,}, a step"
-            f" {found.work + self.buffers:,}: give"
-            f" {self.memory + self.least - left:,} bytes, or fewer tokens"
-        )
-
-    def left(self, found: Needs) -> int:
-        """What the pool may have."""
-        left = self.memory - found.cache - found.work - self.buffers
-        return left // self.held.grain * self.held.grain
-
-    def pool(self, found: Needs) -> int:
-        """What it has: no more than all weights."""
-        return min(self.left(found), sum(rounded(stage.bytes) for stage in self.reads.stages))
+    disk: str | Path | None = None
+    sparse: bool = False
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """What is predicted of a request. weights: bytes of all of them; computing: seconds of one
-    token, beside which it reads."""
+class _Told(NamedTuple):
+    """What every worker says of a request, in numbers."""
 
-    share: Share
-    layout: Layout
-    stages: int
-    weights: int
-    read_rate: float
-    computing: float
-
-    @property
-    def reading(self) -> float:
-        """Seconds, in every step."""
-        return self.layout.read / self.read_rate
-
-    def __str__(self) -> str:
-        kept, read, needs = self.layout.kept, format_bytes(self.layout.read), self.share.needs
-        return (
-            f"weights {format_bytes(self.weights)}, {kept} of {self.stages} parts stay in a pool of"
-            f" {format_bytes(self.layout.pool)}; cache {format_bytes(needs.cache)},"
-            f" a step {format_bytes(needs.work)}; {read} read a token at"
-            f" {format_bytes(self.read_rate)}/s; predicted {format_bytes(self.share.peak)},"
-            f" {max(self.reading, self.computing):.3g} s a token"
-        )
-
-
-def outlook(
-    budget: Budget, found: Needs, layout: Layout, read_rate: float, computing: float
-) -> Outlook:
-    """Of a request that needs so much."""
-    sizes = [stage.bytes for stage in budget.reads.stages]
-    share = Share(in_grains(layout.pool, budget.held.grain), found, budget.buffers)
-    return Outlook(share, layout, sum(map(bool, sizes)), sum(sizes), read_rate, computing)
+    peak: float
+    token: float
+    prompt: float
 
 
 class InFiles:
-    """The Home (outsize/serve/model.py) of a described model of whose tensors no more than `memory`
-    bytes are on the device at a time.
+    """The Home (outsize/serve/model.py) of a described model of whose tensors no more than a budget
+    are on the device at a time.
 
-    dtype None keeps that of the files. disk: the folder where weights that rest transposed or in
-    another dtype are converted to, by default the system's for temporary files. sparse: weights of
-    pruned models are kept there as bitmap images where that is smaller by a fifth. OutsizeError
-    where the folder has not the room.
+    dtype None keeps that of the files. world: the workers that share it, who all make one, and ask
+    it for the same in the same order; leave: called in the end. OutsizeError where the folder has
+    not the room, and for a mesh that the model does not fit on.
     """
 
     what = "memory"
@@ -139,22 +74,33 @@ class InFiles:
     def __init__(
         self,
         found: Described,
-        memory: int,
+        limits: Limits,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        disk: str | Path | None = None,
-        sparse: bool = False,
+        world: World | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
-        dtypes = found.dtypes(dtype)
+        dtypes, world = found.dtypes(dtype), world or Lone()
+        self.world, self.mesh, self._leave = world, world.mesh, leave
         self.device, self.model = accelerator.named(device), found.model
-        self.source = Source(found, dtype, Path(disk or gettempdir()), sparse)
+        self._found, self._dtype = found, dtype
+        self.division = Division.of(found.model, dtypes, self.mesh, world.rank)
+        self._turn = self.mesh.index("pipeline", world.rank)
+        mine, self._cuts = ALL, cuts_of(found.model, 1, 0, False)
+        if self.mesh.size > 1:
+            self.model = shells(found, dtypes, self.device)
+            self._cuts = split(self.model, along(world, "tensor"))
+            mine = self._mine(self._turn)
+        folder = Path(limits.disk or gettempdir())
+        self.source = Source(found, dtype, folder, limits.sparse, mine)
         self.pooled: PooledFiles | None = None
         self.session: Session | None = None
         self.outlook: Outlook | None = None
         self._request: Request | None = None
-        stored = self.source.table.dtype
-        held = Held(found.model.config, dtypes, stored=stored, device=self.device)
-        self.budget = Budget(memory, held, self.source)
+        held = replace(
+            self.division.held[self._turn], stored=self.source.table.dtype, device=self.device
+        )
+        self.budget = Budget(limits.memory, held, self.source)
 
     @property
     def buffers(self) -> int:
@@ -164,9 +110,12 @@ class InFiles:
         """What plays the steps of a request, its pool filled, and how many tokens of a prompt it
         is fed at once; `outlook` says what to expect.
 
-        OutsizeError where the budget is too small, with what is missing.
+        OutsizeError where the budget of a worker is too small, with what is missing.
         """
-        found, self._request = self.budget.fit(request), request
+        rooms = [Room(*map(int, each)) for each in self._told(self.budget.room(request))]
+        self._refuse(rooms, request.capacity)
+        found = needs(self.budget.held, request, min(room.slice for room in rooms))
+        self._request = request
         return self._with(found), found.slice
 
     def peak(self, request: Request) -> int:
@@ -176,15 +125,8 @@ class InFiles:
 
     def ready_for_rows(self, rows: int, length: int) -> Session:
         """The same for the logits of all tokens of rows."""
-        budget = self.budget
-        found = Needs(0, needs_of_rows(budget.held, rows, length), length)
-        missing = budget.least - budget.left(found)
-        if missing > 0:
-            raise OutsizeError(
-                f"memory of {format_bytes(budget.memory)}: {counted(missing, 'byte', ',')} missing"
-                f" for logits of {rows} x {length} tokens; give {budget.memory + missing:,} bytes,"
-                " or fewer tokens"
-            )
+        found, room = self.budget.room_for_rows(rows, length)
+        self._refuse([Room(*map(int, each)) for each in self._told(room)], rows * length)
         return self._with(found)
 
     def __str__(self) -> str:
@@ -194,8 +136,10 @@ class InFiles:
         session, outlook, request = self.session, self.outlook, self._request
         assert session is not None and outlook is not None and request, "asked after a request"
         length, layout = outlook.share.needs.slice, outlook.layout
-        some = pace(self.model, layout.filled, probed(request, length)).whole(self.model)
-        token, prompt = seconds(request, length, outlook.computing, some, outlook.reading)
+        some = self._computing(layout, probed(request, length))
+        own = seconds(request, length, outlook.computing, some, outlook.reading)
+        told = [_Told(*each) for each in self._told((outlook.share.peak, *own))]
+        token, prompt = self._of_all(told, -(-len(request.ids) // (1 + length)))
         steps = sum(map(len, session.seconds.values()))
         return (
             f"{session.timing(outlook.share.peak, prompt, token)};"
@@ -203,20 +147,43 @@ class InFiles:
         )
 
     def close(self, faulty: bool = False) -> None:
-        """Let files and memory go."""
-        self._release()
-        self.source.close()
+        """Let files and memory go, and leave the other workers."""
+        try:
+            self._release(faulty)
+            self.source.close()
+        finally:
+            if self._leave is not None:
+                self._leave()
+
+    def _mine(self, turn: int) -> Mine:
+        """What the worker has of a stage of the pipeline that shares its other places."""
+        return Mine(self._cuts, self.division.held[turn].here)
+
+    def _told(self, numbers: Sequence[float]) -> list[list[float]]:
+        """What every worker says, by rank; whole numbers are exact."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        count, size = len(mine), self.mesh.size
+        out = mine.new_empty(count * size)
+        spans = [(count * rank, count * (rank + 1)) for rank in range(size)]
+        everyone(self.world, "agreement").all_gather(mine, spans, out)
+        return [list(each) for each in out.view(size, count).tolist()]
+
+    def _refuse(self, rooms: Sequence[Room], tokens: int) -> None:
+        """All workers in the words of the one that misses most."""
+        worst = max(rooms, key=lambda room: room.missing)
+        if worst.missing:
+            raise worst.refusal(tokens)
 
     def _with(self, found: Needs) -> Session:
-        """Over a filled pool as large as the needs allow, or nearly so."""
+        """Over a filled pool as large as the needs allow, or nearly so; all workers make their
+        pools anew where one must."""
         most, wanted = self.budget.left(found), self.budget.pool(found)
         old = None if self.pooled is None else self.pooled.layout
-        if old is None or old.pool > most or old.capacity < NEAR * wanted:
+        anew = old is None or old.pool > most or old.capacity < NEAR * wanted
+        told = self._told((anew, wanted))
+        if any(each[0] for each in told):
             self._release()  # before the next pool is there
-            layout = layout_of(self.source, wanted)
-            self.pooled = PooledFiles(self.model, self.source, layout, self.device)
-            lists = layout.schedules.__getitem__
-            self.session = Session(self.model, self.pooled, lists)
+            self._lay_out([int(each[1]) for each in told])
         assert self.pooled is not None and self.session is not None
         self.session.forget()
         before = self.source.bytes_read
@@ -225,9 +192,36 @@ class InFiles:
         self.outlook = self._outlook(found, self.pooled, read / spent if read else None)
         return self.session
 
-    def _release(self) -> None:
+    def _lay_out(self, pools: Sequence[int]) -> None:
+        """Make the pool and the lists of steps, proved with those of the others. pools: bytes of
+        each worker's."""
+        if self.mesh.size == 1:
+            layout = layout_of(self.source, pools[0])
+            lists, peers = layout.schedules.__getitem__, None
+        else:
+            placement = placed_on(self.world, self.division.turns)
+            layouts = self._layouts(placement, pools)
+            for kind in (Kind.PREFILL, Kind.DECODE):
+                prove(program_of(placement, _of_turn(layouts, kind), evaluating=True))
+            layout = layouts[self._turn]
+            lists = layout.schedules.__getitem__
+            peers = session_peers(placement, self.world, self.device)
+        self.pooled = PooledFiles(self.model, self.source, layout, self.device)
+        self.session = Session(self.model, self.pooled, lists, peers)
+
+    def _layouts(self, placement: Placement, pools: Sequence[int]) -> list[Layout]:
+        """By stage of the pipeline, of the workers that share this one's other places."""
+        found = list[Layout]()
+        for turn, rank in enumerate(self.mesh.ranks("pipeline", self.world.rank)):
+            own = turn == self._turn
+            known = self.source if own else outline(self._found, self._dtype, self._mine(turn))
+            there = placement.elsewhere(0, turn)
+            found.append(layout_of(known, pools[rank], _steps_of(there)))
+        return found
+
+    def _release(self, faulty: bool = False) -> None:
         """Nothing of the model is a view of a pool any more."""
-        if self.session is not None:
+        if self.session is not None and not (faulty and self.mesh.size > 1):
             self.session.close()
         if self.pooled is not None:
             self.pooled.close()
@@ -236,8 +230,41 @@ class InFiles:
     def _outlook(self, found: Needs, pooled: PooledFiles, rate: float | None) -> Outlook:
         """rate None: the pool was full already, and rates are those found before."""
         past = self.outlook
-        if rate is None:
-            assert past is not None, "a pool that is full has been filled"
-            return replace(past, share=replace(past.share, needs=found))
-        computing = pace(self.model, pooled.layout.filled).whole(self.model)
-        return outlook(self.budget, found, pooled.layout, rate, computing)
+        if rate is None and past is not None:
+            made = replace(past, share=replace(past.share, needs=found))
+        else:
+            computing = self._computing(pooled.layout, 1)
+            made = outlook(self.budget, found, pooled.layout, rate or float("inf"), computing)
+        if self.mesh.size == 1:
+            return made
+        own = max(made.reading, made.computing)
+        told = [_Told(*each) for each in self._told((made.share.peak, own, own))]
+        peaks = tuple(int(told[rank].peak) for rank in self.mesh.ranks("pipeline", 0))
+        token, _ = self._of_all(told, 1)
+        return replace(made, mesh=str(self.mesh), peaks=peaks, token=token)
+
+    def _computing(self, layout: Layout, tokens: int) -> float:
+        """Seconds that so many tokens take through what this worker has: of stages that are in the
+        pools of all workers of the tensor axis, who all ask."""
+        axis, filled = along(self.world, "tensor"), layout.filled
+        here = torch.zeros(len(self.division.turns), dtype=torch.float64)
+        here[filled] = 1.0
+        common = (axis.all_reduce(here) == axis.size).nonzero().flatten().tolist()
+        return pace(self.model, common, tokens).whole(self.model, self.division.stages(self._turn))
+
+    def _of_all(self, told: Sequence[_Told], steps: int) -> Seconds:
+        """By the slowest worker of each stage."""
+        slowest = list[Seconds]()
+        for first in self.mesh.ranks("pipeline", 0):
+            here = [told[rank] for rank in self.mesh.ranks("tensor", first)]
+            slowest.append(Seconds(max(x.token for x in here), max(x.prompt for x in here)))
+        return over_stages(slowest, steps)
+
+
+def _steps_of(placement: Placement) -> Callable[[Kind], Schedule]:
+    """A worker's lists of computing and of what it says to others."""
+    return lambda kind: placement.evaluation(1, kind)
+
+
+def _of_turn(layouts: Sequence[Layout], kind: Kind) -> Callable[[Placement], Schedule]:
+    return lambda here: layouts[here.chunks.turn].schedules[kind]

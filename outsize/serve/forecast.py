@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
@@ -27,17 +27,19 @@ from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.presets import SHAPES
 from outsize.parallel.tensor.decoder import split
+from outsize.parallel.tensor.units import cuts_of
 from outsize.runtime.tokens.cycle import layout_of
+from outsize.runtime.tokens.parts import Mine
 from outsize.runtime.tokens.source import Outline, outline
-from outsize.serve.files import Budget, outlook
+from outsize.serve.budget import Budget, over_stages
 from outsize.serve.meshed import Division, held, shells
-from outsize.simulate.tokens import Held, Pace, Seconds, Share, pace, probed, seconds, timed
+from outsize.simulate.tokens import Pace, Seconds, Share, needs, pace, probed, seconds, timed
 
 
 @dataclass(frozen=True)
 class TokenForecast:
     """shares: bytes by stage of the pipeline, on the first worker of a tensor axis, who draws;
-    read: bytes of files in every step."""
+    read: bytes of files in every step, of the worker that reads most."""
 
     shares: Sequence[Share]
     seconds: Seconds
@@ -74,13 +76,14 @@ def described(name: str) -> Described:
 def forecast(
     found: Described, request: Request, mesh: Mesh, memory: int | None = None
 ) -> TokenForecast:
-    """Of generating with a model on a mesh, or on one worker within `memory` bytes; but for what
-    sums over a tensor axis take. OutsizeError as of `outsize generate`."""
+    """Of generating with a model on a mesh, each worker within `memory` bytes where they are given;
+    but for what sums over a tensor axis take. Workers within memory are taken to read from one
+    disk. OutsizeError as of `outsize generate`."""
     check_request(found.model, request.ids, request.max_new_tokens)
     dtypes = found.dtypes(None)
-    if memory is not None:
-        return _from_files(found, dtypes, request, memory)
     division = Division.of(found.model, dtypes, mesh)
+    if memory is not None:
+        return _from_files(found, dtypes, request, memory, division)
     turns = range(mesh.pipeline)
     one, some = _computing(
         found, dtypes, mesh, list(map(division.stages, turns)), probed(request, PREFILL_TOKENS)
@@ -90,18 +93,35 @@ def forecast(
 
 
 def _from_files(
-    found: Described, dtypes: Mapping[str, torch.dtype], request: Request, memory: int
+    found: Described,
+    dtypes: Mapping[str, torch.dtype],
+    request: Request,
+    memory: int,
+    division: Division,
 ) -> TokenForecast:
-    known = outline(found, None)
-    budget = Budget(memory, Held(found.model.config, dtypes, stored=known.table.dtype), known)
-    needs = budget.fit(request)
-    layout = layout_of(known, budget.pool(needs))
-    count = probed(request, needs.slice)
-    one, some = _computing(found, dtypes, Mesh(), [layout.filled], count)
-    rate = _read_rate(known, timed(found.model, layout.filled))
-    made = outlook(budget, needs, layout, rate, one)
-    spent = seconds(request, needs.slice, one, some, made.reading)
-    return TokenForecast([made.share], spent, layout.read)
+    mesh = division.held[0].mesh
+    cuts = cuts_of(found.model, mesh.tensor, 0, sequence_parallel=False)
+    knowns = [outline(found, None, Mine(cuts, held.here)) for held in division.held]
+    budgets = [
+        Budget(memory, replace(held, stored=known.table.dtype), known)
+        for held, known in zip(division.held, knowns, strict=True)
+    ]
+    rooms = [budget.room(request) for budget in budgets]
+    if (worst := max(rooms, key=lambda room: room.missing)).missing:
+        raise worst.refusal(request.capacity)
+    length = min(room.slice for room in rooms)
+    shares, spent, most, weights = list[Share](), list[Seconds](), 0, sum(division.weights)
+    for turn, budget in enumerate(budgets):
+        asked = needs(budget.held, request, length)
+        layout = layout_of(knowns[turn], budget.pool(asked))
+        part, count = division.weights[turn] / weights, probed(request, length)
+        one, some = _computing(found, dtypes, mesh, [layout.filled], count)
+        rate = _read_rate(knowns[turn], timed(found.model, layout.filled)) / mesh.size
+        shares.append(budget.share(layout, asked))
+        spent.append(seconds(request, length, one * part, some * part, layout.read / rate))
+        most = max(most, layout.read)
+    steps = -(-len(request.ids) // (1 + length))
+    return TokenForecast(shares, over_stages(spent, steps), most)
 
 
 def _computing(

@@ -7,19 +7,17 @@ the blocks are. Every other parameter has its shape and no memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.hub import Described, check_tied_head, describe
-from outsize.collectives import Lone, Mesh, World, along, everyone, from_environment
+from outsize.checkpoint.hub import Described, check_tied_head
+from outsize.collectives import Mesh, World, along, everyone
 from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.errors import OutsizeError, counted
 from outsize.memory.chunk import Dtypes
@@ -44,7 +42,6 @@ from outsize.schedule.place import looped, one_way
 from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
-from outsize.serve.model import Model
 from outsize.simulate.tokens import Held, Pace, Share, needs, pace, probed, seconds
 
 TOKENS = "prologue.tokens.weight"
@@ -180,56 +177,35 @@ def session_on(model: Decoder, world: World, turns: Sequence[int]) -> Session:
     """The steps of one of the workers of `world`, which all make such a session of it. turns: by
     segment (prologue, blocks, epilogue) the place on the pipeline axis that has it, from the first
     to the last."""
+    assert len(turns) == len(model.blocks) + 2, f"{len(turns)} turns"
+    placement = placed_on(world, turns)
+    peers = session_peers(placement, world, next(model.parameters()).device)
+    return Session(model, lists=partial(generating, placement), peers=peers)
+
+
+def placed_on(world: World, turns: Sequence[int]) -> Placement:
+    """Where weights lie that stay where they are and are no job's: in no chunk."""
     count, mesh = len(turns), world.mesh
-    assert count == len(model.blocks) + 2, f"{count} turns"
     cuts = tuple(s + 1 for s, (here, after) in enumerate(pairwise(turns)) if here != after)
     pipeline = Pipelined("gpipe", cuts)  # whose stages lie one behind the other
     plan = Plan(count, per_segment(count), mesh.pipeline, mesh=mesh, pipeline=pipeline)
     place, turn = (mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
     uses = tuple((s,) for s in range(count))
     kept = Kept(Dtypes(torch.float32, torch.float32, None, torch.float32), ())
-    # Weights that stay where they are and are no job's are in no chunk.
-    placement = Placement(Items(Chunks(plan, (), uses, kept, place, turn)))
+    return Placement(Items(Chunks(plan, (), uses, kept, place, turn)))
+
+
+def session_peers(placement: Placement, world: World, device: torch.device) -> Peers:
+    """The other workers, as a session of one of them meets them."""
     passing: StageLinks | None = None
-    if mesh.pipeline > 1:
-        device = next(model.parameters()).device
+    if world.mesh.pipeline > 1:
         passing = StageLinks(world, placement.chunks, device, Watch().kind)
     root, everybody = drawer(placement), everyone(world, "agreement")
 
     def tell(numbers: Tensor) -> Tensor:
         return everybody.broadcast(numbers.cpu(), root)
 
-    peers = Peers(plan, world.rank == root, tell, passing)
-    return Session(model, lists=partial(generating, placement), peers=peers)
-
-
-def on_mesh(
-    path: Path,
-    world: World,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    leave: Callable[[], None] | None = None,
-) -> Model:
-    """The model in a Hugging Face directory on this worker of `world`."""
-    home = OnMesh(describe(path), world, dtype, device, leave)
-    return Model(home.model, home)
-
-
-def joined(
-    path: Path,
-    mesh: Mesh,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> Model:
-    """On the workers that torchrun has started, whom this one meets and in the end leaves."""
-    if mesh.size == 1:
-        return on_mesh(path, Lone(), dtype, device)
-    world = from_environment(mesh, os.environ, torch.device(device or "cpu").type)
-    try:
-        return on_mesh(path, world, dtype, device, world.close)
-    except BaseException:
-        world.close()
-        raise
+    return Peers(placement.plan, world.rank == root, tell, passing)
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:

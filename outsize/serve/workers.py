@@ -24,7 +24,9 @@ from outsize.kernels import native
 from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import started
-from outsize.serve.meshed import check_mesh, on_mesh
+from outsize.serve.files import Limits
+from outsize.serve.load import on_mesh
+from outsize.serve.meshed import check_mesh
 from outsize.serve.model import Model
 from outsize.train.workers import count_of, sized
 
@@ -35,11 +37,12 @@ Go = Callable[[Model, bool, Heartbeat], None]
 @dataclass(frozen=True)
 class Asked:
     """What was asked of all workers alike. mesh, workers: as they were said. facts: whatever else
-    must be the same."""
+    must be the same. limits: of this worker's memory, where there are any."""
 
     mesh: str | None
     workers: int | None
     facts: Mapping[str, str]
+    limits: Limits | None = None
 
     def mesh_of(self, count: int | None = None) -> Mesh:
         """All workers on the pipeline axis where the mesh is left out. count: that have started."""
@@ -83,7 +86,7 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     directory = Path(worker_group.told("model", lambda: str(find().resolve())))
     worker_group.same("weights", _fingerprint(directory))
     _share_cores(mesh, post.near)
-    with on_mesh(directory, worker_group.world) as model:
+    with on_mesh(directory, worker_group.world, limits=asked.limits) as model:
         worker_group.pulse.at("generating")
         try:
             go(model, worker_group.first, worker_group.pulse)

@@ -163,10 +163,10 @@ class Pace(NamedTuple):
     seconds: float
     bytes: int
 
-    def whole(self, model: Decoder) -> float:
-        """Seconds through all stages; 0 where there was none to time."""
-        count = len(model.blocks) + 2
-        whole = sum(_weights(model, stage) for stage in range(1, count))
+    def whole(self, model: Decoder, here: Collection[int] | None = None) -> float:
+        """Seconds through all stages, or those `here`; 0 where there was none to time."""
+        stages = range(len(model.blocks) + 2) if here is None else here
+        whole = sum(_weights(model, stage) for stage in stages if stage)
         return whole * self.seconds / self.bytes if self.bytes else 0.0
 
 

@@ -83,7 +83,10 @@ def test_plan_predicts_what_timing_does(invoke, directory, monkeypatch):
     [
         (("--max-tokens", 5), "--max-tokens is given beside a run"),
         (("--prompt-tokens", 5, "--set", "train.steps=3"), "--set is given beside --prompt-tokens"),
-        (("--prompt-tokens", 5, "--memory", "1MiB", "--mesh", "tensor=2"), "leave --memory out"),
+        (
+            ("--prompt-tokens", 5, "--memory", "1KiB", "--mesh", "tensor=2"),
+            "the layers at work need",
+        ),
         (("--prompt-tokens", 5, "--mesh", "data=2"), "a prompt has nothing to split"),
         (("--prompt-tokens", 5, "--memory", "30KiB"), "the layers at work need"),
     ],

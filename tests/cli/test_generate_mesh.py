@@ -52,6 +52,8 @@ def test_the_text_is_that_of_one_worker(printed, directory):
     code, many, plan = printed(*greedy, "--mesh", "pipeline=2")
     assert (code, many) == (0, text) and said in plan and plan.count("\n") == 1
     assert printed(*greedy, "--mesh", "tensor=2")[:2] == (0, text)
+    code, many, plan = printed(*greedy, "--mesh", "tensor=2", "--memory", "64MiB", "--timing")
+    assert (code, many) == (0, text) and " on a worker of tensor=2, 3 of 3 parts stay in" in plan
     text = printed(*greedy, *drawn, "--no-echo")[1]
     both = ("--mesh", "pipeline=2,tensor=2", "--no-echo")
     assert printed(*greedy, *drawn, *both)[:2] == (0, text)
@@ -149,7 +151,7 @@ REFUSED = {
     "data axis": (("--mesh", "data=2"), "data is 2, but a prompt has nothing to split over"),
     "stages": (("--workers", 5), "has 4 segments (prologue, 2 blocks, epilogue) and a worker"),
     "heads": (("--mesh", "tensor=3"), "the nearest that works is tensor=2"),
-    "memory": (("--workers", 2, "--memory", "1GiB"), "--memory 1GiB with several workers, each of"),
+    "memory": (("--workers", 2, "--memory", "1KiB"), "--memory 1.00 KiB: "),
     "two numbers": (("--workers", 3, "--mesh", "tensor=2"), "has 2 workers, and there are 3"),
     "no workers": (("--workers", 0), "workers is 0; expected 1 or more"),
     "no such axis": (("--mesh", "pipelin=2"), "did you mean 'pipeline'?"),

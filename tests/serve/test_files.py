@@ -26,7 +26,7 @@ from outsize.runtime.tokens.source import Source
 from outsize.schedule import Kind, State
 from outsize.schedule.item import Item
 from outsize.schedule.residency import moved
-from outsize.serve.files import InFiles
+from outsize.serve.files import InFiles, Limits
 from outsize.serve.model import Model
 from outsize.simulate.tokens import needs
 
@@ -65,9 +65,9 @@ class Seen:
         return int(logits_V.argmax())
 
 
-def _streamed(path: Path, memory: int, *others: Any, **options: Any) -> Model:
+def _streamed(path: Path, memory: int, dtype: Any = None, **options: Any) -> Model:
     found = describe(path)
-    return Model(found.model, InFiles(found, memory, *others, **options))
+    return Model(found.model, InFiles(found, Limits(memory, **options), dtype))
 
 
 def _home(model: Model) -> InFiles:

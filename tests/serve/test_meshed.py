@@ -19,7 +19,8 @@ from outsize.collectives import Mesh, World
 from outsize.errors import OutsizeError
 from outsize.models.build import build, segments
 from outsize.models.families import parse
-from outsize.serve.meshed import on_mesh, turns_of
+from outsize.serve.load import on_mesh
+from outsize.serve.meshed import turns_of
 
 PROMPT = [5, 17, 2, 44, 9, 30, 8]
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 20, "seed": 3}
@@ -106,12 +107,18 @@ def test_workers_of_torchrun_load_and_generate(config: dict[str, Any], tmp_path:
         outsize.load(path, mesh="tensor=2")
 
 
-@pytest.mark.parametrize("other", [{"memory": "1GiB"}, {"weights": "random"}, {"disk": "."}])
+REFUSED_BESIDE = {
+    "weights": ({"weights": "random"}, "weights = 'random' with mesh; expected 'required'"),
+    "disk": ({"disk": "."}, "disk and sparse go with memory; pass memory="),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BESIDE.values(), ids=REFUSED_BESIDE)
 def test_what_does_not_go_with_a_mesh_is_refused(
-    other: dict[str, str], config: dict[str, Any], tmp_path: Path
+    case: tuple[dict[str, str], str], config: dict[str, Any], tmp_path: Path
 ) -> None:
-    (name, value), *_ = other.items()
-    with pytest.raises(OutsizeError, match=f"{name} is '{value}' with mesh, where each worker"):
+    other, said = case
+    with pytest.raises(OutsizeError, match=said):
         outsize.load(saved(config, tmp_path), mesh="pipeline=2", **other)
 
 

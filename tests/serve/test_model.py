@@ -16,7 +16,7 @@ from outsize.collectives import World, parse_mesh
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.serve.meshed import on_mesh
+from outsize.serve.load import on_mesh
 
 IDS = torch.tensor([[5, 17, 2, 44], [9, 30, 8, 1]])
 

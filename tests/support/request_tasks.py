@@ -7,7 +7,7 @@ from pathlib import Path
 from outsize.collectives import Mesh, World
 from outsize.decode.samplers import Sampling
 from outsize.memory.ledger import Ledger
-from outsize.serve.meshed import on_mesh
+from outsize.serve.load import on_mesh
 from outsize.serve.model import Model
 
 DRAWN = Sampling(0.9, 20, 0.9, seed=3)

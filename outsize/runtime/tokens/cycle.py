@@ -6,8 +6,9 @@ holds the FETCHes for the beginning of the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outsize.memory.arrange import arrange, least, traffic
 from outsize.runtime.tokens.source import Outline, Source
@@ -52,19 +53,21 @@ def smallest(source: Known) -> int:
     return min(least(needed, sizes, ahead) for ahead in range(AHEAD + 1))
 
 
-def layout_of(source: Known, capacity: int) -> Layout:
+def layout_of(
+    source: Known, capacity: int, steps: Callable[[Kind], Schedule] | None = None
+) -> Layout:
     """The rooms in a pool of `capacity` bytes, and the schedules. A stage is fetched ahead where
-    there is room for two. OutsizeError for a pool that holds no stage."""
-    bare, sizes = _bare(source), _sizes(source)
+    there is room for two. steps: of each kind, what is done but for FETCH and SAMPLE; None: all
+    stages one after the other. OutsizeError for a pool that holds no stage."""
+    bare, sizes, steps = _bare(source), _sizes(source), steps or partial(_once, source)
     needed = visits(_once(source, Kind.DECODE), bare)
     ahead = AHEAD if capacity >= least(needed, sizes, AHEAD) else 0
     found = arrange(needed, sizes, capacity, ahead=ahead)
     rooms = {name: (start, -(-sizes[name] // 64) * 64) for name, start in found.offsets.items()}
     residency = replace(bare, rooms=rooms)
     schedules = {
-        kind: cyclic(_once(source, kind), residency, ahead) for kind in (Kind.PREFILL, Kind.DECODE)
+        kind: sampled(cyclic(steps(kind), residency, ahead)) for kind in (Kind.PREFILL, Kind.DECODE)
     }
-    schedules = {kind: sampled(schedule) for kind, schedule in schedules.items()}
     decode = schedules[Kind.DECODE]
     schedules[Kind.FETCH] = filling = _filling(decode)
     first = replace(filling, workers=((*filling.workers[0], *decode.workers[0]),))

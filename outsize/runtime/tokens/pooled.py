@@ -69,15 +69,22 @@ class PooledFiles:
             _set(self.model, name, value.detach().to("meta"))
 
     def _look_up(self, table: Embedding, ids_T: Tensor) -> Tensor:
-        """x_TD of the token embedding, with no more of it than the rows that are used."""
-        ids_U, index_T = ids_T.cpu().unique(return_inverse=True)
-        if len(ids_U) and not 0 <= int(ids_U[0]) <= int(ids_U[-1]) < self.source.table.rows:
+        """x_TD of the token embedding, with no more of it than the rows that are used; zeros for
+        the tokens that other workers look up."""
+        ids_T, (first, last) = ids_T.cpu(), self.source.table.span
+        whole = last - first == self.source.table.rows
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.source.table.rows:
             raise OutsizeError(
-                f"token ids from {int(ids_U[0])} to {int(ids_U[-1])}; expected 0 to"
+                f"token ids from {int(ids_T.min())} to {int(ids_T.max())}; expected 0 to"
                 f" {self.source.table.rows - 1}, the model's vocabulary"
             )
+        other_T = (ids_T < first) | (ids_T >= last)
+        ids_U, index_T = ids_T.masked_fill(other_T, first).unique(return_inverse=True)
         rows_UD = accelerator.sent(self.source.rows(ids_U.tolist()), self.device)
-        return nn.functional.embedding(accelerator.sent(index_T, self.device), rows_UD)
+        x_TD = nn.functional.embedding(accelerator.sent(index_T, self.device), rows_UD)
+        if not whole:
+            x_TD.masked_fill_(accelerator.sent(other_T, self.device).unsqueeze(-1), 0.0)
+        return x_TD
 
 
 def _bind(
@@ -91,10 +98,11 @@ def _bind(
     weights = dict[str, Tensor]()
     for number, stage in enumerate(source.stages):
         weights |= {part.name: part.of(rooms[number]) for part in stage.parts}
-    if source.tied:
+    if source.tied and TOKENS in weights:
         weights["epilogue.head.weight"] = weights.pop(TOKENS)
     table = source.table
-    shell = torch.empty((), dtype=table.target, device=device).expand(table.rows, table.width)
+    rows_here = table.span[1] - table.span[0]
+    shell = torch.empty((), dtype=table.target, device=device).expand(rows_here, table.width)
     for name, value in (weights | {TOKENS: shell}).items():
         _set(model, name, value)
 

@@ -8,7 +8,7 @@ which vanishes with the process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from outsize.memory.stored import (
     operations,
 )
 from outsize.models.names import Stored
-from outsize.runtime.tokens.parts import Part, Stage, Table, stages_of, table_of
+from outsize.runtime.tokens.parts import ALL, Mine, Part, Stage, Table, stages_of, table_of
 
 WORTH = 0.8  # of the dense bytes at most: an image costs a pass of unpacking
 SHARE = 1 / 16  # of the weights' bytes, at most, for buffers to read files through
@@ -64,18 +64,19 @@ class Outline:
         return sum(part.bytes for part in self.stages[stage].parts)
 
 
-def outline(found: Described, dtype: torch.dtype | None) -> Outline:
-    """Of a model in files."""
-    stages = stages_of(found, dtype)
+def outline(found: Described, dtype: torch.dtype | None, mine: Mine = ALL) -> Outline:
+    """Of a model in files, or of what a worker has of it."""
+    stages = stages_of(found, dtype, mine)
     buffers = buffers_of(int(SHARE * sum(stage.bytes for stage in stages)))
-    return Outline(stages, table_of(found, dtype), buffers)
+    return Outline(stages, table_of(found, dtype, mine), buffers)
 
 
 class Source:
     """Reads stages of a model and rows of its token embedding.
 
     folder: where what must be converted goes. sparse: parameters of which WORTH at most is left
-    as a bitmap image are kept as one. OutsizeError where the folder has not the room.
+    as a bitmap image are kept as one. mine: what this worker has. OutsizeError where the folder has
+    not the room.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class Source:
         dtype: torch.dtype | None,
         folder: Path,
         sparse: bool = False,
+        mine: Mine = ALL,
     ) -> None:
-        known = outline(found, dtype)
+        known = outline(found, dtype, mine)
         self.stages, self.table, self.tied = known.stages, known.table, found.model.config.tied
         paths = dict.fromkeys(found.entry(t)[0] for entry in found.stored for t in entry.theirs)
         self.files = StoredFiles(paths, known.buffers)
@@ -175,7 +177,7 @@ class Source:
         fill, meta = found.fill(dtype), dict(found.model.named_parameters())
         largest = 0
         for part in _grouped(wanted, found.stored):
-            flat = fill(part.name, meta[part.name]).detach().flatten()
+            flat = part.cut.of(fill(part.name, meta[part.name]).detach()).flatten()
             large = sparse_too and part.bytes >= _SMALL
             packed = large and sparse.packed_bytes(flat) <= WORTH * part.bytes
             if part.copies and not packed:
@@ -204,7 +206,7 @@ def _check_tied(found: Described, table: Table) -> None:
         raise OutsizeError(
             f"{path}: tensor {head!r} has shape {entry.shape}, expected {(table.rows, table.width)}"
         )
-    other = Table(path, entry.start, table.rows, table.width, entry.dtype, entry.dtype)
+    other = replace(table, path=path, start=entry.start, dtype=entry.dtype, target=entry.dtype)
     files = StoredFiles({path, table.path})
     try:
         step = max(1, STAGING // table.row_bytes)

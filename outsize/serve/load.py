@@ -1,0 +1,53 @@
+"""A model that is not in memory as a whole: opened on one worker, or on those of a mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from outsize.checkpoint.hub import describe
+from outsize.collectives import Lone, Mesh, World, from_environment
+from outsize.serve.files import InFiles, Limits
+from outsize.serve.meshed import OnMesh
+from outsize.serve.model import Model
+
+
+def on_mesh(
+    path: Path,
+    world: World,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    leave: Callable[[], None] | None = None,
+    limits: Limits | None = None,
+) -> Model:
+    """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
+    in the files. leave: called in the end."""
+    found = describe(path)
+    home: OnMesh | InFiles
+    if limits is None:
+        home = OnMesh(found, world, dtype, device, leave)
+    else:
+        home = InFiles(found, limits, dtype, device, world, leave)
+    return Model(home.model, home)
+
+
+def opened(
+    path: Path,
+    mesh: Mesh,
+    limits: Limits | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Model:
+    """On one worker, or on those that torchrun has started, whom this one meets and in the end
+    leaves."""
+    if mesh.size == 1:
+        return on_mesh(path, Lone(), dtype, device, None, limits)
+    world = from_environment(mesh, os.environ, torch.device(device or "cpu").type)
+    try:
+        return on_mesh(path, world, dtype, device, world.close, limits)
+    except BaseException:
+        world.close()
+        raise
