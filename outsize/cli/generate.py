@@ -62,6 +62,14 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
+@click.option(
+    "--overlap",
+    metavar="CHUNKS",
+    default=0,
+    type=click.IntRange(0),
+    help="With a tensor axis: sums beside what is computed, of a prompt in so many chunks; those of"
+    " a ladder or Kraken model beside its next branch.",
+)
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -79,6 +87,7 @@ def generate(
     device: str,
     workers: int | None,
     mesh: str | None,
+    overlap: int,
 ) -> None:
     """Go on from a prompt with the model in DIRECTORY: a run, a checkpoint of one, or any Hugging
     Face decoder. The text appears as it is made. With --memory the model may be larger than that;
@@ -101,12 +110,22 @@ def generate(
         raise OutsizeError("--disk and --sparse go with --memory; give --memory SIZE")
     wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     limits = None if memory is None else _limits(memory, disk, sparse)
-    if apart:
-        _on_workers(ctx, wanted, directory, mesh, workers, limits)
+    if apart or overlap:
+        _on_workers(ctx, _Mesh(mesh, workers, overlap, limits), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = _found(directory, tokenizer)
     with _opened(found, config, limits, place) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """The workers as they were said, and what goes for all of them."""
+
+    mesh: str | None
+    workers: int | None
+    overlap: int
+    limits: Limits | None
 
 
 @dataclass(frozen=True)
@@ -157,18 +176,15 @@ class _Wanted:
         return {name: repr(getattr(self, name)) for name in names}
 
 
-def _on_workers(
-    ctx: click.Context,
-    wanted: _Wanted,
-    directory: Path,
-    mesh: str | None,
-    workers: int | None,
-    limits: Limits | None,
-) -> None:
+def _on_workers(ctx: click.Context, on: _Mesh, wanted: _Wanted, directory: Path) -> None:
     """Generate on several workers and leave; nothing where there is one."""
+    from outsize.plan.settings import NONE
     from outsize.serve.workers import Asked, run_workers, several
 
-    asked = Asked(mesh, workers, wanted.facts(), limits)
+    settings = NONE.having({"overlap": on.overlap}).changed
+    facts = {**wanted.facts(), "overlap": str(on.overlap)}
+    asked = Asked(on.mesh, on.workers, facts, on.limits, settings)
+    asked.check()
     if several(asked):
         found = partial(_found, directory, wanted.tokenizer)
         ctx.exit(run_workers(asked, lambda: found()[0], wanted.meet))

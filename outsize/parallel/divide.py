@@ -28,7 +28,7 @@ def divide(
 
     line: the workers of the pipeline, where they are not the world's (a forecast plays one).
     """
-    beside = beside_of(world, plan)
+    beside = beside_of(world, plan.settings)
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
     over = [(axis.name, along(world, axis.name)) for axis in world.mesh.axes if axis.parts]
     if plan.pipeline.ends is not None:

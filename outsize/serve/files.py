@@ -22,8 +22,8 @@ from outsize.collectives import Lone, World, along, everyone
 from outsize.decode.generate import Request
 from outsize.errors import counted
 from outsize.memory.sizes import format_bytes
-from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.units import cuts_of
+from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
 from outsize.runtime.tokens.cycle import Layout, layout_of
 from outsize.runtime.tokens.parts import ALL, Mine
@@ -34,7 +34,7 @@ from outsize.schedule.layout import Placement
 from outsize.schedule.programs import program_of
 from outsize.schedule.schedule import Schedule
 from outsize.serve.budget import Budget, Outlook, Room, outlook, over_stages
-from outsize.serve.meshed import Division, placed_on, session_peers, shells
+from outsize.serve.meshed import Division, placed_on, session_peers, shells, split_on
 from outsize.simulate.tokens import Needs, Seconds, needs, pace, probed, seconds
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
@@ -65,8 +65,8 @@ class InFiles:
     are on the device at a time.
 
     dtype None keeps that of the files. world: the workers that share it, who all make one, and ask
-    it for the same in the same order; leave: called in the end. OutsizeError where the folder has
-    not the room, and for a mesh that the model does not fit on.
+    it for the same in the same order; leave: called in the end; settings: of the plan.
+    OutsizeError where the folder has not the room, and for a mesh that the model does not fit on.
     """
 
     what = "memory"
@@ -79,17 +79,18 @@ class InFiles:
         device: torch.device | str | None = None,
         world: World | None = None,
         leave: Callable[[], None] | None = None,
+        settings: Settings = NONE,
     ) -> None:
         dtypes, world = found.dtypes(dtype), world or Lone()
         self.world, self.mesh, self._leave = world, world.mesh, leave
         self.device, self.model = accelerator.named(device), found.model
-        self._found, self._dtype = found, dtype
-        self.division = Division.of(found.model, dtypes, self.mesh, world.rank)
+        self._found, self._dtype, self._settings = found, dtype, settings
+        self.division = Division.of(found.model, dtypes, self.mesh, world.rank, settings)
         self._turn = self.mesh.index("pipeline", world.rank)
         mine, self._cuts = ALL, cuts_of(found.model, 1, 0, False)
         if self.mesh.size > 1:
             self.model = shells(found, dtypes, self.device)
-            self._cuts = split(self.model, along(world, "tensor"))
+            self._cuts = split_on(self.model, world, settings)
             mine = self._mine(self._turn)
         folder = Path(limits.disk or gettempdir())
         self.source = Source(found, dtype, folder, limits.sparse, mine)
@@ -199,7 +200,7 @@ class InFiles:
             layout = layout_of(self.source, pools[0])
             lists, peers = layout.schedules.__getitem__, None
         else:
-            placement = placed_on(self.world, self.division.turns)
+            placement = placed_on(self.world, self.division.turns, self._settings)
             layouts = self._layouts(placement, pools)
             for kind in (Kind.PREFILL, Kind.DECODE):
                 prove(program_of(placement, _of_turn(layouts, kind), evaluating=True))

@@ -10,6 +10,7 @@ import torch
 
 from outsize.checkpoint.hub import describe
 from outsize.collectives import Lone, Mesh, World, from_environment
+from outsize.plan.settings import NONE, Settings
 from outsize.serve.files import InFiles, Limits
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
@@ -22,15 +23,16 @@ def on_mesh(
     device: torch.device | str | None = None,
     leave: Callable[[], None] | None = None,
     limits: Limits | None = None,
+    settings: Settings = NONE,
 ) -> Model:
     """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
-    in the files. leave: called in the end."""
+    in the files. leave: called in the end. settings: of the plan."""
     found = describe(path)
     home: OnMesh | InFiles
     if limits is None:
-        home = OnMesh(found, world, dtype, device, leave)
+        home = OnMesh(found, world, dtype, device, leave, settings)
     else:
-        home = InFiles(found, limits, dtype, device, world, leave)
+        home = InFiles(found, limits, dtype, device, world, leave, settings)
     return Model(home.model, home)
 
 

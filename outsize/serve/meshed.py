@@ -26,11 +26,13 @@ from outsize.models.build import build, materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
+from outsize.parallel.tensor.beside import beside_of
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Pipelined, Plan
 from outsize.plan.plan import per_segment
+from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Peers, Session
 from outsize.runtime.stage_links import StageLinks
 from outsize.runtime.watch import Watch
@@ -59,14 +61,23 @@ class Division:
 
     @classmethod
     def of(
-        cls, model: Decoder, dtypes: Mapping[str, torch.dtype], mesh: Mesh, rank: int = 0
+        cls,
+        model: Decoder,
+        dtypes: Mapping[str, torch.dtype],
+        mesh: Mesh,
+        rank: int = 0,
+        settings: Settings = NONE,
     ) -> Division:
-        """OutsizeError for a mesh that the model does not fit on."""
+        """OutsizeError for a mesh that the model does not fit on, and for settings of a plan that
+        do not go with it."""
         check_mesh(model.config, mesh)
+        check_settings(settings, mesh)
         sizes = segment_bytes(model, dtypes, mesh)
         turns = turns_of(sizes, mesh.pipeline)
         held = [
-            Held(model.config, dtypes, mesh, one, tuple(t == turn for t in turns))
+            Held(
+                model.config, dtypes, mesh, one, tuple(t == turn for t in turns), settings=settings
+            )
             for turn, one in enumerate(mesh.ranks("pipeline", rank))
         ]
         return cls(sizes, turns, held)
@@ -94,8 +105,9 @@ class OnMesh:
     """The Home (outsize/serve/model.py) of a described model of which this worker of `world` reads
     and holds a part. All workers make one, and ask it for the same in the same order.
 
-    dtype None keeps that of the files. leave: called in the end. Peak memory is the part and two
-    stored tensors. OutsizeError as of `load`, and for a mesh that the model does not fit on.
+    dtype None keeps that of the files. leave: called in the end. settings: of the plan. Peak memory
+    is the part and two stored tensors. OutsizeError as of `load`, and for a mesh that the model
+    does not fit on.
     """
 
     what = "mesh"
@@ -108,19 +120,20 @@ class OnMesh:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         leave: Callable[[], None] | None = None,
+        settings: Settings = NONE,
     ) -> None:
         dtypes = found.dtypes(dtype)
-        self.division = Division.of(found.model, dtypes, world.mesh, world.rank)
+        self.division = Division.of(found.model, dtypes, world.mesh, world.rank, settings)
         self.mesh, self.world, self._leave = world.mesh, world, leave
         self._request: Request | None = None
         self._pace: float | None = None
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
         self.model = shells(found, dtypes, torch.device(device or "cpu"))
-        cuts = split(self.model, along(world, "tensor"))
+        cuts = split_on(self.model, world, settings)
         self._turn = world.mesh.index("pipeline", world.rank)
         names = held(found.model, self.division.held[self._turn].here)
         _read(self.model, found, names, cuts, dtype)
-        self.session = session_on(self.model, world, self.division.turns)
+        self.session = session_on(self.model, world, self.division.turns, settings)
 
     def ready(self, request: Request) -> tuple[Session, int]:
         self._request = request
@@ -173,22 +186,31 @@ class OnMesh:
                 self._leave()
 
 
-def session_on(model: Decoder, world: World, turns: Sequence[int]) -> Session:
+def session_on(
+    model: Decoder, world: World, turns: Sequence[int], settings: Settings = NONE
+) -> Session:
     """The steps of one of the workers of `world`, which all make such a session of it. turns: by
     segment (prologue, blocks, epilogue) the place on the pipeline axis that has it, from the first
     to the last."""
     assert len(turns) == len(model.blocks) + 2, f"{len(turns)} turns"
-    placement = placed_on(world, turns)
+    placement = placed_on(world, turns, settings)
     peers = session_peers(placement, world, next(model.parameters()).device)
     return Session(model, lists=partial(generating, placement), peers=peers)
 
 
-def placed_on(world: World, turns: Sequence[int]) -> Placement:
+def split_on(model: Decoder, world: World, settings: Settings) -> dict[str, Cut]:
+    """Leave of a decoder this worker's part, its sums taken as a plan's settings say."""
+    return split(model, along(world, "tensor"), beside=beside_of(world, settings))
+
+
+def placed_on(world: World, turns: Sequence[int], settings: Settings = NONE) -> Placement:
     """Where weights lie that stay where they are and are no job's: in no chunk."""
     count, mesh = len(turns), world.mesh
     cuts = tuple(s + 1 for s, (here, after) in enumerate(pairwise(turns)) if here != after)
     pipeline = Pipelined("gpipe", cuts)  # whose stages lie one behind the other
-    plan = Plan(count, per_segment(count), mesh.pipeline, mesh=mesh, pipeline=pipeline)
+    plan = Plan(
+        count, per_segment(count), mesh.pipeline, mesh=mesh, pipeline=pipeline, settings=settings
+    )
     place, turn = (mesh.index(axis, world.rank) for axis in ("data", "pipeline"))
     uses = tuple((s,) for s in range(count))
     kept = Kept(Dtypes(torch.float32, torch.float32, None, torch.float32), ())
@@ -206,6 +228,11 @@ def session_peers(placement: Placement, world: World, device: torch.device) -> P
         return everybody.broadcast(numbers.cpu(), root)
 
     return Peers(placement.plan, world.rank == root, tell, passing)
+
+
+def check_settings(settings: Settings, mesh: Mesh) -> None:
+    """OutsizeError for settings that do nothing on a mesh."""
+    settings.check(Plan(1, per_segment(1), 1, mesh=Mesh(tensor=mesh.tensor)))
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:

@@ -24,9 +24,10 @@ from outsize.kernels import native
 from outsize.launch import Mailbox, enter, run_here, run_there
 from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import started
+from outsize.plan.settings import NONE, Settings
 from outsize.serve.files import Limits
 from outsize.serve.load import on_mesh
-from outsize.serve.meshed import check_mesh
+from outsize.serve.meshed import check_mesh, check_settings
 from outsize.serve.model import Model
 from outsize.train.workers import count_of, sized
 
@@ -37,12 +38,19 @@ Go = Callable[[Model, bool, Heartbeat], None]
 @dataclass(frozen=True)
 class Asked:
     """What was asked of all workers alike. mesh, workers: as they were said. facts: whatever else
-    must be the same. limits: of this worker's memory, where there are any."""
+    must be the same. limits: of this worker's memory, where there are any; settings: of the
+    plan."""
 
     mesh: str | None
     workers: int | None
     facts: Mapping[str, str]
     limits: Limits | None = None
+    settings: Settings = NONE
+
+    def check(self) -> None:
+        """OutsizeError for settings that do nothing on the mesh."""
+        count = number(os.environ, "WORLD_SIZE") if started(os.environ) else None
+        check_settings(self.settings, self.mesh_of(count))
 
     def mesh_of(self, count: int | None = None) -> Mesh:
         """All workers on the pipeline axis where the mesh is left out. count: that have started."""
@@ -86,7 +94,8 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     directory = Path(worker_group.told("model", lambda: str(find().resolve())))
     worker_group.same("weights", _fingerprint(directory))
     _share_cores(mesh, post.near)
-    with on_mesh(directory, worker_group.world, limits=asked.limits) as model:
+    world, settings = worker_group.world, asked.settings
+    with on_mesh(directory, world, limits=asked.limits, settings=settings) as model:
         worker_group.pulse.at("generating")
         try:
             go(model, worker_group.first, worker_group.pulse)

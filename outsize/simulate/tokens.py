@@ -29,7 +29,9 @@ from outsize.models.build import materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.linear import Embedding
+from outsize.parallel.tensor.beside import beside_of
 from outsize.parallel.tensor.decoder import split
+from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
 from outsize.schedule import Kind
 from outsize.torch_private import FakeTensorMode
@@ -50,7 +52,7 @@ class Held:
     """What a worker holds of a model; equal to itself alone. dtypes: by parameter; mesh, rank: of
     all workers; here: by segment (prologue, blocks, epilogue) whether it is this worker's; stored:
     of the token embedding whose rows are read from files, its dtype there. device: where they
-    are."""
+    are. settings: of the plan."""
 
     config: DecoderConfig
     dtypes: Mapping[str, torch.dtype]
@@ -59,6 +61,7 @@ class Held:
     here: tuple[bool, ...] = ()
     stored: torch.dtype | None = None
     device: torch.device = HOST
+    settings: Settings = NONE
 
     @cached_property
     def grain(self) -> int:
@@ -271,7 +274,7 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
 
         for segment, _ in segments(fake):
             materialise(fake, segment, fill)
-        split(fake, along(world, "tensor"))
+        split(fake, along(world, "tensor"), beside=beside_of(world, held.settings))
         if held.stored is not None:
             tokens = fake.prologue.tokens
             tokens.lookup, tokens.on_host = partial(_read, held.stored), True

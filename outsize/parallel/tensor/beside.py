@@ -11,7 +11,7 @@ from torch import nn
 from outsize.collectives import Collective, World
 from outsize.parallel.courier import Flight
 from outsize.parallel.sums import Crossing
-from outsize.plan import Plan
+from outsize.plan.settings import Settings
 from outsize.registry import Registry
 
 
@@ -40,9 +40,9 @@ class Beside(Protocol):
 BESIDE: Registry[Callable[[World, int], Beside]] = Registry("overlap of sums")
 
 
-def beside_of(world: World, plan: Plan) -> Beside | None:
+def beside_of(world: World, settings: Settings) -> Beside | None:
     """Of the setting that has one, None where sums are taken at once."""
     if world.mesh.tensor == 1:
         return None
-    found = ((BESIDE.find(one.name), value) for one, value in plan.settings.every())
+    found = ((BESIDE.find(one.name), value) for one, value in settings.every())
     return next((make(world, value) for make, value in found if make is not None), None)
