@@ -9,7 +9,7 @@ one millisecond, ranks of a host over shared memory. Contenders, all of float32:
     two levels  shared memory inside the hosts, gloo's ring between them
     NVRAR       shared memory inside, recursive doubling between
     star        shared memory inside, everyone to one host and back
-    table       between the hosts what the measured table says
+    table       what the product does: between the hosts what the table says that it measured
 
 Sizes are of the whole tensor; seconds are of the slowest rank, least of the rounds, in turns.
 """
@@ -24,12 +24,13 @@ import time
 
 import torch
 from hosts import Hosts
-from small import ALGORITHMS, Chosen, Row, Table, measure
 from torch.distributed import FileStore, PrefixStore
 from verdict import Figure, conclude
 
 from outsize.collectives import Mesh, join
 from outsize.collectives.hierarchical import Hierarchical
+from outsize.collectives.small import ALGORITHMS
+from outsize.collectives.tables import Chosen, Row, Table
 
 HOSTS, RANKS, SECONDS = 4, 2, 1e-3
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 2 << 20)
@@ -49,20 +50,22 @@ def worker(rank: int, path: str) -> None:
     world = join(Mesh(data=size), rank, FileStore(path, size), host=f"host {rank // RANKS}")
     group = world.group(range(size))
     assert isinstance(group, Hierarchical)
-    outer, hosts = group.outer, [list(range(h, h + RANKS)) for h in range(0, size, RANKS)]
+    assert isinstance(group.outer, Chosen)
+    outer, hosts = group.outer.group, [list(range(h, h + RANKS)) for h in range(0, size, RANKS)]
     apart = join(
         world.mesh, rank, PrefixStore("flat", FileStore(path, size)), host=f"host of {rank}"
     )
-    flat = apart.group(range(size))
+    alone = apart.group(range(size))
+    assert isinstance(alone, Chosen)
+    flat = alone.group
     levels = {
         {"ring": "two levels", "doubling": "NVRAR", "star": "star"}[name]: Hierarchical(
             rank, hosts, group.inner, Chosen(outer, only(name, HOSTS)), lambda: flat
         )
         for name in ALGORITHMS
     }
-    table = measure(outer, tuple(count // RANKS for count in SIZES))
-    chosen = Hierarchical(rank, hosts, group.inner, Chosen(outer, table), lambda: flat)
-    contenders = {"flat ring": flat, **levels, "table": chosen}
+    table = group.outer.table
+    contenders = {"flat ring": flat, **levels, "table": group}
     rows = []
     for count in SIZES:
         least = dict.fromkeys(contenders, float("inf"))

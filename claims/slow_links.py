@@ -18,19 +18,14 @@ from queue import Queue
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import FileStore
 
 from outsize.collectives import Collective, Mesh, World, along
 from outsize.collectives.collective import DONE, Call, Handle
 from outsize.collectives.joined import join
-from outsize.decode.cache import StateCache
-from outsize.decode.generate import Forward
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
-from outsize.parallel.tensor.decoder import split
-from outsize.parallel.tensor.overlap import Overlap
 
 GIGABIT = 125e6  # bytes a second
 
@@ -65,15 +60,6 @@ class Slow(Collective):
         if call.name != "barrier":
             self.link.carry(sum(self.received.values()) - before)
         return DONE
-
-
-def cut(model: Decoder, world: World, link: Link, chunks: int, **more: bool) -> Overlap | None:
-    """Split a model over slow links; with chunks, what overlaps has a courier."""
-    overlap = None
-    if chunks:
-        overlap = Overlap(Slow(along(world, "tensor", "beside"), link), chunks)
-    split(model, Slow(along(world, "tensor"), link), more.get("sequence", False), beside=overlap)
-    return overlap
 
 
 def minima(world: World, ways: Mapping[str, Callable[[], object]], times: int) -> dict[str, float]:
@@ -118,7 +104,7 @@ def _worker(
     world.close()
 
 
-# -- prompts over such links ---------------------------------------------------------------------
+# -- the model of these figures ----------------------------------------------------------------
 
 LAYERS, HIDDEN, INNER, TOKENS = 4, 640, 1792, 768
 LLAMA: Mapping[str, Any] = {
@@ -126,11 +112,6 @@ LLAMA: Mapping[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 10, "num_key_value_heads": 10,
     "max_position_embeddings": TOKENS,
 }  # fmt: skip
-SETTING = (
-    f"prompt of {TOKENS} tokens, Llama of {LAYERS} layers, hidden {HIDDEN}, 2 workers of one"
-    " thread, links EMULATED (real sums, then sleep) on which the plain model's sums take 1.25"
-    " times as long as its computation, float32"
-)
 
 
 def decoder(**changes: Any) -> Decoder:
@@ -138,23 +119,88 @@ def decoder(**changes: Any) -> Decoder:
     return build(parse({**LLAMA, **changes}), seed=1)
 
 
-@torch.no_grad()
-def prompt(forward: Forward) -> Tensor:
-    """One prompt through a model: the logits of its last token."""
-    ids = torch.arange(TOKENS) * 7 % 512
-    attend = StateCache(1, TOKENS).extend([0], [TOKENS])
-    return forward(ids, attend.positions(), attend.bounds, attend)
+# -- whole models by the product's own generation, at rates fitted to nothing -------------------
+
+RATES = {"100 Mbit/s": 12.5e6, "1 Gbit/s": GIGABIT, "10 Gbit/s": 1.25e9}
+NEW, REQUESTS = 9, 3  # tokens of a request, of which the first ends the prompt
+WHOLE = (
+    f"prompt of {TOKENS} tokens, Llama of {LAYERS} layers, hidden {HIDDEN}, 2 workers of one"
+    f" thread, {NEW} tokens, `outsize generate`'s own steps, links of"
+    f" {', '.join(RATES)} and 0.1 ms EMULATED (real sums, then sleep), float32"
+)
+Ways = Mapping[str, tuple[str, int]]  # by name, a model's directory and the chunks of its overlap
+Found = dict[str, dict[str, tuple[float, float]]]  # by rate and way, seconds of prompt and token
 
 
-def balance(world: World, link: Link, forward: Forward, times: int = 4) -> float:
-    """Make the link such that a prompt's sums take 1.25 times as long as the rest; gives its rate.
-    forward: of a plain model over this link."""
-    link.rate, link.latency = float("inf"), 0.0
-    axis = along(world, "tensor")
-    before = sum(axis.received.values())
-    prompt(forward)
-    nbytes = sum(axis.received.values()) - before
-    seconds = minima(world, {"it": lambda: prompt(forward)}, times)["it"]
-    link.rate = float(axis.broadcast(torch.tensor(nbytes / (1.25 * seconds), dtype=torch.float64)))
-    link.latency = 1e-4
-    return link.rate
+class SlowWorld:
+    """A world whose collectives share one link."""
+
+    def __init__(self, world: World, link: Link) -> None:
+        self.mesh, self.rank, self._world, self._link = world.mesh, world.rank, world, link
+        self.groups: dict[Any, Collective] = {}
+
+    def group(self, ranks: Any, use: Any = "compute") -> Collective:
+        key = (tuple(ranks), use)
+        if key not in self.groups:
+            self.groups[key] = Slow(self._world.group(ranks, use), self._link)
+        return self.groups[key]
+
+
+def whole_models(world: World, ways: Ways) -> Found:
+    """Seconds of a prompt and of a token, least of the requests, in turns."""
+    from outsize.decode.generate import GREEDY, Request, generate
+    from outsize.plan.settings import NONE
+    from outsize.schedule import Kind
+    from outsize.serve.load import on_mesh
+
+    ids = [index * 7 % 512 for index in range(TOKENS)]
+    asked, found = Request(tuple(ids), NEW, GREEDY), Found()
+    for rate, bytes_ in RATES.items():
+        models = {
+            name: on_mesh(
+                Path(path),
+                SlowWorld(world, Link(bytes_)),
+                settings=NONE.having({"overlap": chunks}).changed,
+            )
+            for name, (path, chunks) in ways.items()
+        }
+        least = dict.fromkeys(ways, (float("inf"), float("inf")))
+        for turn in range(REQUESTS + 1):
+            for name, model in models.items():
+                along(world, "tensor").barrier()
+                session, at_once = model.home.ready(asked)  # type: ignore[union-attr]
+                generate(model, ids, NEW, GREEDY, (), None, session, at_once)
+                prompt, tokens = (session.seconds[kind] for kind in (Kind.PREFILL, Kind.DECODE))
+                if turn:  # the first is to warm up
+                    found_now = sum(prompt), sum(tokens) / len(tokens)
+                    least[name] = tuple(map(min, least[name], found_now))  # type: ignore[assignment]
+        found[rate] = least
+    return found
+
+
+def slowest(found: list[Found]) -> Found:
+    """Of the workers."""
+    rates = found[0]
+    return {
+        rate: {
+            name: tuple(max(one[rate][name][i] for one in found) for i in (0, 1))  # type: ignore[misc]
+            for name in rates[rate]
+        }
+        for rate in rates
+    }
+
+
+def gains(found: Found, before: str, after: str) -> tuple[list[float], list[float]]:
+    """By rate how many times sooner a prompt's first token comes, and a token; and prints all."""
+    prompts, tokens = list[float](), list[float]()
+    for rate, each in found.items():
+        for name, (prompt, token) in each.items():
+            print(f"    {rate}, {name}: prompt {prompt * 1e3:.0f} ms, a token {token * 1e3:.2f}")
+        prompts.append(each[before][0] / each[after][0])
+        tokens.append(each[before][1] / each[after][1])
+    return prompts, tokens
+
+
+def mean(values: list[float]) -> float:
+    """Geometric."""
+    return float(torch.tensor(values, dtype=torch.float64).log().mean().exp())

@@ -2,7 +2,8 @@
 
 Groups are made when they are first asked for, each by its own members, under keys of its own. Ranks
 of one host talk through shared memory, others over the network; a group that spans hosts with
-several ranks each does both (collectives/hierarchical.py).
+several ranks each does both (collectives/hierarchical.py). What a processor sums over the network,
+it sums as a table of the group's links says (collectives/tables.py).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import Hierarchical, own
 from outsize.collectives.mesh import Mesh
 from outsize.collectives.shared import MOST, Shared, over_memory, usable
+from outsize.collectives.tables import Chosen, table_of
 from outsize.collectives.watch import Process, this_process
 from outsize.collectives.world import Key, Use
 from outsize.errors import OutsizeError, counted
+from outsize.hardware.probe import user_cache
 from outsize.torch_private import PrefixStore, Store, TCPStore
 
 Closable = C10d | Shared
+SUMMING: tuple[Use, ...] = ("compute", "network", "beside", "merge", "agreement")
 PATIENCE = 600.0  # seconds that a worker waits for another, unless told otherwise
 
 
@@ -107,7 +111,17 @@ class Joined:
         hosts = self._hosts(ranks)
         if 1 < len(hosts) < len(ranks) and len({len(places) for places in hosts}) == 1:
             return self._hierarchical(ranks, use, hosts)
-        return self._shared(ranks, use) or self._flat(ranks, use)
+        return self._shared(ranks, use) or self._network(ranks, use, len(hosts))
+
+    def _network(self, ranks: tuple[int, ...], use: Use, hosts: int) -> Collective:
+        """The group over the network; with the quickest sums, where it sums between hosts."""
+        group = self._flat(ranks, use)
+        if hosts == 1 or self._device != "cpu" or use not in SUMMING:
+            return group
+        seated = [self.seats[rank].host for rank in ranks]
+        table = table_of(group, seated, user_cache())
+        group.received.clear()  # of the run's own
+        return Chosen(group, table)
 
     def _hosts(self, ranks: Sequence[int]) -> list[list[int]]:
         """The places of the ranks, host by host, in the order of the hosts' first ranks."""

@@ -1,10 +1,9 @@
-"""All-reduces of few bytes (claims/small.py, for claims/nvrar.py), over queues of this process."""
+"""All-reduces of few bytes between hosts, over queues of this process, and the tables of them."""
 
 from __future__ import annotations
 
-import sys
+import json
 from collections import defaultdict
-from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -13,10 +12,9 @@ from threads import play
 
 from outsize.collectives import Mesh
 from outsize.collectives.collective import Handle
+from outsize.collectives.small import ALGORITHMS
+from outsize.collectives.tables import SIZES, Chosen, Row, Table, table_of
 from outsize.errors import OutsizeError
-
-sys.path.append(str(Path(__file__).parents[2] / "claims"))
-from small import ALGORITHMS, Chosen, Row, Table
 
 
 class Posts:
@@ -67,3 +65,53 @@ def test_a_table_takes_what_is_quickest_for_so_many_bytes() -> None:
     assert [table.best(count) for count in (0, 25, 30, 1000)] == ["star", "star", "ring", "ring"]
     with pytest.raises(OutsizeError, match="among 4 workers for a group of 2"):
         Chosen(Posts(0, 2, {}, True), table)
+
+
+class Ring(Posts):
+    """The same with the transport's own operations, which the tables compare with."""
+
+    def all_reduce(self, flat, operation="sum"):
+        ALGORITHMS["star"](self, flat, operation)
+        return flat
+
+    def broadcast(self, flat, source=0):
+        others = [peer for peer in range(self.size) if peer != source]
+        sent = [(peer, flat) for peer in others] if self.rank == source else []
+        self.post("broadcast", sent, [] if sent else [(source, flat)]).wait()
+        return flat
+
+    def barrier(self) -> None:
+        """Messages wait for whoever takes them."""
+
+
+def tables(cache, hosts=("a", "b", "c")):
+    boxes = {(a, b): SimpleQueue() for a in range(3) for b in range(3)}
+
+    def work(world):
+        return table_of(Ring(world.rank, 3, boxes, True), hosts, cache / str(world.rank))
+
+    return play(Mesh(3), work)
+
+
+def test_a_table_is_kept_by_the_first_and_taken_by_all(tmp_path) -> None:
+    first, *others = tables(tmp_path)
+    assert all(table == first for table in others) and len(first.rows) == 3 * len(SIZES)
+    (kept,) = tmp_path.rglob("sums-*.json")
+    assert kept.parent.name == "0" and json.loads(kept.read_text())["hosts"] == ["a", "b", "c"]
+    data = json.loads(kept.read_text())
+    data["seconds"] |= {f"star {size}": 0.0 for size in SIZES}
+    kept.write_text(json.dumps(data))
+    assert all(table.best(1 << 20) == "star" for table in tables(tmp_path)), "it is not measured"
+
+
+def test_a_table_of_another_machine_and_a_damaged_one_are_measured_again(tmp_path) -> None:
+    tables(tmp_path)
+    (kept,) = tmp_path.rglob("sums-*.json")
+    data = json.loads(kept.read_text())
+    other = {cell: 7.0 for cell in data["seconds"]}
+    for text in (json.dumps({"hosts": ["a", "b", "d"], "seconds": other}), "{", "[]"):
+        kept.write_text(text)
+        assert all(row.seconds < 7.0 for table in tables(tmp_path) for row in table.rows)
+        assert json.loads(kept.read_text())["hosts"] == ["a", "b", "c"]
+    tables(tmp_path, ("a", "b", "d"))
+    assert len(list(tmp_path.rglob("sums-*.json"))) == 2

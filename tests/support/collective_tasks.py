@@ -16,6 +16,7 @@ from torch import Tensor
 from outsize.collectives import Joined, everyone, received
 from outsize.collectives.c10d import C10d
 from outsize.collectives.collective import AllGather, AllReduce, Broadcast, Call, ReduceScatter
+from outsize.collectives.tables import Chosen
 
 Spans = Sequence[tuple[int, int]]
 
@@ -107,7 +108,8 @@ def several(world: Joined, numel: int, own: bool, elsewhere: bool) -> Any:
 
 
 def kind(world: Joined) -> str:
-    return type(everyone(world)).__name__
+    group = everyone(world)
+    return type(group.group if isinstance(group, Chosen) else group).__name__
 
 
 def pairs(world: Joined) -> Any:
