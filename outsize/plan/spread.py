@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outsize.errors import OutsizeError, expect
@@ -110,6 +111,19 @@ def share(count: int, parts: int, place: int) -> tuple[int, int]:
     each, more = divmod(count, parts)
     start = place * each + min(place, more)
     return start, start + each + (place < more)
+
+
+def sharding(said: int | Sequence[int], data: int, name: str) -> Sharding:
+    """How a data axis of so many workers cuts states, as people say it: ZeRO's stage, or three
+    numbers. name: of what said it."""
+    if isinstance(said, int):
+        return zero(said, data)
+    if len(said) != 3 or min(said) < 1:
+        raise OutsizeError(
+            f"{name} is {list(said)}; expected 0 to 3, or three numbers from 1 on: over how many"
+            " workers weights, gradients, optimizer states are cut, as [1, 1, 2]"
+        )
+    return Sharding(*said)
 
 
 def zero(stage: int, data: int) -> Sharding:

@@ -18,6 +18,7 @@ from outsize.errors import OutsizeError, nearest
 from outsize.kernels.entropy import Loss as ByTarget
 from outsize.optim import Optimizer
 from outsize.plan import Plan
+from outsize.plan.settings import PLAN_SETTINGS
 from outsize.train.prepared.job import Prepared
 from outsize.train.prepared.options import Loss, Options, settings_of
 from outsize.train.prepared.workers import refused_alone
@@ -57,16 +58,18 @@ def prepare(
     plan: an outsize.Plan or the file of one (`outsize plan --out`), which is taken as it is: it
     says microbatches, recompute, precision, mesh, zero, sequence_parallel and pipeline, and memory
     where none is given. options: what a plan without holes has besides: recompute, precision,
-    host_memory, disk, tiers, mesh, zero, sequence_parallel, pipeline
+    host_memory, disk, tiers, mesh, zero, sequence_parallel, pipeline, loss_chunk, mlp_tile,
+    split_backward, gathered, label_smoothing, z_loss, and the settings of plans that techniques add
     (outsize.train.prepared.options.Options).
 
     Raises OutsizeError for a model that cannot be split where it must be, naming the module; for a
     plan of another model, of another number of workers or of other batches.
     """
     try:
-        for name in options.keys() - Options.__annotations__.keys():
+        for name in options.keys() - {*Options.__annotations__, *PLAN_SETTINGS.names()}:
             known = sorted(
-                {*Options.__annotations__, *prepare.__annotations__} - {"options", "return"}
+                {*Options.__annotations__, *prepare.__annotations__, *PLAN_SETTINGS.names()}
+                - {"options", "return"}
             )
             raise OutsizeError(f"prepare: {name} is no option{nearest(name, known)}")
         settings = settings_of(

@@ -26,7 +26,8 @@ from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
 from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
-from outsize.plan import Plan, Precision, Sharding, zero
+from outsize.plan import Plan, Precision, Sharding
+from outsize.plan.spread import sharding
 from outsize.search import PlanRequest, TooSmall, choose, predict
 from outsize.search.pipeline_request import check as check_pipeline
 from outsize.search.pipeline_request import check_cut, continued
@@ -220,16 +221,7 @@ def _gathered(config: RunConfig) -> int:
 def sharding_of(config: RunConfig) -> Sharding | None:
     """How the data axis cuts states, where the user says; None where the planner chooses."""
     said, data = config.plan.zero, 1 if config.mesh is None else parse_mesh(config.mesh).data
-    if said is None:
-        return None
-    if isinstance(said, int):
-        return zero(said, data)
-    if len(said) != 3 or min(said) < 1:
-        raise OutsizeError(
-            f"plan.zero is {list(said)}; expected 0 to 3, or three numbers from 1 on: over how many"
-            " workers weights, gradients, optimizer states are cut, as [1, 1, 2]"
-        )
-    return Sharding(*said)
+    return None if said is None else sharding(said, data, "plan.zero")
 
 
 def rates_of(config: RunConfig) -> LearningRate:

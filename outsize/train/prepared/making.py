@@ -223,7 +223,7 @@ class Preparing:
     def _trainable(self, model: nn.Module, blocks: Blocks) -> Trainable:
         own = self.settings
         if isinstance(model, Decoder):
-            return NativeModel(model, loss=own.by_target)
+            return NativeModel(model, own.added, own.by_target)
         count = own.count
         counter = None if count is None else lambda batch: torch.tensor(float(count(batch)))
         return AdoptedModel(

@@ -15,6 +15,7 @@ from outsize.collectives import Mesh, parse_mesh
 from outsize.data import Batch
 from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Loss as ByTarget
+from outsize.kernels.entropy import LossOptions
 from outsize.memory import parse_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.models.adopt import find_blocks
@@ -22,16 +23,25 @@ from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.execution import check_adopted
 from outsize.plan import Pipelined, Plan, Precision, Sharding
-from outsize.plan import zero as stage_of
 from outsize.plan.file import PlanFile, digest_of, read_plan
-from outsize.plan.spread import pipelined
-from outsize.schedule.pipelines import Costs, Shape, named
+from outsize.plan.settings import NONE, PLAN_SETTINGS
+from outsize.plan.settings import Settings as PlanSettings
+from outsize.plan.spread import pipelined, sharding
 from outsize.search import PlanRequest
 from outsize.train.prepared.batches import rows_in
 from outsize.train.prepared.loss_sums import SumOfRows
+from outsize.train.prepared.refusals import (
+    check_decoders,
+    check_numbers,
+    check_pipeline,
+    check_spread,
+    check_sums,
+    check_vocabulary,
+)
 from outsize.train.tiers import check_tiers, specs_of
 
 Loss = Callable[[Any, Any], Tensor]
+GATHERED = 2  # as of a run
 
 
 class Options(TypedDict, total=False):
@@ -66,6 +76,13 @@ class Options(TypedDict, total=False):
     what crosses from the others; which that is, is found by running the module on shapes
     (outsize/runtime/adopted/reach.py), so that code must depend on shapes and on the batch alone.
     Dropout draws other numbers than on one worker.
+
+    loss_chunk, mlp_tile: tokens whose logits, whose feed-forward activations exist at once, 0: all;
+    None leaves it to the plan. split_backward: weight gradients apart from input gradients.
+    gathered: stages whose weights are gathered at once. zero may be three numbers, as plan.zero.
+    label_smoothing, z_loss: of the loss, in training. All of them, loss_chunk and mlp_tile and the
+    last two for native decoders, are as the keys of a run that `outsize keys` lists; so are the
+    settings that techniques add to plans, which are options by their names.
     """
 
     recompute: Sequence[str] | None
@@ -74,22 +91,35 @@ class Options(TypedDict, total=False):
     disk: str | None
     tiers: Sequence[str]
     mesh: str | Mesh | None
-    zero: int
+    zero: int | Sequence[int]
     sequence_parallel: bool
     pipeline: str | Pipelined
+    loss_chunk: int | None
+    mlp_tile: int | None
+    split_backward: bool
+    gathered: int
+    label_smoothing: float
+    z_loss: float
 
 
 # What they are where nobody says them.
 PLAIN: Options = {
     "recompute": None, "precision": None, "host_memory": None, "disk": None, "tiers": (),
     "mesh": None, "zero": 1, "sequence_parallel": False, "pipeline": "1f1b",
+    "loss_chunk": None, "mlp_tile": None, "split_backward": False, "gathered": GATHERED,
+    "label_smoothing": 0.0, "z_loss": 0.0,
 }  # fmt: skip
+_OF_PLANS = (
+    "recompute", "precision", "mesh", "zero", "sequence_parallel", "pipeline", "loss_chunk",
+    "mlp_tile", "split_backward", "gathered",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Settings:
     """What `prepare` was told, read. named: the blocks are the user's, not found. plan: the user's,
-    whose batches and memory are these; by_target: the loss of a native decoder."""
+    whose batches and memory are these; by_target: the loss of a native decoder, to which `added` is
+    added in training. said: all options, settings those of techniques."""
 
     loss: Loss | None
     by_target: ByTarget | None
@@ -107,6 +137,9 @@ class Settings:
     sequence_parallel: bool
     pipeline: Pipelined
     plan: Plan | None
+    said: Options
+    settings: PlanSettings
+    added: LossOptions
 
     @property
     def whole(self) -> bool:
@@ -121,7 +154,7 @@ class Settings:
     def request(self, optimizer: Optimizer, batch: Any) -> PlanRequest:
         """What is asked of the planner for a batch of this worker. An optimizer that changes the
         maths was asked for by name."""
-        native, rows = isinstance(batch, Batch), rows_in(batch)
+        native, rows, said = isinstance(batch, Batch), rows_in(batch), self.said
         return PlanRequest(
             rows * self.mesh.rows,
             batch.ids_BS.shape[1] if native else 0,
@@ -131,15 +164,19 @@ class Settings:
             self.budget,
             -(-rows // self.microbatches),
             self.recompute,
-            None if native else 0,
+            said["loss_chunk"] if native else 0,
+            said["mlp_tile"],
+            said["split_backward"],
             approximate=() if optimizer.approximate is None else (optimizer.approximate,),
             tiers=self.tiers,
             mesh=self.mesh,
             shards=self.shards,
             sequence_parallel=self.sequence_parallel,
             pipeline=self.pipeline,
+            gathered=said["gathered"],
             tiled=native,
             few=True,
+            settings=self.settings,
         )
 
     def given_plan(self, request: PlanRequest, segments: int) -> Plan | None:
@@ -176,11 +213,12 @@ def settings_of(
         raise OutsizeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, Decoder):
         check_here(model)
-    _check_numbers(microbatches, clip)
+    check_numbers(microbatches, clip)
     said: Options = {**PLAIN, **options}
+    check_decoders(model, options)
     given = None if plan is None else _plan_given(plan, model)
     if given is not None:
-        _refuse_said_twice(microbatches, said)
+        _refuse_said_twice(microbatches, options)
         memory = given.budget if memory is None else memory
         microbatches, mesh, shards, line = (
             given.microbatches, given.mesh, given.shards, given.pipeline
@@ -188,7 +226,7 @@ def settings_of(
     else:
         mesh, order = _mesh(said["mesh"]), said["pipeline"]
         line = pipelined(order) if isinstance(order, str) else order
-        shards = stage_of(said["zero"], mesh.data)
+        shards = sharding(said["zero"], mesh.data, "zero")
     if not isinstance(model, Decoder):
         check_adopted(mesh, type(model).__name__)
     again = said["recompute"]
@@ -210,11 +248,14 @@ def settings_of(
         sequence_parallel=given.sequence_parallel if given else said["sequence_parallel"],
         pipeline=line,
         plan=given,
+        said=said,
+        settings=NONE.having({n: v for n, v in options.items() if PLAN_SETTINGS.find(n)}),  # type: ignore[misc]
+        added=LossOptions(said["label_smoothing"], said["z_loss"]),
     )
-    _check_sums(model, made)
-    _check_pipeline(made)
-    _check_vocabulary(model, made)
-    _check_spread(model, made)
+    check_sums(model, made)
+    check_pipeline(made)
+    check_vocabulary(model, made)
+    check_spread(model, made)
     return made
 
 
@@ -237,11 +278,12 @@ def _plan_given(plan: Plan | str | Path, model: nn.Module) -> Plan:
     return found.plan
 
 
-def _refuse_said_twice(microbatches: int, said: Options) -> None:
+def _refuse_said_twice(microbatches: int, options: Options) -> None:
     """OutsizeError for an argument that the plan has its own of."""
     asked = {"microbatches": microbatches != 1} | {
-        name: said[name] != PLAIN[name]
-        for name in ("recompute", "precision", "mesh", "zero", "sequence_parallel", "pipeline")
+        name: value != PLAIN.get(name, 0)
+        for name, value in options.items()
+        if name in _OF_PLANS or PLAN_SETTINGS.find(name)
     }
     for name, given in asked.items():
         if given:
@@ -267,52 +309,6 @@ def _tiers(said: Options, memory: str | int | None, given: Plan | None) -> tuple
             " expected bytes that the device may hold: pass memory='2GiB'"
         )
     return specs
-
-
-def _check_sums(model: nn.Module, made: Settings) -> None:
-    """Refuse a batch in parts where the loss is a mean, or statistics are those of the batch."""
-    if max(made.microbatches, made.mesh.rows) == 1:
-        return
-    if not isinstance(model, Decoder) and (made.count is None or made.loss is None):
-        many = made.microbatches > 1
-        what = f"microbatches is {made.microbatches}" if many else f"mesh is {made.mesh}"
-        raise OutsizeError(
-            f"{what} without loss and count: a mean of means is not the mean; pass"
-            " loss=(output, batch) -> sum and count=batch -> number of targets"
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise OutsizeError(
-                f"module {name!r} is a {type(module).__name__}: its statistics are those of the"
-                " whole batch, which microbatches would change; use microbatches=1"
-            )
-
-
-def _check_spread(model: nn.Module, made: Settings) -> None:
-    """Refuse workers that cannot share somebody else's module."""
-    if isinstance(model, Decoder):
-        return
-    name = type(model).__name__
-    if made.sequence_parallel:
-        raise OutsizeError(
-            f"sequence_parallel is for decoders that outsize.load gives, and this is a {name};"
-            " leave it out"
-        )
-    if made.tiers and made.mesh.tensor > 1:
-        raise OutsizeError(
-            f"mesh is {made.mesh}, {made.tiers[0].name!r} is a tier and this is a {name}; states of"
-            " what the automatic rules cut stay on the device: leave out the tiers"
-        )
-
-
-def _check_numbers(microbatches: int, clip: float | None) -> None:
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise OutsizeError(f"microbatches is {microbatches!r}; expected a whole number from 1 on")
-    if clip is not None and not clip > 0:
-        raise OutsizeError(
-            f"clip is {clip}; expected the largest norm that a gradient may have, more than 0, or"
-            " None to leave gradients as they are"
-        )
 
 
 def _blocks(
@@ -351,37 +347,6 @@ def _losses(
             " and `of` (outsize.kernels.entropy.Loss)"
         )
     return None, loss
-
-
-def _check_pipeline(made: Settings) -> None:
-    """Refuse a pipeline that cannot be."""
-    mesh, order = made.mesh, made.pipeline
-    if mesh.pipeline == 1:
-        return
-    named(order.schedule, Shape(mesh.pipeline, made.microbatches, Costs(*order.costs)))
-    if made.tiers:
-        raise OutsizeError(
-            f"mesh is {mesh} and states may rest on tiers; workers of a pipeline have a part of the"
-            " model each instead: leave out host_memory, disk and tiers"
-        )
-
-
-def _check_vocabulary(model: nn.Module, made: Settings) -> None:
-    """Refuse a vocabulary that nobody can cut."""
-    order = made.pipeline
-    if not order.vocabulary:
-        return
-    if made.mesh.pipeline == 1:
-        raise OutsizeError(
-            f"pipeline is {order.said!r} and mesh.pipeline is 1: a vocabulary is cut over the"
-            f" workers of a pipeline; pass pipeline={order.schedule!r}, or a mesh with a pipeline"
-        )
-    if not isinstance(model, Decoder):
-        raise OutsizeError(
-            f"pipeline is {order.said!r} and this is a {type(model).__name__}, whose vocabulary is"
-            " not known; cut it of decoders that outsize.load gives, or pass"
-            f" pipeline={order.schedule!r}"
-        )
 
 
 def _precision(model: nn.Module, name: str | None) -> Precision:

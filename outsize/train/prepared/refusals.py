@@ -1,0 +1,108 @@
+"""What `prepare` refuses of what it is told, before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from outsize.errors import OutsizeError
+from outsize.models.decoder import Decoder
+from outsize.plan.settings import PLAN_SETTINGS
+from outsize.schedule.pipelines import Costs, Shape, named
+
+if TYPE_CHECKING:
+    from outsize.train.prepared.options import Settings
+
+_OF_DECODERS = ("loss_chunk", "mlp_tile", "label_smoothing", "z_loss")
+
+
+def check_sums(model: nn.Module, made: Settings) -> None:
+    """Refuse a batch in parts where the loss is a mean, or statistics are those of the batch."""
+    if max(made.microbatches, made.mesh.rows) == 1:
+        return
+    if not isinstance(model, Decoder) and (made.count is None or made.loss is None):
+        many = made.microbatches > 1
+        what = f"microbatches is {made.microbatches}" if many else f"mesh is {made.mesh}"
+        raise OutsizeError(
+            f"{what} without loss and count: a mean of means is not the mean; pass"
+            " loss=(output, batch) -> sum and count=batch -> number of targets"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise OutsizeError(
+                f"module {name!r} is a {type(module).__name__}: its statistics are those of the"
+                " whole batch, which microbatches would change; use microbatches=1"
+            )
+
+
+def check_spread(model: nn.Module, made: Settings) -> None:
+    """Refuse workers that cannot share somebody else's module."""
+    if isinstance(model, Decoder):
+        return
+    name = type(model).__name__
+    if made.sequence_parallel:
+        raise OutsizeError(
+            f"sequence_parallel is for decoders that outsize.load gives, and this is a {name};"
+            " leave it out"
+        )
+    if made.tiers and made.mesh.tensor > 1:
+        raise OutsizeError(
+            f"mesh is {made.mesh}, {made.tiers[0].name!r} is a tier and this is a {name}; states of"
+            " what the automatic rules cut stay on the device: leave out the tiers"
+        )
+
+
+def check_decoders(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse of an adopted module what only native decoders have."""
+    if isinstance(model, Decoder):
+        return
+    for name, value in options.items():
+        one = PLAN_SETTINGS.find(name)
+        if value and (name in _OF_DECODERS or (one is not None and one.native)):
+            raise OutsizeError(
+                f"{name} is {value}, which decoders that outsize.load gives have, and this is a"
+                f" {type(model).__name__}; leave it out"
+            )
+
+
+def check_numbers(microbatches: int, clip: float | None) -> None:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise OutsizeError(f"microbatches is {microbatches!r}; expected a whole number from 1 on")
+    if clip is not None and not clip > 0:
+        raise OutsizeError(
+            f"clip is {clip}; expected the largest norm that a gradient may have, more than 0, or"
+            " None to leave gradients as they are"
+        )
+
+
+def check_pipeline(made: Settings) -> None:
+    """Refuse a pipeline that cannot be."""
+    mesh, order = made.mesh, made.pipeline
+    if mesh.pipeline == 1:
+        return
+    named(order.schedule, Shape(mesh.pipeline, made.microbatches, Costs(*order.costs)))
+    if made.tiers:
+        raise OutsizeError(
+            f"mesh is {mesh} and states may rest on tiers; workers of a pipeline have a part of the"
+            " model each instead: leave out host_memory, disk and tiers"
+        )
+
+
+def check_vocabulary(model: nn.Module, made: Settings) -> None:
+    """Refuse a vocabulary that nobody can cut."""
+    order = made.pipeline
+    if not order.vocabulary:
+        return
+    if made.mesh.pipeline == 1:
+        raise OutsizeError(
+            f"pipeline is {order.said!r} and mesh.pipeline is 1: a vocabulary is cut over the"
+            f" workers of a pipeline; pass pipeline={order.schedule!r}, or a mesh with a pipeline"
+        )
+    if not isinstance(model, Decoder):
+        raise OutsizeError(
+            f"pipeline is {order.said!r} and this is a {type(model).__name__}, whose vocabulary is"
+            " not known; cut it of decoders that outsize.load gives, or pass"
+            f" pipeline={order.schedule!r}"
+        )
