@@ -85,7 +85,8 @@ class Technique:
     plain run; else `approximate` must name it. touches: what it changes the meaning of ("optimizer
     states", "the backward pass", ...): two that touch the same thing do not go together. clashes:
     what else does not, and whether a plan has it. method: what makes its steps, by import path
-    (outsize/runtime/method.py), where that is no backward pass.
+    (outsize/runtime/method.py), where that is no backward pass. axis: of the mesh, that needs
+    several workers.
     """
 
     key: str
@@ -95,6 +96,7 @@ class Technique:
     touches: frozenset[str] = frozenset()
     clashes: tuple[Clash, ...] = ()
     method: str = ""
+    axis: str = ""
 
 
 TECHNIQUES: Registry[Technique] = Registry("technique")
@@ -108,9 +110,10 @@ def technique(
     touches: frozenset[str] = frozenset(),
     clashes: tuple[Clash, ...] = (),
     method: str = "",
+    axis: str = "",
 ) -> Technique:
     """Register a technique under its key."""
-    made = Technique(key, settings, meaning, exact, touches, clashes, method)
+    made = Technique(key, settings, meaning, exact, touches, clashes, method, axis)
     return TECHNIQUES.add(key, made)
 
 

@@ -99,7 +99,8 @@ def switches() -> Iterator[Switch]:
         yield Switch(f"`plan.pipeline: {text}`", mesh=line, more={"pipeline": pipelined(text)})
     for name, one in PLAN_SETTINGS.items():
         mesh = {one.axis: WORKERS} if one.axis else {}
-        yield Switch(f"`plan.{name}`", mesh, recompute=bool(one.recompute), more={name: 4})
+        more = {name: 4, **({NAMES: (one.approximate,)} if one.approximate else {})}
+        yield Switch(f"`plan.{name}`", mesh, recompute=bool(one.recompute), more=more)
     for name in known_names():
         skipping: dict[str, Any] = {"pipeline": pipelined("skip-pipe:0.25")}
         own = name == PARTIAL

@@ -52,6 +52,10 @@ class Hierarchical(Collective):
         self.received = Counter()
         self._hosts, self._make, self._flat = hosts, flat, list[Collective]()
 
+    def through(self, way: Callable[[Collective], Collective]) -> Hierarchical:
+        """The same over what `way` makes of the groups of both levels."""
+        return Hierarchical(self.rank, self._hosts, way(self.inner), way(self.outer), self._make)
+
     def start(self, call: Call) -> Handle:
         if isinstance(call, AllToAll):
             if not self._flat:

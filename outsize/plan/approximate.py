@@ -28,6 +28,18 @@ def known_names() -> tuple[str, ...]:
     return (*APPROXIMATE, *(name for name, one in TECHNIQUES.items() if not one.exact))
 
 
+def check_axes(names: Iterable[str], mesh: Mesh) -> None:
+    """OutsizeError for one that does nothing where an axis has one worker. Asked of what a user
+    wants: a plan of one worker may be a sample of a larger one."""
+    for name in names:
+        one = TECHNIQUES.find(name)
+        if one is not None and one.axis and mesh[one.axis] == 1:
+            raise OutsizeError(
+                f"plan.approximate holds {name}, but mesh.{one.axis} is 1 and nothing would be"
+                f" done: leave it out, or set mesh to {one.axis}=2"
+            )
+
+
 @dataclass(frozen=True)
 class Local:
     """Local learning. groups: runs of blocks between which no gradient passes.

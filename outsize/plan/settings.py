@@ -31,7 +31,7 @@ class PlanSetting:
     are in a block at once. sums: the order in which sums are taken depends on it, so that a run
     that goes on keeps it. tighter: the planner chooses, where nobody says: for the smallest plan
     without it, two values, the second one for less memory; None: it is 0 then. draws: what `verify
-    --random` chooses from.
+    --random` chooses from. approximate: the technique that must be named for it, if it is of one.
     """
 
     name: str
@@ -45,6 +45,7 @@ class PlanSetting:
     sums: bool = False
     tighter: Callable[[Plan], tuple[int, int]] | None = None
     draws: tuple[int, ...] = (0,)
+    approximate: str = ""
 
     @property
     def leaf(self) -> Setting:
@@ -69,6 +70,11 @@ class PlanSetting:
             return (
                 f"plan.{self.name} is {value}, but mesh.{self.axis} is 1 and nothing would be"
                 f" done; set it to 0, or mesh to {self.axis}=2"
+            )
+        if self.approximate not in ("", *plan.approximate):
+            return (
+                f"plan.{self.name} is {value}, but plan.approximate does not hold"
+                f" {self.approximate}; add it, or leave {self.name} out"
             )
         found = next((clash for clash in self.clashes if clash.found(plan)), None)
         said = f"plan: {self.name} is {value}"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from outsize.collectives.world import LAYERS
 from outsize.memory.chunk import ChunkTable, Slot
+from outsize.parallel.messages import Way, code_of
 from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.items import Items, Piece
@@ -176,7 +177,20 @@ class Spoken:
         for chunk in self._chunks(action.stage):
             if self.chunks.passes(chunk, PARAMETERS):
                 size = self._bytes(chunk, PARAMETERS)
-                yield Talk(self.groups.gathering.ranks, "network", "all_gather", size)
+                group = self.groups.gathering
+                said = Talk(group.ranks, "network", "all_gather", size)
+                yield self._coded(said, "gather", group, chunk, PARAMETERS)
+
+    def _coded(self, said: Talk, way: Way, group: Neighbours, chunk: int, what: str) -> Talk:
+        """What is said as the plan has messages written. what: the state of the chunk as which it
+        is cut over the group."""
+        code = code_of(self.chunks.plan, way)
+        if code is None or len(group.places) == 1:
+            return said
+        spans = (self.chunks.share(chunk, what, place) for place in group.places)
+        lengths = [last - first for first, last in spans]
+        size, memory = sum(map(code.bytes, lengths)), code.memory * sum(lengths)
+        return said._replace(bytes=size, memory=memory)
 
     def _reduce(self, action: Action, last: bool) -> Iterator[Talk]:
         """Sums go from inner groups to outer ones, each over the shares of the one before
@@ -185,17 +199,20 @@ class Spoken:
         for chunk in self._trained(action.stage):
             if chunks.passes(chunk, GRADIENTS):
                 size = self._bytes(chunk, GRADIENTS)
-                yield Talk(groups.reducing.ranks, "network", "reduce_scatter", size)
+                said = Talk(groups.reducing.ranks, "network", "reduce_scatter", size)
+                yield self._coded(said, "reduce", groups.reducing, chunk, GRADIENTS)
             if last:
                 inner, own = (self._bytes(chunk, GRADIENTS, d) for d in (GRADIENTS, MASTER))
-                yield Talk(groups.outer.ranks, "network", "reduce_scatter", inner)
+                said = Talk(groups.outer.ranks, "network", "reduce_scatter", inner)
+                yield self._coded(said, "reduce", groups.outer, chunk, MASTER)
                 yield Talk(groups.replicas.ranks, "network", "all_reduce", own)
                 yield Talk(groups.summing(chunks.tables[chunk]), "network", "all_reduce", own)
 
     def _collect(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):
-            size = self._bytes(chunk, PARAMETERS, PARAMETERS)
-            yield Talk(self.groups.collecting.ranks, "network", "all_gather", size)
+            size, group = self._bytes(chunk, PARAMETERS, PARAMETERS), self.groups.collecting
+            said = Talk(group.ranks, "network", "all_gather", size)
+            yield self._coded(said, "collect", group, chunk, MASTER)
 
     def _merge(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
-from outsize.plan.approximate import PARTIAL
+from outsize.plan.approximate import PARTIAL, check_axes
 from outsize.schedule.pipelines import Pipeline, Shape, named
 from outsize.search.request import PlanRequest
 
@@ -20,8 +20,10 @@ _PLENTY = 4  # microbatches for each worker, so that there are enough for every 
 
 
 def check(request: PlanRequest, segments: int) -> None:
-    """Refuse a pipeline that cannot be, before anything is made of the model."""
+    """Refuse a pipeline that cannot be, or what would do nothing on the mesh, before anything is
+    made of the model."""
     _known(request)
+    check_axes(request.approximate, request.mesh)
     if request.mesh.pipeline == 1:
         return
     _check_stages(request, segments)

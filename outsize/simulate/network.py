@@ -52,6 +52,7 @@ def seconds(talk: Talk, hardware: Hardware) -> float:
     stride = talk.ranks[1] - talk.ranks[0] if count > 1 else 1
     bandwidth, wait = _inner(hardware, inside * stride)
     total = near(talk, machine) / bandwidth + wait * (inside - 1)
+    total += talk.memory / hardware.devices[0].bandwidth.value
     if inside == count:
         return total
     bandwidth, wait = _outer(hardware)

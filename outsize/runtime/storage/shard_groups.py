@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outsize.collectives import Collective, Span, World
 from outsize.memory import Chunk
+from outsize.parallel.messages import Way, code_of
 from outsize.parallel.shards import Shards
 from outsize.schedule.chunks import Chunks
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
@@ -28,10 +29,15 @@ class ShardGroups:
         self.shards: Shards = chunks.shards
         groups = Groups(chunks, world.rank)
         self.gathering = self._group(groups.gathering)
+        self.gathers = self._coded(self.gathering[0], "gather")
         self.reducing = self._group(groups.reducing)
         self.outer = self._group(groups.outer)
+        self.reduces, self.reduces_outer = (
+            self._coded(group, "reduce") for group, _ in (self.reducing, self.outer)
+        )
         self.replicas = self._group(groups.replicas)
         self.collecting = self._group(groups.collecting)
+        self.collects = self._coded(self.collecting[0], "collect")
         self.whole = self._group(groups.of_data(self.shards.optimizer))
         self.summing = [world.group(groups.summing(t), "network") for t in chunks.tables]
         mine = sorted({chunks.holders(table) for table in chunks.tables if table.trainable})
@@ -42,6 +48,11 @@ class ShardGroups:
         """A collective, and its workers' places on the data axis."""
         return self._world.group(said.ranks, "network"), said.places
 
+    def _coded(self, group: Collective, way: Way) -> Collective:
+        """The collective as the plan has its messages written."""
+        code = code_of(self.chunks.plan, way)
+        return group if code is None or group.size == 1 else code.over(group, way)
+
     def _spans(self, index: int, what: str, places: Sequence[int], base: int = 0) -> list[Span]:
         """What of a chunk's state each worker has, counted from the element `base`."""
         spans = (self.chunks.share(index, what, place) for place in places)
@@ -49,8 +60,8 @@ class ShardGroups:
 
     def gather(self, index: int, mine: Tensor, whole: Tensor) -> None:
         """A chunk's whole parameters from their shards."""
-        group, places = self.gathering
-        group.all_gather(mine, self._spans(index, PARAMETERS, places), whole)
+        spans = self._spans(index, PARAMETERS, self.gathering[1])
+        self.gathers.all_gather(mine, spans, whole)
 
     def reduce(self, index: int, chunk: Chunk, last: bool) -> None:
         """Sum a chunk's gradients over those that have parts of the sum. last: no more will come
@@ -58,9 +69,9 @@ class ShardGroups:
         assert chunk.gradients is not None
         here, (first, end) = chunk.gradients, self.chunks.extent(index, GRADIENTS)
         if GRADIENTS in chunk.shards:
-            group, places = self.reducing
             part = here[first:end]
-            group.reduce_scatter(here, self._spans(index, GRADIENTS, places), part)
+            spans = self._spans(index, GRADIENTS, self.reducing[1])
+            self.reduces.reduce_scatter(here, spans, part)
             here = chunk.shards[GRADIENTS].add_(part)
         if last:
             self._finish(index, chunk, here, first)
@@ -71,7 +82,8 @@ class ShardGroups:
         part = here[first - base : end - base]
         group, places = self.outer
         if group.size > 1:
-            group.reduce_scatter(here, self._spans(index, MASTER, places, base), part)
+            spans = self._spans(index, MASTER, places, base)
+            self.reduces_outer.reduce_scatter(here, spans, part)
         if self.replicas[0].size > 1:
             self.replicas[0].all_reduce(part)
         if self.summing[index].size > 1:
@@ -88,9 +100,8 @@ class ShardGroups:
         base, _ = self.chunks.extent(index, PARAMETERS)
         first, end = self.chunks.extent(index, MASTER)
         held = chunk.shards.get(PARAMETERS, chunk.parameters)
-        group, places = self.collecting
         mine = held[first - base : end - base]
-        group.all_gather(mine, self._spans(index, MASTER, places, base), held)
+        self.collects.all_gather(mine, self._spans(index, MASTER, self.collecting[1], base), held)
 
     def complete(self, index: int, what: str, mine: Tensor) -> Tensor:
         """A whole state of a chunk, where this worker holds a part. Every worker calls it."""
