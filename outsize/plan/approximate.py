@@ -11,6 +11,7 @@ from outsize.errors import OutsizeError, expect, nearest
 from outsize.registry import TECHNIQUES
 
 if TYPE_CHECKING:
+    from outsize.collectives import Mesh
     from outsize.plan.plan import Plan
 
 PARTIAL = "partial-pipeline"
