@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from outsize.verify.verify import Verdict
 
 DRAWN_WORKERS = 8
+PRECISIONS = ("float64", "float32", "bfloat16")
 _NOT_OF_DRAWS = (
     "target", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume"
 )  # fmt: skip
@@ -36,6 +38,7 @@ _NOT_OF_DRAWS = (
 @click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
 @click.option("--random", "count", type=click.IntRange(1), help="Verify so many random draws.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the first draw.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Of all random draws.")
 @click.option("--json", "as_json", is_flag=True, help="The whole verdict as JSON.")
 @click.pass_context
 def verify(
@@ -52,12 +55,14 @@ def verify(
     processes: bool,
     count: int | None,
     seed: int,
+    precision: str | None,
     as_json: bool,
 ) -> None:
     """Train a few steps under a plan and in plain PyTorch, and compare: gradients, weights, loss.
 
     TARGET is a run's file (YAML), a run's or a model's directory, a preset, or import.path:factory;
-    without it a small model. Exit code 1 where float64 differs by more than 1e-10.
+    without it a small model. Exit code 1 where float64 differs by more than 1e-10, or the run's own
+    precision by more than rounding explains.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.screen import console
@@ -65,10 +70,11 @@ def verify(
     from outsize.verify.target import wanted
 
     if count is None:
-        refuse_unused(ctx, ("seed",), "no --random, whose first draw it is of")
+        refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     else:
         refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
-        ctx.exit(_random(count, seed, workers or DRAWN_WORKERS, processes, as_json, console()))
+        asked = Asked(count, seed, workers or DRAWN_WORKERS, precision, processes)
+        ctx.exit(_random(asked, as_json, console()))
     if zero is not None and shards is not None:
         raise OutsizeError(
             f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
@@ -122,9 +128,18 @@ def _print(verdict: Verdict, as_json: bool, out: Console) -> None:
     say(out, *show.lines(verdict))
 
 
-def _random(
-    count: int, seed: int, workers: int, processes: bool, as_json: bool, out: Console
-) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """Random draws, as they are asked for."""
+
+    count: int
+    seed: int
+    workers: int
+    precision: str | None
+    processes: bool
+
+
+def _random(asked: Asked, as_json: bool, out: Console) -> int:
     """Verify draws; gives the exit code."""
     import torch
 
@@ -132,20 +147,21 @@ def _random(
     from outsize.verify import many, show
     from outsize.verify.workers import judge
 
+    workers, processes, precision = asked.workers, asked.processes, asked.precision
     if not processes:
         torch.set_num_threads(1)
     found = []
-    seeds = range(seed, seed + count)
+    seeds = range(asked.seed, asked.seed + asked.count)
     with out.status("", spinner_style="dim") as status:
-        for one in many.outcomes(seeds, workers, judge if processes else None):
+        for one in many.outcomes(seeds, workers, judge if processes else None, precision):
             found.append(one)
-            status.update(f"{len(found)} of {count} draws")
+            status.update(f"{len(found)} of {asked.count} draws")
             if not one.holds and not as_json:
-                again = many.command(one.drawn, workers, processes)
+                again = many.command(one.drawn, workers, processes, precision)
                 say(out, f"{one.fault}\n  {one.drawn}\n  {again}")
     total = many.summary(found)
     if as_json:
-        click.echo(json.dumps(show.draws_json(total, workers, processes), indent=2))
+        click.echo(json.dumps(show.draws_json(total, workers, processes, precision), indent=2))
     else:
         say(out, show.draws_line(total))
     return 1 if total.faults else 0

@@ -47,6 +47,7 @@ class Attention(nn.Module):
             self.q_norm = self._norm(config, config.heads, "heads")
             self.k_norm = self._norm(config, config.kv_heads, "kv_heads")
         self.rope_name, self.rope = _rope(config, facts)
+        self.rotate = rotate
 
     def _norm(self, config: DecoderConfig, heads: int, unit: Unit) -> Norm:
         """Of a head, or of all at once, which is cut between heads."""
@@ -84,7 +85,7 @@ class Attention(nn.Module):
         x = x if norm is None or self.whole_norm else norm(x)
         if self.rope is None or self.rope_name is None:
             return x
-        return rotate(x, ctx.rope[self.rope_name], self.rope.interleaved)
+        return self.rotate(x, ctx.rope[self.rope_name], self.rope.interleaved)
 
 
 def keys_and_values(
@@ -123,6 +124,7 @@ class LatentAttention(nn.Module):
         self.kv = Linear(latent.rank, heads * each, use="column", unit="heads")
         self.o = Linear(heads * config.value_size, hidden, config.o_bias, "row", "heads")
         self.rope_name, self.rope = _rope(config, facts)
+        self.rotate = rotate
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
         assert self.rope is not None and self.rope_name is not None, "latent attention has a rope"
@@ -132,7 +134,7 @@ class LatentAttention(nn.Module):
             low_TR = self.q_norm(self.q_down(x_TD))
         q_THK = self.q(low_TR).unflatten(-1, (-1, self.head_size))
         q_plain, q_rotary = q_THK.split((self.latent.plain, self.latent.rotary), dim=-1)
-        q_THK = torch.cat((q_plain, rotate(q_rotary, table, pairs)), dim=-1)
+        q_THK = torch.cat((q_plain, self.rotate(q_rotary, table, pairs)), dim=-1)
         k_THK, v_THW = self.keys_values(x_TD, ctx)
         o_THW = ctx.attend(q_THK, k_THK, v_THW, ctx.bounds, self.spec)
         y_TD: Tensor = self.o(o_THW.flatten(-2))
@@ -146,7 +148,7 @@ class LatentAttention(nn.Module):
         kv_TR, k_rotary = self.kv_down(x_TD).split((self.latent.rank, rotary), dim=-1)
         kv_THX = self.kv(self.kv_norm(kv_TR)).unflatten(-1, (-1, plain + self.value_size))
         k_plain, v_THW = kv_THX.split((plain, self.value_size), dim=-1)
-        k_rotary = rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
+        k_rotary = self.rotate(k_rotary.unsqueeze(1), table, pairs).expand(-1, k_plain.shape[1], -1)
         return torch.cat((k_plain, k_rotary), dim=-1), v_THW
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:

@@ -40,7 +40,8 @@ ACTIVATIONS: Mapping[str, Activation] = {  # by the names that config.json files
 
 
 class MLP(nn.Module):
-    """x_TD -> y_TD: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+    """x_TD -> y_TD: down(activation(gate(x)) * up(x)), or down(activation(up(x))). gating: how the
+    former product is made."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class MLP(nn.Module):
         self.gate = Linear(hidden, inner, bias, "column", unit) if has_gate else None
         self.up = Linear(hidden, inner, bias, "column", unit)
         self.down = Linear(inner, hidden, bias, "row", unit)
+        self.gating = gated
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
         y_TD: Tensor = self.down(self.inner(x_TD))
@@ -66,4 +68,4 @@ class MLP(nn.Module):
         up_TF, gate = self.up(x_TD), self.gate
         if gate is None:
             return self.activation.forward(up_TF)
-        return gated(gate(x_TD), up_TF, self.activation)
+        return self.gating(gate(x_TD), up_TF, self.activation)

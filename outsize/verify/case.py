@@ -24,7 +24,7 @@ from outsize.runtime.job import Fill
 from outsize.runtime.making import AdoptedModel, NativeModel, Trainable
 from outsize.torch_private import tree_map
 from outsize.train.prepared.batches import cut
-from outsize.verify.naive import NativeLoss, Walk, walks_of
+from outsize.verify.naive import NativeLoss, Walk, simple, walks_of
 from outsize.verify.narrow import narrow_modules
 from outsize.verify.plain import Plain, Recipe, masters_of
 
@@ -89,7 +89,7 @@ class Native:
 
     def plain(self, precision: Precision, walks: Sequence[Walk] = ()) -> Plain:
         """walks: the segments that rows go through, where some leave some out."""
-        model, fill = self._shell(getattr(torch, precision.compute)), self.values()
+        model, fill = simple(self._shell(getattr(torch, precision.compute))), self.values()
 
         def value(name: str) -> Tensor:
             shape = dict(model.named_parameters())[name].shape

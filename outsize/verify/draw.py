@@ -39,6 +39,8 @@ from outsize.verify.shapes import shape
 ATTEMPTS = 200
 DEVIATION = 0.2  # of first values: no gradient is lost in rounding
 RATE = 2e-3
+# That of a plan, by chance: below float64 more is run, and takes longer.
+PRECISIONS = (*("float64",) * 5, "float32", "bfloat16")
 EPSILON = 1e-4  # of AdamW: a gradient that is zero but for rounding must not become a step
 ADAMW = AdamW(RATE, (0.9, 0.95), EPSILON, weight_decay=0.1)
 PARTS = (("attention",), ("mlp",), ("attention", "mlp"))
@@ -69,15 +71,24 @@ class Drawn:
         return ", ".join(f"{name} {_text(value)}" for name, value in self.what.items() if value)
 
 
-def draws(seed: int, workers: int) -> Iterator[Drawn | OutsizeError]:
+def draws(seed: int, workers: int, precision: str | None = None) -> Iterator[Drawn | OutsizeError]:
     """The draws of a seed on at most so many workers, one after another; where one is refused at
-    once, why."""
+    once, why. precision: that of the plan; None draws it."""
     draw = Random(seed)
+    if precision is None:
+        precision = Random(f"{seed} precision").choice(PRECISIONS)
     for _ in range(ATTEMPTS):
         try:
-            yield _case(draw, seed, workers)
+            yield _within(_case(draw, seed, workers), precision)
         except OutsizeError as error:
             yield error
+
+
+def _within(drawn: Drawn, precision: str) -> Drawn:
+    case = drawn.case.within(Precision.named(precision))
+    _refuse(case)
+    shown = {} if precision == "float64" else {"precision": precision}
+    return replace(drawn, case=case, what={**shown, **drawn.what})
 
 
 def _text(value: Any) -> str:

@@ -22,6 +22,7 @@ from outsize.verify.verify import Verdict, own_rounding, verify
 _FEATURES = ("loss_chunk", "mlp_tile", "split_backward", "sequence_parallel")
 _STATES = ("parameters", "gradients", "optimizer", "activations")
 ROUNDED = "the plain run comes as far from itself when its first values are rounded once"
+USUAL = "plain PyTorch in that precision is beyond what rounding explains"
 Verifier = Callable[[Case], Verdict | str]  # a text: how it failed
 
 
@@ -54,20 +55,20 @@ class Summary:
 
 
 def outcomes(
-    seeds: Iterable[int], workers: int, judge: Verifier | None = None
+    seeds: Iterable[int],
+    workers: int,
+    judge: Verifier | None = None,
+    precision: str | None = None,
 ) -> Iterator[Outcome]:
-    """Draw and verify, seed by seed. judge: gives the verdict; usually on threads, in float64."""
+    """Draw and verify, seed by seed. judge: gives the verdict; usually on threads. precision: that
+    of the plans; None draws it."""
     for seed in seeds:
-        yield _outcome(seed, workers, judge or _judged)
+        yield _outcome(seed, workers, judge or verify, precision)
 
 
-def _judged(case: Case) -> Verdict:
-    return verify(case, own=False)
-
-
-def _outcome(seed: int, workers: int, judge: Verifier) -> Outcome:
+def _outcome(seed: int, workers: int, judge: Verifier, precision: str | None) -> Outcome:
     refused, begin = [], time.perf_counter()
-    for drawn in draws(seed, workers):
+    for drawn in draws(seed, workers, precision):
         if isinstance(drawn, OutsizeError):
             refused.append(_reason(drawn))
             continue
@@ -78,6 +79,9 @@ def _outcome(seed: int, workers: int, judge: Verifier) -> Outcome:
                 fault = found
             elif _rounded(drawn.case, found.exact.worst):
                 refused.append(ROUNDED)
+                continue
+            elif _usual(found):
+                refused.append(USUAL)
                 continue
             else:
                 worst, fault = found.exact.worst, _fault(found)
@@ -102,6 +106,14 @@ def _rounded(case: Case, worst: float) -> bool:
     return LIMIT < worst < inf and worst <= own_rounding(case)
 
 
+def _usual(found: Verdict) -> bool:
+    """Whether plain PyTorch too is farther from float64 than rounding explains."""
+    if found.exact.worst > LIMIT or not found.over or None in (found.bounds, found.usual):
+        return False
+    assert found.bounds is not None and found.usual is not None
+    return bool(found.bounds.over(found.usual))
+
+
 def _reason(error: OutsizeError) -> str:
     """What it is about: the words before the first number."""
     words = str(error).split()
@@ -117,6 +129,9 @@ def _fault(found: Verdict) -> str:
         return f"{sent.stages} bytes between stages; the formula gives {between:.0f}"
     if found.holds:
         return ""
+    if exact.holds() and found.over:
+        assert found.own is not None
+        return f"{found.own.precision}: {found.over[0]}; {len(found.over)} numbers in all"
     if exact.differ:
         return f"workers {', '.join(map(str, exact.differ))} have other bits than worker 0"
     row = max(exact.rows, key=lambda one: max(one.gradient, one.weight))
@@ -127,9 +142,12 @@ def _fault(found: Verdict) -> str:
     )
 
 
-def command(drawn: Drawn, workers: int, processes: bool = False) -> str:
-    """What repeats a draw."""
+def command(
+    drawn: Drawn, workers: int, processes: bool = False, precision: str | None = None
+) -> str:
+    """What repeats a draw. precision: that all draws were asked to have."""
     more = " --processes" if processes else ""
+    more += "" if precision is None else f" --precision {precision}"
     return f"outsize verify --random 1 --seed {drawn.seed} --workers {workers}{more}"
 
 
@@ -155,6 +173,7 @@ def features(drawn: Drawn) -> Iterator[str]:
     yield f"model {what['model']['model_type']}"
     yield f"workers {plan.mesh.size}"
     yield f"optimizer {what['optimizer']}"
+    yield f"precision {plan.precision.compute}"
     yield from _meshes(plan)
     for name in _FEATURES:
         if getattr(plan, name):

@@ -1,4 +1,5 @@
-"""What a plain run computes in its own, simple way: attention, recurrences, experts and the loss.
+"""What a plain run computes in its own, simple way: norms, rotary embeddings, gates, dropout,
+attention, recurrences, experts and the loss.
 
 No chunk, no tile, no kernel of this project: all scores of a document, every expert on the tokens
 that chose it, whole logits, and autograd for the rest.
@@ -19,12 +20,73 @@ from torch.nn import functional as F
 
 from outsize.data import IGNORE, Batch
 from outsize.kernels.entropy import LossOptions
+from outsize.kernels.gate import Activation
+from outsize.models.attention import Attention, LatentAttention
 from outsize.models.decoder import Decoder
+from outsize.models.dropout import Noise
 from outsize.models.experts import Experts
+from outsize.models.mlp import MLP
+from outsize.models.norm import Norm
+from outsize.models.random import bits
 from outsize.models.seams import AttendSpec, ExpertSet, Recurrence, StateSpec, Tensors
 from outsize.plan import Plan
 from outsize.plan.approximate import PARTIAL
 from outsize.schedule.pipelined import pipelining_of
+
+
+def simple(model: Decoder) -> Decoder:
+    """The same model, whose modules compute with PyTorch's operators alone."""
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.run = _normed
+        elif isinstance(module, MLP):
+            module.gating = _gated
+        elif isinstance(module, (Attention, LatentAttention)):
+            module.rotate = _rotated
+    return model
+
+
+def _normed(norm: Norm, x: Tensor) -> Tensor:
+    wide, facts = _wide(x), norm.facts
+    if facts.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = wide / (wide.square().mean(-1, keepdim=True) + facts.eps).sqrt()
+    if norm.weight is not None:
+        y = y * (_wide(norm.weight) + (0.0 if facts.kind == "layer" else 1.0 - facts.unit))
+    return (y if norm.bias is None else y + _wide(norm.bias)).to(x.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return activation.forward(gate) * up
+
+
+def _rotated(x_THK: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    cos_T1P, sin_T1P = (x.unsqueeze(1) for x in table)
+    pairs, wide = cos_T1P.shape[-1], _wide(x_THK)
+    turned, rest = wide[..., : 2 * pairs], wide[..., 2 * pairs :]
+    dim = -1 if interleaved else -2
+    a, b = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(dim)
+    both = torch.stack((a * cos_T1P - b * sin_T1P, a * sin_T1P + b * cos_T1P), dim)
+    return torch.cat((both.flatten(-2), rest), -1).to(x_THK.dtype)
+
+
+class Dropped(Noise):
+    """Dropout of a whole step with a mask that is drawn in one piece: of element i of a token 16
+    bits, the i-th of the token's own words of 64."""
+
+    def __call__(self, x_TD: Tensor, name: str) -> Tensor:
+        tokens, features = x_TD.shape
+        words, dropped = -(-features // 4), round(self.rate * 65536)
+        last = (self.first + tokens) * words
+        drawn = bits(self.seed, f"dropout {self.step} {name}", 0, last)[self.first * words :]
+        places = torch.from_numpy(drawn.astype("<u8").view("<u2").astype("int64"))
+        kept_TD = places.view(tokens, 4 * words)[:, :features] >= dropped
+        return x_TD * kept_TD.to(x_TD.dtype) * (65536 / (65536 - dropped))
+
+
+def dropped(noise: Noise | None) -> Noise | None:
+    """The same, in the open."""
+    return None if noise is None else Dropped(noise.rate, noise.seed, noise.step, noise.first)
 
 
 def attend(
@@ -97,7 +159,7 @@ def loss_of(
         batch.flat_bounds(),
         attend,
         dispatch,
-        noise=batch.noise,
+        noise=dropped(batch.noise),
         carry=TokenByToken(),
     )
     ids_T = batch.ids_BS.reshape(-1)

@@ -8,7 +8,9 @@ states, no sink of gradients, no collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from outsize.optim import Optimizer
 from outsize.plan import Precision
+from outsize.verify.rounding import Rounding, at
 from outsize.verify.updates import updater
 
 
@@ -65,27 +68,45 @@ def masters_of(
     return found
 
 
-def train(plain: Plain, recipe: Recipe, batches: Sequence[Any]) -> list[Step]:
-    """Train on batches, one a step."""
-    update = updater(recipe.optimizer, plain.masters, recipe.matrices)
-    found = []
-    for batch, rate in zip(batches, recipe.rates, strict=True):
-        plain.model.zero_grad()
-        total, count = plain.loss(batch)
-        loss = total / count
-        loss.backward()
-        _hand_over(plain)
+def train(
+    plain: Plain, recipe: Recipe, batches: Sequence[Any], rounding: Rounding | None = None
+) -> list[Step]:
+    """Train on batches, one a step. rounding: moves every result."""
+    if rounding is not None:
+        rounding.begin(plain.model, plain.masters)
+    update = updater(recipe.optimizer, plain.masters, recipe.matrices, rounding)
+    with rounding or nullcontext():
+        return [
+            _step(plain, recipe, batch, partial(update, rate), rounding)
+            for batch, rate in zip(batches, recipe.rates, strict=True)
+        ]
+
+
+def _step(
+    plain: Plain,
+    recipe: Recipe,
+    batch: Any,
+    update: Callable[[], None],
+    rounding: Rounding | None,
+) -> Step:
+    plain.model.zero_grad()
+    total, count = plain.loss(batch)
+    loss = total / count
+    loss.backward()
+    _hand_over(plain)
+    with at(rounding, 0.0 if rounding is None else rounding.master):
         norm = _norm(plain.masters)
         if recipe.clip is not None:
-            total = torch.tensor(norm, dtype=torch.float64)
-            nn.utils.clip_grads_with_norm_(plain.masters.values(), recipe.clip, total)
+            size = torch.tensor(norm, dtype=torch.float64)
+            nn.utils.clip_grads_with_norm_(plain.masters.values(), recipe.clip, size)
         every = plain.masters.items()
         gradients = {n: None if w.grad is None else w.grad.clone() for n, w in every}
-        update(rate)
-        _hand_back(plain)
-        weights = {name: w.detach().clone() for name, w in every}
-        found.append(Step(float(loss.detach()), norm, gradients, weights))
-    return found
+        update()
+    _hand_back(plain)
+    if rounding is not None:
+        rounding.copied(plain.model, plain.masters)
+    weights = {name: w.detach().clone() for name, w in every}
+    return Step(float(loss.detach()), norm, gradients, weights)
 
 
 def _hand_over(plain: Plain) -> None:

@@ -15,6 +15,8 @@ from outsize.verify.many import Summary, command
 from outsize.verify.planned import Sent
 from outsize.verify.verify import Verdict
 
+MOST = 5  # numbers that are beyond, in text
+
 
 def parameters(found: Comparison, limit: float = LIMIT) -> Table:
     """By parameter: the ratio and the largest difference of the gradient, and of the weight."""
@@ -51,6 +53,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
             f" {own.loss:.1e}; plain PyTorch's by {usual.gradient:.1e}, {usual.weight:.1e},"
             f" {usual.loss:.1e}"
         )
+        yield from _own(own, verdict)
     exact = verdict.exact
     if verdict.narrow:
         yield _narrow(verdict.narrow, verdict.limit)
@@ -61,6 +64,28 @@ def lines(verdict: Verdict) -> Iterator[str]:
         f"float64: {word}; the largest difference is {exact.worst:.1e}, {verdict.limit:g} is"
         f" allowed (loss {exact.loss:.1e}, norm {exact.norm:.1e}, gradients"
         f" {exact.gradient:.1e}, weights {exact.weight:.1e})"
+    )
+
+
+def _own(own: Comparison, verdict: Verdict) -> Iterator[str]:
+    """What rounding explains of it."""
+    bounds, over = verdict.bounds, verdict.over
+    if bounds is None:
+        return
+    if own.differ:
+        yield f"{own.precision}: workers {', '.join(map(str, own.differ))} have other bits than 0"
+    if bounds.blind:
+        yield (
+            f"{own.precision}: rounding leaves too little of the gradient of"
+            f" {', '.join(bounds.blind)} to judge it"
+        )
+    yield from (f"{own.precision}: {one}" for one in over[:MOST])
+    if over[MOST:]:
+        yield f"{own.precision}: and {len(over) - MOST} more"
+    word = "does not hold" if over or own.differ else "holds"
+    yield (
+        f"{own.precision}: {word}; {len(over)} of {len(bounds.allowed)} numbers are farther from"
+        " float64 than rounding brings a plain run"
     )
 
 
@@ -99,6 +124,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "holds": verdict.holds,
         "limit": verdict.limit,
         "narrow": verdict.narrow,
+        "over": [str(one) for one in verdict.over],
         "runs": {name: _run(found) for name, found in runs.items() if found is not None},
         "bytes": {
             "states": sent.network,
@@ -141,13 +167,15 @@ def draws_line(found: Summary) -> str:
     """All draws in a line."""
     total, refused = found.held + len(found.faults), sum(found.refused.values())
     return (
-        f"{found.held} of {total} draws hold in float64, the farthest at {found.worst:.1e}"
-        f" ({LIMIT:g} is allowed), in {found.seconds:.0f} s; {refused} refused draws were drawn"
-        " again"
+        f"{found.held} of {total} draws hold in float64 and in their own precision, the farthest in"
+        f" float64 at {found.worst:.1e} ({LIMIT:g} is allowed), in {found.seconds:.0f} s;"
+        f" {refused} refused draws were drawn again"
     )
 
 
-def draws_json(found: Summary, workers: int, processes: bool) -> dict[str, Any]:
+def draws_json(
+    found: Summary, workers: int, processes: bool, precision: str | None
+) -> dict[str, Any]:
     """All draws as JSON."""
     return {
         "held": found.held,
@@ -160,7 +188,7 @@ def draws_json(found: Summary, workers: int, processes: bool) -> dict[str, Any]:
                 "seed": one.drawn.seed,
                 "fault": one.fault,
                 "draw": str(one.drawn),
-                "again": command(one.drawn, workers, processes),
+                "again": command(one.drawn, workers, processes, precision),
             }
             for one in found.faults
         ],

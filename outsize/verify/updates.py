@@ -13,23 +13,28 @@ from outsize.errors import OutsizeError
 from outsize.kernels.blockwise import table
 from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.techniques.optim.adamw8bit import AdamW8Bit
+from outsize.verify.rounding import Rounding, at, roundoff
 
 Update = Callable[[float], None]  # with a learning rate
 
 
 def updater(
-    optimizer: Optimizer, weights: Mapping[str, Tensor], matrices: frozenset[str]
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    matrices: frozenset[str],
+    rounding: Rounding | None = None,
 ) -> Update:
     """What updates weights from their `.grad`: matrices decay, vectors do not.
 
-    matrices: names of those that a matrix optimizer takes. OutsizeError for an optimizer that
+    matrices: names of those that a matrix optimizer takes; rounding: moves what is computed in
+    bfloat16 whatever the weights are. OutsizeError for an optimizer that
     PyTorch has no twin of.
     """
     parts, rest, others = list[Update](), weights, optimizer
     if optimizer.rest is not None:
         here = {n: w for n, w in weights.items() if n in matrices and optimizer.takes((*w.shape,))}
         rest = {name: w for name, w in weights.items() if name not in here}
-        parts, others = [_own(optimizer, here)], optimizer.rest
+        parts, others = [_own(optimizer, here, rounding)], optimizer.rest
     parts.append(_stepping(others, rest, optimizer.weight_decay))
 
     def update(rate: float) -> None:
@@ -67,10 +72,10 @@ def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.
     raise _without_twin(optimizer)
 
 
-def _own(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> Update:
+def _own(optimizer: Optimizer, weights: Mapping[str, Tensor], rounding: Rounding | None) -> Update:
     match optimizer:
         case Muon():
-            return _muon(optimizer, weights)
+            return _muon(optimizer, weights, rounding)
         case AdamW8Bit():
             return _in_8_bits(optimizer, weights)
     raise _without_twin(optimizer)
@@ -83,7 +88,7 @@ def _without_twin(optimizer: Optimizer) -> OutsizeError:
     )
 
 
-def _muon(optimizer: Muon, weights: Mapping[str, Tensor]) -> Update:
+def _muon(optimizer: Muon, weights: Mapping[str, Tensor], rounding: Rounding | None) -> Update:
     """One matrix at a time, each whole."""
     means: dict[str, Tensor] = {}
 
@@ -99,7 +104,9 @@ def _muon(optimizer: Muon, weights: Mapping[str, Tensor]) -> Update:
             with torch.no_grad():
                 weight.mul_(1 - rate * optimizer.weight_decay)
                 for one, way in zip(_matrices(weight), _matrices(towards), strict=True):
-                    one.sub_(rate * _factor(optimizer, one) * _direction(way, optimizer.iterations))
+                    with at(rounding, roundoff("bfloat16")):
+                        towards = _direction(way, optimizer.iterations)
+                    one.sub_(rate * _factor(optimizer, one) * towards)
 
     return update
 

@@ -10,6 +10,7 @@ from outsize.collectives import World
 from outsize.collectives.threads import play
 from outsize.plan import Precision
 from outsize.verify import plain, planned
+from outsize.verify.bounds import Bounds, Moved, Over
 from outsize.verify.case import Case
 from outsize.verify.compare import LIMIT, ROUGH, Comparison, compare
 from outsize.verify.planned import Run, Sent
@@ -20,16 +21,19 @@ MOVED = 5  # plain runs from which the least distance that can be asked for is k
 
 @dataclass(frozen=True)
 class Verdict:
-    """exact: in float64, what is judged. own, usual: in the plan's own precision, how far the plan
-    and plain PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last
-    step, in float64. narrow: modules that compute in float32 inside, by which the two may differ in
-    float64, looked for where they do."""
+    """exact: in float64. own, usual: in the plan's own precision, how far the plan and plain
+    PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last step, in
+    float64. narrow: modules that compute in float32 inside, by which the two may differ in float64,
+    looked for where they do. bounds, over: how far the plan's own precision may be, and what of it
+    is farther."""
 
     exact: Comparison
     sent: Sent
     own: Comparison | None = None
     usual: Comparison | None = None
     narrow: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+    over: tuple[Over, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -38,8 +42,10 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Within the limit in float64, and the same on every worker."""
-        return self.exact.holds(self.limit)
+        """Within the limit in float64, in its own precision as near to it as rounding allows, and
+        the same on every worker."""
+        alike = self.own is None or not self.own.differ
+        return self.exact.holds(self.limit) and alike and not self.over
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,11 @@ def judged(case: Case, runs: Runs) -> Verdict:
     if runs.own is None:
         return Verdict(found, runs.exact.sent, narrow=narrow)
     precision = case.plan.precision
+    own = compare(runs.own.steps, truth, precision.compute, runs.own.differ)
     usual = plain.train(case.plain(precision), case.recipe, batches)
-    return Verdict(
-        found,
-        runs.exact.sent,
-        compare(runs.own.steps, truth, precision.compute, runs.own.differ),
-        compare(usual, truth, precision.compute),
-        narrow,
-    )
+    bounds, over = Moved(case, truth, batches).judge(own)
+    other = compare(usual, truth, precision.compute)
+    return Verdict(found, runs.exact.sent, own, other, narrow, bounds, over)
 
 
 def own_rounding(case: Case) -> float:

@@ -58,8 +58,8 @@ def _told(worker_group: WorkerGroup, case: Case) -> Case:
 
 
 def judge(case: Case) -> Verdict | str:
-    """Of a draw, in float64. OutsizeError where it is refused."""
-    found = in_processes(case.plan.mesh, lambda: case, own=False)
+    """Of a draw. OutsizeError where it is refused."""
+    found = in_processes(case.plan.mesh, lambda: case)
     if found == REFUSED:
         raise OutsizeError("verify: the workers refused the plan")
     return f"the workers failed with {found}" if isinstance(found, int) else found
