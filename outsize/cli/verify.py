@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -20,8 +22,13 @@ if TYPE_CHECKING:
 
 DRAWN_WORKERS = 8
 PRECISIONS = ("float64", "float32", "bfloat16")
+STEPS = 3
 _NOT_OF_DRAWS = (
     "target", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume"
+)  # fmt: skip
+_NOT_OF_RUNS = (
+    "target", "workers", "mesh", "zero", "shards", "sequence_parallel", "sets", "resume",
+    "processes", "seed", "precision",
 )  # fmt: skip
 
 
@@ -33,9 +40,11 @@ _NOT_OF_DRAWS = (
 @click.option("--shards", metavar="P,G,O", help="Instead of --zero: three numbers.")
 @click.option("--sequence-parallel", is_flag=True, help="Cut tokens over the tensor axis.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a run's key.")
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--steps", type=click.IntRange(1), help="3; of --run: those it made, 20 at most.")
 @click.option("--resume", is_flag=True, help="Go on from saved states before the last step.")
 @click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
+@click.option("--run", type=click.Path(path_type=Path), help="Replay the run of a directory.")
+@click.option("--from", "start", type=click.IntRange(0), help="Of --run: begin at a checkpoint.")
 @click.option("--random", "count", type=click.IntRange(1), help="Verify so many random draws.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the first draw.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Of all random draws.")
@@ -50,9 +59,11 @@ def verify(
     shards: str | None,
     sequence_parallel: bool,
     sets: tuple[str, ...],
-    steps: int,
+    steps: int | None,
     resume: bool,
     processes: bool,
+    run: Path | None,
+    start: int | None,
     count: int | None,
     seed: int,
     precision: str | None,
@@ -61,14 +72,18 @@ def verify(
     """Train a few steps under a plan and in plain PyTorch, and compare: gradients, weights, loss.
 
     TARGET is a run's file (YAML), a run's or a model's directory, a preset, or import.path:factory;
-    without it a small model. Exit code 1 where float64 differs by more than 1e-10, or the run's own
-    precision by more than rounding explains.
+    without it a small model. Or replay the steps of a run that has been (--run). Exit code 1 where
+    float64 differs by more than 1e-10, or the run's own precision by more than rounding explains.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.screen import console
     from outsize.train.resolve import as_sets
     from outsize.verify.target import wanted
 
+    if run is not None:
+        refuse_unused(ctx, (*_NOT_OF_RUNS, "count"), f"--run {run}, which is as it was")
+        ctx.exit(_replay(run, start, steps, as_json, console()))
+    refuse_unused(ctx, ("start",), "no --run, whose checkpoint it is")
     if count is None:
         refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     else:
@@ -84,7 +99,7 @@ def verify(
         "workers": workers, "mesh": mesh, "plan.zero": cut,
         "plan.sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    verdict = _verdict(wanted(target, (*sets, *as_sets(places)), steps, resume), processes)
+    verdict = _verdict(wanted(target, (*sets, *as_sets(places)), steps or STEPS, resume), processes)
     if isinstance(verdict, int):
         ctx.exit(verdict)
     _print(verdict, as_json, console())
@@ -126,6 +141,24 @@ def _print(verdict: Verdict, as_json: bool, out: Console) -> None:
         return
     shown(out, show.parameters(verdict.exact, verdict.limit), show.steps(verdict.exact))
     say(out, *show.lines(verdict))
+
+
+def _replay(
+    directory: Path, start: int | None, count: int | None, as_json: bool, out: Console
+) -> int:
+    """Replay a run; gives the exit code."""
+    from outsize.screen import say
+    from outsize.screen import show as shown
+    from outsize.verify import show
+    from outsize.verify.replay import replay
+
+    found = replay(directory, start, count)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        shown(out, show.replayed(found))
+        say(out, show.replayed_line(found))
+    return 0 if found.holds else 1
 
 
 @dataclass(frozen=True)

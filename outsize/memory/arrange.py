@@ -120,6 +120,8 @@ def traffic(
     """What one cycle fetches at these addresses, found by playing two cycles. made: as for
     `arrange`; their first visit fetches nothing."""
     items = sorted({item for visit in visits for item in visit}, key=str)
+    _known(items, offsets, "offset")
+    _known(items, sizes, "size")
     edges = np.unique([e for i in items for e in (offsets[i], offsets[i] + sizes[i])])
     first = np.searchsorted(edges, [offsets[i] for i in items])
     last = np.searchsorted(edges, [offsets[i] + sizes[i] for i in items])
@@ -155,7 +157,19 @@ def _check(ahead: int, returned: int, policy: str) -> None:
 def _rounded(
     cycle: Sequence[Collection[Item]], sizes: Mapping[Item, int], align: int
 ) -> dict[Item, int]:
-    return {item: -(-sizes[item] // align) * align for window in cycle for item in window}
+    items = dict.fromkeys(item for window in cycle for item in window)
+    _known(items, sizes, "size")
+    return {item: -(-sizes[item] // align) * align for item in items}
+
+
+def _known(items: Collection[Item], said: Mapping[Item, int], what: str) -> None:
+    """OutsizeError for an item that is visited and of which something is not said."""
+    for item in items:
+        if item not in said:
+            raise OutsizeError(
+                f"pool: {item} is visited and has no {what}; expected one for each of the"
+                f" {counted(len(items), 'item')}: this is a bug, please report the plan"
+            )
 
 
 def _search(

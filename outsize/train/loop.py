@@ -24,7 +24,7 @@ from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Metrics, Unwritten
 from outsize.train.progress import Progress, Speed, Status, progress, resident
 from outsize.train.recipe import noise_of
-from outsize.train.setup import Setup, rates_of
+from outsize.train.setup import Setup, rate_of
 from outsize.train.state import Place, join_saving, save
 from outsize.train.stop import Stop
 
@@ -121,7 +121,7 @@ class Loop:
 
     def _step(self, batch: Batch, show: Progress) -> None:
         step, config = self.place.step, self.setup.config
-        lr = self.job.optimizer.lr * rates_of(config).factor(step)
+        lr = rate_of(config, step)
         counted = self.measure.watch(self.job, step)
         before = moved_by(self.job)
         noise = noise_of(config, step, self.rows[0] * batch.ids_BS.shape[1])

@@ -231,6 +231,11 @@ def rates_of(config: RunConfig) -> LearningRate:
     return LearningRate(own.shape, config.train.steps, own.warmup, own.final, own.decay)
 
 
+def rate_of(config: RunConfig, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    return (config.optimizer.lr or 0.0) * rates_of(config).factor(step)
+
+
 def _chosen(model: Subject, request: PlanRequest, hardware: Hardware, fit: bool) -> Forecast:
     if request.budget is not None or not fit:
         return _choose(model, request, hardware)

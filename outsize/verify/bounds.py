@@ -4,7 +4,7 @@ run, parameter by parameter, times a factor that chance does not reach.
 Every number that is compared (a parameter's ratio of gradients, largest difference of gradients and
 of weights; the loss, the norm) is compared for SAMPLES plain runs as well, whose results are moved
 at random (outsize/verify/rounding.py). The root of the mean of their squares is the number's
-deviation; FACTOR times that is allowed. What is above is asked of MORE runs again.
+deviation; FACTOR times that is allowed. What is a little above is asked of MORE runs again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outsize.verify.rounding import Rounding
 
 SAMPLES, MORE = 2, 16  # runs that are moved: of each verdict, and of one that would be "no"
 FACTOR = 6.0  # Student's t with 16 degrees of freedom is beyond it twice in 100,000
+CLEAR = 50.0  # times what is allowed: Student's t with 2 is beyond that once in 100,000
 TELLS = 0.5  # what a ratio may be off by, at most, or it could not tell a gradient counted twice
 LEAST = 1e-11  # of float64 itself
 Key = tuple[str, str]  # of a number: the parameter, "" for the whole model, and what of it
@@ -35,6 +36,11 @@ class Over:
     key: Key
     found: float
     allowed: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether more runs would say the same."""
+        return not self.found <= CLEAR * self.allowed
 
     def __str__(self) -> str:
         name, what = self.key
@@ -107,7 +113,7 @@ class Moved:
         """What is allowed, and what of a run is beyond it."""
         bounds = self.bounds(SAMPLES)
         over = bounds.over(found)
-        if over and found.finite:
+        if over and not any(one.clear for one in over):
             bounds = self.bounds(MORE)
             over = bounds.over(found)
         return bounds, over

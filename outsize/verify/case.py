@@ -32,8 +32,8 @@ from outsize.verify.plain import Plain, Recipe, masters_of
 @dataclass(frozen=True)
 class Case:
     """batch: of a step, counted from 0, with all of the plan's rows. resume_at: the step before
-    which the job is made anew from its saved states; 0: never. rate: the learning rate; None: the
-    optimizer's own."""
+    which the job is made anew from its saved states; 0: never. rate: the learning rate, or what
+    gives that of a step; None: the optimizer's own."""
 
     subject: Subject
     plan: Plan
@@ -41,17 +41,18 @@ class Case:
     batch: Callable[[int], Any]
     steps: int = 3
     clip: float | None = None
-    rate: float | None = None
+    rate: float | Callable[[int], float] | None = None
     resume_at: int = 0
 
     @property
     def recipe(self) -> Recipe:
         """How both train."""
         rate = self.optimizer.lr if self.rate is None else self.rate
+        rates = tuple(rate(i) if callable(rate) else rate for i in range(self.steps))
         matrices = frozenset[str]()
         if self.optimizer.rest is not None:
             matrices = self.subject.matrices()
-        return Recipe(self.optimizer, (rate,) * self.steps, self.clip, matrices)
+        return Recipe(self.optimizer, rates, self.clip, matrices)
 
     def plain(self, precision: Precision) -> Plain:
         """The plain model, its rows on the ways that the plan sends them."""

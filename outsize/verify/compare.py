@@ -62,11 +62,6 @@ class Comparison:
         """The largest difference of anything; infinite where workers differ among themselves."""
         return inf if self.differ else max(self.loss, self.norm, self.gradient, self.weight)
 
-    @property
-    def finite(self) -> bool:
-        """Whether everything that differs does so by a number."""
-        return isfinite(max(self.loss, self.norm, self.gradient, self.weight))
-
     def holds(self, limit: float = LIMIT) -> bool:
         """Whether nothing differs by more."""
         return self.worst <= limit

@@ -7,7 +7,7 @@ states, no sink of gradients, no collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from outsize.optim import Optimizer
 from outsize.plan import Precision
 from outsize.verify.rounding import Rounding, at
-from outsize.verify.updates import updater
+from outsize.verify.updates import Begun, updater
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How both train. rates: the learning rate of each step; clip: largest norm of the gradient;
-    matrices: names of what a matrix optimizer updates as wholes."""
+    matrices: names of what a matrix optimizer updates as wholes; begun: None from first values."""
 
     optimizer: Optimizer
     rates: tuple[float, ...]
     clip: float | None = None
     matrices: frozenset[str] = frozenset()
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,26 @@ def train(
     plain: Plain, recipe: Recipe, batches: Sequence[Any], rounding: Rounding | None = None
 ) -> list[Step]:
     """Train on batches, one a step. rounding: moves every result."""
+    return list(steps(plain, recipe, batches, rounding))
+
+
+def steps(
+    plain: Plain, recipe: Recipe, batches: Iterable[Any], rounding: Rounding | None = None
+) -> Iterator[Step]:
+    """The same step by step."""
     if rounding is not None:
         rounding.begin(plain.model, plain.masters)
-    update = updater(recipe.optimizer, plain.masters, recipe.matrices, rounding)
-    with rounding or nullcontext():
-        return [
-            _step(plain, recipe, batch, partial(update, rate), rounding)
-            for batch, rate in zip(batches, recipe.rates, strict=True)
-        ]
+    how = (recipe.matrices, rounding, recipe.begun)
+    update = updater(recipe.optimizer, plain.masters, *how)
+    for batch, rate in zip(batches, recipe.rates, strict=True):
+        with rounding or nullcontext():
+            found = _step(plain, recipe.clip, batch, partial(update, rate), rounding)
+        yield found
 
 
 def _step(
     plain: Plain,
-    recipe: Recipe,
+    clip: float | None,
     batch: Any,
     update: Callable[[], None],
     rounding: Rounding | None,
@@ -96,9 +104,9 @@ def _step(
     _hand_over(plain)
     with at(rounding, 0.0 if rounding is None else rounding.master):
         norm = _norm(plain.masters)
-        if recipe.clip is not None:
+        if clip is not None:
             size = torch.tensor(norm, dtype=torch.float64)
-            nn.utils.clip_grads_with_norm_(plain.masters.values(), recipe.clip, size)
+            nn.utils.clip_grads_with_norm_(plain.masters.values(), clip, size)
         every = plain.masters.items()
         gradients = {n: None if w.grad is None else w.grad.clone() for n, w in every}
         update()

@@ -8,11 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
+from outsize.errors import counted
 from outsize.memory import format_bytes
 from outsize.screen import FIGURES, table
 from outsize.verify.compare import LIMIT, Comparison, Row
 from outsize.verify.many import Summary, command
 from outsize.verify.planned import Sent
+from outsize.verify.replay import Replayed
 from outsize.verify.verify import Verdict
 
 MOST = 5  # numbers that are beyond, in text
@@ -158,6 +160,27 @@ def _run(found: Comparison) -> dict[str, Any]:
 
 def _number(value: float) -> float | None:
     return value if isfinite(value) else None
+
+
+# -- runs that have been ---------------------------------------------------------------------------
+
+
+def replayed(found: Replayed) -> Table:
+    """The losses of the steps that were compared."""
+    made = table("step", "loss", "plain", right=FIGURES)
+    for step, pair in enumerate(found.losses, start=found.first + 1):
+        made.add_row(str(step), *(f"{loss:.12g}" for loss in pair))
+    return made
+
+
+def replayed_line(found: Replayed) -> str:
+    """What the comparison comes to."""
+    if found.difference is not None:
+        return f"{found.precision}: does not hold; {found.difference}"
+    return (
+        f"{found.precision}: holds; {counted(found.steps, 'step')} behind step {found.first} are no"
+        " farther from the plain loop than rounding brings it from itself"
+    )
 
 
 # -- draws -----------------------------------------------------------------------------------------

@@ -24,15 +24,17 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Rest, from_yaml, zero
 from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
+from outsize.train import derive
 from outsize.train.model import subject_of
 from outsize.train.recipe import data_config, noise_of, options_of, recipe_of, stream_of
 from outsize.train.resolve import RUN, Resolved, resolve, values_of
 from outsize.train.run import PLAN
-from outsize.train.setup import Setup, set_up, sharding_of
+from outsize.train.setup import Setup, rate_of, set_up, sharding_of
 from outsize.train.state import first_values
 from outsize.train.workers import over_workers
 from outsize.verify.case import Adopted, Case, Native
 
+STEPS = 10  # of a run that does not say how many it makes
 EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64
 # Where nothing is named.
 SMALL = ("model.name=tiny", "train.sequence=32", "train.dropout=0.1", "plan.microbatch_rows=2")
@@ -107,8 +109,18 @@ def run_case(wanted: Wanted) -> Case:
         _batches(setup),
         wanted.steps,
         recipe.clip,
-        resume_at=_resume_at(wanted),
+        _rates(setup),
+        _resume_at(wanted),
     )
+
+
+def _rates(setup: Setup) -> Callable[[int], float]:
+    """The run's own; a step beyond those of the run has the last one's."""
+    resolved = setup.resolved
+    if resolved.get("train.steps") is None:
+        resolved = resolved.with_value("train.steps", STEPS, "verify")
+    config = derive.after_plan(resolved, setup.forecast.seconds or 1.0).config
+    return lambda step: rate_of(config, step)
 
 
 def _refuse_approximate(resolved: Resolved) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -18,24 +19,39 @@ from outsize.verify.rounding import Rounding, at, roundoff
 Update = Callable[[float], None]  # with a learning rate
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Where training went on. updates: how many each parameter has had; states: as a checkpoint
+    names them, "parameter.state"."""
+
+    updates: Mapping[str, int]
+    states: Mapping[str, Tensor]
+
+
 def updater(
     optimizer: Optimizer,
     weights: Mapping[str, Tensor],
     matrices: frozenset[str],
     rounding: Rounding | None = None,
+    begun: Begun | None = None,
 ) -> Update:
     """What updates weights from their `.grad`: matrices decay, vectors do not.
 
     matrices: names of those that a matrix optimizer takes; rounding: moves what is computed in
-    bfloat16 whatever the weights are. OutsizeError for an optimizer that
-    PyTorch has no twin of.
+    bfloat16 whatever the weights are; begun: None from first values. OutsizeError for an optimizer
+    that PyTorch has no twin of, and for one that cannot be begun in the middle.
     """
     parts, rest, others = list[Update](), weights, optimizer
     if optimizer.rest is not None:
         here = {n: w for n, w in weights.items() if n in matrices and optimizer.takes((*w.shape,))}
         rest = {name: w for name, w in weights.items() if name not in here}
         parts, others = [_own(optimizer, here, rounding)], optimizer.rest
-    parts.append(_stepping(others, rest, optimizer.weight_decay))
+        if begun is not None:
+            raise OutsizeError(
+                f"verify: a run with {type(optimizer).__name__} is replayed from its first values;"
+                " leave --from out"
+            )
+    parts.append(_stepping(others, rest, optimizer.weight_decay, begun))
 
     def update(rate: float) -> None:
         for part in parts:
@@ -44,7 +60,9 @@ def updater(
     return update
 
 
-def _stepping(optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float) -> Update:
+def _stepping(
+    optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float, begun: Begun | None
+) -> Update:
     if not weights:
         return lambda _: None
     groups = [
@@ -52,6 +70,9 @@ def _stepping(optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float)
         {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
     ]
     made = _made(optimizer, [group for group in groups if group["params"]])
+    if begun is not None:
+        for name, weight in weights.items():
+            made.state[weight] = _state(optimizer, name, weight, begun)
 
     def update(rate: float) -> None:
         for group in made.param_groups:
@@ -59,6 +80,14 @@ def _stepping(optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float)
         made.step()
 
     return update
+
+
+def _state(optimizer: Optimizer, name: str, weight: Tensor, begun: Begun) -> dict[str, Tensor]:
+    """A parameter's state as torch.optim has it."""
+    found = {s.name: begun.states[f"{name}.{s.name}"].to(weight) for s in optimizer.states}
+    if isinstance(optimizer, SGD):
+        return {"momentum_buffer": found["momentum"]} if found else {}
+    return {"step": torch.tensor(float(begun.updates.get(name, 0))), **found}
 
 
 def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:

@@ -312,3 +312,14 @@ def test_nothing_to_place():
     assert least([], {}) == 0
     assert traffic([], {}, {}) == Traffic(0, 0)
     assert bound([], {}, 0) == 0
+
+
+def test_an_item_of_which_nothing_is_said_is_named():
+    """...instead of a KeyError out of the arranger."""
+    for work in (
+        lambda: arrange([{"a"}, {"b"}], {"a": 5}, 1 << 20),
+        lambda: least([{"a"}, {"b"}], {"a": 5}),
+        lambda: traffic([{"a"}, {"b"}], {"a": 5, "b": 5}, {"a": 0}),
+    ):
+        with pytest.raises(OutsizeError, match="pool: b is visited and has no (size|offset)"):
+            work()
