@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.plan import Precision
-from outsize.torch_private import TorchDispatchMode, tree_leaves
+from outsize.torch_private import DispatchMode, tree_leaves
 
 # What a rounding is off by, as a part of u: the root of the mean square. It is even within a unit
 # of the last place, (1/3)^(1/2), and that unit is an octave's, (3 / (8 log 2))^(1/2).
@@ -52,7 +52,7 @@ def roundoff(dtype: str) -> float:
     return float(torch.finfo(getattr(torch, dtype)).eps) / 2
 
 
-class Rounding(TorchDispatchMode):
+class Rounding(DispatchMode):
     """Moves every result while it is entered. precision: the one that is meant; another seed moves
     them in other ways."""
 

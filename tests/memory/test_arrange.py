@@ -321,5 +321,5 @@ def test_an_item_of_which_nothing_is_said_is_named():
         lambda: least([{"a"}, {"b"}], {"a": 5}),
         lambda: traffic([{"a"}, {"b"}], {"a": 5, "b": 5}, {"a": 0}),
     ):
-        with pytest.raises(OutsizeError, match="pool: b is visited and has no (size|offset)"):
+        with pytest.raises(OutsizeError, match=r"pool: b is visited and has no (size|offset)"):
             work()
