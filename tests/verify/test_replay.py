@@ -129,7 +129,7 @@ def remainder(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "step", "what"),
     [
-        (unclipped, 3, "loss"),
+        (unclipped, 2, "validation_loss"),
         (bare, 1, "loss"),
         (shuffled, 3, "loss"),
         (steep, 4, "lr"),
