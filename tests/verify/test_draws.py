@@ -46,6 +46,7 @@ def test_everything_is_drawn():
     seen = Counter(name for seed in range(300) for name in features(first_of(seed)))
     names = {name for name in seen if not name.startswith(ODD)}
     assert names == {
+        "precision float64", "precision float32", "precision bfloat16",
         "mesh data x tensor", "mesh pipeline x data", "mesh pipeline x tensor", "loss_chunk",
         "mesh data x context", "mesh context x tensor", "mesh pipeline x context",
         "mesh data x expert", "mesh pipeline x expert", "mesh expert x tensor",
