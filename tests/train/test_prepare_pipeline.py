@@ -13,6 +13,7 @@ from torchrun import free_port, started
 import outsize
 from outsize.collectives import Mesh, parse_mesh
 from outsize.errors import OutsizeError
+from outsize.hardware import Rate, Tier
 
 
 def plain(name):
@@ -127,8 +128,24 @@ def test_one_microbatch_needs_no_count(near):
         assert found == pytest.approx(losses, rel=1e-10)
 
 
+def test_states_of_a_pipeline_s_workers_rest_below(near, tmp_path, monkeypatch):
+    rate = Rate(1e9, "B/s", "test", "2026-11-24")
+    monkeypatch.setattr(
+        "outsize.train.tiers.measured", lambda spec, date: Tier(spec.name, spec.bytes, rate, rate)
+    )
+    models = [model_of("gpt2", seed) for seed in range(2)]
+    whole = play(Mesh(pipeline=2), near(lambda w: piped("gpt2", models[w.rank], memory="1GiB")))
+    budget = max(one["peak"] for one in whole) * 3 // 4
+    models = [model_of("gpt2", seed) for seed in range(2)]
+    changes = {"memory": budget, "disk": f"{tmp_path}:64MiB"}
+    said = play(Mesh(pipeline=2), near(lambda w: piped("gpt2", models[w.rank], **changes)))
+    check(said, "gpt2")
+    for here in said:
+        assert here["peak"] <= budget and here["peak"] == pytest.approx(here["predicted"], rel=0.05)
+
+
 def test_what_cannot_be_is_refused(near):
-    """Too few microbatches for an order, tiers, an order that is none, other rows than a
+    """Too few microbatches for an order, an order that is none, other rows than a
     neighbour's, a module's own forward while workers have parts of it."""
 
     def job_of(**changes):
@@ -138,8 +155,6 @@ def test_what_cannot_be_is_refused(near):
 
     with pytest.raises(OutsizeError, match="Chimera: microbatches is 1; expected at least 2"):
         job_of(microbatches=1, pipeline="chimera")
-    with pytest.raises(OutsizeError, match="states may rest on tiers; workers of a pipeline"):
-        job_of(memory="1GiB", host_memory="1GiB")
     with pytest.raises(OutsizeError, match="'1b1f'"):
         job_of(pipeline="1b1f")
     cut = "1f1b+vocabulary:2"

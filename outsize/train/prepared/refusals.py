@@ -83,11 +83,6 @@ def check_pipeline(made: Settings) -> None:
     if mesh.pipeline == 1:
         return
     named(order.schedule, Shape(mesh.pipeline, made.microbatches, Costs(*order.costs)))
-    if made.tiers:
-        raise OutsizeError(
-            f"mesh is {mesh} and states may rest on tiers; workers of a pipeline have a part of the"
-            " model each instead: leave out host_memory, disk and tiers"
-        )
 
 
 def check_vocabulary(model: nn.Module, made: Settings) -> None:
