@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import strict
 import torch
 from streamed import ALL, Outcome, data_of, resting, snapshot
 from subjects import MIXED, ROWS, base_plan, config_of
@@ -44,6 +47,15 @@ GATED = {
     "num_hidden_layers": 3, "num_heads": 4, "expand_k": 0.5, "expand_v": 1, "hidden_act": "swish",
     "norm_eps": 1e-2, "initializer_range": 0.2,
 }  # fmt: skip
+
+
+def some(index: int, least: int = 2) -> tuple[tuple[str, int, int], ...]:
+    """Orders of streams for the case of a number: `demand`, and others such that all of them come
+    up in nineteen cases. OUTSIZE_ORDERS=all gives all twenty."""
+    if os.environ.get("OUTSIZE_ORDERS") == "all":
+        return strict.ORDERS
+    others = (strict.ORDERS[1 + (index + 7 * i) % 19] for i in range(least - 1))
+    return strict.ORDERS[0], *others
 
 
 def device() -> torch.device:
@@ -152,22 +164,26 @@ def stores_of(case: Case, device: torch.device, folder: Path) -> Iterator[dict[s
     """Two tiers, their memory pinned where the device is none of the host's. Tiny activations spill
     and tiny chunks are cut, in this process."""
     pinned = device.type != "cpu"
-    spill_module.LEAST, plan_module.PART = 64, PIECE
-    if not case.disk:
-        stores_module.BLOCK = 2 * PIECE  # of two bytes an element at least; sums are made on a disk
-    disk = DiskStore("disk", [folder], TIER) if case.disk else MemoryStore("disk", TIER, pinned)
-    made = {"host": MemoryStore("host", TIER, pinned), "disk": disk}
-    try:
-        yield made
-    finally:
+    block = stores_module.BLOCK if case.disk else 2 * PIECE  # of two bytes an element at least
+    with (
+        patch.object(spill_module, "LEAST", 64),
+        patch.object(plan_module, "PART", PIECE),
+        patch.object(stores_module, "BLOCK", block),  # sums are made on a disk
+        ExitStack() as stack,
+    ):
+        disk = DiskStore("disk", [folder], TIER) if case.disk else MemoryStore("disk", TIER, pinned)
+        made = {"host": MemoryStore("host", TIER, pinned), "disk": disk}
         for each in made.values():
-            each.close()
+            stack.callback(each.close)
+        yield made
 
 
 def outcome(case: Case, device: torch.device, folder: Path) -> Outcome:
     """Losses, norms, what was found between the steps, weights and states after the last."""
-    with stores_of(case, device, folder) as stores:
-        job = case.job(device, stores)
+    with (
+        stores_of(case, device, folder) as stores,
+        closing(case.job(device, stores)) as job,
+    ):
         losses, norms, between = [], [], []
         for step, batch in enumerate(case.batches()):
             losses.append(float(job.step(batch, 1e-2)))
@@ -177,7 +193,6 @@ def outcome(case: Case, device: torch.device, folder: Path) -> Outcome:
             if step == 1 and case.generates:
                 between += told(job)
         weights, states = snapshot(job)
-        job.close()
         return Outcome(losses, norms, between, on_host(weights), on_host(states))
 
 
@@ -191,3 +206,22 @@ def told(job: Any) -> list[Any]:
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies there."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def far(found: Outcome, expected: Outcome) -> float:
+    """The largest difference of anything, as a part of the largest value of its kind."""
+    pairs: list[tuple[Any, Any]] = [
+        (found.losses, expected.losses),
+        (found.norms, expected.norms),
+        *zip(found.evaluations, expected.evaluations, strict=True),
+        *((found.weights[name], expected.weights[name]) for name in expected.weights),
+        *((found.states[name], expected.states[name]) for name in expected.states),
+    ]
+    return max(_apart(*(torch.as_tensor(x).double() for x in pair)) for pair in pairs)
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
+    assert x.shape == y.shape
+    largest = float(y.abs().max()) or 1.0
+    apart = (x - y).abs().nan_to_num(nan=torch.inf).max()
+    return float(apart) / max(largest, 1e-3)

@@ -1,34 +1,20 @@
-"""Tests of the accelerator: each in a process of its own, forked from a server that only imports.
-
-A process that has a device has threads of autograd's for it, and the device must be there before
-the first backward pass. Pytest's own process has run such passes, and workers of other tests are
-forked from it.
+"""Tests of the accelerator: in processes of their own, see `apart`.
 
 `pytest -m accelerator --on cuda tests/accelerator` runs those that ask for `device` on a real one.
 """
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
 import os
-import runpy
-import sys
-import traceback
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from apart import HERE, STRICT, Apart, Task
 from strict.building import NoCompiler, build, cache_folder
 
-HERE = Path(__file__).parent
-STRICT = "strict"
 CACHE = cache_folder()  # now: a test has one of its own
-SECONDS = 300  # of a test that takes one or two: longer is a deadlock
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "outsize.train.prepare"])
+os.environ["STRICT_CACHE"] = str(CACHE.parents[1])  # of all processes of tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,54 +60,25 @@ def built(request: pytest.FixtureRequest) -> Path:
     return CACHE
 
 
+@pytest.fixture(autouse=True, scope="session")
+def apart(request: pytest.FixtureRequest) -> Iterator[Apart]:
+    """The process that tests run in."""
+    made = Apart(_on(request.config), CACHE.parents[1])
+    yield made
+    made.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the test in a process of its own, whose traceback is the test's. Tests that change this
-    process's state do not touch the device, and stay here."""
+    """Run the test in a process beside this one, whose traceback is the test's. Tests that change
+    this process's state do not touch the device, and stay here."""
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if "monkeypatch" in arguments:
         return None
-    here, there = PROCESSES.Pipe()
-    child = PROCESSES.Process(
-        target=_run,
-        args=(
-            str(pyfuncitem.path),
-            pyfuncitem.originalname,
-            arguments,
-            CACHE.parents[1],
-            _on(pyfuncitem.config),
-            there,
-        ),
-    )
-    child.start()
-    there.close()
-    try:
-        text = here.recv() if here.poll(SECONDS) else f"the test hung for {SECONDS} seconds"
-    except EOFError:
-        text = "the test's process ended in its midst"
-    child.kill()
-    child.join()
+    name, apart = pyfuncitem.originalname, pyfuncitem.funcargs["apart"]
+    variables = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    task = Task(str(pyfuncitem.path), name, arguments, variables)
+    text = apart.run(task, pyfuncitem.get_closest_marker("fresh") is not None)
     if text:
         pytest.fail(text, pytrace=False)
     return True
-
-
-def _run(
-    path: str, name: str, arguments: dict[str, Any], cache: Path, on: str, there: Connection
-) -> None:
-    """Of a fresh process: load the test's file, run one test, send the traceback or nothing."""
-    try:
-        os.environ["XDG_CACHE_HOME"] = str(
-            cache
-        )  # the server began in a test that had one of its own
-        torch.manual_seed(0)
-        torch.set_num_threads(1)
-        sys.path[:0] = [str(HERE)]
-        if on == STRICT:  # before the first backward pass, on the CPU too
-            importlib.import_module("strict").load()
-        runpy.run_path(path)[name](**arguments)
-        there.send("")
-    except BaseException:
-        there.send(traceback.format_exc())
-    finally:
-        os._exit(0)  # what tests leave on the device is not waited for

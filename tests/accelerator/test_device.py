@@ -178,3 +178,52 @@ def test_training_gives_the_bits_of_the_cpu_in_twenty_orders(way: str) -> None:
         strict.start(order, last, seed)
         for a, b in zip(_trained("strict", **{way: True}), wanted, strict=True):
             assert torch.equal(a, b), (order, last, seed)
+
+
+def _small_cnn(device: str) -> list[Tensor]:
+    """Losses, weights and running statistics of a small CNN."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 6, 3, stride=2, groups=3), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(6, 5),
+    ).double().to(device)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for batch in torch.randn(3, 4, 3, 12, 12, dtype=torch.float64):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.to(device)), torch.arange(4, device=device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [x.cpu() for x in (*losses, *model.state_dict().values())]
+
+
+def test_a_cnn_trains_as_on_the_cpu() -> None:
+    wanted = _small_cnn("cpu")
+    for order in strict.ORDERS[::5]:
+        strict.start(*order)
+        for here, there in zip(_small_cnn("strict"), wanted, strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_takes_the_lists_of_pytorch(dtype: torch.dtype) -> None:
+    strict.start("random", seed=1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    found = []
+    for device in ("cpu", "strict"):
+        copy = nn.Sequential(*model).to(device)
+        with torch.autocast(device, dtype=dtype):
+            assert torch.is_autocast_enabled(device)
+            hidden = copy[0](x.to(device))
+            said = [hidden.dtype, copy[1](hidden).exp().dtype, (hidden @ hidden.t()).dtype]
+            said.append(torch.addcmul(hidden, hidden.float(), hidden.float()).dtype)
+            out = copy(x.to(device))
+        out.float().sum().backward()
+        found.append((said, out.detach().cpu(), [p.grad.cpu() for p in copy.parameters()]))
+        copy.zero_grad()
+    (there, wanted, _), (said, out, gradients) = found
+    assert said == [dtype, torch.float32, dtype, torch.float32], there
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0.02)
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import strict
@@ -58,9 +59,9 @@ def test_of_a_native_decoder(name: str) -> None:
     changes = dict(PLANS[name])
     rest = changes.pop("rest", {})
     plan, config = resting(replace(BASE, **changes), **rest), _config()
-    spill.LEAST = 64  # tiny activations leave, too; the test has a process of its own
-    made = predict(config, _request(device, plan.precision), plan, _machine())
-    step, evaluation = _measured(config, plan, meter(device), device)
+    with patch.object(spill, "LEAST", 64):  # tiny activations leave, too
+        made = predict(config, _request(device, plan.precision), plan, _machine())
+        step, evaluation = _measured(config, plan, meter(device), device)
     assert step <= made.peak <= OVER * step
     assert made.evaluation <= OVER * evaluation
     assert name == "chunks" or evaluation <= made.evaluation  # ids are checked, which takes some

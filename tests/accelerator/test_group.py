@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import strict
 import torch
-from torch.distributed import FileStore
+import torch.distributed as dist
+from cases import some
+from torch.distributed import FileStore, PrefixStore
 
 from outsize.collectives.c10d import C10d, over_device
 
 Deed = Callable[[C10d, torch.device], Any]
-ORDERS = strict.ORDERS[::3]
+ORDERS = some(0, least=3)
 
 
 def everything(group: C10d, device: torch.device) -> dict[str, list[float]]:
@@ -51,8 +53,8 @@ def everything(group: C10d, device: torch.device) -> dict[str, list[float]]:
 
 def test_operations_give_what_arithmetic_does(tmp_path):
     size = 3
-    for order in ORDERS:
-        for rank, out in enumerate(_met(size, everything, order, tmp_path)):
+    for order, outs in zip(ORDERS, _met(size, everything, ORDERS, tmp_path), strict=True):
+        for rank, out in enumerate(outs):
             assert out["sum"] == [2 * (size * i + 3) for i in range(12)], (order, rank)
             assert out["most"] == [i + size - 1 for i in range(12)]
             assert out["scattered and gathered"] == [3 * (size * i + 3) + 1 for i in range(12)]
@@ -83,8 +85,8 @@ def written_again(group: C10d, device: torch.device) -> list[float]:
 
 @pytest.mark.parametrize("fault", [no_wait, written_again])
 def test_who_does_not_wait_reads_something_else(fault, tmp_path):
-    seen = [_met(2, fault, order, tmp_path)[0] for order in strict.ORDERS[:3]]
-    assert any(x != [2.0] * 4 for x in seen)
+    seen = _met(2, fault, strict.ORDERS[:3], tmp_path)
+    assert any(of_first != [2.0] * 4 for of_first, _ in seen)
 
 
 def crossed(group: C10d, device: torch.device) -> str:
@@ -101,22 +103,103 @@ def crossed(group: C10d, device: torch.device) -> str:
 
 
 def test_another_order_is_named(tmp_path):
-    for said in _met(2, crossed, strict.ORDERS[0], tmp_path):
+    (both,) = _met(2, crossed, strict.ORDERS[:1], tmp_path)
+    for said in both:
         assert "rank 0 is at allreduce 4 torch.float32, rank 1 is at allreduce 8" in said
 
 
 def of_the_host(group: C10d, device: torch.device) -> str:
-    transport: Any = group._transport
+    """Numbers of the host are not brought to the device before they are summed."""
+    group.device = torch.device("cpu")
     try:
-        transport.allreduce(torch.ones(3), None)
+        group.all_reduce(torch.ones(3))
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def test_a_tensor_of_the_host_is_refused(tmp_path):
-    for said in _met(2, of_the_host, strict.ORDERS[0], tmp_path):
+    (both,) = _met(2, of_the_host, strict.ORDERS[:1], tmp_path)
+    for said in both:
         assert "on cpu; expected one on strict:0" in said
+
+
+def between(group: C10d, device: torch.device) -> str:
+    """An operation in each of two groups, on the last worker the other way round."""
+    transport: Any = group._transport
+    store = PrefixStore("other", transport.store)
+    other = over_device(store, group.rank, range(2), 60.0, "strict")
+    x, y = torch.ones(4, device=device), torch.ones(8, device=device)
+    try:
+        for one, what in ((group, x), (other, y)) if group.rank == 0 else ((other, y), (group, x)):
+            one.all_reduce(what)
+        torch.accelerator.synchronize()
+        group.all_reduce(x)
+    except Exception as error:
+        return str(error)
+    finally:
+        other.abort("the test is over")
+    return ""
+
+
+def test_operations_of_two_groups_that_cross_are_named(tmp_path):
+    for both in _met(2, between, strict.ORDERS[:2], tmp_path):
+        first, last = "allreduce 4 torch.float32", "allreduce 8 torch.float32"
+        for rank, said in enumerate(both):
+            mine, other = (first, last) if rank == 0 else (last, first)
+            assert f"two groups cross: rank {rank} is at {mine} and has {other}" in said
+            assert f"rank {1 - rank} is at {other} of that group" in said
+
+
+def mesh(rank: int, path: str) -> dict[str, list[float]]:
+    """What torch.distributed's own calls give over the device's backend, a DTensor's too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("strict", store=FileStore(path, 2), rank=rank, world_size=2)
+    device, out = torch.device("strict", 0), dict[str, list[float]]()
+    x = torch.arange(4.0, device=device) + rank
+    dist.all_reduce(x)
+    out["sum"] = x.tolist()
+    work = dist.all_gather_into_tensor(
+        whole := torch.empty(8, device=device), x[:4] * (rank + 1), async_op=True
+    )
+    work.wait()
+    out["gathered"] = whole.tolist()
+    dist.reduce_scatter_tensor(part := torch.empty(2, device=device), x)
+    out["scattered"] = part.tolist()
+    dist.all_to_all_single(had := torch.empty(4, device=device), x * (rank + 1))
+    out["to all"] = had.tolist()
+    two = init_device_mesh("strict", (2,))
+    mine = torch.arange(3.0, device=device).view(1, 3) + 3 * rank
+    weight = DTensor.from_local(mine, two, [Shard(0)])
+    out["layout"] = (weight * 2).full_tensor().flatten().tolist()
+    out["of rows"] = weight.sum(0).full_tensor().tolist()
+    dist.destroy_process_group()
+    return out
+
+
+def test_it_is_a_backend_of_torch_distributed(tmp_path):
+    forked = multiprocessing.get_context("fork")
+    results = forked.SimpleQueue()
+    path = str(tmp_path / "store")
+    workers = [forked.Process(target=_in_mesh, args=(r, path, results)) for r in range(2)]
+    for worker in workers:
+        worker.start()
+    for rank, out in dict(results.get() for _ in workers).items():
+        assert out == {
+            "sum": [1, 3, 5, 7], "gathered": [1, 3, 5, 7, 2, 6, 10, 14],
+            "scattered": [[2, 6], [10, 14]][rank], "to all": [[1, 3, 2, 6], [5, 7, 10, 14]][rank],
+            "layout": [0, 2, 4, 6, 8, 10], "of rows": [3, 5, 7],
+        }  # fmt: skip
+
+
+def _in_mesh(rank: int, path: str, results: Any) -> None:
+    try:
+        strict.start("random", seed=rank)
+        results.put((rank, mesh(rank, path)))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
 
 
 def _sum(x: torch.Tensor) -> Any:
@@ -125,14 +208,15 @@ def _sum(x: torch.Tensor) -> Any:
     return AllReduce(x)
 
 
-def _met(size: int, deed: Deed, order: Sequence[Any], folder: Path) -> list[Any]:
-    """What a deed gives on each of some workers, which are processes forked from this one."""
+def _met(
+    size: int, deed: Deed, orders: Sequence[tuple[str, int, int]], folder: Path
+) -> list[list[Any]]:
+    """What a deed gives in each of the orders, on each of some workers, which are processes forked
+    from this one."""
     forked = multiprocessing.get_context("fork")
-    store = folder / f"store{len(list(folder.iterdir()))}"
-    store.touch()
     results = forked.SimpleQueue()
     workers = [
-        forked.Process(target=_work, args=(r, size, deed, order, store, results))
+        forked.Process(target=_work, args=(r, size, deed, orders, folder, results))
         for r in range(size)
     ]
     for worker in workers:
@@ -141,15 +225,18 @@ def _met(size: int, deed: Deed, order: Sequence[Any], folder: Path) -> list[Any]
     for worker in workers:
         worker.join()
     assert all(not isinstance(x, Exception) for x in found.values()), found
-    return [found[r] for r in range(size)]
+    return [[found[rank][i] for rank in range(size)] for i in range(len(orders))]
 
 
-def _work(rank: int, size: int, deed: Deed, order: Any, path: Path, results: Any) -> None:
+def _work(rank: int, size: int, deed: Deed, orders: Any, folder: Path, results: Any) -> None:
+    found = []
     try:
-        strict.start(*order)
-        store = FileStore(str(path), size)
-        group = over_device(store, rank, range(size), 60.0, "strict")
-        results.put((rank, deed(group, torch.device("strict", 0))))
-        group.close()
+        for place, order in enumerate(orders):
+            strict.start(*order)
+            store = FileStore(str(folder / f"store{place}"), size)
+            group = over_device(store, rank, range(size), 60.0, "strict")
+            found.append(deed(group, torch.device("strict", 0)))
+            group.close()
+        results.put((rank, found))
     except BaseException:
         results.put((rank, RuntimeError(traceback.format_exc())))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 import strict
 import torch
+from plants import Plant, deaf, mark_elsewhere
 
+from outsize import accelerator
 from outsize.parallel.courier import Courier
+from outsize.runtime import lanes
 from outsize.runtime.lanes import Board, Lanes
 from outsize.schedule import Lane
 
@@ -65,3 +74,37 @@ def _into_a_room_of_what_goes(device: torch.device) -> list[float]:
     board.wait((0,))
     lanes.close()
     return (room * 1).tolist()
+
+
+def _in_the_courier() -> bool:
+    return threading.current_thread().name == "courier"
+
+
+def _its_mark_elsewhere() -> Any:
+    mark = accelerator.mark
+    return patch.object(
+        accelerator, "mark", lambda at: (mark_elsewhere if _in_the_courier() else mark)(at)
+    )
+
+
+FAULTS: dict[str, tuple[Callable[[torch.device], list[float]], Plant]] = {
+    "a courier does not wait for its sender": (_by_a_courier, lambda: deaf(_in_the_courier)),
+    "nobody waits for a courier": (_by_a_courier, lambda: deaf(lambda: not _in_the_courier())),
+    "a courier's mark is of another stream": (_by_a_courier, _its_mark_elsewhere),
+    "a lane does not wait for what its room was made of": (
+        _into_a_room_of_what_goes,
+        lambda: patch.object(lanes, "_behind", lambda mark, device, work: work()),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_shown(fault: str) -> None:
+    play, plant = FAULTS[fault]
+    strict.start("eager")
+    right, found = play(torch.device("strict", 0)), []
+    with plant():
+        for order in strict.ORDERS:
+            strict.start(*order)
+            found.append(play(torch.device("strict", 0)))
+    assert any(each != right for each in found)

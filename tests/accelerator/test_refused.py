@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import strict
@@ -27,10 +28,10 @@ NOT_THERE = "device is 'xpu', and PyTorch finds only 'strict' here"
 )
 def test_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     strict.start("demand")
-    torch.get_device_module("strict").is_bf16_supported = lambda: False
     command, *more = arguments
-    with TemporaryDirectory() as folder:
-        os.chdir(folder)
+    module = torch.get_device_module("strict")
+    without = patch.object(module, "is_bf16_supported", lambda: False, create=True)
+    with TemporaryDirectory() as folder, without, chdir(folder):
         Path("text.txt").write_text("So it goes on and on. " * 50)
         if command == "train":
             given = [word for one in (*SMALL, *more) for word in ("--set", one)]

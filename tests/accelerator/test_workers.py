@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from strict import ORDERS
-from strict.autoload import environment
+import strict
+from click.testing import CliRunner
+
+from outsize.cli.main import main
 
 CASES = (
     ("data=2", {"plan.zero": 1}),
@@ -36,32 +36,28 @@ KEYS = {
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Of one processor: training losses, and those of the evaluations."""
-    return _losses(tmp_path_factory.mktemp("plain"), (), {}, environment(""))
+    return _losses(tmp_path_factory.mktemp("plain"), (), {"device": "cpu"})
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("mesh", "keys", "order"),
-    [(mesh, keys, ORDERS[place * 2]) for place, (mesh, keys) in enumerate(CASES)],
+    [(mesh, keys, strict.ORDERS[place * 2]) for place, (mesh, keys) in enumerate(CASES)],
     ids=lambda x: str(x).replace("plan.", ""),
 )
 def test_workers_with_devices_give_the_numbers_of_a_processor(mesh, keys, order, plain, tmp_path):
     workers = ("--mesh", mesh, "--workers", "2")
-    there = _losses(tmp_path, workers, keys, environment(*order, devices=2))
+    strict.start(*order, devices=2)
+    there = _losses(tmp_path, workers, keys)
     assert len(there) == 4
     assert there == pytest.approx(plain, rel=1e-10), (there, plain)
 
 
-def _losses(
-    folder: Path, workers: tuple[str, ...], keys: dict[str, object], variables: dict[str, str]
-) -> list[float]:
-    said = [("--set", f"{key}={value}") for key, value in (KEYS | keys).items()]
-    command = [sys.executable, "-m", "outsize", "train", "--set", f"output={folder}/run", *workers]
-    made = subprocess.run(
-        [*command, *(text for pair in said for text in pair)],
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+def _losses(folder: Path, workers: tuple[str, ...], keys: dict[str, object]) -> list[float]:
+    """Workers are forked from this process."""
+    said = [f"{key}={value}" for key, value in (KEYS | keys | {"output": folder / "run"}).items()]
+    command = ["train", *workers, *(word for each in said for word in ("--set", each))]
+    made = CliRunner().invoke(main, command)
+    assert made.exit_code == 0, made.output[-2000:] + str(made.exception)
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [line[key] for line in lines for key in ("loss", "validation_loss") if key in line]

@@ -85,7 +85,7 @@ def steps(machine: Machine, dry: bool) -> list[Case]:
             if dry and compiled:
                 without = "a dry run compiles nothing"
             elif name == "FSDP2" and machine["kind"] == "strict":
-                without = "the device of the tests has no process group"
+                without = "FSDP2 asks for more than the device of the tests has"
             arguments = {"work": asdict(work), **extra}
             found.append(
                 Case(f"{work.shape}, {name}", f"support.gpu.training:{task}", arguments,

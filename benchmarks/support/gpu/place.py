@@ -49,11 +49,6 @@ class Place:
         """Whether the device has memory of its own."""
         return self.name != "cpu"
 
-    @property
-    def casts(self) -> bool:
-        """Whether autocast has lists for the device; that of the tests has none."""
-        return self.name != "strict"
-
     def hardware(self) -> Hardware:
         """As it was probed, once for all cases of a folder."""
         path = Path(self.folder, HARDWARE)

@@ -163,7 +163,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-def looped(work: Work, place: Place, model: Any, run: Any, cast: bool) -> dict[str, Any]:
+def looped(work: Work, place: Place, model: Any, run: Any, cast: bool = True) -> dict[str, Any]:
     """A plain loop: autocast to bfloat16 (unless `cast` is no), clipping, fused AdamW.
 
     It takes all rows at once, as its users do, and half as many wherever that does not fit.
@@ -205,7 +205,7 @@ def plain(place: Place, work: dict[str, Any], compiled: bool = False) -> dict[st
     """The plain loop, uncompiled or under torch.compile."""
     task = Work(**work)
     model = llama_of(task, place)
-    return looped(task, place, model, torch.compile(model) if compiled else model, place.casts)
+    return looped(task, place, model, torch.compile(model) if compiled else model)
 
 
 def fsdp2(place: Place, work: dict[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,10 @@ def load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build(cache_folder())))
     library.strict_configure.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.strict_order.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    library.strict_mark.restype = library.strict_gate.restype = ctypes.c_void_p
-    library.strict_reach.argtypes = library.strict_open.argtypes = [ctypes.c_void_p]
+    for name in ("strict_mark", "strict_gate", "strict_before", "strict_named"):
+        getattr(library, name).restype = ctypes.c_void_p
+    for name in ("reach", "forget", "open", "before", "named"):
+        getattr(library, f"strict_{name}").argtypes = [ctypes.c_void_p]
     for name in ("strict_pieces_run", "strict_pieces_waiting"):
         getattr(library, name).restype = ctypes.c_int64
     torch.utils.rename_privateuse1_backend("strict")
@@ -88,9 +90,6 @@ def start(
     library = load()
     if not 1 <= devices <= MOST_DEVICES:
         raise ValueError(f"devices is {devices}; expected 1 to {MOST_DEVICES}")
-    for index in range(library.strict_devices()):
-        torch.accelerator.synchronize(index)
-    torch.accelerator.empty_cache()
     library.strict_configure(devices, device_bytes, pinned_bytes)
     library.strict_order(_ORDERS[order], last, seed)
     for index in range(devices):

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def compiler() -> str:
 
 def build(cache: Path) -> Path:
     """The library in `cache`, compiled where it is missing, once for all who ask."""
-    path, target = compiler(), cache / f"strict-{_key(compiler())}.so"
+    path = compiler()
+    target = cache / f"strict-{_key(path, _sources())}.so"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "building").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,29 +56,30 @@ def _sources() -> list[Path]:
     return sorted(FOLDER.glob("*.cpp"))
 
 
-def _key(path: str) -> str:
-    """What the library depends on, as a digest."""
+def _key(path: str, sources: Sequence[Path]) -> str:
+    """What is compiled of sources depends on, as a digest."""
     version = subprocess.run([path, "--version"], capture_output=True, check=True).stdout
     digest = hashlib.blake2b(version, digest_size=12)
     digest.update(f"{path} {_FLAGS} {torch.__version__}".encode())
-    for source in (*_sources(), *sorted(FOLDER.glob("*.h"))):
+    for source in (*sources, *sorted(FOLDER.glob("*.h"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
 def _compile(path: str, target: Path) -> None:
-    """Each source on a thread of its own, then all into `target`."""
+    """Each source on a thread of its own, unless its object is kept, then all into `target`."""
     package = Path(torch.__file__).parent
     folder = target.with_suffix(f".{os.getpid()}")
     folder.mkdir()
     try:
 
         def one(source: Path) -> str:
-            made = str(folder / f"{source.stem}.o")
-            _run(
-                [path, *_FLAGS, "-isystem", str(package / "include"), "-c", str(source), "-o", made]
-            )
-            return made
+            kept = target.parent / f"{source.stem}-{_key(path, [source])}.o"
+            if not kept.exists():
+                made, headers = str(folder / kept.name), str(package / "include")
+                _run([path, *_FLAGS, "-isystem", headers, "-c", str(source), "-o", made])
+                os.replace(made, kept)
+            return str(kept)
 
         with ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as threads:
             objects = list(threads.map(one, _sources()))

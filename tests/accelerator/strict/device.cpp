@@ -232,6 +232,9 @@ void note_wait(const std::string& what) {
 // What Python asks for.
 extern "C" {
 void strict_configure(int devices, int64_t device_bytes, int64_t pinned_bytes) {
+  strict::drain();
+  strict::allocator()->emptyCache();
+  strict::pinned_allocator()->empty_cache();
   strict::g_count = devices;
   strict::t_device = 0;
   strict::t_streams.fill(0);
@@ -249,8 +252,10 @@ void* strict_mark(int device, int stream) {
 void strict_reach(void* mark) {
   strict::linger();
   strict::reach(*static_cast<strict::Mark*>(mark));
-  delete static_cast<strict::Mark*>(mark);
 }
+void strict_forget(void* mark) { delete static_cast<strict::Mark*>(mark); }
+const void* strict_before(void* mark) { return strict::before(*static_cast<strict::Mark*>(mark)); }
+const void* strict_named(void* gate) { return static_cast<strict::Mark*>(gate)->get(); }
 void* strict_gate(int device, int stream) {
   auto* made = new strict::Mark(strict::gate());
   strict::wait(device, stream, *made);

@@ -1,28 +1,26 @@
 """What torch.distributed sends the device's tensors by: as NCCL does, harder where that lets an
-error pass.
+error pass. A ProcessGroup, for `init_process_group("strict")` and a DeviceMesh too.
 
 An operation is work of the group's own stream, behind what the caller's stream was given before.
-It copies what it reads into host memory, a thread of the group meets the other workers over gloo,
-and what it writes is copied back. A handle's `wait` has the current stream wait, not the host.
-Before each operation the workers compare what they are at: another order on one of them is an
-error that says both.
+It copies what it reads into host memory, a thread of the group meets the other workers over gloo
+(`meeting`), and what it writes is copied back. A handle's `wait` has the current stream wait, not
+the host. Another order on a worker, in one group or of two, is an error that says what each is at.
 """
 
 from __future__ import annotations
 
 import ctypes
-import queue
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Backend, ProcessGroup
 
-Deed = Callable[[list[Tensor]], None]  # what the thread does with host copies
-_SAID = 96  # bytes of an operation's words
+from strict.meeting import Deed, Job, Meeting
+
+_Ends = tuple[str, Tensor, int, int]  # "send" or "recv", what, the peer, a tag
 
 _library: Any = None
 
@@ -30,17 +28,16 @@ _library: Any = None
 def register(library: ctypes.CDLL) -> None:
     """Have torch.distributed find it for the device's tensors."""
     global _library
-    from torch.distributed import Backend
-
     _library = library
     if "strict" not in Backend.backend_list:
         Backend.register_backend("strict", Group, devices=["strict"])
 
 
-class Work:
+class Work(torch._C._distributed_c10d.Work):
     """An operation that is under way. It holds its tensors until somebody waited for it."""
 
     def __init__(self, group: Group, done: torch.Event, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
         self._group, self._done, self._tensors = group, done, list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -51,80 +48,125 @@ class Work:
         return True
 
 
-class Group:
-    """The operations of a backend that Outsize uses: contiguous tensors of the current device."""
+class Group(ProcessGroup):
+    """Contiguous tensors of the current device; of ProcessGroup what NCCL does natively."""
 
     supports_coalescing = True
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        from torch.distributed import ProcessGroupGloo
-
-        self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
-        self._rank, self._size = rank, size
+        super().__init__(rank, size)
         self.device = torch.device("strict", torch.accelerator.current_device_index())
         self._stream = torch.Stream(device=self.device)
-        self._batch: list[tuple[str, Tensor, int, int]] | None = None
-        self._faults: list[BaseException] = []
+        self._batch: list[_Ends] | None = None
+        self.store, self._meeting = store, Meeting(_library, store, rank, size, timeout)
         self.open = set[Work]()  # nobody has waited for them
-        self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]] | None]
-        self._jobs = queue.SimpleQueue()
-        weakref.finalize(self, self._jobs.put, None)
-        arguments = (self._jobs, self._faults)
-        threading.Thread(target=_carry, args=arguments, daemon=True).start()
 
     def size(self) -> int:
-        return self._size
+        return self._meeting.size
 
     def rank(self) -> int:
-        return self._rank
+        return self._meeting.rank
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "strict"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def check(self) -> None:
         """Raise what an operation has met."""
-        if self._faults:
-            raise RuntimeError(f"strict: {self._faults[0]}") from self._faults[0]
+        if fault := self._meeting.fault:
+            raise RuntimeError(f"strict: {fault}") from fault
 
     # -- operations -------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: Tensor, op: Any) -> Work:
+    def allreduce(self, tensors: Any, op: Any = None) -> Work:
+        all_of = _listed(tensors)
+        operation = torch.distributed.ReduceOp.SUM if op is None else getattr(op, "reduceOp", op)
+
+        def deed(gloo: Any, host: list[Tensor]) -> None:
+            for room in host:
+                gloo.allreduce(room, operation).wait()
+
+        return self._begin(f"allreduce {_forms(all_of)}", all_of, all_of, deed)
+
+    def broadcast(self, tensors: Any, root: Any) -> Work:
+        tensor, source = _listed(tensors)[0], getattr(root, "rootRank", root)
         return self._begin(
-            f"allreduce {_form(tensor)}",
-            [tensor],
-            [tensor],
-            lambda host: self._gloo.allreduce(host[0], op).wait(),
-        )
+            f"broadcast {_forms([tensor])} of {source}", [tensor], [tensor],
+            lambda gloo, host: gloo.broadcast(host[0], source).wait(),
+        )  # fmt: skip
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
-        return self._begin(
-            f"broadcast {_form(tensor)} of {root}",
-            [tensor],
-            [tensor],
-            lambda host: self._gloo.broadcast(host[0], root).wait(),
-        )
+    def all_gather_single(self, out: Tensor, mine: Tensor, options: Any = None) -> Work:
+        def gather(gloo: Any, host: list[Tensor]) -> None:
+            parts = list(host[1].view(self.size(), -1).unbind())
+            gloo.allgather([parts], [host[0].view(-1)]).wait()
 
-    def _allgather_base(self, out: Tensor, mine: Tensor, options: Any = None) -> Work:
-        def gather(host: list[Tensor]) -> None:
-            parts = list(host[1].view(self._size, -1).unbind())
-            self._gloo.allgather([parts], [host[0].view(-1)]).wait()
+        return self._begin(f"allgather {_forms([mine])}", [mine], [out], gather)
 
-        return self._begin(f"allgather {_form(mine)}", [mine], [out], gather)
+    def allgather(self, outs: list[list[Tensor]], mine: list[Tensor], options: Any = None) -> Work:
+        def gather(gloo: Any, host: list[Tensor]) -> None:
+            gloo.allgather([[x.view(-1) for x in host[1:]]], [host[0].view(-1)]).wait()
 
-    def _reduce_scatter_base(self, out: Tensor, flat: Tensor, options: Any = None) -> Work:
-        def scatter(host: list[Tensor]) -> None:
-            everything = list(host[0].new_empty(self._size, host[0].numel()).unbind())
-            self._gloo.allgather([everything], [host[0].view(-1)]).wait()
-            mine = [x.view(self._size, -1)[self._rank] for x in everything]
-            total = mine[0].clone()
-            for part in mine[1:]:
-                total += part
-            host[1].view(-1).copy_(total)
+        return self._begin(f"allgather {_forms(mine)}", mine[:1], outs[0], gather)
 
-        return self._begin(f"reduce_scatter {_form(flat)}", [flat], [out], scatter)
+    def reduce_scatter_single(self, out: Tensor, flat: Tensor, options: Any = None) -> Work:
+        def scatter(gloo: Any, host: list[Tensor]) -> None:
+            host[1].view(-1).copy_(_summed(gloo, host[0], self.size())[self.rank()])
+
+        return self._begin(f"reduce_scatter {_forms([flat])}", [flat], [out], scatter)
+
+    def all_to_all_single(
+        self, out: Tensor, flat: Tensor, had: list[int], sent: list[int], options: Any = None
+    ) -> Work:
+        ends = [x.split(sizes or len(x) // self.size()) for x, sizes in ((flat, sent), (out, had))]
+        return self.alltoall(ends[1], ends[0])
+
+    def alltoall(
+        self, outs: Sequence[Tensor], given: Sequence[Tensor], options: Any = None
+    ) -> Work:
+        def trade(gloo: Any, host: list[Tensor]) -> None:
+            sent, had = host[: len(given)], host[len(given) :]
+            had[self.rank()].copy_(sent[self.rank()])
+            others = [peer for peer in range(self.size()) if peer != self.rank()]
+            works = [gloo.recv([had[peer].view(-1)], peer, 0) for peer in others]
+            works += [gloo.send([sent[peer].view(-1)], peer, 0) for peer in others]
+            for work in works:
+                work.wait()
+
+        return self._begin("alltoall", list(given), list(outs), trade)
+
+    def barrier(self, options: Any = None) -> Work:
+        return self.allreduce(torch.zeros(1, device=self.device))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work | None:
         return self._message("send", tensors[0], peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work | None:
         return self._message("recv", tensors[0], peer, tag)
+
+    def all_gather_single_coalesced(
+        self, outs: Sequence[Tensor], mine: Sequence[Tensor], options: Any = None
+    ) -> Work:
+        return [self.all_gather_single(*pair) for pair in zip(outs, mine, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Sequence[Tensor], flats: Sequence[Tensor], options: Any = None
+    ) -> Work:
+        return [self.reduce_scatter_single(*pair) for pair in zip(outs, flats, strict=True)][-1]
+
+    # Names of PyTorch 2.12 and before.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    allreduce_coalesced = allreduce
+
+    # -- messages between two ---------------------------------------------------------------------
 
     def _message(self, name: str, tensor: Tensor, peer: int, tag: int) -> Work | None:
         self._mine(name, tensor)
@@ -134,22 +176,22 @@ class Group:
             return None
         return self._messages([message])
 
-    def _start_coalescing(self) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
         assert self._batch is None
         self._batch = []
 
-    def _end_coalescing(self) -> Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> Work:
         batch, self._batch = self._batch or [], None
         return self._messages(batch)
 
-    def _messages(self, batch: list[tuple[str, Tensor, int, int]]) -> Work:
+    def _messages(self, batch: list[_Ends]) -> Work:
         sent = [tensor for name, tensor, _, _ in batch if name == "send"]
         had = [tensor for name, tensor, _, _ in batch if name == "recv"]
 
-        def trade(host: list[Tensor]) -> None:
+        def trade(gloo: Any, host: list[Tensor]) -> None:
             places = {"send": iter(host[: len(sent)]), "recv": iter(host[len(sent) :])}
             works = [
-                getattr(self._gloo, name)([next(places[name]).view(-1)], peer, tag)
+                getattr(gloo, name)([next(places[name]).view(-1)], peer, tag)
                 for name, _, peer, tag in batch
             ]
             for work in works:
@@ -158,10 +200,10 @@ class Group:
         return self._begin("", sent, had, trade)
 
     def abort(self) -> None:
-        self._gloo.abort()
+        self._meeting.gloo.abort()
 
     def shutdown(self) -> None:
-        self._jobs.put(None)
+        self._meeting.end()
 
     # -- how one is carried out -------------------------------------------------------------------
 
@@ -185,8 +227,7 @@ class Group:
                 tensor.copy_(at[id(tensor)], non_blocking=True)
             done = torch.Event(self.device)
             done.record(self._stream)
-        gloo, size = self._gloo, self._size
-        self._jobs.put((mark, gate, lambda: _meet(gloo, size, said, deed, host)))
+        self._meeting.put(Job(said, deed, host, mark, gate))
         work = Work(self, done, (*reads, *writes))
         self.open.add(work)
         return work
@@ -200,41 +241,23 @@ class Group:
             raise RuntimeError(f"strict: {what} of a tensor that is not contiguous")
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {tensor.dtype}"
+def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _forms(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{x.numel()} {x.dtype}" for x in tensors)
 
 
 def _room(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _meet(gloo: Any, size: int, said: str, deed: Deed, host: list[Tensor]) -> None:
-    """In the group's thread: see that all are at the same operation, and carry it out."""
-    if said:
-        mine = torch.frombuffer(bytearray(said.encode()[:_SAID].ljust(_SAID)), dtype=torch.uint8)
-        words = list(torch.zeros(size, _SAID, dtype=torch.uint8).unbind())
-        gloo.allgather([words], [mine]).wait()
-        all_said = [bytes(x.tolist()).decode().rstrip() for x in words]
-        if len(set(all_said)) > 1:
-            raise RuntimeError(
-                "operations in another order: "
-                + ", ".join(f"rank {rank} is at {text}" for rank, text in enumerate(all_said))
-            )
-    deed(host)
-
-
-def _carry(
-    jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]] | None],
-    faults: list[BaseException],
-) -> None:
-    """The group's thread. After a fault nothing is sent, and what waits goes on: it reads NaN."""
-    while (job := jobs.get()) is not None:
-        mark, gate, deed = job
-        _library.strict_reach(mark)
-        try:
-            if not faults:
-                deed()
-        except BaseException as fault:  # it is raised where somebody waits
-            faults.append(fault)
-        _library.strict_open(gate)
-        del job, deed
+def _summed(gloo: Any, mine: Tensor, size: int) -> Tensor:
+    """Everybody's parts added in the order of ranks, a row each."""
+    everything = list(mine.new_empty(size, mine.numel()).unbind())
+    gloo.allgather([everything], [mine.view(-1)]).wait()
+    total = everything[0].view(size, -1).clone()
+    for part in everything[1:]:
+        total += part.view(size, -1)
+    return total

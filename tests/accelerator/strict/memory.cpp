@@ -562,6 +562,9 @@ void set_limits(int64_t device_bytes, int64_t pinned_bytes) {
 }
 
 void guard_window() {
+  struct sigaction now = {};
+  sigaction(SIGSEGV, nullptr, &now);
+  if (now.sa_sigaction == on_fault) return;
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;

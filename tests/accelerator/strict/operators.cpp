@@ -171,17 +171,9 @@ struct Key {
     if (value.isString()) return text += value.toStringRef(), add(static_cast<int64_t>(0));
     if (value.isDevice()) return add(static_cast<int64_t>(value.toDevice().type()));
     if (value.isGenerator()) return;
-    if (value.isIntList()) return add(at::IntArrayRef(value.toIntVector()));
-    if (value.isTensorList()) {
-      const auto all = value.toTensorVector();
-      add(static_cast<int64_t>(all.size()));
-      for (const Tensor& t : all) add(t);
-      return;
-    }
-    if (value.isOptionalTensorList()) {
-      const auto all = value.toOptionalTensorList();
-      add(static_cast<int64_t>(all.size()));
-      for (const std::optional<Tensor>& t : all) add(t ? *t : Tensor());
+    if (value.isList()) {
+      add(static_cast<int64_t>(value.toListRef().size()));
+      for (const IValue& each : value.toListRef()) add(each);
       return;
     }
     whole = false;
@@ -196,10 +188,32 @@ Key key_of(const Call& call) {
 }
 
 // Shape functions are Python's for many operators, and take longer than the kernels of small tensors.
+struct Known {
+  Stack given;
+  // Arguments that the results are written to, and have to grow: (which, sizes, strides).
+  std::vector<std::tuple<size_t, std::vector<int64_t>, std::vector<int64_t>>> grown;
+};
 std::mutex g_known_lock;
-std::unordered_map<std::string, Stack>& known() {
-  static auto* const only = new std::unordered_map<std::string, Stack>;
+std::unordered_map<std::string, Known>& known() {
+  static auto* const only = new std::unordered_map<std::string, Known>;
   return *only;
+}
+
+// Raises where there is no shape function, or what the CPU's kernel words better.
+Known learnt(const Call& call) {
+  Known made;
+  Stack stack = call.copied(
+      [](const Tensor& t) { return ours(t) ? without_bytes(t) : t; }, c10::DeviceType::Meta);
+  made.given = stack;
+  call.op.callBoxed(&made.given);
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    if (!call.writes(i) || !call.arguments[i].isTensor()) continue;
+    const Tensor& own = call.arguments[i].toTensor();
+    const Tensor& wanted = stack[i].toTensor();
+    if (ours(own) && own.sizes() != wanted.sizes())
+      made.grown.emplace_back(i, wanted.sizes().vec(), wanted.strides().vec());
+  }
+  return made;
 }
 
 // What the operator gives, without bytes; none where only running it tells.
@@ -211,35 +225,31 @@ std::optional<Stack> shapes(const Call& call) {
   if (call.name == "aten::index.Tensor_out") // its caller has made room; a mask has no shape here
     return Stack{call.arguments.back()};
   const Key key = key_of(call);
+  Known found;
+  bool is_known = false;
   if (key.whole) {
     std::lock_guard<std::mutex> lock(g_known_lock);
-    const auto found = known().find(key.text);
-    if (found != known().end()) return found->second;
+    const auto at = known().find(key.text);
+    is_known = at != known().end();
+    if (is_known) found = at->second;
   }
-  try {
-    bool grown = false;
-    Stack stack = call.copied(
-        [](const Tensor& t) { return ours(t) ? without_bytes(t) : t; }, c10::DeviceType::Meta);
-    Stack given = stack;
-    call.op.callBoxed(&given);
-    for (size_t i = 0; i < call.arguments.size(); ++i) { // results that the caller's must grow to
-      if (!call.writes(i) || !call.arguments[i].isTensor()) continue;
-      const Tensor& own = call.arguments[i].toTensor();
-      const Tensor& wanted = stack[i].toTensor();
-      if (ours(own) && own.sizes() != wanted.sizes()) {
-        grown = true;
-        own.resize_(wanted.sizes());
-        own.unsafeGetTensorImpl()->set_sizes_and_strides(wanted.sizes(), wanted.strides());
-      }
+  if (!is_known) {
+    try {
+      found = learnt(call);
+    } catch (const std::exception&) {
+      return std::nullopt;
     }
-    if (key.whole && !grown) {
+    if (key.whole) {
       std::lock_guard<std::mutex> lock(g_known_lock);
-      known()[key.text] = given;
+      known()[key.text] = found;
     }
-    return given;
-  } catch (const std::exception&) { // no shape function, or an error that the CPU's kernel words
-    return std::nullopt;
   }
+  for (const auto& [i, sizes, strides] : found.grown) {
+    const Tensor& own = call.arguments[i].toTensor();
+    own.resize_(sizes);
+    own.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  }
+  return found.given;
 }
 
 // The operator draws: with a copy of the generator as it is now, which then goes on by as much.
@@ -529,8 +539,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
-  // Composed of other operators by default, in another order of sums than the CPU's kernels.
-  for (const char* name : {"native_layer_norm", "native_layer_norm_backward"})
+  // Composed of other operators by default, in another order of sums than the CPU's kernels, or
+  // handed to a device's own convolutions.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "convolution",
+                           "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&strict::run>());
   m.impl("_copy_from", &strict::copy_from);
   m.impl("_copy_from_and_resize", &strict::copy_from_and_resize);

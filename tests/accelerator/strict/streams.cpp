@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
@@ -10,6 +11,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -51,11 +53,20 @@ struct State {
   uint64_t draws = 0;
   uint64_t changes = 0; // what may let a request go on that was stopped
   int64_t run = 0;
-  bool runner = false;
+  bool served = false; // some thread runs pieces
 };
 
+void before_fork();
+void in_parent();
+void in_child();
+const c10::impl::LocalDispatchKeySet& plain_keys();
+
 State& state() {
-  static State* const only = new State; // lives until the process ends: tensors may outlive it
+  static State* const only = [] { // lives until the process ends: tensors may outlive it
+    plain_keys();
+    pthread_atfork(before_fork, in_parent, in_child);
+    return new State;
+  }();
   return *only;
 }
 
@@ -94,14 +105,14 @@ Queue* demanded(State& s, const Mark& target) {
   }
 }
 
-// Whether a gate stands before `target`, so that only the host can let it be reached.
-bool behind_gate(State& s, const Mark& target) {
+// The gate that stands before `target`, so that only the host can let it be reached.
+const Point* gate_before(State& s, const Mark& target) {
   for (Mark at = target; !at->done; at = queue(s, at->device, at->stream).front().awaited) {
-    if (at->gate) return true;
+    if (at->gate) return at.get();
     const Queue& q = queue(s, at->device, at->stream);
-    if (q.empty() || !q.front().awaited) return false;
+    if (q.empty() || !q.front().awaited) return nullptr;
   }
-  return false;
+  return nullptr;
 }
 
 Queue* pick(State& s, const Request& request) {
@@ -148,18 +159,27 @@ void serve(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
   }
 }
 
-void run_forever() {
-  State& s = state();
-  std::unique_lock<std::mutex> lock(s.mutex);
+// What threads know of dispatch that have entered nothing: pieces must not see what their caller is in.
+const c10::impl::LocalDispatchKeySet& plain_keys() {
+  static const auto only = [] {
+    std::optional<c10::impl::LocalDispatchKeySet> keys;
+    std::thread([&] { keys = c10::impl::tls_local_dispatch_key_set(); }).join();
+    return *keys;
+  }();
+  return only;
+}
+
+// Serve the first request, and those after it, until `mine` is over.
+void serve_until(State& s, std::unique_lock<std::mutex>& lock, const Request& mine) {
+  const c10::impl::ForceDispatchKeyGuard plain(plain_keys());
   size_t stopped = 0; // requests in a row, none of which could go on
   uint64_t seen = 0;  // changes before the first of them
-  while (true) {
-    s.changed.wait(lock, [&] { return !s.requests.empty(); });
+  while (!mine.over) {
     Request* const first = s.requests.front();
     if (stopped == 0) seen = s.changes;
     serve(s, lock, *first);
     s.requests.pop_front();
-    if (first->target && !over(*first) && behind_gate(s, first->target)) {
+    if (first->target && !over(*first) && gate_before(s, first->target) != nullptr) {
       s.requests.push_back(first); // others may be served meanwhile
       if (++stopped >= s.requests.size()) {
         s.changed.wait(lock, [&] { return s.changes != seen; });
@@ -169,7 +189,7 @@ void run_forever() {
     }
     stopped = 0;
     first->over = true;
-    s.changed.notify_all();
+    if (first != &mine) s.changed.notify_all();
   }
 }
 
@@ -177,27 +197,27 @@ void before_fork() { state().mutex.lock(); }
 void in_parent() { state().mutex.unlock(); }
 void in_child() { // has none of the threads; its queues are copies of the parent's
   State& s = state();
-  s.runner = false;
+  s.served = false;
   s.requests.clear();
   new (&s.changed) std::condition_variable;
   s.mutex.unlock();
 }
 
-void begin(State& s) { // with the lock held
-  static const int registered = pthread_atfork(before_fork, in_parent, in_child);
-  (void)registered;
-  if (!s.runner) {
-    s.runner = true;
-    std::thread(run_forever).detach();
-  }
-}
-
+// With the lock held: until the request is met, in this thread or in one that serves already.
 void ask_for(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
-  begin(s);
   s.requests.push_back(&request);
   ++s.changes;
-  s.changed.notify_all();
-  s.changed.wait(lock, [&] { return request.over; });
+  if (s.served) s.changed.notify_all();
+  while (!request.over) {
+    if (s.served) {
+      s.changed.wait(lock);
+      continue;
+    }
+    s.served = true;
+    serve_until(s, lock, request);
+    s.served = false;
+    s.changed.notify_all();
+  }
 }
 
 void put(int device, int stream, Piece piece) {
@@ -288,6 +308,12 @@ void open(const Mark& gate) {
   s.changed.notify_all();
 }
 
+const Point* before(const Mark& mark) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return gate_before(s, mark);
+}
+
 void linger() {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
@@ -349,6 +375,24 @@ void finish_device(int device) {
     count = s.queues.at(device).size();
   }
   for (size_t i = 0; i < count; ++i) finish_stream(device, static_cast<int>(i));
+}
+
+void drain() {
+  std::vector<Mark> ends;
+  {
+    State& s = state();
+    std::lock_guard<std::mutex> lock(s.mutex);
+    for (int device = 0; device < kMostDevices; ++device)
+      for (size_t i = 0; i < s.queues[device].size(); ++i)
+        if (!s.queues[device][i].empty()) {
+          ends.push_back(std::make_shared<Point>(Point{device, static_cast<int>(i)}));
+          s.queues[device][i].push_back({nullptr, nullptr, ends.back()});
+        }
+  }
+  for (const Mark& end : ends) reach(end);
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.fault = nullptr;
 }
 
 int64_t pieces_run() {

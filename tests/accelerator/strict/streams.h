@@ -1,6 +1,6 @@
 // Streams of the device: queues of pieces of work, and the order in which pieces of different
-// streams run, which is drawn from a seed. One thread runs them all, so an order is the same every
-// time; the host is as far ahead as the order lets it be.
+// streams run, which is drawn from a seed. One piece runs at a time, in a thread of the host that
+// waits for one, so an order is the same every time; the host is as far ahead as the order lets it be.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +49,8 @@ void open(const Mark& gate);
 // Hold back a thread that stands for a part of the device: until the host has handed out some more
 // work or waits for some, and no longer than a moment, since it may wait for another process.
 void linger();
+// The gate before which work stands that `mark` waits for; null where there is none.
+const Point* before(const Mark& mark);
 // As finish, and neither raises nor counts: for threads that stand for a part of the device.
 void reach(const Mark& mark);
 
@@ -59,6 +61,8 @@ bool ask(const Mark& mark);
 void finish(const Mark& mark);
 void finish_stream(int device, int stream);
 void finish_device(int device);
+// All that was given runs; what it raises is forgotten.
+void drain();
 
 // The count of pieces that have run, and of those that wait to run.
 int64_t pieces_run();

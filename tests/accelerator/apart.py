@@ -1,0 +1,131 @@
+"""Processes in which the tests of this folder run: forked from a server that only imports.
+
+A process that has a device has threads of autograd's for it, and the device must be there before
+the first backward pass. Pytest's own process has run such passes, and workers of other tests are
+forked from it. So one process beside it runs test after test: it learns once what an operator's
+results look like. A test that forks workers which train is marked `fresh`: it has a process of its
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+STRICT = "strict"
+SECONDS = 600  # of a test that takes one or two, all orders a minute: longer is a deadlock
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["imported"])  # the file beside this one
+
+
+@dataclass(frozen=True)
+class Task:
+    """A test: a function of a file, its arguments, the environment of pytest's process."""
+
+    path: str
+    name: str
+    arguments: Mapping[str, Any]
+    variables: Mapping[str, str]
+
+
+class Apart:
+    """A process that runs tests, one after another, until one of them fails or leaves something on
+    the device; the next test has a new one then. on: the kind of device. cache: see `strict`."""
+
+    def __init__(self, on: str, cache: Path) -> None:
+        self._on, self._cache = on, cache
+        self._here: Connection | None = None
+        self._child: Any = None
+
+    def run(self, task: Task, fresh: bool) -> str:
+        """The traceback of a test, or "". fresh: in a process that has computed nothing."""
+        if fresh or self._here is None:
+            self.close()
+            self._begin()
+        assert self._here is not None
+        self._here.send(task)
+        try:
+            if self._here.poll(SECONDS):
+                text, clean = self._here.recv()
+            else:
+                text, clean = f"the test hung for {SECONDS} seconds", False
+        except EOFError:
+            text, clean = "the test's process ended in its midst", False
+        if fresh or text or not clean:
+            self.close()
+        return str(text)
+
+    def _begin(self) -> None:
+        self._here, there = PROCESSES.Pipe()
+        self._child = PROCESSES.Process(target=_serve, args=(self._on, self._cache, there))
+        self._child.start()
+        there.close()
+
+    def close(self) -> None:
+        """End the process; what is on its device is not waited for."""
+        if self._here is not None:
+            with contextlib.suppress(ProcessLookupError):  # those that it forked go with it
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.kill()
+            self._child.join()
+            self._here.close()
+        self._here = None
+
+
+def _serve(on: str, cache: Path, there: Connection) -> None:
+    """Of the process: run what comes, until the other end closes."""
+    os.setsid()
+    os.environ["STRICT_CACHE"] = str(cache)
+    importlib.import_module("imported")
+    if on == STRICT:  # before the first backward pass, on the CPU too
+        importlib.import_module("strict").load()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        while True:
+            task = there.recv()
+            os.environ.update(task.variables)
+            text = _run(task, files)
+            there.send((text, not text and _clean(on)))
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _run(task: Task, files: dict[str, dict[str, Any]]) -> str:
+    os.chdir(tempfile.gettempdir())
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    try:
+        if task.path not in files:
+            files[task.path] = runpy.run_path(task.path)
+        files[task.path][task.name](**task.arguments)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def _clean(on: str) -> bool:
+    """Whether nothing is left on the devices."""
+    gc.collect()
+    if on != STRICT:
+        return True
+    accelerator = torch.accelerator
+    return not any(accelerator.memory_allocated(i) for i in range(accelerator.device_count()))
