@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from outsize.decode import samplers
-from outsize.decode.samplers import Sampling, probabilities
+from outsize.decode.samplers import Sampling, drawn, probabilities
 from outsize.errors import OutsizeError
 
 
@@ -130,3 +130,13 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
 def test_values_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(OutsizeError, match=f"^{field} is {value}; expected"):
         Sampling(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.5, 2, 0.9, seed=3)])
+def test_the_log_probability_is_the_models_whatever_is_drawn_from(sampling):
+    logits = torch.tensor([0.3, 2.0, -1.0, 1.5])
+    one = drawn(logits, sampling, 4, scored=True)
+    expected = torch.log(logits.double().exp() / logits.double().exp().sum())
+    assert one.token == sampling(logits, 4)
+    assert one.logprob == pytest.approx(float(expected[one.token]), rel=1e-12)
+    assert math.isnan(drawn(logits, sampling, 4, scored=False).logprob)

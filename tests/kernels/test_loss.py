@@ -104,6 +104,16 @@ def test_terms_of_the_loss(terms, scale, softcap, dtype):
         assert close(chunked_loss(h, weight, vector, Targets(targets), head), bare, limit)
 
 
+def test_half_precision_is_widened_where_the_fused_pass_does_not_serve():
+    """The product is rounded; what is made of it is in float32, where it would be 4e-3 off."""
+    h, weight, _, targets = subject(torch.bfloat16, bias=False)
+    logits = (h @ weight.t()).detach().double() * 0.3
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1) * FACTOR
+    head = Head(FACTOR, 5, Sums(weight, dtype=torch.float32), 0.3, None, LossOptions(0.1))
+    loss = chunked_loss(h, weight, None, Targets(targets), head)
+    assert loss.dtype == torch.float32 and close(loss.detach(), expected, 1e-5)
+
+
 @pytest.mark.parametrize("terms", [LossOptions(), *TERMS])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, 2.0)])
 @pytest.mark.parametrize("large", [1.0, 1e4])

@@ -14,6 +14,7 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.memory import Ledger
 from outsize.models.build import build
+from outsize.models.random import uniform
 from outsize.optim import AdamW
 from outsize.plan import Rest
 from outsize.plan.plan import per_segment
@@ -168,6 +169,20 @@ def test_every_layer_has_its_turn_before_any_has_a_second():
     assert other.frozen() == freezing.frozen()
     with pytest.raises(OutsizeError, match="distances of layers are not numbers"):
         other.recall({"freezing": {"prologue.tokens.weight": "far"}})
+
+
+def test_the_seed_says_who_has_its_first_turn():
+    """Distances nobody has measured yet are drawn from the recipe's seed."""
+    first = []
+    for seed in (0, 1, 7):
+        model, plan = build(config_of("llama"), seed=1, dtype=torch.float64), plan_of()
+        job = Job(NativeFlow(model, plan), plan, recipe_of(seed=seed))
+        own = job.method.distances
+        drawn = uniform(seed, "freezing", 0, len(own))
+        assert list(own.values()) == [UNKNOWN * (1 + float(u)) for u in drawn]
+        first.append(job.method.frozen())
+        job.close()
+    assert len(set(first)) == 3
 
 
 def test_changes_of_weights_that_are_zero():

@@ -19,6 +19,7 @@ from outsize.kernels.entropy import LossOptions
 from outsize.models.build import build
 from outsize.models.dropout import Noise
 from outsize.models.families import parse
+from outsize.models.random import uniform
 from outsize.optim import SGD, AdamW, Muon
 from outsize.verify import plain
 from outsize.verify.naive import NativeLoss
@@ -174,6 +175,22 @@ def foretold(home: Home, v: dict) -> list[dict[str, float]]:
         if i in every:
             records.append({"step": i, "validation_loss": every[i]})
     return records
+
+
+def sampled(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """The sample of a run in bytes, by the whole text through the model for each token."""
+    decoder, ids = hub.load(model, torch.float64), [256, *prompt.encode()]
+    with torch.no_grad():
+        for index in range(tokens):
+            scores = decoder(torch.tensor([ids]))[0, -1]
+            token = int(scores.argmax())
+            if temperature:
+                total = (scores / temperature).softmax(-1).cumsum(0)
+                token = int((total <= uniform(seed, "sample", index, index + 1)[0]).sum())
+            if token == 256:
+                break
+            ids.append(token)
+    return bytes(ids[1:]).decode("utf-8", "replace")
 
 
 def flat(records) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_run import Home, apart, flat, foretold, spelled
+from plain_run import Home, apart, flat, foretold, sampled, spelled
 
 import outsize.search.request as requests
 from outsize.data import open_data
@@ -72,7 +72,8 @@ RUNS = {
         {"optimizer.name": "muon", "model.weights": "stored", "train.clip": None,
          "learning_rate.shape": "constant"},
         {"muon.momentum": 0.5, "optimizer.betas": [0.7, 0.9]},
-        {"sample.tokens": 0, "plan.microbatch_rows": 3, "plan.loss_chunk": 5, "plan.mlp_tile": 0,
+        {"sample.tokens": 9, "sample.prompt": "def", "sample.temperature": 0.8,
+         "plan.microbatch_rows": 3, "plan.loss_chunk": 5, "plan.mlp_tile": 0,
          "plan.recompute": []},
     ),
 }  # fmt: skip
@@ -130,6 +131,11 @@ def test_a_run_has_the_numbers_that_its_keys_say(home, train, name):
         more = {"train.batch_tokens": ROWS * 8} if key == "train.sequence" else {}
         other = flat(foretold(home, values | {key: value} | more))
         assert apart(other, expected), f"{key}: the numbers do not follow from it"
+    if same["sample.tokens"]:
+        last = home.home / name / f"step-{values['train.steps']:08d}"
+        said = (same[f"sample.{key}"] for key in ("prompt", "tokens", "temperature"))
+        expected = sampled(last, *said, values["train.seed"])
+        assert (home.home / name / "sample.txt").read_text() == expected
     for key, value in same.items():  # what is said of a plan is in the plan
         field = key.removeprefix("plan.")
         if field == "recompute":
