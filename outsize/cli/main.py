@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from outsize.cli.convert import convert
 from outsize.cli.generate import generate
 from outsize.cli.keys import keys
 from outsize.cli.plan import plan
@@ -49,5 +50,5 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (train, generate, plan, keys, schedule, trace, verify):
+for command in (train, generate, convert, plan, keys, schedule, trace, verify):
     main.add_command(command)

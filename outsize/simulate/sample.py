@@ -30,12 +30,17 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
 
     split: weights' gradients may come apart from their inputs'. Then the first layer is apart: its
     input goes with them, while that of any other is the output of the layer before, which has it.
+    Where some layers alone are wired otherwise, which they are goes by their places: all are there.
     """
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
     alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
     firsts = {alike.index(sort) for sort in set(alike)} if config.adapter is not None else set()
     firsts |= {0} if split else set()
-    sorts = [(*sort, i in firsts) for i, sort in enumerate(alike)]
+    wiring, places = config.wiring, range(len(alike))
+    if wiring is not None and len({wiring.width(i, 1) for i in places}) > 1:
+        sorts = [(*sort, i) for i, sort in enumerate(alike)]
+    else:
+        sorts = [(*sort, int(i in firsts)) for i, sort in enumerate(alike)]
     kinds = list(dict.fromkeys(sorts))
     ways = (how[0], *(way for _, way, _ in kinds), how[plan.segments - 1])
     stages = tuple(replace(way, first=i, last=i + 1) for i, way in enumerate(ways))
