@@ -156,7 +156,7 @@ SETS = {
         " plan.approximate",
     ),
     "a loss of each group": (
-        "pipeline=2", ["plan.approximate=[local-learning]"], "local-learning, which runs on one",
+        "pipeline=2", ["plan.approximate=[local-learning]"], "one worker would work at a time",
     ),
     "chunks and weight gradients apart": (
         "pipeline=2", ["plan.pipeline=zb-h1", "plan.sequence_chunk=64"],
