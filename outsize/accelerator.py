@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.errors import OutsizeError
-from outsize.torch_private import FakeTensor, disable_current_modes
+from outsize.errors import OutsizeError, counted
+from outsize.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_leaves,
+)
 
 ALIGN = 4096  # bytes: of pinned memory's beginning
 
@@ -56,15 +61,42 @@ def named(device: torch.device | str | None) -> torch.device:
     return find(wanted.type)
 
 
+def take(name: str | None, index: int, workers: int) -> str:
+    """The kind of device (as `find` has it) of one of the workers of this machine, which has that
+    of its number to itself from now on. OutsizeError where there are fewer than workers."""
+    kind = find(name).type
+    if kind == "cpu":
+        return kind
+    if (count := torch.accelerator.device_count()) < workers:
+        raise OutsizeError(
+            f"device is {kind!r}, and {workers} workers share {counted(count, 'device')} of that"
+            " kind; expected one each: start fewer, or set device=cpu"
+        )
+    torch.accelerator.set_device_index(index)
+    return kind
+
+
+def apart(device: torch.device) -> bool:
+    """Whether a device's memory is not the host's, so that batches are copied there."""
+    return device.type != "cpu"
+
+
 def queues(device: torch.device) -> bool:
     """Whether a device has streams, so that the host runs ahead of it."""
     return device.type not in ("cpu", "meta")
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16, as far as its module in PyTorch says."""
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies and adds numbers of a type: its module in PyTorch is asked about
+    bfloat16, which some imitate, and the device itself about any other."""
     asked = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    return not queues(device) or asked is None or bool(asked())
+    if not queues(device) or (dtype is torch.bfloat16 and asked is not None):
+        return not queues(device) or bool(asked and asked())
+    try:
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        return bool(torch.addmm(one, one, one).item() == 2)
+    except (RuntimeError, TypeError):  # what PyTorch says of a type that is not there
+        return False
 
 
 # -- streams --------------------------------------------------------------------------------------
@@ -101,12 +133,30 @@ def settle(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def keep(tensors: Iterable[Tensor]) -> None:
-    """Have memory that was made for another stream wait for the calling thread's before somebody
-    else gets it."""
+class Keeping(TorchDispatchMode):
+    """What the calling thread makes while this is on goes to a stream of another thread: memory
+    that it lets go waits for that stream before somebody else gets it."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        keep((x for x in tree_leaves(result) if isinstance(x, Tensor)), self._stream)
+        return result
+
+
+def keep(tensors: Iterable[Tensor], stream: torch.Stream) -> None:
+    """Have memory that was made for another stream wait for this one before somebody gets it."""
     for x in tensors:
         if queues(x.device):
-            x.record_stream(torch.accelerator.current_stream(x.device))
+            x.record_stream(stream)
+
+
+def keeping(device: torch.device) -> AbstractContextManager[Any]:
+    """For a thread beside this one: what it makes is kept for what this one computes."""
+    return Keeping(torch.accelerator.current_stream(device)) if queues(device) else nullcontext()
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -127,10 +177,16 @@ def registers() -> bool:
     return there() == "cuda"
 
 
-def pinned(nbytes: int) -> Tensor:
+def pinned(nbytes: int, what: str) -> Tensor:
     """Page-locked host memory for copies beside the computation: 1-D uint8, zero, from a multiple
-    of ALIGN on. The runtime's own allocator may round it up."""
-    room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
+    of ALIGN on. The runtime's own allocator may round it up.
+
+    what: it is, for OutsizeError where there is not as much.
+    """
+    try:
+        room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # of each runtime its own, MemoryError's kin among them
+        raise _unlocked(what, nbytes, str(error).partition("\n")[0]) from error
     start = -room.data_ptr() % ALIGN
     return room[start : start + nbytes].zero_()
 
@@ -149,6 +205,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return pin(tensor).to(device, non_blocking=True)
 
 
+def _unlocked(what: str, nbytes: int, why: str) -> OutsizeError:
+    return OutsizeError(
+        f"{what}: {nbytes:,} bytes cannot be page-locked ({why}); raise `ulimit -l`, plan with less"
+        " host memory, or let states rest on a disk"
+    )
+
+
 def registered(buffer: Tensor, what: str) -> Tensor:
     """The same host bytes (1-D uint8), page-locked for as long as they live.
 
@@ -158,10 +221,7 @@ def registered(buffer: Tensor, what: str) -> Tensor:
     address = buffer.data_ptr()
     code = int(runtime.cudaHostRegister(address, max(buffer.nbytes, 1), 0))
     if code != 0:
-        raise OutsizeError(
-            f"{what}: {buffer.nbytes:,} bytes cannot be page-locked (CUDA error {code}); raise"
-            " `ulimit -l` or plan with less host memory"
-        )
+        raise _unlocked(what, buffer.nbytes, f"CUDA error {code}")
     # The array dies before the mapping under it: it is unregistered while the bytes are there.
     array = buffer.numpy()
     weakref.finalize(array, runtime.cudaHostUnregister, address)

@@ -42,6 +42,7 @@ _NOT_OF_RUNS = (
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a run's key.")
 @click.option("--steps", type=click.IntRange(1), help="3; of --run: those it made, 20 at most.")
 @click.option("--resume", is_flag=True, help="Go on from saved states before the last step.")
+@click.option("--device", default="auto", metavar="KIND", help="Of the plan: auto, cpu, cuda, ...")
 @click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
 @click.option("--run", type=click.Path(path_type=Path), help="Replay the run of a directory.")
 @click.option("--from", "start", type=click.IntRange(0), help="Of --run: begin at a checkpoint.")
@@ -61,6 +62,7 @@ def verify(
     sets: tuple[str, ...],
     steps: int | None,
     resume: bool,
+    device: str,
     processes: bool,
     run: Path | None,
     start: int | None,
@@ -88,7 +90,7 @@ def verify(
         refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     else:
         refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
-        asked = Asked(count, seed, workers or DRAWN_WORKERS, precision, processes)
+        asked = Asked(count, seed, workers or DRAWN_WORKERS, precision, processes, device)
         ctx.exit(_random(asked, as_json, console()))
     if zero is not None and shards is not None:
         raise OutsizeError(
@@ -99,7 +101,8 @@ def verify(
         "workers": workers, "mesh": mesh, "plan.zero": cut,
         "plan.sequence_parallel": sequence_parallel or None,
     }  # fmt: skip
-    verdict = _verdict(wanted(target, (*sets, *as_sets(places)), steps or STEPS, resume), processes)
+    given = (*sets, *as_sets(places))
+    verdict = _verdict(wanted(target, given, steps or STEPS, resume, device), processes)
     if isinstance(verdict, int):
         ctx.exit(verdict)
     _print(verdict, as_json, console())
@@ -125,7 +128,7 @@ def _verdict(wanted: Wanted, processes: bool) -> Verdict | int:
     from outsize.verify.workers import in_processes
 
     if processes and wanted.mesh.size > 1:
-        return in_processes(wanted.mesh, lambda: case_of(wanted))
+        return in_processes(wanted.mesh, lambda: case_of(wanted), device=wanted.device)
     case = case_of(wanted)
     torch.set_num_threads(1)  # workers share the cores as threads
     return threads(case)
@@ -170,6 +173,7 @@ class Asked:
     workers: int
     precision: str | None
     processes: bool
+    device: str
 
 
 def _random(asked: Asked, as_json: bool, out: Console) -> int:
@@ -186,7 +190,8 @@ def _random(asked: Asked, as_json: bool, out: Console) -> int:
     found = []
     seeds = range(asked.seed, asked.seed + asked.count)
     with out.status("", spinner_style="dim") as status:
-        for one in many.outcomes(seeds, workers, judge if processes else None, precision):
+        judged_by = judge if processes else None
+        for one in many.outcomes(seeds, workers, judged_by, precision, asked.device):
             found.append(one)
             status.update(f"{len(found)} of {asked.count} draws")
             if not one.holds and not as_json:

@@ -8,9 +8,7 @@ so nothing but tensors travels.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from outsize import accelerator
 from outsize.collectives.collective import Collective
+from outsize.collectives.courier import Courier, Flight
 from outsize.errors import OutsizeError
 
 MessageKey = tuple[Hashable, ...]
@@ -54,55 +53,34 @@ class Sender:
     first. name: of its thread. known: by key, what its messages are like."""
 
     def __init__(self, pair: Collective, device: torch.device, name: str) -> None:
-        self._pair, self._device, self._name = pair, device, name
+        self._pair, self._device = pair, device
         self.known: dict[MessageKey, tuple[Form, ...]] = {}
-        self._free = threading.Semaphore(LIMIT)
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None]
-        self._queue = queue.SimpleQueue()
+        self._courier = Courier(LIMIT, name)
         self._fault: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
-    def send(self, key: MessageKey, tensors: Sequence[Tensor]) -> threading.Event:
-        """Send tensors, which are left alone until the event that this gives is set. Waits while
-        LIMIT messages are under way. key: what messages of the same forms have in common."""
-        self._free.acquire()
+    def send(self, key: MessageKey, tensors: Sequence[Tensor]) -> Flight:
+        """Send tensors, which are left alone until what this gives is over. Waits while LIMIT
+        messages are under way. key: what messages of the same forms have in common."""
         self.check()
-        forms, fresh, gone = tuple(map(form_of, tensors)), key not in self.known, threading.Event()
+        forms, fresh = tuple(map(form_of, tensors)), key not in self.known
         known = self.known.setdefault(key, forms)
         if known != forms:
             raise OutsizeError(f"message {key}: its tensors are {forms}; they were {known} before")
-        if self._thread is None:
-            stream = accelerator.stream(self._device)
-            self._thread = threading.Thread(
-                target=self._run, args=(stream,), daemon=True, name=self._name
-            )
-            self._thread.start()
-        made = accelerator.mark(self._device)
 
         def leave() -> None:
-            accelerator.follow(made, self._device)
-            if fresh:
-                self._pair.broadcast(_header(forms).to(self._device), 0)
-            for tensor in tensors:
-                if tensor.numel():
-                    self._pair.broadcast(tensor.contiguous(), 0)
-            accelerator.settle(self._device)
+            self.check()
+            try:
+                if fresh:
+                    self._pair.broadcast(_header(forms).to(self._device), 0)
+                for tensor in tensors:
+                    if tensor.numel():
+                        self._pair.broadcast(tensor.contiguous(), 0)
+                accelerator.settle(self._device)
+            except BaseException as fault:  # raised where the next message is sent, too
+                self._fault = fault
+                raise
 
-        self._queue.put((leave, gone))
-        return gone
-
-    def _run(self, stream: torch.Stream | None) -> None:
-        with torch.no_grad(), accelerator.on(stream):
-            while (work := self._queue.get()) is not None:
-                leave, gone = work
-                try:
-                    if self._fault is None:
-                        leave()
-                except BaseException as fault:  # raised where the next message is sent
-                    self._fault = fault
-                del work, leave  # and with them the tensors
-                gone.set()
-                self._free.release()
+        return self._courier.send(leave, self._device)
 
     def check(self) -> None:
         """Raise what went wrong with a message."""
@@ -111,10 +89,7 @@ class Sender:
 
     def close(self) -> None:
         """End the thread once everything has left; raises what went wrong in it."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        self._courier.close()
         self.check()
 
 

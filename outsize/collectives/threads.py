@@ -4,7 +4,8 @@
 
 Sums are taken in the order of the ranks, so their bits are the same everywhere. A worker that
 raises ends the others' waiting, and `play` raises its error. For proofs, not for speed: what is
-said to others is copied, and Python runs one thread at a time.
+said to others is copied, and Python runs one thread at a time. On accelerators each has one of its
+own, since the backward passes of one are one thread's.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.collectives.collective import (
     DONE,
     AllGather,
@@ -71,10 +73,37 @@ class Threads(Collective):
         """Over when this returns. Workers that ask for different things are at fault."""
         self.calls.append((call.name, _whole(call)))
         self.count(call)
-        heard = self._meeting.exchange(self.rank, call, lambda calls: _heard(calls, self.rank))
+        said = call, _mark(call.device)
+        heard, late = self._meeting.exchange(self.rank, said, partial(_behind, self.rank))
+        if late:  # nobody writes what others have still to read
+            follow = partial(_follow, call.device)
+            self._meeting.exchange(self.rank, _mark(call.device), follow)
         for part, place in zip(heard, _places(call), strict=True):
             place.copy_(part)
         return DONE
+
+
+def _mark(device: torch.device | None) -> torch.Event | None:
+    return None if device is None else accelerator.mark(device)
+
+
+def _follow(device: torch.device | None, marks: Sequence[torch.Event | None]) -> None:
+    if device is not None and accelerator.queues(device):
+        for mark in marks:
+            accelerator.follow(mark, device)
+
+
+def _behind(
+    rank: int, said: Sequence[tuple[Call, torch.Event | None]]
+) -> tuple[list[Tensor], bool]:
+    """What a worker has of what all say; and whether that is on its way, as on accelerators."""
+    calls, marks = [call for call, _ in said], [mark for _, mark in said]
+    own = calls[rank].device
+    if not any(marks) or own is None:
+        return _heard(calls, rank), False
+    for call in calls:
+        _follow(call.device, marks)
+    return _heard([call.mapped(lambda x: x.to(own)) for call in calls], rank), True
 
 
 def _heard(calls: Sequence[Any], rank: int) -> list[Tensor]:

@@ -136,6 +136,11 @@ class Device:
             _unit(f"device {self.name}: peak {dtype}", rate, "FLOP/s")
 
     @property
+    def apart(self) -> bool:
+        """Whether its memory is not the host's."""
+        return self.kind != "cpu"
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of one device that a plan may count on: the visible ones, else the lower end."""
         return int((self.visible or self.memory).value)

@@ -12,7 +12,7 @@ def shared(hardware: Hardware, workers: int) -> Hardware:
     """What each of `workers` on one machine has of its processor: as much of everything. Where they
     are more than its cores, calls take longer too."""
     device = hardware.devices[0]
-    if workers == 1 or device.kind != "cpu":
+    if workers == 1 or device.apart:
         return hardware
     part = 1.0 / workers
     mine = replace(

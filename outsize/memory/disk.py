@@ -54,7 +54,12 @@ class DiskStore:
     """
 
     def __init__(
-        self, name: str, directories: Sequence[Path], capacity: int, buffers: int | None = None
+        self,
+        name: str,
+        directories: Sequence[Path],
+        capacity: int,
+        buffers: int | None = None,
+        pinned: bool = False,
     ) -> None:
         assert directories, "a tier on disk needs a folder"
         self.name, self._counts = name, Counts(name, capacity)
@@ -69,7 +74,7 @@ class DiskStore:
             expect(self._files, self._stripes, rounded(capacity))
             self._threads = THREADS * len(directories)
             self.bytes_held = (buffers or self._threads) * OPERATION
-            staging = pool(self.bytes_held, bool(accelerator.there()))
+            staging = pool(self.bytes_held, pinned, f"tier {name!r}")
         except BaseException:
             self._let_go()
             raise

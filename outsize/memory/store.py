@@ -120,7 +120,7 @@ def check_span(place: Place, tensor: Tensor, at: int) -> None:
     assert end % BLOCK == 0 or end == place.bytes, (place, at, tensor.nbytes)
 
 
-def pool(nbytes: int, pinned: bool = False) -> Tensor:
+def pool(nbytes: int, pinned: bool = False, what: str = "a buffer") -> Tensor:
     """One buffer of nbytes, 1-D uint8, zero, starting at a multiple of ALIGN.
 
     A mapping of its own: exactly these bytes (PyTorch's pinned allocator would round them up to a
@@ -129,10 +129,10 @@ def pool(nbytes: int, pinned: bool = False) -> Tensor:
     no step pays for page faults. pinned: page-locked, for copies beside computation.
     """
     if pinned and not accelerator.registers():
-        return accelerator.pinned(nbytes)
+        return accelerator.pinned(nbytes, what)
     region, buffer = _region(nbytes)
-    _populate(region, buffer, 0, nbytes, "a buffer")
-    return accelerator.registered(buffer, "a buffer") if pinned else buffer
+    _populate(region, buffer, 0, nbytes, what)
+    return accelerator.registered(buffer, what) if pinned else buffer
 
 
 class MemoryStore:
@@ -151,11 +151,11 @@ class MemoryStore:
         self._map: Any = None
         self._buffer: Tensor | None
         if pinned and path is None and not accelerator.registers():
-            self._buffer = accelerator.pinned(rounded(capacity))
+            self._buffer = accelerator.pinned(rounded(capacity), f"tier {name!r}")
             return
         self._map, buffer = _region(capacity) if path is None else _mapped(name, path, capacity)
         lock = pinned and accelerator.registers()
-        self._buffer = accelerator.registered(buffer, name) if lock else buffer
+        self._buffer = accelerator.registered(buffer, f"tier {name!r}") if lock else buffer
 
     @property
     def bytes_read(self) -> int:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import OPERATION, THREADS
 from outsize.memory.store import ALIGN, Counts, move, pool, rounded
@@ -115,14 +114,16 @@ class StoredFiles:
     OutsizeError for a file that cannot be opened or read, or ends before what is wanted of it.
     """
 
-    def __init__(self, paths: Iterable[Path], buffers: Buffers = WHOLE) -> None:
+    def __init__(
+        self, paths: Iterable[Path], buffers: Buffers = WHOLE, pinned: bool = False
+    ) -> None:
         self.buffers = buffers
         self._counts = Counts("files", 0)
         self._handles: dict[Path, tuple[int, bool]] = {}
         try:
             for path in paths:
                 self._handles[path] = _opened(path)
-            staging = pool(buffers.total, bool(accelerator.there()))
+            staging = pool(buffers.total, pinned)
         except BaseException:
             self._let_go()
             raise

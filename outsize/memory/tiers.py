@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware import Rate, Tier, host
@@ -32,6 +34,7 @@ SAFETY = 0.9  # of a disk's free space, where no size is given: logs and checkpo
 RESERVED = ("device", "host", "disk")
 SAMPLE = 128 << 20  # bytes moved to measure a tier in memory: more than caches hold
 ROUNDS = 3
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,20 @@ def memory_tier(text: str) -> TierSpec:
 
 
 @contextmanager
-def open_stores(specs: Iterable[TierSpec]) -> Iterator[dict[str, Store]]:
+def open_stores(
+    specs: Iterable[TierSpec], device: torch.device = HOST
+) -> Iterator[dict[str, Store]]:
     """The stores of these tiers by name, all closed at the end, whatever ends it.
 
-    Memory is page-locked where there is an accelerator. OutsizeError where one cannot be opened.
+    device: of the run; memory is page-locked where it is an accelerator. OutsizeError where one
+    cannot be opened.
     """
-    specs = tuple(specs)
+    specs, pinned = tuple(specs), accelerator.queues(device)
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
             raise OutsizeError(f"tier {name!r} is declared {count} times; declare it once")
     with ExitStack() as stack:
-        yield {spec.name: stack.enter_context(closing(_opened(spec))) for spec in specs}
+        yield {spec.name: stack.enter_context(closing(_opened(spec, pinned))) for spec in specs}
 
 
 def measured(spec: TierSpec, date: str, clock: Callable[[], float] = time.perf_counter) -> Tier:
@@ -140,11 +146,11 @@ def _memory_rates(spec: TierSpec, date: str, clock: Callable[[], float]) -> tupl
     return read, write
 
 
-def _opened(spec: TierSpec) -> Store:
+def _opened(spec: TierSpec, pinned: bool) -> Store:
     if spec.medium == "disk":
-        return DiskStore(spec.name, spec.paths, spec.bytes)
+        return DiskStore(spec.name, spec.paths, spec.bytes, pinned=pinned)
     path = spec.paths[0] if spec.paths else None
-    return MemoryStore(spec.name, spec.bytes, bool(accelerator.there()), path)
+    return MemoryStore(spec.name, spec.bytes, pinned, path)
 
 
 def _free(folders: tuple[Path, ...]) -> int:

@@ -19,15 +19,10 @@ from outsize.torch_private import tree_map
 Pairs = list[tuple[Tensor, Tensor]]  # room on the device, what comes there
 
 
-def own_memory(device: torch.device) -> bool:
-    """Whether a device's memory is not the host's."""
-    return device.type != "cpu"
-
-
 def comes(tensor: Tensor, device: torch.device) -> bool:
     """Whether a tensor of a batch must be copied to a device. One that somebody has put into the
     device's own memory is there."""
-    return tensor.device != device or not own_memory(device)
+    return tensor.device != device or not accelerator.apart(device)
 
 
 def room_for(part: Any, device: torch.device) -> tuple[Any, Pairs]:

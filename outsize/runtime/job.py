@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize import accelerator
 from outsize.collectives import along
 from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
@@ -178,7 +177,6 @@ class Job(Stateful):
         microbatches.ready(batch, cuts, 1.0)
         self.evaluated = self.engine.play(self._evaluations[len(cuts)], time.perf_counter())
         losses = [loss for m, loss in sorted(microbatches.losses.items()) if m < own]
-        accelerator.keep(losses)  # a lane's, where the vocabulary is cut over workers
         microbatches.ready(None, (), 1.0)
         microbatches.reset()
         return losses

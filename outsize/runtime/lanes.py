@@ -1,7 +1,8 @@
 """Lanes: the threads of a job beside the computing one, and what they tell each other.
 
 A lane's thread is made when the job first needs it and lives as long as the job: steps,
-evaluations and generations use the same ones. On an accelerator a lane has a stream of its own.
+evaluations and generations use the same ones. On an accelerator a lane has a stream of its own,
+and what it makes is kept for the computing one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -36,7 +39,11 @@ class Lanes:
         thread has handed out: room may be made of what that still reads."""
         if lane not in self._queues:
             given: _Queue = queue.SimpleQueue()
-            arguments = (given, accelerator.stream(self._device))
+            arguments = (
+                given,
+                accelerator.stream(self._device),
+                accelerator.keeping(self._device),
+            )
             threading.Thread(
                 target=_serve, args=arguments, daemon=True, name=f"lane {lane}"
             ).start()
@@ -71,9 +78,11 @@ def _behind(mark: torch.Event, device: torch.device, work: Work) -> None:
     work()
 
 
-def _serve(given: _Queue, stream: torch.Stream | None) -> None:
+def _serve(
+    given: _Queue, stream: torch.Stream | None, keeping: AbstractContextManager[Any]
+) -> None:
     """A lane's thread. It holds nothing between one thing that it does and the next."""
-    with torch.no_grad(), accelerator.on(stream):
+    with torch.no_grad(), accelerator.on(stream), keeping:
         while (work := given.get()) is not None:
             work()
             del work

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from outsize import accelerator
 from outsize.collectives import Collective, Lone, World
 from outsize.memory import Meter
 from outsize.memory.store import Store
-from outsize.memory.upload import own_memory
 from outsize.optim import Optimizer
 from outsize.registry import TECHNIQUES
 
@@ -63,7 +63,7 @@ class Here:
 
     def copies(self, model: nn.Module) -> bool:
         """Whether microbatches are copied to the device of a model."""
-        return self.apart or own_memory(next(model.parameters()).device)
+        return self.apart or accelerator.apart(next(model.parameters()).device)
 
 
 ALONE = Here()

@@ -3,16 +3,15 @@ next to its own (outsize/collectives/channel.py)."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from outsize import accelerator
 from outsize.collectives import World
 from outsize.collectives.channel import Form, MessageKey, Receiver, Sender
+from outsize.collectives.courier import Flight
 from outsize.runtime.flow import Walk
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, State
@@ -54,15 +53,15 @@ class StageLinks:
 
     def reset(self) -> None:
         """Forget the step."""
-        self._leaving: list[tuple[threading.Event, Sequence[Tensor]]] = []
+        self._leaving: list[tuple[Flight, Sequence[Tensor]]] = []
         self._made: dict[_Name, Sequence[Tensor] | None] = {}  # where something will come to
         self._here: dict[_Name, list[Tensor]] = {}
-        self._gone: dict[_Name, threading.Event] = {}
+        self._gone: dict[_Name, Flight] = {}
         self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}  # of what has come
 
-    def leave(self, move: Action, walk: Walk, shapes: Hashable) -> threading.Event:
-        """Send what a walk has for another worker; in the calling thread. Gives what is set once it
-        has gone. Waits where too much is under way."""
+    def leave(self, move: Action, walk: Walk, shapes: Hashable) -> Flight:
+        """Send what a walk has for another worker; in the calling thread. Gives what is over once
+        it has gone. Waits where too much is under way."""
         self.sweep()
         ahead = move.state is State.ACTIVATIONS
         if move.part != WHOLE:
@@ -82,7 +81,7 @@ class StageLinks:
 
     def sweep(self) -> None:
         """Let what has gone go."""
-        self._leaving = [each for each in self._leaving if not each[0].is_set()]
+        self._leaving = [each for each in self._leaving if not each[0].over]
 
     def expect(self, move: Action, shapes: Hashable) -> None:
         """Make room for what will come; in the calling thread."""
@@ -113,14 +112,9 @@ class StageLinks:
         before = s - 1 if self.evaluating else self.line.before(s, m)
         ahead, back = (State.ACTIVATIONS, before, m, WHOLE), (State.GRADIENTS, s, m, WHOLE)
         if action.kind.way == "forward" and ahead in self._here:
-            walk.put(before, self._taken(ahead))
+            walk.put(before, self._here.pop(ahead))
         elif action.kind.way == "back" and back in self._here:
-            walk.put_gradient(s, list(self._taken(back)))
-
-    def _taken(self, name: _Name) -> list[Tensor]:
-        came = self._here.pop(name)
-        accelerator.keep(came)  # the first of a kind has no room, and is made by the lane
-        return came
+            walk.put_gradient(s, list(self._here.pop(back)))
 
     def prepare(self, move: Action, of: Callable[[int], Walk], shapes: Hashable) -> None:
         """The part of a SEND or RECV that is the calling thread's. of: a microbatch's walk, which

@@ -93,7 +93,8 @@ class InFiles:
             self._cuts = split_on(self.model, world, settings)
             mine = self._mine(self._turn)
         folder = Path(limits.disk or gettempdir())
-        self.source = Source(found, dtype, folder, limits.sparse, mine)
+        pinned = accelerator.queues(self.device)
+        self.source = Source(found, dtype, folder, limits.sparse, mine, pinned)
         self.pooled: PooledFiles | None = None
         self.session: Session | None = None
         self.outlook: Outlook | None = None

@@ -300,7 +300,7 @@ def host_share(hardware: Hardware) -> float:
     """How many times longer an update takes on the host than on the device: both move bytes and
     little else. Where the device is the host's own processor, as long."""
     device = hardware.devices[0]
-    if device.kind == "cpu":
+    if not device.apart:
         return 1.0
     return max(1.0, device.bandwidth.value / rate(hardware, "host", True))
 

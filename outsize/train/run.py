@@ -256,7 +256,7 @@ def _train(
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
-    with Stop() as stop, opened(setup.tiers, setup.plan, below) as stores:
+    with Stop() as stop, opened(setup.tiers, setup.plan, below, setup.device) as stores:
         ledger = meter(setup.device, setup.plan.budget)
         job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:

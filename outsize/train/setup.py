@@ -74,8 +74,8 @@ class Setup:
     @property
     def device(self) -> torch.device:
         """Where the run's tensors are."""
-        on_host = self.hardware.devices[0].kind == "cpu"
-        return accelerator.find("cpu" if on_host else accelerator.there() or "gpu")
+        apart = self.hardware.devices[0].apart
+        return accelerator.find(accelerator.there() or "gpu" if apart else "cpu")
 
 
 def set_up(
@@ -109,10 +109,9 @@ def set_up(
     random = resolved.get("model.weights") == "random" and not again
     filling = filling_of(None if random else model.directory, model.config)
     device = hardware.devices[0]
-    apart = device.kind != "cpu"
-    kind = accelerator.there() if apart else ""
+    kind = accelerator.there() if device.apart else ""
     request = replace(
-        request_of(resolved, specs), filling=filling, apart=apart, kind=kind or "cpu",
+        request_of(resolved, specs), filling=filling, apart=device.apart, kind=kind or "cpu",
         grain=device.grain,
     )  # fmt: skip
     check_memory(hardware, request.budget, specs)
@@ -133,12 +132,12 @@ def set_up(
 
 def _check_precision(resolved: Resolved, hardware: Hardware) -> None:
     """Refuse a precision that the device does not have."""
-    device, kind = hardware.devices[0], accelerator.there()
-    if resolved.get("precision") != "bfloat16" or device.kind == "cpu" or not kind:
+    device, kind, name = hardware.devices[0], accelerator.there(), resolved.get("precision")
+    if not device.apart or not kind:
         return
-    if not accelerator.has_bfloat16(torch.device(kind)):
+    if not accelerator.computes_in(torch.device(kind), getattr(torch, name)):
         raise OutsizeError(
-            f"precision is 'bfloat16', which {device.name} does not compute in; set precision to"
+            f"precision is {name!r}, which {device.name} does not compute in; set precision to"
             " float32"
         )
 

@@ -100,7 +100,7 @@ def tiers_table(forecast: Forecast, specs: Sequence[TierSpec], hardware: Hardwar
     """What rests on each tier, at which rates, and what of it is RAM of this process beside the
     device's budget."""
     made = table("tier", "holds", "of", "reads", "writes", "RAM")
-    on_cpu = hardware.devices[0].kind == "cpu"
+    on_cpu = not hardware.devices[0].apart
     for spec in specs:
         held = forecast.below.get(spec.name, 0)
         speeds = (f"{rate(hardware, spec.name, way) / 1e9:.2f} GB/s" for way in (True, False))

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 
+import torch
+
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware, Tier
 from outsize.memory import format_bytes
@@ -95,7 +97,7 @@ def reserve(specs: tuple[TierSpec, ...]) -> int:
 def plannable(hardware: Hardware, specs: tuple[TierSpec, ...]) -> int:
     """Bytes that a plan may hold on the device where nobody says how many."""
     free = int(FREE * hardware.tier("device").bytes)
-    if hardware.devices[0].kind == "cpu":
+    if not hardware.devices[0].apart:
         free -= reserve(specs) + _beside(specs)
     return max(1, free)
 
@@ -103,7 +105,7 @@ def plannable(hardware: Hardware, specs: tuple[TierSpec, ...]) -> int:
 def check_memory(hardware: Hardware, budget: int | None, specs: tuple[TierSpec, ...]) -> None:
     """Refuse a budget that, with the tier beside it, is more than the RAM that there is."""
     beside, free = _beside(specs), hardware.tier("device").bytes
-    if budget is None or not beside or hardware.devices[0].kind != "cpu":
+    if budget is None or not beside or hardware.devices[0].apart:
         return
     if budget + beside > free:
         raise OutsizeError(
@@ -121,9 +123,9 @@ def _beside(specs: tuple[TierSpec, ...]) -> int:
 
 @contextmanager
 def opened(
-    specs: tuple[TierSpec, ...], plan: Plan, below: Mapping[str, int]
+    specs: tuple[TierSpec, ...], plan: Plan, below: Mapping[str, int], device: torch.device
 ) -> Iterator[dict[str, Store]]:
-    """The stores that a plan needs, closed at the end, whatever ends it.
+    """The stores that a plan needs on a device, closed at the end, whatever ends it.
 
     below: bytes of states that it predicts on each tier. A tier of memory is made no larger than
     that where no activations, whose places come and go, rest on it.
@@ -131,7 +133,7 @@ def opened(
     spilled = {stage.rest.activations for stage in plan.stages}
     wanted = [spec for spec in specs if spec.name in named(plan)]
     cut = [_cut(s, plan, below.get(s.name, 0), s.name in spilled) for s in wanted]
-    with open_stores(cut) as stores:
+    with open_stores(cut, device) as stores:
         yield stores
 
 

@@ -78,7 +78,7 @@ def _work(
 ) -> int:
     """One worker's whole run."""
     mesh = mesh_of(said, directory, post.count)
-    device = _device(said, post)
+    device = accelerator.take(said.get("device"), post.here, post.near)
     worker_group = enter(post, mesh, _facts(said), device)
     said = with_workers(said, mesh, post.near)
     if not worker_group.first:
@@ -162,20 +162,6 @@ def _changes(said: Resolved) -> list[tuple[str, object, str]]:
 def _facts(said: Resolved) -> dict[str, str]:
     """What must have been said alike to every worker."""
     return {"torch": torch.__version__} | {n: repr(value) for n, value in said.values.items()}
-
-
-def _device(said: Resolved, post: Mailbox) -> str:
-    """Where the worker's tensors are; a GPU of its own, where it is one."""
-    kind = accelerator.find(said.get("device")).type
-    if kind == "cpu":
-        return kind
-    if (count := torch.accelerator.device_count()) < post.near:
-        raise OutsizeError(
-            f"device is {kind!r}, and {post.near} workers share {counted(count, 'device')} of that"
-            " kind; expected one each: start fewer, or set device=cpu"
-        )
-    torch.accelerator.set_device_index(post.here)
-    return kind
 
 
 def _import_all() -> None:

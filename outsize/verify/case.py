@@ -33,7 +33,8 @@ from outsize.verify.plain import Plain, Recipe, masters_of
 class Case:
     """batch: of a step, counted from 0, with all of the plan's rows. resume_at: the step before
     which the job is made anew from its saved states; 0: never. rate: the learning rate, or what
-    gives that of a step; None: the optimizer's own."""
+    gives that of a step; None: the optimizer's own. device: of the plan's run, by name; the plain
+    run is on the CPU."""
 
     subject: Subject
     plan: Plan
@@ -43,6 +44,7 @@ class Case:
     clip: float | None = None
     rate: float | Callable[[int], float] | None = None
     resume_at: int = 0
+    device: str = "cpu"
 
     @property
     def recipe(self) -> Recipe:
@@ -81,8 +83,8 @@ class Native:
     options: LossOptions = PLAIN
     frozen: Callable[[str], bool] = lambda name: False
 
-    def _shell(self, dtype: torch.dtype) -> Decoder:
-        model = shells(self.config, dtype, "cpu")
+    def _shell(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+        model = shells(self.config, dtype, device)
         for name, parameter in model.named_parameters():
             if self.frozen(name):
                 parameter.requires_grad_(False)
@@ -101,8 +103,8 @@ class Native:
         masters = masters_of(model, precision, value)
         return Plain(model, NativeLoss(model, self.options, tuple(walks)), masters)
 
-    def trainable(self, plan: Plan) -> Trainable:
-        model = self._shell(_master(plan.precision))
+    def trainable(self, plan: Plan, device: torch.device | str = "cpu") -> Trainable:
+        model = self._shell(_master(plan.precision), device)
         return NativeModel(model, self.options, fill=self.values())
 
     def rows(self, batch: Batch, start: int, stop: int) -> Batch:
@@ -159,14 +161,14 @@ class Adopted:
 
         return Plain(model, loss, masters_of(model, precision, value))
 
-    def trainable(self, plan: Plan) -> Trainable:
+    def trainable(self, plan: Plan, device: torch.device | str = "cpu") -> Trainable:
         if plan.mesh.tensor > 1:
             raise OutsizeError(
                 f"mesh: tensor is {plan.mesh.tensor}, but {type(self.model).__name__} is an adopted"
                 " module, for which verify runs the data axis alone; set tensor to 1"
             )
         compute = getattr(torch, plan.precision.compute)
-        model = self._copy(_master(plan.precision))
+        model = self._copy(_master(plan.precision)).to(device)
         return AdoptedModel(
             model, self.named_blocks(model), self.loss,
             lambda batch, *rows: _typed(cut(batch, *rows), compute),

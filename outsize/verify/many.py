@@ -6,7 +6,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
 
@@ -59,14 +59,17 @@ def outcomes(
     workers: int,
     judge: Verifier | None = None,
     precision: str | None = None,
+    device: str = "cpu",
 ) -> Iterator[Outcome]:
     """Draw and verify, seed by seed. judge: gives the verdict; usually on threads. precision: that
-    of the plans; None draws it."""
+    of the plans; None draws it. device: as a Case has it."""
     for seed in seeds:
-        yield _outcome(seed, workers, judge or verify, precision)
+        yield _outcome(seed, workers, judge or verify, precision, device)
 
 
-def _outcome(seed: int, workers: int, judge: Verifier, precision: str | None) -> Outcome:
+def _outcome(
+    seed: int, workers: int, judge: Verifier, precision: str | None, device: str
+) -> Outcome:
     refused, begin = [], time.perf_counter()
     for drawn in draws(seed, workers, precision):
         if isinstance(drawn, OutsizeError):
@@ -74,7 +77,7 @@ def _outcome(seed: int, workers: int, judge: Verifier, precision: str | None) ->
             continue
         worst, fault = float("inf"), ""
         try:
-            found = judge(drawn.case)
+            found = judge(replace(drawn.case, device=device))
             if isinstance(found, str):
                 fault = found
             elif _rounded(drawn.case, found.exact.worst):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.collectives import Use, World, everyone, received
 from outsize.collectives.world import LAYERS
 from outsize.errors import OutsizeError
@@ -67,7 +68,7 @@ class Stopped(OutsizeError):
 def run(case: Case, world: World) -> Run:
     """Train as the plan says. OutsizeError for what it refuses, before the first step; after it,
     Stopped."""
-    with stores_of(case.plan) as stores:
+    with stores_of(case.plan, accelerator.find(case.device)) as stores:
         return _run(case, world, stores)
 
 
@@ -88,10 +89,27 @@ def _run(case: Case, world: World, stores: Mapping[str, Store]) -> Run:
     return Run(tuple(steps), _differing(prints, world), total)
 
 
+def judging(name: str, workers: int) -> str:
+    """The kind of device where plans are judged, as outsize.accelerator.find has it; of "auto" the
+    accelerator where there is one for each worker that computes in float64. OutsizeError for one
+    that does not, or is not there."""
+    found = accelerator.find(name)
+    exact = accelerator.computes_in(found, torch.float64)
+    if name == "auto":
+        enough = found.type == "cpu" or torch.accelerator.device_count() >= workers
+        return found.type if exact and enough else "cpu"
+    if not exact:
+        raise OutsizeError(
+            f"device is {name!r}, which does not compute in float64, in which verify judges;"
+            " expected 'cpu' or 'auto'"
+        )
+    return found.type
+
+
 def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
     """The job of one worker."""
     recipe = Recipe(Kept(case.optimizer), case.clip)
-    trainable = case.subject.trainable(case.plan)
+    trainable = case.subject.trainable(case.plan, accelerator.find(case.device))
     job = make_job(trainable, case.plan, recipe, Here(world, stores=stores))
     for _ in job.weights():
         pass  # what workers ask one another once, for whole_tensors, is not of a step
@@ -126,8 +144,8 @@ def _whole(job: Job, loss: float, norm: float, touched: frozenset[str]) -> Step:
     for name, state in job.optimizer_state():
         own, _, kind = name.rpartition(".")
         if kind == GRADIENT:
-            gradients[own] = state.clone() if own in touched else None
-    weights = {name: w.clone() for name, w in job.weights() if name in gradients}
+            gradients[own] = state.to("cpu", copy=True) if own in touched else None
+    weights = {name: w.to("cpu", copy=True) for name, w in job.weights() if name in gradients}
     return Step(loss, norm, gradients, weights)
 
 
@@ -240,12 +258,12 @@ class Kept:
 
 
 @contextmanager
-def stores_of(plan: Plan) -> Iterator[Mapping[str, Store]]:
+def stores_of(plan: Plan, device: torch.device) -> Iterator[Mapping[str, Store]]:
     """A store for each tier that a plan names: "disk" has files, any other is memory."""
     names = sorted(named(plan))
     with tempfile.TemporaryDirectory(prefix="outsize-verify-") as folder:
         specs = {name: TierSpec(name, "memory", (), CAPACITY) for name in names}
         if "disk" in specs:
             specs["disk"] = TierSpec("disk", "disk", (Path(folder),), CAPACITY)
-        with open_stores(specs.values()) as stores:
+        with open_stores(specs.values(), device) as stores:
             yield stores

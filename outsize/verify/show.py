@@ -62,8 +62,9 @@ def lines(verdict: Verdict) -> Iterator[str]:
     if exact.differ:
         yield f"workers {', '.join(map(str, exact.differ))} have other bits than worker 0"
     word = "holds" if verdict.holds else "does not hold"
+    where = "" if verdict.device == "cpu" else f" on {verdict.device}"
     yield (
-        f"float64: {word}; the largest difference is {exact.worst:.1e}, {verdict.limit:g} is"
+        f"float64{where}: {word}; the largest difference is {exact.worst:.1e}, {verdict.limit:g} is"
         f" allowed (loss {exact.loss:.1e}, norm {exact.norm:.1e}, gradients"
         f" {exact.gradient:.1e}, weights {exact.weight:.1e})"
     )
@@ -125,6 +126,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
     return {
         "holds": verdict.holds,
         "limit": verdict.limit,
+        "device": verdict.device,
         "narrow": verdict.narrow,
         "over": [str(one) for one in verdict.over],
         "runs": {name: _run(found) for name, found in runs.items() if found is not None},

@@ -33,6 +33,7 @@ from outsize.train.setup import Setup, rate_of, set_up, sharding_of
 from outsize.train.state import first_values
 from outsize.train.workers import over_workers
 from outsize.verify.case import Adopted, Case, Native
+from outsize.verify.planned import judging
 
 STEPS = 10  # of a run that does not say how many it makes
 EXACT_APPROXIMATE = ("bfloat16-weights",)  # what changes nothing in float64
@@ -43,12 +44,13 @@ SMALL = ("model.name=tiny", "train.sequence=32", "train.dropout=0.1", "plan.micr
 @dataclass(frozen=True)
 class Wanted:
     """What was said. values: of the run; of a factory's module, how it is spread; resume: made anew
-    from saved states before the last step."""
+    from saved states before the last step; device: where the plan's run is."""
 
     target: str | None
     values: Resolved
     steps: int
     resume: bool
+    device: str
 
     @property
     def mesh(self) -> Mesh:
@@ -56,11 +58,14 @@ class Wanted:
         return Mesh() if mesh is None else parse_mesh(mesh)
 
 
-def wanted(target: str | None, sets: tuple[str, ...], steps: int, resume: bool) -> Wanted:
-    """What was said. sets: "key=value" of a run. OutsizeError for what cannot be."""
-    if target is None or is_factory(target):
-        return Wanted(target, over_workers(resolve(None, (*SMALL, *sets))), steps, resume)
-    return Wanted(target, over_workers(values_of(target, sets)), steps, resume)
+def wanted(
+    target: str | None, sets: tuple[str, ...], steps: int, resume: bool, device: str = "auto"
+) -> Wanted:
+    """What was said. sets: "key=value" of a run; device: as a Case has it. OutsizeError for what
+    cannot be."""
+    small = target is None or is_factory(target)
+    values = resolve(None, (*SMALL, *sets)) if small else values_of(str(target), sets)
+    return Wanted(target, over_workers(values), steps, resume, device)
 
 
 def case_of(wanted: Wanted) -> Case:
@@ -92,7 +97,9 @@ def run_case(wanted: Wanted) -> Case:
     resolved = wanted.values
     for name in ("memory", "host_memory", "disk"):
         resolved = resolved.with_value(name, None, "verify")
-    resolved = resolved.with_value("tiers", (), "verify").with_value("device", "cpu", "verify")
+    resolved = resolved.with_value("tiers", (), "verify").with_value(
+        "device", judging(wanted.device, wanted.mesh.size), "verify"
+    )
     if wanted.target is None:
         rows = _rows(wanted.mesh)
         tokens = resolved.get("train.sequence") * rows
@@ -111,6 +118,7 @@ def run_case(wanted: Wanted) -> Case:
         recipe.clip,
         _rates(setup),
         _resume_at(wanted),
+        wanted.device,
     )
 
 
@@ -197,7 +205,7 @@ def factory_case(wanted: Wanted) -> Case:
     )
     return Case(
         made, plan, AdamW(1e-3), lambda step: made.batch(step, rows), wanted.steps, 1.0,
-        resume_at=_resume_at(wanted),
+        resume_at=_resume_at(wanted), device=wanted.device,
     )  # fmt: skip
 
 

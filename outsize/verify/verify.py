@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from outsize import accelerator
 from outsize.collectives import World
 from outsize.collectives.threads import play
 from outsize.plan import Precision
@@ -13,7 +14,7 @@ from outsize.verify import plain, planned
 from outsize.verify.bounds import Bounds, Moved, Over
 from outsize.verify.case import Case
 from outsize.verify.compare import LIMIT, ROUGH, Comparison, compare
-from outsize.verify.planned import Run, Sent
+from outsize.verify.planned import Run, Sent, judging
 
 EXACT = Precision.named("float64")
 MOVED = 5  # plain runs from which the least distance that can be asked for is known
@@ -25,7 +26,7 @@ class Verdict:
     PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last step, in
     float64. narrow: modules that compute in float32 inside, by which the two may differ in float64,
     looked for where they do. bounds, over: how far the plan's own precision may be, and what of it
-    is farther."""
+    is farther. device: the kind on which the plan's run was."""
 
     exact: Comparison
     sent: Sent
@@ -34,6 +35,7 @@ class Verdict:
     narrow: tuple[str, ...] = ()
     bounds: Bounds | None = None
     over: tuple[Over, ...] = ()
+    device: str = "cpu"
 
     @property
     def limit(self) -> float:
@@ -59,8 +61,14 @@ class Runs:
 def verify(case: Case, own: bool = True) -> Verdict:
     """Train both ways, the workers as threads of this process, and compare. own: in the plan's
     precision too. OutsizeError for a plan that is refused."""
-    found = play(case.plan.mesh, lambda world: planned_runs(case, world, own))
-    return judged(case, found[0])
+    mesh = case.plan.mesh
+    here = replace(case, device=judging(case.device, mesh.size))
+
+    def work(world: World) -> Runs:
+        accelerator.take(here.device, world.rank, mesh.size)
+        return planned_runs(here, world, own)
+
+    return judged(here, play(mesh, work)[0])
 
 
 def planned_runs(case: Case, world: World, own: bool = True) -> Runs:
@@ -78,13 +86,13 @@ def judged(case: Case, runs: Runs) -> Verdict:
     found = compare(runs.exact.steps, truth, "float64", runs.exact.differ)
     narrow = () if found.holds() else case.subject.narrow(batches[0])
     if runs.own is None:
-        return Verdict(found, runs.exact.sent, narrow=narrow)
+        return Verdict(found, runs.exact.sent, narrow=narrow, device=case.device)
     precision = case.plan.precision
     own = compare(runs.own.steps, truth, precision.compute, runs.own.differ)
     usual = plain.train(case.plain(precision), case.recipe, batches)
     bounds, over = Moved(case, truth, batches).judge(own)
     other = compare(usual, truth, precision.compute)
-    return Verdict(found, runs.exact.sent, own, other, narrow, bounds, over)
+    return Verdict(found, runs.exact.sent, own, other, narrow, bounds, over, case.device)
 
 
 def own_rounding(case: Case) -> float:

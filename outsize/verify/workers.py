@@ -11,25 +11,30 @@ from pathlib import Path
 
 import torch
 
+from outsize import accelerator
 from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.launch import Mailbox, WorkerGroup, enter, run_here
 from outsize.plan import from_yaml, to_yaml
 from outsize.verify.case import Case
+from outsize.verify.planned import judging
 from outsize.verify.verify import Verdict, judged, planned_runs
 
 REFUSED = 2  # the exit code of an OutsizeError
 
 
-def in_processes(mesh: Mesh, make: Callable[[], Case], own: bool = True) -> Verdict | int:
+def in_processes(
+    mesh: Mesh, make: Callable[[], Case], own: bool = True, device: str = "cpu"
+) -> Verdict | int:
     """The verdict of the first worker, or the exit code where the workers failed; why is on
-    standard error then. make: the case, made in every worker. This process must not have computed.
+    standard error then. make: the case, made in every worker; device: as the case has it, one each
+    of an accelerator. This process must not have computed.
     """
     handle, name = tempfile.mkstemp(prefix="outsize-verify-")
     os.close(handle)
     path = Path(name)
     try:
-        code = run_here(mesh.size, lambda post: _work(post, mesh, make, own, path))
+        code = run_here(mesh.size, lambda post: _work(post, mesh, make, own, path, device))
         if code:
             return code
         found = pickle.loads(path.read_bytes())  # written by a child of this process
@@ -39,11 +44,15 @@ def in_processes(mesh: Mesh, make: Callable[[], Case], own: bool = True) -> Verd
         path.unlink(missing_ok=True)
 
 
-def _work(post: Mailbox, mesh: Mesh, make: Callable[[], Case], own: bool, path: Path) -> int:
+def _work(
+    post: Mailbox, mesh: Mesh, make: Callable[[], Case], own: bool, path: Path, device: str
+) -> int:
     torch.set_num_threads(1)
-    worker_group = enter(post, mesh, {"torch": torch.__version__})
+    device = accelerator.take(judging(device, mesh.size), post.here, post.near)
+    worker_group = enter(post, mesh, {"torch": torch.__version__}, device)
     worker_group.pulse.at("making the case")
-    case = _told(worker_group, worker_group.in_turn("case", make))
+    made = worker_group.in_turn("case", make)
+    case = replace(_told(worker_group, made), device=device)
     worker_group.pulse.at("the plan's run")
     runs = planned_runs(case, worker_group.world, own)
     if worker_group.first:
@@ -59,7 +68,7 @@ def _told(worker_group: WorkerGroup, case: Case) -> Case:
 
 def judge(case: Case) -> Verdict | str:
     """Of a draw. OutsizeError where it is refused."""
-    found = in_processes(case.plan.mesh, lambda: case)
+    found = in_processes(case.plan.mesh, lambda: case, device=case.device)
     if found == REFUSED:
         raise OutsizeError("verify: the workers refused the plan")
     return f"the workers failed with {found}" if isinstance(found, int) else found

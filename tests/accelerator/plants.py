@@ -93,7 +93,8 @@ def _copied_into_a_lanes_room(self: copies.Copies, action: Any, *_: Any) -> Deed
     m = action.microbatch
 
     def run() -> None:
-        self._make_room(m)
+        with patch.object(accelerator, "keep", lambda *_: None):
+            self._make_room(m)
         upload.upload(self._going.pop(m))
 
     return Deed(run)
@@ -106,7 +107,13 @@ def _fetched_into_a_lanes_room() -> Any:
         here = (action.stage, action.microbatch)
         if action.kind is not Kind.FETCH:
             return plain(self, action, *rest)
-        return Deed(lambda: (self._allocate(here), self._read(here)))
+
+        def run() -> None:
+            with patch.object(accelerator, "keep", lambda *_: None):
+                self._allocate(here)
+            self._read(here)
+
+        return Deed(run)
 
     return patch.object(Spilling, "bind", bind)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import torch
 from plants import Plant, deaf, mark_elsewhere
 
 from outsize import accelerator
-from outsize.parallel.courier import Courier
+from outsize.collectives.courier import Courier
 from outsize.runtime import lanes
 from outsize.runtime.lanes import Board, Lanes
 from outsize.schedule import Lane
@@ -76,6 +77,32 @@ def _into_a_room_of_what_goes(device: torch.device) -> list[float]:
     return (room * 1).tolist()
 
 
+def test_what_a_lane_makes_is_kept_for_the_computation(device: str) -> None:
+    """It goes while the computation still reads it, and the lane makes another at once."""
+    for order in strict.begins(device):
+        assert _made_by_a_lane(torch.device(device, 0)) == [0.0, 3.0, 6.0, 9.0], order
+
+
+def _made_by_a_lane(device: torch.device) -> list[float]:
+    lanes, board, made = Lanes(device), Board(4, device), list[torch.Tensor]()
+    found = []
+
+    def work(place: int) -> None:
+        made.append(torch.full((1000,), float(place), device=device))
+        board.end(place)
+
+    for place in range(4):
+        lanes.give(Lane.COPY, partial(work, place))
+    for place in range(4):
+        board.wait((place,))
+        found.append(made[place] * 3)
+        made[place] = torch.empty(0)
+        lanes.give(Lane.COPY, lambda: made.append(torch.full((1000,), -1.0, device=device)))
+    lanes.finish([Lane.COPY], faulty=False)
+    lanes.close()
+    return [float(x.max()) for x in found]
+
+
 def _in_the_courier() -> bool:
     return threading.current_thread().name == "courier"
 
@@ -94,6 +121,10 @@ FAULTS: dict[str, tuple[Callable[[torch.device], list[float]], Plant]] = {
     "a lane does not wait for what its room was made of": (
         _into_a_room_of_what_goes,
         lambda: patch.object(lanes, "_behind", lambda mark, device, work: work()),
+    ),
+    "what a lane makes is not kept": (
+        _made_by_a_lane,
+        lambda: patch.object(accelerator, "keep", lambda *_: None),
     ),
 }
 

@@ -13,9 +13,9 @@ from tensor_split import filled, one_pass, played, reference, whole
 from threads import play
 
 from outsize.collectives import Lone, Mesh, along
+from outsize.collectives.courier import Courier
 from outsize.errors import OutsizeError
 from outsize.optim import AdamW
-from outsize.parallel.courier import Courier
 from outsize.parallel.divide import divide
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.overlap import Overlap, overlap_of

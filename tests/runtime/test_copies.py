@@ -129,7 +129,7 @@ def test_an_adopted_module_has_its_batch_as_it_came():
     ],
 )
 def test_on_the_workers_of_a_pipeline(schedule, changes, monkeypatch):
-    monkeypatch.setattr(recipe, "own_memory", lambda device: True)
+    monkeypatch.setattr(recipe.accelerator, "apart", lambda device: True)
     check(piped(schedule, **changes), "llama, untied")
 
 

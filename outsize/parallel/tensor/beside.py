@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outsize.collectives import Collective, World
-from outsize.parallel.courier import Flight
+from outsize.collectives.courier import Flight
 from outsize.parallel.sums import Crossing
 from outsize.plan.settings import Settings
 from outsize.registry import Registry

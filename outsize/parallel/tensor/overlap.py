@@ -2,7 +2,7 @@
 
 What T3 (Pati et al., "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
 Collectives", 2024) does in hardware and asynchronous tensor parallelism does in kernels, done with
-a thread that communicates (outsize/parallel/courier.py), in both directions of differentiation:
+a thread that communicates (outsize/collectives/courier.py), in both directions of differentiation:
 
 - the product of a row weight, and the sum (or the scattered sum) of its output;
 - with sequence parallelism the gather of a branch's input, and the products of its column weights;
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective, World, along
+from outsize.collectives.courier import Courier, Flight
 from outsize.kernels import product
 from outsize.kernels.linear import GradSink, linear
 from outsize.models.linear import Linear, dense
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
-from outsize.parallel.courier import Courier, Flight
 from outsize.parallel.sums import Crossing, cross, spans_of
 from outsize.parallel.tensor.overlap_products import (
     Rows,

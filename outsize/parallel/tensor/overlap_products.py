@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from outsize.collectives import Collective, Span
+from outsize.collectives.courier import Flight
 from outsize.kernels import product
 from outsize.kernels.linear import GradSink, add_product
 from outsize.models.linear import Linear
-from outsize.parallel.courier import Flight
 from outsize.parallel.shards import even
 from outsize.parallel.sums import spans_of
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective
+from outsize.collectives.courier import Flight
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear, without_bias
 from outsize.models.wiring import Launch, Launching, Wiring
-from outsize.parallel.courier import Flight
 from outsize.parallel.sums import Crossing
 from outsize.parallel.tensor.beside import Beside
 from outsize.parallel.tensor.overlap_products import all_reduce

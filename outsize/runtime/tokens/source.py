@@ -75,8 +75,8 @@ class Source:
     """Reads stages of a model and rows of its token embedding.
 
     folder: where what must be converted goes. sparse: parameters of which WORTH at most is left
-    as a bitmap image are kept as one. mine: what this worker has. OutsizeError where the folder has
-    not the room.
+    as a bitmap image are kept as one. mine: what this worker has. pinned: its buffers are
+    page-locked, for an accelerator. OutsizeError where the folder has not the room.
     """
 
     def __init__(
@@ -86,11 +86,13 @@ class Source:
         folder: Path,
         sparse: bool = False,
         mine: Mine = ALL,
+        pinned: bool = False,
     ) -> None:
         known = outline(found, dtype, mine)
         self.stages, self.table, self.tied = known.stages, known.table, found.model.config.tied
         paths = dict.fromkeys(found.entry(t)[0] for entry in found.stored for t in entry.theirs)
-        self.files = StoredFiles(paths, known.buffers)
+        self.files = StoredFiles(paths, known.buffers, pinned)
+        self.pinned = pinned
         self.spill: DiskStore | None = None
         self._images: dict[str, _Image] = {}
         self._unpack: Tensor | None = None
@@ -173,7 +175,7 @@ class Source:
         if not wanted:
             return
         size = sum(rounded(part.bytes) for part in wanted)
-        self.spill = DiskStore("converted", [folder], size, SPILL_BUFFERS)
+        self.spill = DiskStore("converted", [folder], size, SPILL_BUFFERS, self.pinned)
         fill, meta = found.fill(dtype), dict(found.model.named_parameters())
         largest = 0
         for part in _grouped(wanted, found.stored):

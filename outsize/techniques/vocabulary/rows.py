@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize import accelerator
 from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.kernels.loss import Head, Targets
@@ -123,13 +122,11 @@ class Rows:
         edge, here.edge = here.edge, None
         assert edge is not None
         gradient_TD = here.given.pop(State.GRADIENTS)
-        accelerator.keep((gradient_TD,))  # the lane's, where it is the first that came
         torch.autograd.backward([edge], [gradient_TD])
 
     def score(self, microbatch: int) -> None:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
-        accelerator.keep((here.given[State.ACTIVATIONS],))
         if here.learning is None:
             h_ND = here.given[State.ACTIVATIONS]
             here.going[State.SUMS] = _logits(self.model, self._line.rank, h_ND)
@@ -144,7 +141,6 @@ class Rows:
         scored, here.scored = here.scored, None
         agreed, here.agreed = here.agreed, None
         assert scored is not None and agreed is not None and here.learning is not None
-        accelerator.keep((agreed.loss, agreed.factor_T, agreed.weight_T))  # the lane's
         gradient_TD = settle(scored, agreed, here.learning[1])
         if gradient_TD is not None:  # summed in the precision of the logits
             here.going[State.GRADIENTS] = gradient_TD.to(scored.exp_TV.dtype)

@@ -118,7 +118,9 @@ class Preparing:
         own, limit = self.model.parameters(), settings.budget
         ledger = None if limit is None else meter(self.device, limit, own)
         with ExitStack() as stack:
-            stores = self.alike(lambda: stack.enter_context(opened(settings.tiers, plan, below)))
+            stores = self.alike(
+                lambda: stack.enter_context(opened(settings.tiers, plan, below, self.device))
+            )
             job = self._job_of(self.model, settings.blocks, plan, ledger, stores, self.world)
             self.stack.push(stack.pop_all())
         return job
@@ -173,7 +175,7 @@ class Preparing:
         if settings.budget is None and given is None:
             return plan, {}
 
-        hardware = self.alike(lambda: with_tiers(probe(), settings.tiers))
+        hardware = self.alike(lambda: with_tiers(probe(self.device.type), settings.tiers))
         forecaster = Rehearsals(request, hardware, rehearsed)
 
         def fit() -> Forecast:

@@ -90,7 +90,7 @@ def balanced(
 
     def balance() -> Pipelined:
         try:
-            return with_cuts(plan, rehearsed(plan), probe()).pipeline
+            return with_cuts(plan, rehearsed(plan), probe(device.type)).pipeline
         except (DataDependentOutputException, DynamicOutputShapeException):
             return plan.pipeline
 
