@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, counted
 from outsize.torch_private import (
+    DispatchMode,
     FakeTensor,
-    TorchDispatchMode,
     disable_current_modes,
     tree_leaves,
 )
@@ -133,7 +133,7 @@ def settle(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class Keeping(TorchDispatchMode):
+class Keeping(DispatchMode):
     """What the calling thread makes while this is on goes to a stream of another thread: memory
     that it lets go waits for that stream before somebody else gets it."""
 
