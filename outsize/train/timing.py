@@ -83,7 +83,7 @@ def _timed(setup: Setup, batch: Batch) -> Forecast:
         setup.subject.config,
         recipe,
         lambda rows: batch.rows(0, rows),
-        partial(opened, setup.tiers),
+        partial(opened, setup.tiers, device=setup.device),
         setup.device.type,
     )
 
