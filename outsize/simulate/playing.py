@@ -81,10 +81,10 @@ def _played(
     job_of, batch_of = makers
     with FakeTensorMode():
         job = job_of(plan, ledger)
-        static = {kind: count for kind, count in ledger.live.items() if count}
         if job.passing is not None:
             job.passing.told(forms)
         job.ready(batch_of(plan.rows_at(0)[1]), 1.0)
+        static = {kind: count for kind, count in ledger.live.items() if count}
         costs = _costs(job, ledger)
         batch, size = batch_of(plan.microbatch_size), plan.microbatch_size
         assert isinstance(batch, Batch), "groups are of native decoders"

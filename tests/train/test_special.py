@@ -77,7 +77,8 @@ def test_a_run_and_going_on_with_it_bitwise(runs, name, precision, monkeypatch) 
 def test_the_predicted_peak_is_the_measured_one(runs, name) -> None:
     runs.train(**sets_of(name, train__steps=4, memory="64MiB"))
     last = read_metrics(runs.home / "run")[-1]
-    assert last["measured_peak_bytes"] == pytest.approx(last["predicted_peak_bytes"], rel=0.03)
+    measured, predicted = last["measured_peak_bytes"], last["predicted_peak_bytes"]
+    assert 0.97 * predicted <= measured <= predicted  # a step's batch is in it
 
 
 @pytest.mark.parametrize("name", ["local-learning", "zeroth-order"])
