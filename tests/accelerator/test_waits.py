@@ -15,6 +15,7 @@ from subjects import ROWS
 
 USUAL = 2  # the norm, which clips; the loss, which the caller reads
 MORE = {
+    "zeroth-order": -1,  # the losses on both sides come together, and there is no norm
     "freezing": 2,  # which weights are 0; the distances of all layers
     "local learning": 2,  # the norm of the second group; the losses of all groups
     "experts": 9,  # rows of each expert, in three blocks and three microbatches
