@@ -99,9 +99,13 @@ class Meeting:
         words = list(torch.zeros(self.size, _SAID, dtype=torch.uint8).unbind())
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         work = self.gloo.allgather([words], [mine])
+        pause = _LOOK / 256
         while not work.is_completed():
-            time.sleep(_LOOK)
-            self._look(job)
+            time.sleep(pause)
+            pause *= 2
+            if pause > _LOOK:
+                pause = _LOOK
+                self._look(job)
         work.wait()
         all_said = [bytes(x.tolist()).decode().rstrip() for x in words]
         if len(set(all_said)) > 1:
