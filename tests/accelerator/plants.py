@@ -95,7 +95,7 @@ def _copied_into_a_lanes_room(self: copies.Copies, action: Any, *_: Any) -> Deed
     def run() -> None:
         with patch.object(accelerator, "keep", lambda *_: None):
             self._make_room(m)
-        upload.upload(self._going.pop(m))
+            upload.upload(self._going.pop(m))
 
     return Deed(run)
 
@@ -111,7 +111,7 @@ def _fetched_into_a_lanes_room() -> Any:
         def run() -> None:
             with patch.object(accelerator, "keep", lambda *_: None):
                 self._allocate(here)
-            self._read(here)
+                self._read(here)
 
         return Deed(run)
 
@@ -157,7 +157,7 @@ def _norms_read_one_by_one() -> Any:
     return patch.object(Norm, "square", read)
 
 
-def _plain_memory(nbytes: int) -> torch.Tensor:
+def _plain_memory(nbytes: int, what: str) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
