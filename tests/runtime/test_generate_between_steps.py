@@ -104,7 +104,7 @@ def trained(plan: Plan, family: str, asks: bool) -> list[Any]:
             job.method.microbatches.ready(None, (), 1.0)  # the last batch is let go,
             if job.passing is not None:
                 job.passing.sweep()  # and what has been sent
-            live = job.ledger.live
+            live = dict(job.ledger.live)
             job.close()
         return losses, answers, weights, live
 

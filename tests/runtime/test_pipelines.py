@@ -231,7 +231,7 @@ def test_a_message_that_fails_ends_the_step(monkeypatch):
     def awaited(send):
         def call(*message):
             gone = send(*message)
-            assert gone.wait(600)
+            assert gone._over.wait(600)
             return gone
 
         return call

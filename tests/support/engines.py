@@ -10,7 +10,7 @@ from functools import partial
 
 from forked import until
 
-from outsize.collectives.channel import Sender
+from outsize.collectives.courier import _carry
 from outsize.runtime import Job
 from outsize.runtime.engine import Loaded, Step
 from outsize.runtime.lanes import _serve
@@ -48,5 +48,5 @@ def _idle() -> bool:
     frames = sys._current_frames()
     lanes = (thread for thread in threading.enumerate() if thread.name.startswith("lane "))
     found = (frames.get(lane.ident) for lane in lanes if lane.ident)
-    waiting = (_serve.__code__, Sender._run.__code__)
+    waiting = (_serve.__code__, _carry.__code__)
     return all(frame.f_code in waiting for frame in found if frame is not None)
