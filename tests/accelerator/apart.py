@@ -56,7 +56,7 @@ class Apart:
         """The traceback of a test, or "". fresh: in a process that has computed nothing."""
         if fresh or self._here is None:
             self.close()
-            self._begin()
+            self._begin(fresh)
         assert self._here is not None
         self._here.send(task)
         try:
@@ -70,9 +70,10 @@ class Apart:
             self.close()
         return str(text)
 
-    def _begin(self) -> None:
+    def _begin(self, fresh: bool) -> None:
         self._here, there = PROCESSES.Pipe()
-        self._child = PROCESSES.Process(target=_serve, args=(self._on, self._cache, there))
+        arguments = (self._on, self._cache, there, fresh)
+        self._child = PROCESSES.Process(target=_serve, args=arguments)
         self._child.start()
         there.close()
 
@@ -87,13 +88,19 @@ class Apart:
         self._here = None
 
 
-def _serve(on: str, cache: Path, there: Connection) -> None:
-    """Of the process: run what comes, until the other end closes."""
+def _serve(on: str, cache: Path, there: Connection, fresh: bool) -> None:
+    """Of the process: run what comes, until the other end closes. fresh: compute nothing before;
+    otherwise the first backward pass, which counts the devices for good, sees as many as can be."""
     os.setsid()
     os.environ["STRICT_CACHE"] = str(cache)
     importlib.import_module("imported")
     if on == STRICT:  # before the first backward pass, on the CPU too
-        importlib.import_module("strict").load()
+        strict = importlib.import_module("strict")
+        strict.load()
+        if not fresh:
+            strict.start("eager", devices=strict.MOST_DEVICES)
+            torch.ones(1, requires_grad=True).sum().backward()
+            strict.start("eager")
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     files: dict[str, dict[str, Any]] = {}
