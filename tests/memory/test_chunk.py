@@ -88,7 +88,8 @@ def residence_of(layout, dtypes, states, account=None) -> WeightPool:
 def fill(weight_pool: WeightPool, made) -> None:
     """Give the chunks the parameters' values, as a job does."""
     for index, chunk in enumerate(weight_pool.chunks):
-        whats = tuple(w for w in ("master", "parameters") if weight_pool.has(index, w))
+        held = dict(weight_pool.placement.chunks.held(index))
+        whats = tuple(w for w in ("master", "parameters") if w in held)
         for what, flat in weight_pool.staged(index, whats).items():
             for slot in chunk.table.slots:
                 slot.of(flat).copy_(made[slot.name].detach())

@@ -168,7 +168,7 @@ def test_prepare_refuses_a_plan_of_more_workers(monkeypatch) -> None:
 
 def test_prepare_asks_the_planner_of_runs(monkeypatch) -> None:
     """The same plans at every budget, down to where a block's tokens are computed in parts."""
-    monkeypatch.setattr("outsize.train.prepared.making.probe", known_hardware)
+    monkeypatch.setattr("outsize.train.prepared.making.probe", lambda device: known_hardware())
     model = decoder()
     request = PlanRequest(
         2, 256, Precision.named("float32"), AdamW(), microbatch_rows=1, documents=(0, 256),
@@ -210,7 +210,7 @@ def test_two_workers_train_under_a_plan_file(runs) -> None:
 def test_two_workers_prepare_under_a_plan_file(near, monkeypatch, tmp_path: Path) -> None:
     plan = outsize.plan("tiny", settings=KEYS, mesh="data=2", hardware=known_hardware())
     write_plan(tmp_path / "p.yaml", file_of(plan, "tiny", decoder().config))
-    monkeypatch.setattr("outsize.train.prepared.making.probe", known_hardware)
+    monkeypatch.setattr("outsize.train.prepared.making.probe", lambda device: known_hardware())
     ids = torch.randint(0, 250, (4, 32))
     alone = outsize.prepare(decoder(), "adamw", microbatches=2)
     wanted = [float(alone.step(ids)) for _ in range(2)]

@@ -20,7 +20,7 @@ from outsize.train.state import Place
 ROWS, SEQUENCE, STEPS, WARMUP = 5, 8, 3000, 150
 KEYS = (
     f"train.steps={STEPS}", f"learning_rate.warmup={WARMUP}", "learning_rate.shape=cosine",
-    "learning_rate.final=0.1", "train.dropout=0.25", "train.seed=7",
+    "learning_rate.final=0.1", "optimizer.lr=0.5", "train.dropout=0.25", "train.seed=7",
 )  # fmt: skip
 
 

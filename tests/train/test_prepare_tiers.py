@@ -23,7 +23,7 @@ STEPS = 3
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measure this machine and its disk anew in each test takes seconds."""
     rate = Rate(1e9, "B/s", "test", "2026-11-21")
-    monkeypatch.setattr("outsize.train.prepared.making.probe", known_hardware)
+    monkeypatch.setattr("outsize.train.prepared.making.probe", lambda device: known_hardware())
     monkeypatch.setattr(
         "outsize.train.tiers.measured", lambda spec, date: Tier(spec.name, spec.bytes, rate, rate)
     )
