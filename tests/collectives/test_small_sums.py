@@ -108,10 +108,10 @@ def test_a_table_of_another_machine_and_a_damaged_one_are_measured_again(tmp_pat
     tables(tmp_path)
     (kept,) = tmp_path.rglob("sums-*.json")
     data = json.loads(kept.read_text())
-    other = {cell: 7.0 for cell in data["seconds"]}
+    other = {cell: 1e9 for cell in data["seconds"]}
     for text in (json.dumps({"hosts": ["a", "b", "d"], "seconds": other}), "{", "[]"):
         kept.write_text(text)
-        assert all(row.seconds < 7.0 for table in tables(tmp_path) for row in table.rows)
+        assert all(row.seconds < 1e9 for table in tables(tmp_path) for row in table.rows)
         assert json.loads(kept.read_text())["hosts"] == ["a", "b", "c"]
     tables(tmp_path, ("a", "b", "d"))
     assert len(list(tmp_path.rglob("sums-*.json"))) == 2
