@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from outsize.errors import OutsizeError
 
 SIZES = (256, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)  # bytes
 ROUNDS = 3
+LEAST_BYTES = "ring"
 FORMAT = 1
 
 
@@ -46,17 +48,26 @@ class Table:
     size: int
     rows: tuple[Row, ...]
 
+    @cached_property
+    def _known(self) -> dict[str, list[tuple[int, float]]]:
+        """Bytes and seconds by algorithm, in order."""
+        names = sorted({row.algorithm for row in self.rows})
+        return {
+            n: sorted((r.bytes, r.seconds) for r in self.rows if r.algorithm == n) for n in names
+        }
+
     def seconds(self, algorithm: str, count: int) -> float:
         """Between the measured sizes, and beyond them along the last two."""
-        known = sorted((r.bytes, r.seconds) for r in self.rows if r.algorithm == algorithm)
+        known = self._known[algorithm]
         at = min(max(bisect_left(known, (count, 0.0)), 1), len(known) - 1)
         (low, first), (high, last) = known[at - 1], known[at]
         return max(first + (last - first) * (count - low) / (high - low), 0.0)
 
     def best(self, count: int) -> str:
-        """The quickest algorithm for so many bytes."""
-        names = sorted({row.algorithm for row in self.rows})
-        return min(names, key=lambda name: (self.seconds(name, count), name))
+        """The quickest algorithm for so many bytes; beyond those measured, that of least bytes."""
+        if count > max(row.bytes for row in self.rows):
+            return LEAST_BYTES
+        return min(self._known, key=lambda name: (self.seconds(name, count), name))
 
 
 def measure(group: C10d, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Table:

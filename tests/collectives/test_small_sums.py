@@ -62,7 +62,9 @@ def test_a_table_takes_what_is_quickest_for_so_many_bytes() -> None:
     rows = (Row("ring", 0, 3.0), Row("ring", 100, 4.0), Row("star", 0, 1.0), Row("star", 100, 9.0))
     table = Table(4, rows)
     assert table.seconds("star", 50) == 5.0 and table.seconds("ring", 200) == 5.0
-    assert [table.best(count) for count in (0, 25, 30, 1000)] == ["star", "star", "ring", "ring"]
+    assert [table.best(count) for count in (0, 25, 30, 100)] == ["star", "star", "ring", "ring"]
+    quicker = Table(4, (*rows[:2], Row("star", 0, 1.0), Row("star", 100, 2.0)))
+    assert [quicker.best(count) for count in (100, 101)] == ["star", "ring"], "none was measured"
     with pytest.raises(OutsizeError, match="among 4 workers for a group of 2"):
         Chosen(Posts(0, 2, {}, True), table)
 

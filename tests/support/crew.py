@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from outsize.collectives import Joined, Mesh, join
+from outsize.collectives import Joined, Mesh, join, joined
+from outsize.collectives.c10d import C10d
+from outsize.collectives.tables import Row, Table
 
 PATIENCE = 1200.0  # seconds: who gives up earlier has seen why
+
+
+def _ring(group: C10d, *_: Any) -> Table:
+    """A table that says the transport's own sums are quickest, whatever this machine's are."""
+    return Table(group.size, (Row("ring", 1, 1.0), Row("ring", 2, 1.0)))
 
 
 def _work(rank: int, mesh: Mesh, path: str, pipe: Connection) -> None:
@@ -25,6 +32,7 @@ def _work(rank: int, mesh: Mesh, path: str, pipe: Connection) -> None:
     from torch.distributed import FileStore, PrefixStore
 
     torch.set_num_threads(1)
+    joined.table_of = _ring  # type: ignore[assignment]
     store, worlds = FileStore(path, mesh.size), dict[tuple[str, ...], Joined]()
     while True:
         try:

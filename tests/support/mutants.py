@@ -164,9 +164,10 @@ class Judge:
         batches = [_batch(data, plan.rows) for _ in range(2)]
         self.batches = [batch.rows(*plan.rows_at(self.job.place)) for batch in batches]
         weight_pool = self.job.weight_pool
-        names = ("parameters", "master", *(state.name for state in self.job.optimizer.states))
-        whats = [(i, what) for i in range(len(self.job.chunks)) for what in names]
-        self.start = {key: weight_pool.read(*key).clone() for key in whats if weight_pool.has(*key)}
+        names = {"parameters", "master", *(state.name for state in self.job.optimizer.states)}
+        held = weight_pool.placement.chunks.held
+        whats = [(i, w) for i in range(len(self.job.chunks)) for w, _ in held(i) if w in names]
+        self.start = {key: weight_pool.read(*key).clone() for key in whats}
         self.program = self.job.program
         self.expected = self._played(self.program.worker(job.world.rank))
 
