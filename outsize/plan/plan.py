@@ -19,8 +19,10 @@ from outsize.plan.spread import Pipelined, Sharding, share
 from outsize.registry import refuse_shared
 
 Dtype = Literal["float64", "float32", "bfloat16"]
+Computed = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+HALVES: tuple[Computed, ...] = ("bfloat16", "float16")
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEVICE = "device"
 POLICIES = ("belady", "lru", "static")
 ORDERS = ("microbatch", "layer")
@@ -32,23 +34,31 @@ PART = 1 << 20  # elements: parts begin where a tier's checksums do, in every dt
 class Precision:
     """What is computed and held in which dtype.
 
-    compute: parameters, activations. master: what the optimizer updates; None where it updates
-    the parameters themselves. gradients, optimizer: the accumulated gradients, the moments.
+    compute: parameters, activations; with float16 losses are scaled. master: what the optimizer
+    updates; None where it updates the parameters themselves. gradients, optimizer: the accumulated
+    gradients, the moments.
     """
 
-    compute: Dtype = "float32"
+    compute: Computed = "float32"
     master: Dtype | None = None
     gradients: Dtype = "float32"
     optimizer: Dtype = "float32"
 
     @staticmethod
     def named(name: str) -> Precision:
-        """The usual precision of a name: "float32", "float64", or "bfloat16" with fp32 master."""
-        if name == "bfloat16":
-            return Precision("bfloat16", "float32", "float32", "float32")
+        """The usual precision of a name: "float32", "float64", or "bfloat16" and "float16" with
+        fp32 master."""
+        if name in HALVES:
+            return Precision(name, "float32", "float32", "float32")
         if name not in DTYPES:
-            raise OutsizeError(f"precision {name!r} is not known{nearest(name, DTYPES)}")
+            known = (*DTYPES, "float16")
+            raise OutsizeError(f"precision {name!r} is not known{nearest(name, known)}")
         return Precision(name, None, name, name)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled (outsize/runtime/loss_scale.py)."""
+        return self.compute == "float16"
 
 
 @dataclass(frozen=True)
@@ -267,12 +277,26 @@ class Plan(Extended):
                 f"plan: approximate holds {found[0]} and the plan has {found[1]}, which do not go"
                 " together: leave one of them out"
             )
+        self._check_precision()
+
+    def _check_precision(self) -> None:
         precision = self.precision
         bare = precision.compute == "bfloat16" and precision.master is None
         if bare and "bfloat16-weights" not in self.approximate:
             raise OutsizeError(
                 "plan: bfloat16 without a master copy loses updates under half an ulp;"
                 " set precision.master to float32, or name bfloat16-weights under approximate"
+            )
+        if precision.scaled and precision.master is None:
+            raise OutsizeError(
+                "plan: precision.compute is float16 and precision.master None; expected float32,"
+                " which has what updates add"
+            )
+        if precision.scaled and self.update == "behind":
+            raise OutsizeError(
+                "plan: update is 'behind' and precision.compute float16: whether a gradient has"
+                " overflowed is known only when every stage has its own; set update to 'apart', or"
+                " precision to bfloat16"
             )
 
     def rests_below(self, *states: str) -> bool:

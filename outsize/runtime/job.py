@@ -138,7 +138,8 @@ class Job(Stateful):
         ran = self.method.play(self.loaded, begin)
         loss, norm = self.method.found()
         seconds = time.perf_counter() - begin
-        self.report = Report(float(loss), norm, count, seconds, ran, begin)
+        scaling = self.method.scaling
+        self.report = Report(float(loss), norm, count, seconds, ran, begin, scaling)
         return loss
 
     def ready(self, batch: Any, count: float, lr: float | None = None) -> None:

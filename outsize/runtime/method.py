@@ -15,6 +15,7 @@ from outsize.registry import TECHNIQUES
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.sample import Sample
+from outsize.runtime.loss_scale import LossScale
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.storage.states import Stateful, States
@@ -36,7 +37,7 @@ class Method(Protocol):
     engine: plays what its handlers carry out; evaluations and tokens too, of whose walks and
     numbers microbatches and sample know. rehearsed: a step is predicted from one microbatch's
     actions; else all of them are played. left: the share of the layers that each step leaves alone,
-    where it does; what the others were is copied.
+    where it does; what the others were is copied. scaling: of losses, where they are scaled.
     """
 
     rehearsed: ClassVar[bool] = True
@@ -72,6 +73,10 @@ class Method(Protocol):
     @staticmethod
     def program(flow: Flow, placement: Placement) -> Program:
         """What every worker does in a step."""
+
+    @property
+    def scaling(self) -> LossScale | None:
+        return None
 
     def check(self) -> None:
         """Refuse a step on weights of which some have moved and some have not, or of which others

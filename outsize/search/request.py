@@ -94,6 +94,11 @@ class PlanRequest(Extended):
         return pipelined(said) if isinstance(said, str) else said
 
     @property
+    def behind(self) -> bool:
+        """Whether a stage may be updated before the norm of all gradients is known."""
+        return self.clip is None and not self.precision.scaled
+
+    @property
     def recipe(self) -> Recipe:
         """How the job trains that is planned."""
         return Recipe(self.optimizer, self.clip, techniques=self.techniques)

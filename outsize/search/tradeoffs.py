@@ -83,7 +83,7 @@ def _streamed(forecaster: Predicts, plans: list[Plan]) -> Iterator[Tradeoff]:
     tiers = (*forecaster.request.tiers[:-1], replace(last, bytes=LIMITLESS))
     search = Search(forecaster, states(forecaster.facts, plans[0]), LIMITLESS, tiers)
     again = next((plan for plan in plans if _whole(plan)), plans[-1])
-    behind = forecaster.request.clip is None and again.mesh.pipeline == 1
+    behind = forecaster.request.behind and again.mesh.pipeline == 1
     update: Literal["apart", "behind"] = "behind" if behind else "apart"
     by_layer = again.microbatches > 1 and again.mesh.pipeline == 1
     order: Literal["layer", "microbatch"] = "layer" if by_layer else "microbatch"

@@ -126,9 +126,9 @@ def variants(forecaster: Predicts, plan: Plan) -> Iterator[Plan]:
     orders = orders if request.order is None else (request.order,)
     for order in orders:
         for made in _here_or_below(request, replace(plan, order=order)):
-            if request.clip is None:
+            if request.behind:
                 yield replace(made, update="behind")
-            if request.clip is not None or any(tier.medium == "memory" for tier in request.tiers):
+            if not request.behind or any(tier.medium == "memory" for tier in request.tiers):
                 yield made
 
 

@@ -32,6 +32,10 @@ technique(
     method="outsize.runtime.special.freezing.Freezing",
     clashes=(
         (
+            "precision float16: a step that is skipped moves no layer, and all would seem calm",
+            lambda p: p.precision.scaled,
+        ),
+        (
             "parameters or optimizer states below the device: what is frozen would move all the"
             " same",
             lambda p: p.rests_below("parameters", "optimizer"),

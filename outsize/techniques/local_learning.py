@@ -34,6 +34,10 @@ technique(
     method="outsize.runtime.special.local.Groups",
     clashes=(
         (
+            "precision float16: a group may have stepped when the next one's gradient overflows",
+            lambda p: p.precision.scaled,
+        ),
+        (
             "states below the device: every group would have a pool of its own",
             lambda p: p.rests_below("parameters", "gradients", "optimizer", "activations"),
         ),

@@ -29,6 +29,10 @@ technique(
     method="outsize.runtime.special.zeroth.Losses",
     clashes=(
         (
+            "precision float16: its losses are scaled for a backward pass, and there is none",
+            lambda p: p.precision.scaled,
+        ),
+        (
             "states other than parameters below the device: there are none",
             lambda p: p.rests_below("gradients", "optimizer", "activations"),
         ),

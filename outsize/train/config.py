@@ -157,8 +157,8 @@ class RunConfig:
     learning_rate: LearningRateKeys = dataclasses.field(default_factory=LearningRateKeys)
     plan: PlanKeys = dataclasses.field(default_factory=PlanKeys)
     sample: SampleKeys = dataclasses.field(default_factory=SampleKeys)
-    precision: Literal["float64", "float32", "bfloat16"] | None = setting(
-        None, "of the computation; bfloat16 has a float32 master copy"
+    precision: Literal["float64", "float32", "bfloat16", "float16"] | None = setting(
+        None, "of the computation; 16 bits have a float32 master copy, float16 scaled losses"
     )
     memory: str | int | None = setting(
         None, "most bytes on the device, as 2GiB; more is refused", may_change=True

@@ -142,6 +142,10 @@ class Loop:
     def _record(self, report: Report, lr: float, moved: Mapping[str, int], show: Progress) -> None:
         step = self.place.step
         now, peak = self._memory()
+        scaling = report.scaling
+        scaled = {} if scaling is None else {
+            "loss_scale": scaling.factor, "skipped_steps": scaling.skipped
+        }  # fmt: skip
         self.metrics.write(
             {
                 "step": step,
@@ -156,6 +160,7 @@ class Loop:
                 "resident_bytes": now,
                 "resident_peak_bytes": peak,
                 **moved,
+                **scaled,
             }
         )
         left = self.speed.left(self.place.steps - step)

@@ -1,7 +1,8 @@
 """Metrics of a run: JSON lines (the record) and TensorBoard events (for looking at).
 
-One line a record, `step` in each. Going on from a checkpoint cuts the lines off behind its step,
-and tells TensorBoard to forget what came after; what was cut is then written again, the same.
+One line a record, `step` in each; a number that is not finite, as of a step that loss scaling has
+skipped, is left out, for JSON has none. Going on from a checkpoint cuts the lines off behind its
+step, and tells TensorBoard to forget what came after; what was cut is then written again, the same.
 Events are written by the calling thread: no queue that a kill could empty, no thread whose error
 nobody sees.
 """
@@ -12,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,6 +69,7 @@ class Metrics:
 
     def write(self, record: Record) -> None:
         """Add a record; it has a `step`."""
+        record = {name: value for name, value in record.items() if _written(value)}
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -104,6 +107,10 @@ def read_metrics(directory: Path, timed: bool = True) -> list[dict[str, Any]]:
     """The records of a run; timed=False leaves out what differs from run to run."""
     records = (json.loads(line) for line in _lines(directory / FILE, None))
     return [{k: v for k, v in record.items() if timed or not _varies(k)} for record in records]
+
+
+def _written(value: float | int | str) -> bool:
+    return isinstance(value, str) or isfinite(value)
 
 
 def _varies(key: str) -> bool:

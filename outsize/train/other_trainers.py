@@ -35,7 +35,7 @@ OTHERS: Mapping[str, str] = MappingProxyType(
         "warmupsteps": _WARMUP, "warmupratio": _WARMUP, "warmupiters": _WARMUP,
         "maxgradnorm": "train.clip", "gradclip": "train.clip", "gradientclipval": "train.clip",
         "clipgradnorm": "train.clip",
-        "fp16": "precision: bfloat16 or float32", "bf16": "precision: bfloat16",
+        "fp16": "precision: float16", "bf16": "precision: bfloat16",
         "dtype": "precision", "torchdtype": "precision", "mixedprecision": "precision",
         "gradientcheckpointing": "plan.recompute", "activationcheckpointing": "plan.recompute",
         "fsdp": "plan.zero: 3", "deepspeed": "plan.zero", "zerostage": "plan.zero",

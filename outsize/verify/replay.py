@@ -118,6 +118,11 @@ def opened(directory: Path, start: int | None) -> Run:
                 f"verify: the run in {directory} has {name} under plan.approximate, whose numbers"
                 " are not the plain ones; expected a run without it"
             )
+    if Precision.named(resolved.get("precision")).scaled:
+        raise OutsizeError(
+            f"verify: the run in {directory} is in float16, and a step that loss scaling skips has"
+            " no twin in float64; expected a run in float64, float32 or bfloat16"
+        )
     found = None if start is None else Store(directory, None).load(start)
     if found is None:
         resolved, model = subject(resolved)

@@ -56,6 +56,11 @@ def lines(verdict: Verdict) -> Iterator[str]:
             f" {usual.loss:.1e}"
         )
         yield from _own(own, verdict)
+    if verdict.unjudged:
+        yield (
+            f"{verdict.unjudged}: not judged, for a step that loss scaling skips has no twin in"
+            " float64"
+        )
     exact = verdict.exact
     if verdict.narrow:
         yield _narrow(verdict.narrow, verdict.limit)
@@ -128,6 +133,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "limit": verdict.limit,
         "device": verdict.device,
         "narrow": verdict.narrow,
+        "unjudged": verdict.unjudged,
         "over": [str(one) for one in verdict.over],
         "runs": {name: _run(found) for name, found in runs.items() if found is not None},
         "bytes": {

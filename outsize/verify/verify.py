@@ -26,7 +26,8 @@ class Verdict:
     PyTorch are from plain float64; None where that is the plan's. sent: bytes of the last step, in
     float64. narrow: modules that compute in float32 inside, by which the two may differ in float64,
     looked for where they do. bounds, over: how far the plan's own precision may be, and what of it
-    is farther. device: the kind on which the plan's run was."""
+    is farther. device: the kind on which the plan's run was. unjudged: the plan's own precision,
+    where it is not run: a step that loss scaling skips has no twin in float64."""
 
     exact: Comparison
     sent: Sent
@@ -36,6 +37,7 @@ class Verdict:
     bounds: Bounds | None = None
     over: tuple[Over, ...] = ()
     device: str = "cpu"
+    unjudged: str = ""
 
     @property
     def limit(self) -> float:
@@ -74,7 +76,7 @@ def verify(case: Case, own: bool = True) -> Verdict:
 def planned_runs(case: Case, world: World, own: bool = True) -> Runs:
     """What one worker does."""
     exact = planned.run(case.within(EXACT), world)
-    other = own and case.plan.precision != EXACT
+    other = own and case.plan.precision != EXACT and not case.plan.precision.scaled
     return Runs(exact, planned.run(case, world) if other else None)
 
 
@@ -85,9 +87,10 @@ def judged(case: Case, runs: Runs) -> Verdict:
     truth = plain.train(exact.plain(EXACT), exact.recipe, batches)
     found = compare(runs.exact.steps, truth, "float64", runs.exact.differ)
     narrow = () if found.holds() else case.subject.narrow(batches[0])
-    if runs.own is None:
-        return Verdict(found, runs.exact.sent, narrow=narrow, device=case.device)
     precision = case.plan.precision
+    if runs.own is None:
+        unjudged = precision.compute if precision.scaled else ""
+        return Verdict(found, runs.exact.sent, narrow=narrow, device=case.device, unjudged=unjudged)
     own = compare(runs.own.steps, truth, precision.compute, runs.own.differ)
     usual = plain.train(case.plain(precision), case.recipe, batches)
     bounds, over = Moved(case, truth, batches).judge(own)

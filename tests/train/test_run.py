@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
+from outsize.runtime.loss_scale import LossScale
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
 from outsize.train.resolve import recorded_values
@@ -100,11 +102,14 @@ def test_a_finished_run_says_so_and_can_go_on_for_longer(runs) -> None:
     [
         {"precision": "float32"},
         {"precision": "bfloat16"},
+        {"precision": "float16"},
         {"precision": "float32", "optimizer__name": "muon", "train__dropout": 0.2},
     ],
-    ids=["float32", "bfloat16", "muon-dropout"],
+    ids=["float32", "bfloat16", "float16", "muon-dropout"],
 )
 def test_going_on_from_a_checkpoint_is_bitwise(runs, keys, monkeypatch) -> None:
+    first = partial(LossScale, 2.0**18)  # overflows before the checkpoint, and behind it no more
+    monkeypatch.setattr("outsize.runtime.handlers.training.LossScale", first)
     runs.train(**keys, train__keep="null")
     whole = runs.home / "run"
     cut = runs.home / "cut"
@@ -121,6 +126,11 @@ def test_going_on_from_a_checkpoint_is_bitwise(runs, keys, monkeypatch) -> None:
     assert [r["step"] for r in read_metrics(cut) if "loss" in r] == [1, 2, 3, 4, 5]
     assert "going on from step 3 of 8" in runs.resume(cut)
     assert_same_run(whole, cut)
+    if keys["precision"] == "float16":
+        said = [r for r in read_metrics(cut) if "loss_scale" in r]
+        skipped = said[-1]["skipped_steps"]
+        assert 0 < skipped < 8 and said[-1]["loss_scale"] == 2.0 ** (18 - skipped)
+        assert sum("gradient_norm" not in r for r in said) == skipped
     for name in ("model", "optimizer"):
         one, other = (load_file(d / f"step-00000008/{name}.safetensors") for d in (whole, cut))
         assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)

@@ -1,18 +1,22 @@
 """NORM: the global norm of the gradient, and from it the factor that clips it.
 
-The squares of a step wait on the device, a number for each chunk, and are read once.
+The squares of a step wait on the device, a number for each chunk, and are read once. Where losses
+are scaled, the gradients are; the factor that clips them takes that back, and a norm that is no
+number leaves the step out instead of ending the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
 
 from outsize.errors import Everywhere
 from outsize.runtime.engine import Deed
+from outsize.runtime.loss_scale import LossScale
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.points import Points
 from outsize.runtime.storage.gradients import Gradients
@@ -31,7 +35,8 @@ class Diverged(Everywhere):
 
 
 class Norm:
-    """totals: the sums over all workers. clip: the largest norm. value: of the last step."""
+    """totals: the sums over all workers. clip: the largest norm. value: of the last step. scaling:
+    of the next one's losses, where they are scaled."""
 
     kinds = (Kind.NORM,)
 
@@ -48,6 +53,7 @@ class Norm:
         self._weight_pool, self._microbatches = weight_pool, microbatches
         self._gradients, self._updates, self._totals = gradients, updates, totals
         self.clip, self.value = clip, 0.0
+        self.scaling: LossScale | None = None
         self._watch = watch
         self._norms: dict[int, Tensor] = {}  # by chunk
 
@@ -57,7 +63,7 @@ class Norm:
 
     def begin(self, points: Points) -> None:
         self._norms.clear()
-        self.value, self._updates.scale = 0.0, 1.0
+        self.value, self._updates.scale, self._updates.skips = 0.0, 1.0, False
 
     def reset(self) -> None:
         self._norms.clear()
@@ -91,11 +97,19 @@ class Norm:
         self.square(stages)
         squares, mine = self.squares(sorted(self._norms)), self._microbatches
         total, mine.loss = self._totals.sums(squares, mine.loss, self._gradients.touched)
-        self.value = total**0.5
         self._norms.clear()
-        finite(self.value, after)
-        if self.clip is not None:
-            self._updates.scale = min(1.0, self.clip / (self.value + 1e-6))
+        self.value, scale = total**0.5, 1.0
+        if self.scaling is None:
+            finite(self.value, after)
+        else:
+            scale = self.scaling.factor
+            self.value = self.value / scale
+            mine.loss.div_(scale)
+            self.scaling = self.scaling.after(self.value)
+            if not isfinite(self.value):
+                self.value, self._updates.skips = inf, True
+        clip = 1.0 if self.clip is None else min(1.0, self.clip / (self.value + 1e-6))
+        self._updates.scale = clip / scale
 
 
 def finite(norm: float, after: str) -> None:

@@ -33,7 +33,8 @@ from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.handlers.spill import Spilling
 from outsize.runtime.handlers.states import Arrivals, Movement
 from outsize.runtime.handlers.update import Update
-from outsize.runtime.method import Method
+from outsize.runtime.loss_scale import NOTES, LossScale, recalled
+from outsize.runtime.method import Method, Notes
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Group, Here, Recipe
 from outsize.runtime.spill import Spills
@@ -74,6 +75,7 @@ class Training(Method):
         self.norm = Norm(
             weight_pool, self.microbatches, gradients, self.updates, job.totals, recipe.clip, watch
         )
+        self.norm.scaling = LossScale() if job.plan.precision.scaled else None
         self.update = Update(self.updates, gradients, self.norm, job.totals)
         movement = Movement(weight_pool)
         hand = nothing_comes if passing is None else passing.hand
@@ -127,7 +129,8 @@ class Training(Method):
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
     ) -> None:
-        self.microbatches.ready(batch, cuts, factor)
+        scale = 1.0 if self.norm.scaling is None else self.norm.scaling.factor
+        self.microbatches.ready(batch, cuts, factor * scale)
         self.update.lr = self._optimizer.lr if lr is None else lr
 
     def play(self, step: Loaded, begin: float) -> list[Ran]:
@@ -136,6 +139,17 @@ class Training(Method):
     def found(self) -> tuple[Tensor, float]:
         assert self.microbatches.loss is not None
         return self.microbatches.loss, self.norm.value
+
+    @property
+    def scaling(self) -> LossScale | None:
+        return self.norm.scaling
+
+    def notes(self) -> Notes:
+        return {} if self.scaling is None else {NOTES: self.scaling.notes()}
+
+    def recall(self, notes: Mapping[str, Any]) -> None:
+        if self.scaling is not None:
+            self.norm.scaling = recalled(notes)
 
     def mend(self) -> None:
         self.update.torn = False

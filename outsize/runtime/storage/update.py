@@ -55,13 +55,15 @@ class _Work:
 @dataclass
 class Updates:
     """Updates chunks of a weight_pool. whole_tensors: matrices that lie in parts on the tensor
-    axis. scale: what gradients are multiplied by, of this step."""
+    axis. scale: what gradients are multiplied by, of this step. skips: it changes nothing, and no
+    update is counted."""
 
     weight_pool: WeightPool
     optimizer: Optimizer
     groups: Sequence[Settings]
     whole_tensors: WholeTensors | None = None
     scale: float = 1.0
+    skips: bool = False
 
     def __post_init__(self) -> None:
         chunks = self.weight_pool.placement.chunks
@@ -131,7 +133,7 @@ class Updates:
         gradients = held[GRADIENTS]
         table = self.weight_pool.chunks[piece.chunk].table
         optimizer = taker(self.optimizer, table.main)
-        if self.scale < 1.0:
+        if self.scale != 1.0:
             gradients.mul_(self.scale)
         for first, last, group, step, shape, parameter in self._of(piece, touched):
             settings, key = self.groups[group], (first, last, shape)
@@ -210,7 +212,8 @@ class Updates:
         with self._lock:
             if piece.chunk not in self._work:  # whichever part comes first
                 first, last = self._own[piece.chunk]
-                self._work[piece.chunk] = _Work(_ranges(chunk, touched), last - first)
+                ranges = [] if self.skips else _ranges(chunk, touched)
+                self._work[piece.chunk] = _Work(ranges, last - first)
             ranges = self._work[piece.chunk].ranges
         for first, last, group, step, shape, name in ranges:
             first, last = max(first, piece.first), min(last, piece.last)

@@ -48,7 +48,8 @@ class Options(TypedDict, total=False):
     """What `prepare` may be told beside the model and its loss.
 
     recompute: ("block",) or names of submodules of the blocks; None leaves it to the plan.
-    precision: None keeps the model's own dtype, with a float32 master copy where that is bfloat16.
+    precision: None keeps the model's own dtype, with a float32 master copy where that has 16 bits;
+    losses of float16 are scaled, and a step whose gradient overflows is skipped.
 
     With memory, states that do not fit rest on tiers: host_memory, RAM beside it, as "4GiB"; disk,
     folders as "DIR[,DIR][:SIZE]"; tiers, memory with a path as "NAME=PATH:SIZE". The model's
@@ -86,7 +87,7 @@ class Options(TypedDict, total=False):
     """
 
     recompute: Sequence[str] | None
-    precision: Literal["float32", "float64", "bfloat16"] | None
+    precision: Literal["float32", "float64", "bfloat16", "float16"] | None
     host_memory: str | int | None
     disk: str | None
     tiers: Sequence[str]
