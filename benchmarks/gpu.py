@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, and no other that is installed
+# This checkout, and no other that is installed.
+sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
 from support.gpu import child, table  # noqa: E402
 from support.gpu.parts import PARTS, SHARES  # noqa: E402

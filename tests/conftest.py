@@ -115,14 +115,14 @@ def rates_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _rehearsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What one search has rehearsed, the next one knows, in any process of this session."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "rehearsed"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         remember(folder, patch)
-        yield
+        yield folder
 
 
 @pytest.fixture(autouse=True)

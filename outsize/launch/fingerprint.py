@@ -6,6 +6,7 @@ import hashlib
 import json
 import socket
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ SOURCES = (".py", ".cpp", ".cu", ".h")
 SHOWN = 3  # differences in a message
 
 
+@cache
 def code() -> str:
     """This package's version and a hash of its sources."""
     root = Path(__file__).resolve().parents[1]

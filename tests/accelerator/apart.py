@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import multiprocessing
 import os
 import runpy
 import signal
@@ -24,13 +23,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forkserver
+import pytest
 import torch
+from remembered import remember
 
 HERE = Path(__file__).parent
 STRICT = "strict"
 SECONDS = 600  # of a test that takes one or two, all orders a minute: longer is a deadlock
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["imported"])  # the file beside this one
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Task:
 
 class Apart:
     """A process that runs tests, one after another, until one of them fails or leaves something on
-    the device; the next test has a new one then. on: the kind of device. cache: see `strict`."""
+    the device; the next test has a new one then. on: the kind of device. cache: see `strict`.
+    rehearsed: the folder of what planning has rehearsed (remembered.py), for processes that are
+    fresh: others run tests with planted faults."""
 
-    def __init__(self, on: str, cache: Path) -> None:
-        self._on, self._cache = on, cache
+    def __init__(self, on: str, cache: Path, rehearsed: Path) -> None:
+        self._on, self._cache, self._rehearsed = on, cache, rehearsed
         self._here: Connection | None = None
         self._child: Any = None
 
@@ -71,9 +73,10 @@ class Apart:
         return str(text)
 
     def _begin(self, fresh: bool) -> None:
-        self._here, there = PROCESSES.Pipe()
-        arguments = (self._on, self._cache, there, fresh)
-        self._child = PROCESSES.Process(target=_serve, args=arguments)
+        processes = forkserver.context()
+        self._here, there = processes.Pipe()
+        arguments = (self._on, self._cache, there, self._rehearsed if fresh else None)
+        self._child = processes.Process(target=_serve, args=arguments)
         self._child.start()
         there.close()
 
@@ -88,19 +91,22 @@ class Apart:
         self._here = None
 
 
-def _serve(on: str, cache: Path, there: Connection, fresh: bool) -> None:
-    """Of the process: run what comes, until the other end closes. fresh: compute nothing before;
-    otherwise the first backward pass, which counts the devices for good, sees as many as can be."""
+def _serve(on: str, cache: Path, there: Connection, rehearsed: Path | None) -> None:
+    """Of the process: run what comes, until the other end closes. rehearsed: of a fresh one, which
+    computes nothing before; in others the first backward pass, which counts the devices for good,
+    sees as many as can be."""
     os.setsid()
     os.environ["STRICT_CACHE"] = str(cache)
     importlib.import_module("imported")
     if on == STRICT:  # before the first backward pass, on the CPU too
         strict = importlib.import_module("strict")
         strict.load()
-        if not fresh:
+        if rehearsed is None:
             strict.start("eager", devices=strict.MOST_DEVICES)
             torch.ones(1, requires_grad=True).sum().backward()
             strict.start("eager")
+    if rehearsed is not None:
+        remember(rehearsed, pytest.MonkeyPatch())
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     files: dict[str, dict[str, Any]] = {}

@@ -61,9 +61,9 @@ def built(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def apart(request: pytest.FixtureRequest) -> Iterator[Apart]:
+def apart(request: pytest.FixtureRequest, rehearsed: Path) -> Iterator[Apart]:
     """The process that tests run in."""
-    made = Apart(_on(request.config), CACHE.parents[1])
+    made = Apart(_on(request.config), CACHE.parents[1], rehearsed)
     yield made
     made.close()
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import strict
 from click.testing import CliRunner
+from rates import known_machine
 
 from outsize.cli.main import main
+from outsize.hardware.probe import keep
 
 CASES = (
     ("data=2", {"plan.zero": 1}),
@@ -30,6 +33,7 @@ KEYS = {
     "train.batch_tokens": 256,
     "train.sequence": 32,
     "train.evaluate_tokens": 256,
+    "sample.tokens": 0,
 }
 
 
@@ -48,6 +52,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_workers_with_devices_give_the_numbers_of_a_processor(mesh, keys, order, plain, tmp_path):
     workers = ("--mesh", mesh, "--workers", "2")
     strict.start(*order, devices=2)
+    machine = known_machine()
+    keep(replace(machine, devices=(replace(machine.devices[0], kind="gpu", grain=512),)), "auto")
     there = _losses(tmp_path, workers, keys)
     assert len(there) == 4
     assert there == pytest.approx(plain, rel=1e-10), (there, plain)

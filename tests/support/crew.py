@@ -6,13 +6,13 @@ more than one import.
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import forkserver
 import torch
 
 from outsize.collectives import Joined, Mesh, join, joined
@@ -59,8 +59,7 @@ class WorkerGroup:
     @classmethod
     def of(cls, mesh: Mesh, path: str) -> WorkerGroup:
         """path: of a file that is not there, for the store."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "outsize.collectives"])
+        context = forkserver.context()
         crew = cls([])
         for rank in range(mesh.size):
             ours, theirs = context.Pipe()

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import pytest
 
+from outsize.decode.generate import Request
+from outsize.decode.samplers import Sampling
 from outsize.memory import Ledger
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan
@@ -22,8 +24,10 @@ from outsize.runtime import Job, spill
 from outsize.search import planner
 from outsize.search import request as requests
 from outsize.search.request import Makers, PlanRequest, native_makers
+from outsize.simulate import tokens
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.rehearse import bare, rehearse, splits_of
+from outsize.simulate.tokens import Held, Needs
 
 T = TypeVar("T")
 PLANNED = {  # what a plan says itself, and what costs do not depend on
@@ -51,8 +55,8 @@ class _Folder:
 
 
 def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Rehearsals and facts of native decoders are made once for all who have this folder. They
-    depend neither on the budget nor on what rests where."""
+    """Rehearsals and facts of native decoders, and what their tokens need, are made once for all
+    who have this folder. They depend neither on the budget nor on what rests where."""
     known = _Folder(folder)
 
     def facts(config: DecoderConfig, request: PlanRequest) -> Facts:
@@ -79,6 +83,13 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
         key = about[job_of], step, smaller
         return known.get(key, lambda: rehearse(plan, job_of, batch_of, splits, ledger_of))
 
+    def needed(held: Held, request: Request, length: int) -> Needs:
+        drawn = request.sampler if isinstance(request.sampler, Sampling) else None
+        key = held, held.grain, len(request.ids), request.max_new_tokens, drawn, length
+        return known.get(key, lambda: plain_needs(held, request, length))
+
+    plain_needs = tokens._needs
+    patch.setattr(tokens, "_needs", needed)
     about: dict[object, object] = {}
     plain_facts = planner.facts_of_model
     patch.setattr(planner, "facts_of_model", facts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
+
+import forkserver
 
 PATIENCE = 600  # seconds for a process to say something
 
@@ -23,13 +24,10 @@ def free_port() -> int:
             return port
 
 
-def started(
-    worker: Callable[..., None], count: int, *more: Any, preload: Sequence[str] = ("outsize",)
-) -> Callable[[], list[Any]]:
+def started(worker: Callable[..., None], count: int, *more: Any) -> Callable[[], list[Any]]:
     """Start processes that run worker(rank, *more, pipe), of a module that they can import by its
     name; gives what waits for what each sends."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context = forkserver.context()
     workers = []
     for rank in range(count):
         ours, theirs = context.Pipe()

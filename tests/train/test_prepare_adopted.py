@@ -33,9 +33,7 @@ def plain(name):
 
 
 def test_two_workers_give_the_numbers_of_transformers():
-    kinds = ("llama.modeling_llama", "gpt2.modeling_gpt2")
-    needed = ["outsize", *(f"transformers.models.{kind}" for kind in kinds)]
-    said = started(worker, 2, (free_port(), free_port()), preload=needed)
+    said = started(worker, 2, (free_port(), free_port()))
     expected = {name: plain(name) for name in SIZES}
     for told in said():
         for name, (losses, evaluated, parameters) in expected.items():
