@@ -229,16 +229,15 @@ class Plan(Extended):
                 "plan.sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
                 " tensor axis 2 workers or more"
             )
-        for state, spread in (
-            ("parameters", self.shards.optimizer > 1),
-            ("gradients", self.mesh.summed),
-        ):
-            if spread and self.rests_below(state):
+        for state in ("parameters", "gradients"):
+            if not self.may_rest_below(state) and self.rests_below(state):
                 axes = [axis.name for axis in self.mesh.axes if axis.batch]
                 count = prod(self.mesh[name] for name in axes)
+                zero = "zero 3" if state == "parameters" else "zero 2 or 3"
+                cut = f", cut them over workers ({zero})" if self.mesh.data > 1 else ""
                 raise OutsizeError(
                     f"plan: {state} rest below the device while {count} workers share them"
-                    f" ({self.shards}); let {state} rest on the device, or take"
+                    f" ({self.shards}); let {state} rest on the device{cut}, or take"
                     f" mesh.{' and mesh.'.join(axes)} to 1"
                 )
         for axis in self.mesh.axes:
@@ -298,6 +297,14 @@ class Plan(Extended):
                 " overflowed is known only when every stage has its own; set update to 'apart', or"
                 " precision to bfloat16"
             )
+
+    def may_rest_below(self, state: str) -> bool:
+        """Whether parameters or gradients can rest below the device: those of a worker alone, and
+        its share of what workers cut, where it updates all that it has of it."""
+        own = self.shards
+        if state == "parameters":
+            return own.parameters == own.optimizer
+        return not self.mesh.summed or own.gradients == own.optimizer > 1
 
     def rests_below(self, *states: str) -> bool:
         """Whether one of these states of some stage rests below the device."""

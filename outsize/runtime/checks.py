@@ -18,7 +18,9 @@ from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
 from outsize.runtime.recipe import Recipe
+from outsize.schedule.action import State
 from outsize.schedule.chunks import LINE
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.torch_private import unset_fake_temporarily
 
@@ -133,6 +135,7 @@ def _check_moments(optimizer: Optimizer, plan: Plan) -> None:
 def check_pipeline(placement: Placement) -> None:
     """Refuse schedules of a pipeline that do not go with the rest of a plan."""
     _check_summed(placement)
+    _check_shares(placement)
     _check_rows(placement)
 
 
@@ -158,7 +161,8 @@ def _check_rows(placement: Placement) -> None:
 def _check_summed(placement: Placement) -> None:
     """Refuse sums over workers of gradients that leave the device before."""
     own = placement.items.residency
-    for stage in sorted(own.merged | own.summed):
+    cut = {s for state, s in own.shares if state is State.GRADIENTS}
+    for stage in sorted(own.merged | own.summed - cut):
         tier = placement.plan.stages[stage].rest.gradients
         if tier != DEVICE:
             why = (
@@ -172,6 +176,20 @@ def _check_summed(placement: Placement) -> None:
                 f"plan: gradients of stage {stage} rest on {tier}, and {why}; let them rest on"
                 f" {DEVICE}"
             )
+
+
+def _check_shares(placement: Placement) -> None:
+    """Refuse shares below the device of what is updated on it."""
+    chunks, plan = placement.chunks, placement.plan
+    for chunk, table in enumerate(chunks.tables):
+        stage = chunks.stage_of[table.segment]
+        for what in (PARAMETERS, GRADIENTS) if table.trainable else ():
+            if placement.items.parted(chunk, what) and plan.stages[stage].rest.optimizer == DEVICE:
+                raise OutsizeError(
+                    f"plan: {what} of stage {stage} rest on {chunks.tier(chunk, what)}, a share on"
+                    f" each worker, and its optimizer states on {DEVICE}, where they would be"
+                    " updated; let its optimizer states rest below too"
+                )
 
 
 def check_same(placement: Placement, line: Collective) -> None:

@@ -21,7 +21,8 @@ class Points:
 
     anew: stages whose gradients in the pool begin, by the place of the action that adds first.
     complete: stages whose gradients have all been added and will leave, by the last that adds.
-    at_update: stages whose sums are known just before their update. outdated: places of the updates
+    at_update, at_reduce: stages whose sums are known just before their update; whose sums leave
+    with the last REDUCE. outdated: places of the updates
     that change parameters which the pool holds still. sums: places of the REDUCEs that are the last
     of their stage. spilled: (stage, microbatch) whose activations leave. ends: microbatches whose
     walk has no more to do, by the place of the last action that needs it: none where the losses of
@@ -70,8 +71,10 @@ class Points:
             if stage not in residency.summed and (behind or stage in residency.gradients):
                 self.complete[index].append(stage)
         self.sums = frozenset(reduced.values())
-        self.at_update = residency.summed if behind else frozenset[int]()
-        gone = {stage for stages in self.complete.values() for stage in stages} | self.at_update
+        self.at_reduce = frozenset(s for one, s in residency.shares if one is State.GRADIENTS)
+        self.at_update = residency.summed - self.at_reduce if behind else frozenset[int]()
+        gone = {stage for stages in self.complete.values() for stage in stages}
+        gone |= self.at_update | self.at_reduce
         self._at_norm = tuple(s for s in range(schedule.stages) if s not in gone)
 
     @property

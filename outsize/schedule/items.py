@@ -83,8 +83,9 @@ class Items:
 
     def _pieces(self, chunk: int) -> Iterator[Piece]:
         table = self.chunks.tables[chunk]
+        parted = any(self.parted(chunk, what) for what in (PARAMETERS, GRADIENTS))
         if not table.trainable or not (
-            self.chunks.kept.names(self.chunks.tables[chunk]) or self.chunks.kept.dtypes.master
+            self.chunks.kept.names(table) or self.chunks.kept.dtypes.master or parted
         ):
             return
         others = self._others(chunk)
@@ -139,7 +140,16 @@ class Items:
             if self.chunks.shards.optimizer > self.chunks.shards.parameters
             else frozenset(),
             merged=learning & self._merged(),
+            shares=frozenset(self._shares()),
         )
+
+    def _shares(self) -> Iterator[tuple[State, int]]:
+        """What is cut over workers, of which this one's share rests below."""
+        for chunk, table in enumerate(self.chunks.tables):
+            for state, what in ((State.PARAMETERS, PARAMETERS), (State.GRADIENTS, GRADIENTS)):
+                kept = what == PARAMETERS or table.trainable
+                if kept and self.parted(chunk, what):
+                    yield state, self.chunks.stage_of[table.segment]
 
     def _merged(self) -> frozenset[int]:
         """Stages that this worker and others of the pipeline hold whole."""
@@ -160,6 +170,12 @@ class Items:
         reached = rest.parameters == DEVICE or rest.parameters in self.host
         below = self.plan.update == "apart" and {rest.optimizer, rest.gradients} <= self.host
         return reached and below
+
+    def parted(self, chunk: int, what: str) -> bool:
+        """Whether workers have shares of a chunk's parameters or gradients, which rest below."""
+        own = self.chunks.shards
+        degree = own.parameters if what == PARAMETERS else own.gradients
+        return degree > 1 and self.chunks.tier(chunk, what) != DEVICE
 
     @cached_property
     def spans(self) -> Mapping[Item, tuple[Span, ...]]:
@@ -187,16 +203,27 @@ class Items:
         residency = self.residency
         for what, dtype in self.chunks.held(piece.chunk):
             load = store = True
-            if what == PARAMETERS:
-                if residency.direct or stage not in residency.parameters - residency.gathered:
+            if what in (PARAMETERS, GRADIENTS):
+                if not residency.bundled(Item(State(what), stage)):
                     continue
-                load = self.chunks.kept.dtypes.master is None
-            elif what == GRADIENTS:
-                if residency.direct or stage not in residency.gradients - residency.summed:
-                    continue
-                store = False
+                load = what == GRADIENTS or self.chunks.kept.dtypes.master is None
+                store = what == PARAMETERS
             own = self.chunks.within(piece.chunk, what, piece.first, piece.last)
             yield Span(piece.chunk, what, *own, dtype, 0, load, store)
+
+    def moved(self, name: Item, fetch: bool) -> Iterator[Span]:
+        """What of an item a FETCH reads on its tier or an EVICT writes there, at its place in the
+        room: of what workers cut, this one's share."""
+        shared = self.residency.shared(name)
+        for span in self.spans[name]:
+            if shared:
+                if not self.parted(span.chunk, span.what):
+                    continue
+                first, last = self.chunks.share(span.chunk, span.what)
+                offset = span.offset + first * span.dtype.itemsize
+                span = replace(span, first=first, last=last, offset=offset)
+            if (span.load if fetch else span.store) and span.bytes:
+                yield span
 
     @cached_property
     def sizes(self) -> Mapping[Item, int]:

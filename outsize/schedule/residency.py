@@ -47,7 +47,9 @@ class Residency:
     summed: stages whose gradients are parts of a sum, by REDUCE: of a stage in `gradients` too at
     the end of each stay in the pool, which begins with zeros; of others once. collected: stages of
     whose parameters a worker updates some and has the others by COLLECT. merged: stages that
-    several workers of a pipeline hold, whose gradients are summed over them by MERGE.
+    several workers of a pipeline hold, whose gradients are summed over them by MERGE. shares:
+    parameters and gradients of stages that are cut, whose shares rest below: a FETCH of the share
+    stands before GATHER, an EVICT of it behind REDUCE, each in the room of the whole.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -65,6 +67,7 @@ class Residency:
     summed: frozenset[int] = frozenset()
     collected: frozenset[int] = frozenset()
     merged: frozenset[int] = frozenset()
+    shares: frozenset[tuple[State, int]] = frozenset()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -97,9 +100,20 @@ class Residency:
             yield from self._of(State.PARAMETERS, mine, (s,))
             yield from self._of(State.GRADIENTS, self.gradients - self.summed, (s,))
 
+    def shared(self, name: Item) -> bool:
+        """Whether this worker's share of an item rests below, and others have theirs."""
+        return (name.state, name.stage) in self.shares
+
+    def alone(self, state: State, stages: frozenset[int]) -> frozenset[int]:
+        """Of stages whose parameters or gradients pass through the pool those that come from this
+        worker's tiers, whole or as a share."""
+        others = self.gathered if state is State.PARAMETERS else self.summed
+        return stages - others | {s for one, s in self.shares if one is state}
+
     def anew(self, name: Item) -> bool:
         """Whether an item begins with zeros whenever it is not in the pool."""
-        return name.state is State.GRADIENTS and name.stage in self.summed
+        summed = name.state is State.GRADIENTS and name.stage in self.summed
+        return summed and not self.shared(name)
 
     def adds(self, action: Action, needed: Item) -> bool:
         """Whether an action adds to what it needs: gradients, from nothing at first."""
@@ -121,11 +135,17 @@ class Residency:
 
     def bundle(self, stage: int) -> tuple[Item, ...]:
         """What an update of a part takes from the tiers besides the optimizer states."""
+        grads, own = (Item(state, stage) for state in (State.GRADIENTS, State.PARAMETERS))
+        found = [grads] if self.bundled(grads) else []
+        return (*found, own) if stage in self.own and self.bundled(own) else tuple(found)
+
+    def bundled(self, name: Item) -> bool:
+        """Whether a stage's parameters or gradients come and go with the parts of its optimizer
+        states, each with its own: shares do always."""
+        stages = self.parameters if name.state is State.PARAMETERS else self.gradients
         if self.direct:
-            return ()
-        grads = self._of(State.GRADIENTS, self.gradients - self.summed, (stage,))
-        own = (self.parameters & self.own) - self.gathered
-        return (*grads, *self._of(State.PARAMETERS, own, (stage,)))
+            return self.shared(name)
+        return name.stage in self.alone(name.state, stages)
 
     def loads(self, action: Action) -> tuple[Item, ...]:
         """Items that an action reads on their tiers."""
@@ -148,15 +168,17 @@ class Residency:
         """Items that an action writes on their tiers."""
         s = action.stage
         on_host = action.kind is Kind.UPDATE and action.lane is Lane.HOST
+        cut = tuple(self._of(State.PARAMETERS, self.gathered | self.collected, (s,)))
         if action.kind is Kind.UPDATE and not on_host:
-            return tuple(self._of(State.PARAMETERS, self.gathered | self.collected, (s,)))
+            return cut
         leaves = action.kind in (Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
         if not on_host and (not leaves or action.state is State.ACTIVATIONS):
             return ()
         mine = Item(State.OPTIMIZER, s, action.part) if on_host else moved(action)
-        if (on_host or action.state is State.OPTIMIZER) and not self.direct:
-            return (mine, *self._of(State.PARAMETERS, self.parameters - self.gathered, (s,)))
-        return (mine,)
+        parameters = Item(State.PARAMETERS, s)
+        if (on_host or action.state is State.OPTIMIZER) and self.bundled(parameters):
+            return (mine, parameters)
+        return (mine, *cut) if on_host else (mine,)
 
 
 class Presence:

@@ -213,22 +213,17 @@ def _updates(
     both = {
         f"{kind} {segment}": states.bytes[kind][segment]
         for kind in (PARAMETERS, GRADIENTS)
-        if segment in below[kind]
+        if segment in below[kind] and kind not in states.shared
     }
     if segment not in below[OPTIMIZER] or not states.chunks[segment]:
         yield both
         return
     for chunk, (numel, size, least) in enumerate(states.chunks[segment]):
         step = min(numel, max(passing.part, least))
-        taken = (
-            size
-            if passing.behind
-            else size
-            + sum(
-                states.bytes[kind][segment] * numel // _numel(states, segment)
-                for kind in (PARAMETERS, GRADIENTS)
-                if segment in below[kind]
-            )
+        taken = size + sum(
+            states.bytes[kind][segment] * numel // _numel(states, segment)
+            for kind in (PARAMETERS, GRADIENTS)
+            if segment in below[kind] and (not passing.behind or kind in states.shared)
         )
         for part in range(min(-(-numel // step), passing.resident + 1)):
             share = min(step, numel - part * step)

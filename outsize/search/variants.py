@@ -63,8 +63,11 @@ class Variant:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of states that may rest below, in the order in which they go."""
-        if self.plan.mesh.summed:  # the workers share the others, as ZeRO-Offload does
-            return (OPTIMIZER,)
+        if self.plan.mesh.summed:  # each worker its share: ZeRO-Offload and ZeRO-Infinity
+            cut = self.plan.shards.optimizer > 1
+            return tuple(
+                k for k in APART if k == OPTIMIZER or (cut and self.plan.may_rest_below(k))
+            )
         return BEHIND if self.behind else APART
 
     @property

@@ -36,7 +36,7 @@ _KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)  # as a Rest has them
 @dataclass(frozen=True)
 class WorkerStates:
     """A worker: its states, and its segments in the order in which their states go below. summed:
-    those whose gradients stay on the device, since several workers sum them."""
+    those whose gradients stay on the device, since several workers sum them whole."""
 
     sizes: States
     order: tuple[int, ...]
@@ -64,7 +64,8 @@ def worker_states(facts: Facts, plan: Plan) -> tuple[WorkerStates, ...]:
         own = placement.items.residency
         mine = {table.segment for table in placement.chunks.tables}
         order = in_order(mine, plan.segments)
-        found.append(WorkerStates(states_of(placement), order, own.merged | own.summed))
+        summed = own.merged if plan.shards.gradients > 1 else own.merged | own.summed
+        found.append(WorkerStates(states_of(placement), order, summed))
     return tuple(found)
 
 

@@ -274,10 +274,9 @@ class Clock:
             tier = self.placement.plan.stages[action.stage].rest.activations
             return size / rate(self.hardware, tier, fetch)
         total = 0.0
-        for span in self.placement.items.spans[item_of(action)]:
-            if span.load if fetch else span.store:
-                tier = self.placement.chunks.tier(span.chunk, span.what)
-                total += span.bytes / rate(self.hardware, tier, fetch)
+        for span in self.placement.items.moved(item_of(action), fetch):
+            tier = self.placement.chunks.tier(span.chunk, span.what)
+            total += span.bytes / rate(self.hardware, tier, fetch)
         return total
 
 

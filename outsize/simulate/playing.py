@@ -197,7 +197,7 @@ def seconds_of(job: Job, hardware: Hardware, action: Action, cost: ActionCost | 
         placement, fetch = job.placement, action.kind is Kind.FETCH
         return sum(
             span.bytes / rate(hardware, placement.chunks.tier(span.chunk, span.what), fetch)
-            for span in placement.items.spans[moved(action)]
+            for span in placement.items.moved(moved(action), fetch)
         )
     return duration(cost.work, hardware.devices[0]) + job.method.seconds(action)
 

@@ -36,6 +36,10 @@ technique(
             "states other than parameters below the device: there are none",
             lambda p: p.rests_below("gradients", "optimizer", "activations"),
         ),
+        (
+            "parameters below the device that workers cut: an update would have to go through it",
+            lambda p: p.shards.parameters > 1 and p.rests_below("parameters"),
+        ),
         ("recompute", lambda p: any(stage.recompute for stage in p.stages)),
         (
             "zero 1 or 2: there are no gradients and optimizer states to cut",

@@ -8,15 +8,15 @@ import pytest
 import torch
 from piped import numbers
 from plain import batches
-from streamed import data_of, job_of, memory, model_of, plan_of, resting
+from streamed import PIECE, data_of, job_of, memory, model_of, plan_of, resting, small
 from subjects import MIXED, SEQUENCE, VOCAB
 from threads import play
 
 from outsize.collectives import Mesh, along, received
 from outsize.errors import OutsizeError
-from outsize.optim import AdamW
+from outsize.optim import SGD, AdamW
 from outsize.parallel.tensor.decoder import split
-from outsize.plan import Plan, Rest, Sharding, zero
+from outsize.plan import Plan, Rest, Sharding, Stream, zero
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
@@ -108,6 +108,52 @@ SHARDS = {
 def test_degrees_between_one_and_all(name, order):
     """The others: tests/verify/test_matrix.py."""
     check(spread(4, SHARDS[name], order=order))
+
+
+def all_on(tier: str) -> dict[str, str]:
+    return dict.fromkeys(("parameters", "gradients", "optimizer"), tier)
+
+
+BELOW = {  # (plan, tiers), of which a part has 512 elements
+    "a tied head, gradients twice in a step": (lambda: spread(2, zero(3, 2)), all_on("disk")),
+    "behind the backward pass": (
+        lambda: spread(3, zero(3, 3), order="layer", update="behind"), all_on("disk")
+    ),
+    "updated where they rest, and collected": (
+        lambda: spread(2, zero(2, 2), stream=Stream(part=PIECE, host=2)),
+        {"gradients": "host", "optimizer": "host"},
+    ),
+    "updated where they rest": (
+        lambda: spread(2, zero(3, 2), stream=Stream(part=PIECE, host=2)), all_on("host")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_shares_of_parameters_and_gradients_below(name, monkeypatch):
+    small(monkeypatch)
+    made, tiers = BELOW[name]
+    plan = resting(made(), **tiers)
+    check(plan, "llama", clip=None if plan.update == "behind" else 0.5)
+
+
+def test_shares_below_of_frozen_layers_and_without_optimizer_states():
+    plan = resting(spread(2, zero(3, 2), order="layer"), **all_on("disk"))
+    check(plan, optimizer=SGD(), frozen=lambda name, _: "blocks.0" in name or "norm" in name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tiers", "said"),
+    [
+        (2, {"parameters": "disk"}, r"parameters rest below .* cut them over workers \(zero 3\)"),
+        (1, {"gradients": "disk"}, r"gradients rest below .* \(zero 2 or 3\)"),
+        (3, {"gradients": "disk"}, "gradients of stage 0 rest on disk, a share on each worker"),
+        (3, {"parameters": "disk"}, "its optimizer states on device, .* rest below too"),
+    ],
+)
+def test_shares_that_cannot_rest_below(stage, tiers, said):
+    with pytest.raises(OutsizeError, match=said):
+        check(resting(spread(2, zero(stage, 2)), **tiers))
 
 
 def test_master_copy_of_bfloat16():

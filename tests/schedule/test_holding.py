@@ -6,6 +6,7 @@ two steps by the compiled schedule. Two, since a step begins with what the one b
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -89,17 +90,28 @@ WORKERS = {
     "optimizer": Sharding(1, 1, 2),
     "gradients": Sharding(1, 2, 2),
     "parameters": Sharding(2, 2, 2),
+    "shares below": Sharding(2, 2, 2),
 }
 
 
-@pytest.mark.parametrize("order", ["layer", "microbatch"])
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *itertools.product([n for n in WORKERS if "below" not in n], ["layer", "microbatch"]),
+        ("shares below", "microbatch"),
+    ],
+)
 def test_damaged_schedules_of_two_workers(name, order):
     """Both play the same damaged list: what one would wait for in vain is refused for both."""
     plan = replace(BASE, mesh=Mesh(2), shards=WORKERS[name], rows=2 * ROWS, order=order)
+    plan = resting(plan, **BELOW) if name.endswith("below") else plan
 
     def work(world):
-        judge = Judge(job_of(plan, {}, world))
+        with memory() as stores:
+            return judged(world, stores)
+
+    def judged(world, stores):
+        judge = Judge(job_of(plan, stores, world))
         compiled = judge.job.schedule
         assert judge.exact(compiled)
         rng, verdicts = random.Random(name + order), {True: 0, False: 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from outsize.schedule.residency import moved
 
 if TYPE_CHECKING:
     from outsize.runtime.storage.weight_pool import WeightPool
+
+Square = Callable[[Iterable[int]], None]
 
 
 class Arrivals:
@@ -36,12 +38,13 @@ class Arrivals:
 
 
 class Movement:
-    """What leaves a weight_pool's rooms, and what workers bring each other of it."""
+    """What leaves a weight_pool's rooms, and what workers bring each other of it. square: takes the
+    norms of stages' gradients."""
 
     kinds = (Kind.EVICT, Kind.REDUCE, Kind.COLLECT, Kind.MERGE)
 
-    def __init__(self, weight_pool: WeightPool) -> None:
-        self.weight_pool = weight_pool
+    def __init__(self, weight_pool: WeightPool, square: Square | None = None) -> None:
+        self.weight_pool, self._square = weight_pool, square
 
     def bind(self, action: Action, index: int, points: Points) -> Deed:
         weight_pool, stage = self.weight_pool, action.stage
@@ -49,11 +52,20 @@ class Movement:
             case Kind.EVICT:
                 return Deed(partial(weight_pool.evict, moved(action)))
             case Kind.REDUCE:
-                return Deed(partial(weight_pool.reduce, stage, index in points.sums))
+                last = index in points.sums
+                reduce = partial(weight_pool.reduce, stage, last)
+                leaves = last and stage in points.at_reduce
+                return Deed(partial(self._leave, reduce, stage) if leaves else reduce)
             case Kind.MERGE:
                 return Deed(partial(weight_pool.merge, stage))
             case _:
                 return Deed(partial(weight_pool.collect, stage))
+
+    def _leave(self, reduce: Callable[[], None], stage: int) -> None:
+        """Sum gradients whose share goes below next: their norm is taken before."""
+        assert self._square is not None, "a list with sums has a norm"
+        reduce()
+        self._square((stage,))
 
     def begin(self, points: Points) -> None:
         """What a list expects to find has arrived."""

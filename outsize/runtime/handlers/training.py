@@ -77,7 +77,7 @@ class Training(Method):
         )
         self.norm.scaling = LossScale() if job.plan.precision.scaled else None
         self.update = Update(self.updates, gradients, self.norm, job.totals)
-        movement = Movement(weight_pool)
+        movement = Movement(weight_pool, self.norm.square)
         hand = nothing_comes if passing is None else passing.hand
         self.backward = Backward(self.microbatches, gradients, spills, hand)
         self.sample = sampling(job, self.microbatches)

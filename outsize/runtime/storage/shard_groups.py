@@ -68,11 +68,12 @@ class ShardGroups:
         in this step: what this worker updates has its whole sum then."""
         assert chunk.gradients is not None
         here, (first, end) = chunk.gradients, self.chunks.extent(index, GRADIENTS)
-        if GRADIENTS in chunk.shards:
+        if self.shards.gradients > 1:
             part = here[first:end]
             spans = self._spans(index, GRADIENTS, self.reducing[1])
             self.reduces.reduce_scatter(here, spans, part)
-            here = chunk.shards[GRADIENTS].add_(part)
+            # A share that rests below came into the room before, with what was summed until then.
+            here = chunk.shards[GRADIENTS].add_(part) if GRADIENTS in chunk.shards else part
         if last:
             self._finish(index, chunk, here, first)
 

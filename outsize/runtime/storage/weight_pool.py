@@ -101,8 +101,11 @@ class WeightPool:
     def gather(self, name: Item) -> None:
         """Bring an item into its room from the workers that have parts of it. Blocks."""
         for span in self.placement.items.spans[name]:
-            mine = self.chunks[span.chunk].shards[span.what]
-            self.shard_groups.gather(span.chunk, mine, self.view(name, span))
+            whole = self.view(name, span)
+            mine = self.chunks[span.chunk].shards.get(span.what)
+            if mine is None:  # it rests below, and is in its place already
+                mine = whole[slice(*self.placement.chunks.share(span.chunk, span.what))]
+            self.shard_groups.gather(span.chunk, mine, whole)
 
     def reduce(self, stage: int, last: bool) -> None:
         """Sum a stage's gradients over the workers. last: nothing will be added in this step."""
@@ -125,15 +128,17 @@ class WeightPool:
 
     def fetch(self, name: Item) -> None:
         """Bring an item into its room. Blocks; any thread."""
-        for span in self.placement.items.spans[name]:
-            if span.load and span.bytes:
-                self.homes.fetch(span, self.view(name, span))
+        items = self.placement.items
+        if name.state is State.GRADIENTS and items.residency.shared(name):
+            for span in items.spans[name]:  # of the others' shares nothing has been added yet
+                self.view(name, span).zero_()
+        for span in items.moved(name, fetch=True):
+            self.homes.fetch(span, self.view(name, span))
 
     def evict(self, name: Item) -> None:
         """Write an item back from its room. Blocks; any thread."""
-        for span in self.placement.items.spans[name]:
-            if span.store and span.bytes:
-                self.homes.evict(span, self.view(name, span))
+        for span in self.placement.items.moved(name, fetch=False):
+            self.homes.evict(span, self.view(name, span))
 
     def ensure(self, start: frozenset[Item]) -> None:
         """Have what a schedule expects to find when it begins."""
@@ -141,8 +146,12 @@ class WeightPool:
         for name in sorted(start - self.present):
             lost = {other for other in self.present if overlap(rooms[other], rooms[name])}
             self.present = self.present - lost
-            gathered = name.stage in self.placement.items.residency.gathered
-            (self.gather if gathered else self.fetch)(name)
+            residency = self.placement.items.residency
+            gathered = name.stage in residency.gathered
+            if not gathered or residency.shared(name):
+                self.fetch(name)
+            if gathered:
+                self.gather(name)
             self.present |= {name}
         self.present = start
 

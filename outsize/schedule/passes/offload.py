@@ -151,7 +151,7 @@ def _play(
             if new or name not in pool.present:
                 # Spread over the visit at work, so that what that waits for is not held up.
                 earliest = asking[place * len(asking) // len(wanted)]
-                loads = residency.loads(_coming(residency, name))
+                loads = residency.loads(_coming(residency, name)[0])
                 pool.enter(name, places[0], min(earliest, places[0]), new, loads)
             known.add(name)
         for index, names in needs.items():
@@ -197,24 +197,28 @@ def _moves(
     after: defaultdict[int, list[Action]] = defaultdict(list)
     for stay in stays:
         if stay.fetch is not None:
-            before[stay.fetch].append(_coming(residency, stay.item))
+            before[stay.fetch] += _coming(residency, stay.item)
         if stay.changed is not None and not stay.dead:
-            after[stay.changed].append(_going(residency, stay.item))
+            after[stay.changed] += _going(residency, stay.item)
     return before, after
 
 
-def _coming(residency: Residency, name: Item) -> Action:
-    """What brings an item into its room."""
+def _coming(residency: Residency, name: Item) -> tuple[Action, ...]:
+    """What brings an item into its room: of parameters that are cut, a share that rests below and
+    then the others' (Rajbhandari et al., "ZeRO-Infinity", 2021: each by its own link)."""
     fetch = _move(Kind.FETCH, Lane.FETCH, name)
-    if fetch.state is State.PARAMETERS and fetch.stage in residency.gathered:
-        return replace(fetch, kind=Kind.GATHER, lane=Lane.NETWORK)
-    return fetch
+    if name.state is not State.PARAMETERS or name.stage not in residency.gathered:
+        return (fetch,)
+    gather = _move(Kind.GATHER, Lane.NETWORK, name)
+    return (fetch, gather) if residency.shared(name) else (gather,)
 
 
-def _going(residency: Residency, name: Item) -> Action:
+def _going(residency: Residency, name: Item) -> tuple[Action, ...]:
     """What takes an item's changes away."""
-    kind, lane = (Kind.REDUCE, Lane.NETWORK) if residency.anew(name) else (Kind.EVICT, Lane.EVICT)
-    return _move(kind, lane, name)
+    evict, reduce = _move(Kind.EVICT, Lane.EVICT, name), _move(Kind.REDUCE, Lane.NETWORK, name)
+    if name.state is State.GRADIENTS and residency.shared(name):
+        return (reduce, evict)
+    return (reduce,) if residency.anew(name) else (evict,)
 
 
 def _move(kind: Kind, lane: Lane, name: Item) -> Action:

@@ -36,12 +36,8 @@ class Cells:
 
     def bundled(self, s: int, part: int) -> Iterator[Cell]:
         """What comes and goes with a part of the optimizer states: what workers cut does not."""
-        residency = self.residency
-        for state, stages in (
-            (State.PARAMETERS, residency.parameters - residency.gathered),
-            (State.GRADIENTS, residency.gradients - residency.summed),
-        ):
-            if s in stages and not residency.direct:
+        for state in (State.PARAMETERS, State.GRADIENTS):
+            if self.residency.bundled(Item(state, s)):
                 yield (state, s, part)
 
     def loaded(self, cell: Cell, name: Item) -> bool:
@@ -67,6 +63,7 @@ class Holding:
         self._newest: dict[Cell, int] = {}
         self._tier: dict[Cell, int] = {}
         self._pool = {name: dict.fromkeys(self._cells.of(name), 0) for name in residency.start}
+        self._shares: dict[Item, dict[Cell, int]] = {}  # in rooms, of what workers cut
         self._begun: set[Item] = set()  # gradients of this step
         self._spent: set[Cell] = set()  # gradients that the update has had
         self._kept: set[tuple[int, int]] = set()  # activations that wait for a pass, and of these
@@ -114,13 +111,28 @@ class Holding:
             return f"moves {name}, which has no room in the pool"
         if action.kind is Kind.REDUCE:
             return self._reduce(name)
-        return self._evict(name) if action.kind is Kind.EVICT else self._fetch(name)
+        if action.kind is Kind.EVICT:
+            return self._evict(name)
+        if action.kind is Kind.GATHER and self.residency.shared(name):
+            return self._gather(name)
+        return self._fetch(name)
+
+    def _gather(self, name: Item) -> str:
+        """The others' shares come to this worker's, which is in the room."""
+        cells = self._shares.pop(name, {})
+        if not cells or any(version != self._now(cell) for cell, version in cells.items()):
+            return f"gathers {name}, of which this worker's share is not in its room as it is now"
+        self._pool[name] = cells
+        return ""
 
     def _reduce(self, name: Item) -> str:
         """Partial sums leave the pool for their shards; what comes next begins with zeros."""
         cells = self._pool.pop(name, None)
         if cells is None:
             return f"sums {name}, which is not in the pool"
+        if self.residency.shared(name):  # the sum is in the room still, until its EVICT
+            self._shares[name] = cells
+            return ""
         for cell, version in cells.items():
             if self._tier.get(cell, 0) == version:
                 return f"sums {name} a second time"
@@ -148,7 +160,8 @@ class Holding:
             if reason:
                 return reason
         reason = self._enter(name)
-        self._pool[name] = {
+        part = name.state is State.PARAMETERS and self.residency.shared(name)
+        (self._shares if part else self._pool)[name] = {
             cell: self._now(cell) if self._cells.loaded(cell, name) else _NOTHING for cell in cells
         }
         return reason
@@ -165,10 +178,11 @@ class Holding:
     def _enter(self, name: Item) -> str:
         """Throw out what shares the room of an item."""
         rooms = self.residency.rooms
-        for other in [o for o in self._pool if overlap(rooms[o], rooms[name])]:
-            cells = self._pool.pop(other)
-            if any(self._only(cell, version) for cell, version in cells.items()):
-                return f"would lose {other}, whose newest bytes are nowhere else"
+        for held in (self._pool, self._shares):
+            for other in [o for o in held if overlap(rooms[o], rooms[name])]:
+                cells = held.pop(other)
+                if any(self._only(cell, version) for cell, version in cells.items()):
+                    return f"would lose {other}, whose newest bytes are nowhere else"
         return ""
 
     def _only(self, cell: Cell, version: int) -> bool:
@@ -179,12 +193,14 @@ class Holding:
         return self._tier.get(cell, 0) != version and version not in elsewhere
 
     def _evict(self, name: Item) -> str:
-        if name not in self._pool:
-            return f"writes {name}, which is not in the pool"
+        shared = self.residency.shared(name)
+        held = self._shares if shared else self._pool
+        if name not in held:
+            return f"writes {name}, which is not in the pool" + " summed" * shared
         stage = self._cells.of(name)[0][1]
         if name.state is State.PARAMETERS and stage in self.residency.fixed:
             return f"writes {name}, which is frozen"
-        for cell, version in self._pool[name].items():
+        for cell, version in held[name].items():
             if cell[0] is State.GRADIENTS and name.state is not State.GRADIENTS:
                 continue
             if version != self._now(cell):
@@ -233,9 +249,10 @@ class Holding:
             return f"needs {name}, which has no room in the pool"
         fresh = name not in self._begun or (residency.anew(name) and name not in self._pool)
         if residency.adds(action, name) and fresh:
-            reason = self._enter(name) or next(map(self._unsummed, self._cells.of(name)), "")
-            if reason:
+            if reason := self._enter(name):
                 return reason
+            if any(self._tier.get(cell, 0) != self._now(cell) for cell in self._cells.of(name)):
+                return f"would begin {name} anew, whose last ones were not summed"
             self._begun.add(name)
             self._pool[name] = {cell: self._now(cell) for cell in self._cells.of(name)}
         held = self._pool.get(name, {})
@@ -246,26 +263,21 @@ class Holding:
                 held[cell] = self._change(cell)
         return ""
 
-    def _unsummed(self, cell: Cell) -> str:
-        """Why gradients cannot begin anew, or nothing."""
-        if self._tier.get(cell, 0) != self._now(cell):
-            return f"would begin {Item(*cell[:2])} anew, whose last ones were not summed"
-        return ""
-
     def _updated(self, action: Action, needed: tuple[Item, ...]) -> None:
         """An update on the device: new versions of what it changes, wherever it writes them."""
         s = action.stage
         parts = range(max(1, self.residency.parts.get(s, 0)))
         for part in parts if action.part == WHOLE else (action.part,):
             self._spent.add((State.GRADIENTS, s, part))
-            if s in self.residency.gathered:
-                own = (State.PARAMETERS, s, part)
+            own = (State.PARAMETERS, s, part)
+            cut = s in self.residency.gathered
+            if cut and (action.part == WHOLE or not self.residency.shared(Item(*own[:2]))):
                 self._tier[own] = self._change(own)
             for state in (State.PARAMETERS, State.OPTIMIZER):
                 cell = (state, s, part)
                 homes = [name for name in needed if cell in self._pool[name]]
                 same = Item(State.PARAMETERS, s)  # the pool may hold the parameters still
-                if homes and state is State.PARAMETERS and same in self._pool:
+                if homes and state is State.PARAMETERS and same in self._pool and not cut:
                     homes.append(same)
                 if homes:
                     version = self._change(cell)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from outsize.schedule.action import WHOLE, Action, Kind, State
 from outsize.schedule.passes.shard import adds
-from outsize.schedule.residency import Residency
+from outsize.schedule.residency import Residency, moved
 
 
 class Sums:
@@ -105,7 +105,8 @@ class Sums:
     def _alone(self, action: Action) -> str:
         """FETCH and EVICT move what is this worker's alone."""
         shared = {State.PARAMETERS: self.residency.gathered, State.GRADIENTS: self.residency.summed}
-        if action.part == WHOLE and action.stage in shared.get(action.state, ()):
+        cut = not self.residency.shared(moved(action))
+        if cut and action.part == WHOLE and action.stage in shared.get(action.state, ()):
             wanted = Kind.GATHER if action.kind is Kind.FETCH else Kind.REDUCE
             return f"moves {action.state.value} that workers share; expected {wanted}"
         return ""
