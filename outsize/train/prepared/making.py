@@ -184,10 +184,13 @@ class Preparing:
             forecaster.costs(plan)
             return chosen(forecaster, segments)
 
-        self.forecast = self.alike(lambda: self._predictable(fit))
-        first = agreed(self.forecast.plan, self.world, self.device)
-        if first != self.forecast.plan:
-            self.forecast = forecaster.forecast(first)  # found there with other rates
+        def found() -> Forecast:
+            return pick([[first]], forecaster.forecast, settings.budget)
+
+        # The first worker searches, with its own rates; the others see that what it found fits.
+        first = self.alike(lambda: self._predictable(fit).plan if not self.world.rank else plan)
+        first = agreed(first, self.world, self.device)
+        self.forecast = self.alike(lambda: self._predictable(found))
         return first, dict(self.forecast.below)
 
     def _predictable(self, fit: Callable[[], Forecast]) -> Forecast:

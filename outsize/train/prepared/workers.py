@@ -1,6 +1,6 @@
 """What the workers of `prepare` must do alike: stop where one is refused, begin with the same
 weights, and plan as the first of them finds. Where the stages of a pipeline begin, and where states
-rest, follow from rates that each measures itself.
+rest, follow from the rates that it measures; what it rehearses, the others need not.
 
 A step over a tensor axis is the one that one worker would make only if all neighbours there have
 the same rows and draw the same random numbers, so both are seen to before each step.
@@ -82,20 +82,21 @@ def refused_alone(environment: Mapping[str, str], error: OutsizeError) -> None:
 def balanced(
     plan: Plan, rehearsed: Callable[[Plan], Costs], world: World, device: torch.device
 ) -> Pipelined:
-    """The plan's pipeline with cuts that balance the workers, by the predicted costs of the model's
-    stages; without cuts, which makes equal numbers of stages, where a forward that depends on
-    values cannot be predicted."""
+    """The plan's pipeline with cuts that balance the workers, by the costs that the first of them
+    predicts of the model's stages; without cuts, which makes equal numbers of stages, where a
+    forward that depends on values cannot be predicted."""
     if world.mesh.pipeline == 1 or plan.pipeline.cuts:
         return plan.pipeline
 
     def balance() -> Pipelined:
+        if world.rank:
+            return plan.pipeline
         try:
             return with_cuts(plan, rehearsed(plan), probe(device.type)).pipeline
         except (DataDependentOutputException, DynamicOutputShapeException):
             return plan.pipeline
 
     found = alike(balance, world, device)
-    # Clocks differ between machines, and so might cuts.
     return agreed(replace(plan, pipeline=found), world, device).pipeline
 
 
