@@ -9,6 +9,7 @@ from outsize.errors import OutsizeError, expect
 
 KINDS = ("parameters", "gradients", "optimizer")
 VOCABULARY = "vocabulary"
+AUTO = "auto"  # orders of its own, which the planner finds
 BEHIND = (f"+{VOCABULARY}:1", f"+{VOCABULARY}:2")  # what may stand behind a schedule's name
 
 
@@ -51,7 +52,8 @@ class Pipelined:
     vocabulary: 0, the embedding and the head are where the first and the last stage are; 1 or 2,
     they are cut over all workers, whom a microbatch's backward then waits for twice or once (the
     variants of Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024).
-    head: then seconds of the whole head's forward, input gradient and weight gradient.
+    head: then seconds of the whole head's forward, input gradient and weight gradient. orders: of
+    the schedule "auto", what each worker computes, as a row of PyTorch's pipelining CSV.
     """
 
     schedule: str = "1f1b"
@@ -59,6 +61,7 @@ class Pipelined:
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
     vocabulary: int = 0
     head: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    orders: tuple[str, ...] = ()
 
     @property
     def ends(self) -> tuple[str, int] | None:
@@ -86,6 +89,8 @@ class Pipelined:
             expect(positive, f"plan: pipeline.{name}", list(costs), "positive seconds")
         known = "0 (whole layers), 1 (cut over the workers, two barriers) or 2 (one barrier)"
         expect(self.vocabulary in (0, 1, 2), "plan: pipeline.vocabulary", self.vocabulary, known)
+        fits = not self.orders or self.schedule == AUTO
+        expect(fits, "plan: pipeline.orders of the schedule", self.schedule, f"none, or {AUTO!r}")
 
 
 def pipelined(text: str) -> Pipelined:

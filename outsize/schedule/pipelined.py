@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from outsize.errors import OutsizeError
-from outsize.plan import Plan
+from outsize.errors import OutsizeError, counted
+from outsize.plan import Pipelined, Plan
 from outsize.plan.approximate import PARTIAL
-from outsize.plan.spread import share
+from outsize.plan.spread import AUTO, share
 from outsize.schedule.action import WHOLE, Action, Kind, State
+from outsize.schedule.csv import from_csv
 from outsize.schedule.ends import Ends, ends_of
 from outsize.schedule.pipelines import Costs, Pipeline, Shape, named
 from outsize.schedule.pipelines.costs import EndCosts
@@ -174,17 +175,39 @@ def pipelining_of(
 
 def coarse_of(plan: Plan) -> Pipeline:
     """The schedule of all workers, proved."""
-    said, devices = plan.pipeline, plan.mesh.pipeline
-    shape = Shape(devices, plan.microbatches, Costs(*said.costs))
-    return _proved(said.schedule, shape, ends_of(said), EndCosts(*said.head))
+    said = plan.pipeline
+    return _proved(said, plan.mesh.pipeline, plan.microbatches, ends_of(said), EndCosts(*said.head))
+
+
+def order_of(said: Pipelined, workers: int, microbatches: int) -> Pipeline:
+    """What a plan's pipeline says that all workers play, its ends aside: a schedule of that name,
+    or the orders that were found for the plan."""
+    if said.schedule != AUTO:
+        return named(said.schedule, Shape(workers, microbatches, Costs(*said.costs)))
+    if not said.orders:
+        raise OutsizeError(
+            f"plan: pipeline.schedule is {AUTO!r} and pipeline.orders is empty: the planner finds"
+            " them; make the plan with `outsize plan`, or name a schedule"
+        )
+    made = from_csv("\n".join(said.orders), "plan: pipeline.orders")
+    place = made.placement
+    if (place.workers, place.microbatches) != (workers, microbatches):
+        raise OutsizeError(
+            f"plan: pipeline.orders are of {counted(place.workers, 'worker')} and"
+            f" {counted(place.microbatches, 'microbatch')}, and the plan has {workers} and"
+            f" {microbatches}: make the plan anew with `outsize plan`, or name a schedule"
+        )
+    return replace(made, name=AUTO)
 
 
 @lru_cache(maxsize=16)
-def _proved(name: str, shape: Shape, ends: Ends | None, head: EndCosts) -> Pipeline:
+def _proved(
+    said: Pipelined, workers: int, microbatches: int, ends: Ends | None, head: EndCosts
+) -> Pipeline:
     """Kept, since forecasts ask for it again for every worker."""
-    made = named(name, shape)
+    made = order_of(said, workers, microbatches)
     if ends is not None:
-        made = with_ends(made, ends, shape.costs, head)
+        made = with_ends(made, ends, Costs(*said.costs), head)
     prove(made.schedule, paths=made.paths)
     return made
 

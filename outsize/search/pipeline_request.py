@@ -11,8 +11,10 @@ from dataclasses import replace
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan, Rest, Sharding
 from outsize.plan.approximate import PARTIAL, check_axes
+from outsize.plan.spread import AUTO
+from outsize.runtime.method import method_of
 from outsize.schedule.pipelines import Pipeline, Shape, named
-from outsize.search.request import PlanRequest
+from outsize.search.request import SCHEDULE, PlanRequest
 
 AHEAD = 2  # microbatches for each worker: with one, a worker waits for about half of a step
 _FITS_ALL = Shape(4, 16)  # conditions of every schedule hold
@@ -26,6 +28,12 @@ def check(request: PlanRequest, segments: int) -> None:
     check_axes(request.approximate, request.mesh)
     if request.mesh.pipeline == 1:
         return
+    if request.searched and not method_of(request.approximate).rehearsed:
+        raise OutsizeError(
+            f"plan.pipeline is {AUTO!r} and plan.approximate holds {request.approximate[0]}, whose"
+            f" steps have no backward passes to place: set plan.pipeline to {SCHEDULE}, or leave"
+            " one of them out"
+        )
     _check_stages(request, segments)
     row_choices(request)
 
@@ -80,7 +88,7 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
     line, stages, rows, order, update, stream = (
         playing(request), plan.stages, plan.microbatch_rows, plan.order, plan.update, plan.stream
     )  # fmt: skip
-    same = (plan.mesh, plan.rows, plan.pipeline.said) == (request.mesh, request.rows, line.said)
+    same = (plan.mesh, plan.rows) == (request.mesh, request.rows) and kept(plan, request)
     if same:
         line = plan.pipeline
     elif PARTIAL in request.approximate:
@@ -101,6 +109,14 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
         update=update, loss_chunk=0 if line.ends else plan.loss_chunk,
         stream=stream, settings=request.settings.having(dict(plan.settings.summing().said)),
     )  # fmt: skip
+
+
+def kept(plan: Plan, request: PlanRequest) -> bool:
+    """Whether the plan plays its pipeline as is requested."""
+    line = playing(request)
+    if request.searched and plan.mesh.pipeline > 1:
+        return plan.pipeline.ends == line.ends
+    return plan.pipeline.said == line.said
 
 
 def rows_like(request: PlanRequest, rows: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.errors import OutsizeError
+from outsize.plan.spread import AUTO
 from outsize.schedule.action import Action, Kind
 from outsize.schedule.ends import Ends
 from outsize.schedule.pipelines import NAMES, Pipeline, Shape, make, pipeline, zero_bubble
@@ -22,7 +23,6 @@ from outsize.schedule.place import Placement, looped, one_way, waved
 from outsize.search.reorder import filled, improved, split
 from outsize.simulate.coarse import Played, Times, play
 
-AUTO = "auto"
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _SLACK = 1e-9
 
@@ -54,7 +54,7 @@ def compare(
     times: of a worker's layers. cap: microbatches of a worker's layers that it may hold.
     ends: how all have their first and last layer cut over the workers, if they have.
     """
-    named = [_ranked(name, shape, times, cap, ends) for name in NAMES]
+    named = [ranked(name, shape, times, cap, ends) for name in NAMES]
     found = [one for one in named if one.played is not None]
     if ends is not None:
         every = [*named, _automatic_cut(shape, times, cap, ends, found)]
@@ -65,7 +65,7 @@ def compare(
 
 def automatic(shape: Shape, times: Times, cap: float | None = None) -> Played:
     """The shortest step found. Raises OutsizeError where not even one microbatch fits."""
-    named = (_ranked(name, shape, times, cap) for name in NAMES)
+    named = (ranked(name, shape, times, cap) for name in NAMES)
     best = _automatic(shape, times, cap, [one for one in named if one.played is not None])
     assert best.played is not None
     return best.played
@@ -83,7 +83,7 @@ def _automatic_cut(
     return replace(best, name=AUTO)
 
 
-def _ranked(
+def ranked(
     name: str, shape: Shape, times: Times, cap: float | None, ends: Ends | None = None
 ) -> Ranked:
     """A named schedule at the size of its microbatches' layers on a worker."""
@@ -143,6 +143,16 @@ def _automatic(shape: Shape, times: Times, cap: float | None, named: Sequence[Ra
     return Ranked(AUTO, played.run.makespan, max(played.run.peaks), played)
 
 
+def found_orders(
+    shape: Shape, times: Times, held: float, named: Sequence[Ranked]
+) -> Iterator[Pipeline]:
+    """The shortest orders with one stage a worker, and with two in a V, with at most `held`
+    microbatches of its layers on a worker, before they are improved. named: what is begun with."""
+    costs = Costs(times.forward, times.of_input, times.of_weight, times.transfer).whole()
+    for place, starts in _placements(shape, costs, held, named):
+        yield pipeline(AUTO, place, _begun(place, costs, held, starts)[0])
+
+
 _Orders = list[list[Action]]
 
 
@@ -154,17 +164,18 @@ def _placements(
         route = waved(shape.devices, chunks) if chunks > 1 else looped(shape.devices, 1)
         place = one_way(shape.devices, route, shape.microbatches)
         starts = [
-            _computed(one.played.pipeline)
+            computed(one.played.pipeline)
             for one in named
             if one.played is not None and one.played.pipeline.placement == place
         ]
         if chunks == 1:
             made = zero_bubble("ZB", shape.devices, shape.microbatches, costs, int(held + _SLACK))
-            starts.append(_computed(made))
+            starts.append(computed(made))
         yield place, starts
 
 
-def _computed(made: Pipeline) -> _Orders:
+def computed(made: Pipeline) -> _Orders:
+    """What each worker computes, in order."""
     return [[a for a in actions if a.kind in _COMPUTE] for actions in made.schedule.workers]
 
 
@@ -175,6 +186,15 @@ def best_orders(
 
     costs: of one unit. starts: orders to improve beside those that the greedy rule gives.
     """
+    best = _begun(place, costs, held, starts)[:_KEPT]
+    return min(
+        (improved(place, orders, costs, held) for orders in best),
+        key=lambda orders: makespan(place, orders, costs),
+    )
+
+
+def _begun(place: Placement, costs: Costs, held: float, starts: Iterable[_Orders]) -> list[_Orders]:
+    """Orders with their gradients split and weight gradients in waits, the shortest first."""
     whole = int(held + _SLACK)
     ruled = (greedy(place, costs, whole, under_way) for under_way in range(1, whole + 1))
     begun = [split(orders) for orders in (*starts, *(o for o in ruled if o is not None))]
@@ -183,12 +203,7 @@ def best_orders(
         for begin in begun
         for orders in (begin, *(filled(place, begin, costs, held, early) for early in (0, 1, 2)))
     ]
-    tried.sort(key=lambda orders: makespan(place, orders, costs))
-    best = tried[:_KEPT]
-    return min(
-        (improved(place, orders, costs, held) for orders in best),
-        key=lambda orders: makespan(place, orders, costs),
-    )
+    return sorted(tried, key=lambda orders: makespan(place, orders, costs))
 
 
 _KEPT = 4  # starts that are improved

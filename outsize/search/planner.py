@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
@@ -29,6 +30,7 @@ from outsize.search.request import (
     layouts,
     native_makers,
 )
+from outsize.search.schedules import settled, with_orders
 from outsize.search.variants import Predicts
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
@@ -54,6 +56,14 @@ def choose(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> F
 def chosen(forecaster: Predicts, segments: int) -> Forecast:
     """The quickest plan of a model of so many segments that fits the request's budget."""
     request = forecaster.request
+    if request.searched and request.mesh.pipeline > 1:
+        return settled(forecaster, segments, partial(_chosen, segments=segments))
+    return _chosen(forecaster, segments)
+
+
+def _chosen(forecaster: Predicts, segments: int) -> Forecast:
+    """The same, with the schedule that is said or the search begins with."""
+    request = forecaster.request
     ways = (list(candidates(replace(request, shards=s), segments)) for s in _shardings(request))
     if request.tiers and request.budget is not None:
         return choose_offloaded(forecaster, *ways)
@@ -70,6 +80,17 @@ def _shardings(request: PlanRequest) -> tuple[Sharding, ...]:
 def forecaster_of(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> Forecaster:
     """What predicts plans of a native decoder."""
     return Forecaster(config, request, hardware, facts_of_model(config, request))
+
+
+def replayed(
+    config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
+) -> Forecast:
+    """As `predict`, of a plan that goes on on another mesh: where orders of its own are asked for,
+    with those that are found for it."""
+    made = predict(config, request, plan, hardware)
+    if not request.searched or plan.mesh.pipeline == 1 or plan.pipeline.cuts:
+        return made
+    return with_orders(forecaster_of(config, request, hardware), made)
 
 
 def predict(

@@ -92,15 +92,22 @@ class _Filling:
             self.pending.append(of_weight(action.stage, action.microbatch))
 
 
-def improved(place: Placement, orders: _Orders, costs: Costs, held: float) -> _Orders:
+def improved(
+    place: Placement,
+    orders: _Orders,
+    costs: Costs,
+    held: float,
+    factors: Sequence[float] = (),
+) -> _Orders:
     """Orders no longer than these: actions move within their worker's order, at random but always
-    alike, and what is no worse than the last or than some steps ago is kept."""
+    alike, and what is no worse than the last or than some steps ago is kept. factors: by stage, as
+    `makespan` has them."""
     rng = random.Random(0)
     count = sum(map(len, orders))
-    now, cost = orders, makespan(place, orders, costs)
+    now, cost = orders, makespan(place, orders, costs, factors=factors)
     best, least = now, cost
     late = [cost] * _MEMORY
-    bound = _bound(place, costs)
+    bound = _bound(place, costs, factors)
     for step in range(_WORK // max(1, count)):
         if least <= bound + _SLACK:
             break
@@ -109,7 +116,7 @@ def improved(place: Placement, orders: _Orders, costs: Costs, held: float) -> _O
         if order is None or not _fits(order, place.share, held):
             continue
         trial = [*now[:w], order, *now[w + 1 :]]
-        new = makespan(place, trial, costs)
+        new = makespan(place, trial, costs, factors=factors)
         if new <= max(cost, late[step % _MEMORY]):
             now, cost = trial, new
         late[step % _MEMORY] = cost
@@ -118,8 +125,10 @@ def improved(place: Placement, orders: _Orders, costs: Costs, held: float) -> _O
     return best
 
 
-def _bound(place: Placement, costs: Costs) -> float:
+def _bound(place: Placement, costs: Costs, factors: Sequence[float]) -> float:
     """No step is shorter: the busiest worker's work, after the first microbatch has come to it."""
+    if factors:
+        return 0.0
     each = sum(costs.each) * place.share
     work = [0.0] * place.workers
     for m in range(place.microbatches):

@@ -22,7 +22,7 @@ from outsize.plan import Pipelined, Plan, Precision, Sharding
 from outsize.plan.approximate import PARTIAL
 from outsize.plan.plan import per_segment
 from outsize.plan.settings import NONE, Extended, Settings, extended
-from outsize.plan.spread import pipelined
+from outsize.plan.spread import AUTO, pipelined
 from outsize.runtime import Job
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
@@ -89,7 +89,11 @@ class PlanRequest(Extended):
 
     @property
     def schedule(self) -> Pipelined:
-        """Of the pipeline, as said or SCHEDULE."""
+        """Of the pipeline as said; SCHEDULE, from which a search begins, where it is open."""
+        return replace(self._said, schedule=SCHEDULE) if self.searched else self._said
+
+    @property
+    def _said(self) -> Pipelined:
         said = self.pipeline or SCHEDULE
         return pipelined(said) if isinstance(said, str) else said
 
@@ -97,6 +101,11 @@ class PlanRequest(Extended):
     def behind(self) -> bool:
         """Whether a stage may be updated before the norm of all gradients is known."""
         return self.clip is None and not self.precision.scaled
+
+    @property
+    def searched(self) -> bool:
+        """Whether the planner chooses the schedule, or orders of the plan's own."""
+        return self._said.schedule == AUTO and not self._said.orders
 
     @property
     def recipe(self) -> Recipe:

@@ -63,6 +63,7 @@ class Forecast:
     Of a pipeline, ranks: of its axis. Schedule, bytes and parameters are of the worker with the
     highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
     for each tier, of the worker that has most there. placements: by place of the pipeline axis.
+    why: of what the planner chose, in a line; empty where there was nothing to choose.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Forecast:
     ranks: tuple[RankForecast, ...] = ()
     evaluation: int = 0
     placements: tuple[Placement, ...] = field(default=(), repr=False, compare=False)
+    why: str = ""
 
     def prove(self) -> None:
         """Refuse a step or an evaluation that all workers together cannot run exactly."""

@@ -23,8 +23,7 @@ from outsize.runtime import AdoptedFlow, Job
 from outsize.runtime.engine import Engine, Loaded, Step
 from outsize.runtime.rows import Rows
 from outsize.schedule import Action, Kind, Lane, Schedule, State
-from outsize.schedule.pipelines import Costs as Seconds
-from outsize.schedule.pipelines import Shape, named
+from outsize.schedule.pipelined import order_of
 from outsize.simulate.costs import COPIED, PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
 from outsize.torch_private import FakeTensorMode
@@ -87,9 +86,8 @@ def splits_of(plan: Plan) -> tuple[bool, ...]:
         return ()
     if plan.split_backward:
         return (True,)
-    own = plan.pipeline
-    shape = Shape(plan.mesh.pipeline, plan.microbatches, Seconds(*own.costs))
-    actions = (a for actions in named(own.schedule, shape).schedule.workers for a in actions)
+    made = order_of(plan.pipeline, plan.mesh.pipeline, plan.microbatches)
+    actions = (a for actions in made.schedule.workers for a in actions)
     kinds = {action.kind for action in actions}
     ways = (Kind.BACKWARD, False), (Kind.BACKWARD_WEIGHT, True)
     return tuple(split for kind, split in ways if kind in kinds)

@@ -17,7 +17,7 @@ from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.seams import Context
 from outsize.models.wiring import AnyBlock
-from outsize.plan import Plan
+from outsize.plan import Pipelined, Plan
 from outsize.plan.settings import PLAN_SETTINGS, PlanSetting
 from outsize.runtime.native import RUNNERS
 from outsize.runtime.sequence import ChunkRecord, chunked_sum
@@ -62,9 +62,11 @@ def tighter(plan: Plan) -> tuple[int, int]:
 
 
 @functools.cache
-def _apart(schedule: str) -> bool:
+def _apart(line: Pipelined) -> bool:
     """Whether a pipeline's schedule takes the gradients of weights apart from those of inputs."""
-    workers = named(schedule, _FITS_ALL).schedule.workers
+    if line.orders:
+        return any("W" in order for order in line.orders)
+    workers = named(line.schedule, _FITS_ALL).schedule.workers
     return any(action.kind is Kind.BACKWARD_WEIGHT for actions in workers for action in actions)
 
 
@@ -100,7 +102,7 @@ PLAN_SETTINGS.add(
             Clash(
                 "and pipeline.schedule takes the gradients of weights later: they would hold every"
                 " chunk",
-                lambda plan: plan.mesh.pipeline > 1 and _apart(plan.pipeline.schedule),
+                lambda plan: plan.mesh.pipeline > 1 and _apart(plan.pipeline),
                 "set it to 0, or plan.pipeline to 1f1b",
             ),
             Clash(

@@ -113,7 +113,8 @@ class PlanKeys(Extended):
     )
     pipeline: str | None = setting(
         None,
-        "order of the pipeline axis, as 1f1b or interleaved:2 (chunks of a worker); with"
+        "order of the pipeline axis, as 1f1b or interleaved:2 (chunks of a worker); auto: what the"
+        " planner finds for the predicted costs and the memory; with"
         " +vocabulary:1 or +vocabulary:2 behind it every worker has rows of embedding and head",
         may_change=True,
     )

@@ -28,7 +28,7 @@ from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
 from outsize.plan import Plan, Precision, Sharding
 from outsize.plan.spread import sharding
-from outsize.search import PlanRequest, TooSmall, choose, predict
+from outsize.search import PlanRequest, TooSmall, choose, predict, replayed
 from outsize.search.pipeline_request import check as check_pipeline
 from outsize.search.pipeline_request import check_cut, continued
 from outsize.simulate import Forecast
@@ -290,7 +290,7 @@ def _continued(model: Subject, request: PlanRequest, plan: Plan, hardware: Hardw
     plan = continued(plan, request, shards)
     budget = plannable(hardware, request.tiers) if request.budget is None else request.budget
     if not missing_tiers(plan, request.tiers):
-        made = predict(model.config, request, plan, hardware)
+        made = replayed(model.config, request, plan, hardware)
         free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:
             return made

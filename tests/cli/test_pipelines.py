@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outsize.schedule.csv import to_csv
+from outsize.schedule.pipelines import Shape, make
 from outsize.train.metrics import read_metrics
 
 EXACT = ("--set", "precision=float64", "--set", "train.save_every=0")
@@ -182,3 +184,29 @@ def test_train_refuses_before_anything_is_written(home, invoke):
     shown = invoke("train", "run.yaml", "--mesh", "pipeline=8", "--set", "train.batch_tokens=1024")
     assert shown.exit_code == 2 and not (home / "run").exists()
     assert shown.stderr.count("\n") == 1 and "mesh.pipeline 4 at most" in shown.stderr
+
+
+def test_orders_of_a_plan_run_are_repeated_and_gone_on_with(home, invoke):
+    """Which ones are found depends on the machine, so that the plan's are put in by hand."""
+    words = ("run.yaml", *EXACT, *FLAT, *PIPED, "--set", "plan.pipeline=auto")
+    shown = invoke("plan", *words, "--out", "auto.yaml")
+    assert shown.exit_code == 0, shown.stderr
+    assert "orders of this plan's own" in " ".join(shown.stdout.split())
+    file = yaml.safe_load((home / "auto.yaml").read_text())
+    orders = to_csv(make("zb-h2", Shape(2, 4))).split()
+    line = {**file["plan"]["pipeline"], "schedule": "auto", "cuts": [2], "orders": orders}
+    file["plan"] |= {"pipeline": line, "microbatch_rows": 1}
+    (home / "auto.yaml").write_text(yaml.safe_dump(file))
+
+    half = ("--set", "train.steps=2", "--set", "output=auto")
+    flat = ("run.yaml", *EXACT, *FLAT)
+    for words in (
+        ("train", *flat, *half, "--plan", "auto.yaml"),
+        ("train", "--resume", "auto", *PIPED, "--set", "train.steps=3"),
+        ("train", *flat, "--set", "train.steps=3", "--set", "output=alone"),
+    ):
+        result = invoke(*words)
+        assert result.exit_code == 0, result.stderr
+    assert_same(home / "auto", home / "alone")
+    run = yaml.safe_load((home / "auto" / "plan.yaml").read_text())["pipeline"]
+    assert run == line

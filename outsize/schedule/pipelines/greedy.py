@@ -69,11 +69,16 @@ def greedy(place: Placement, costs: Costs, held: int, under_way: int) -> list[li
 
 
 def makespan(
-    place: Placement, orders: list[list[Action]], costs: Costs, paths: Paths = ()
+    place: Placement,
+    orders: list[list[Action]],
+    costs: Costs,
+    paths: Paths = (),
+    factors: Sequence[float] = (),
 ) -> float:
     """When the last worker ends, if each plays its order as soon as inputs allow.
 
-    Infinite where the orders wait for each other.
+    factors: by stage, how many times as long as a unit's share it takes. Infinite where the orders
+    wait for each other.
     """
     around = [neighbours(path) for path in paths or plain_paths(place)]
     seconds = {
@@ -100,7 +105,8 @@ def makespan(
                     break
                 end, where = ends[needed]
                 start = max(start, end + (costs.transfer if where != w else 0.0))
-            now[w] = start + seconds[action.kind] * place.share
+            longer = factors[action.stage] if factors else 1.0
+            now[w] = start + seconds[action.kind] * place.share * longer
             at[w] += 1
             if action.kind is not Kind.BACKWARD_WEIGHT:
                 made = (ahead, action.stage, action.microbatch)

@@ -10,7 +10,7 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.plan.settings import PLAN_SETTINGS
-from outsize.schedule.pipelines import Costs, Shape, named
+from outsize.schedule.pipelined import order_of
 
 if TYPE_CHECKING:
     from outsize.train.prepared.options import Settings
@@ -82,7 +82,7 @@ def check_pipeline(made: Settings) -> None:
     mesh, order = made.mesh, made.pipeline
     if mesh.pipeline == 1:
         return
-    named(order.schedule, Shape(mesh.pipeline, made.microbatches, Costs(*order.costs)))
+    order_of(order, mesh.pipeline, made.microbatches)
 
 
 def check_vocabulary(model: nn.Module, made: Settings) -> None:
