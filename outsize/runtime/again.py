@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.models.seams import Context
+from outsize.runtime.casts import Casts
 from outsize.torch_private import TreeSpec, buffers_here, tree_flatten, tree_unflatten
 
 Leaves = list[Tensor]
 
 
 class Call:
-    """A module's call with its tensors taken out: run(tensors) -> output tensors."""
+    """A module's call with its tensors taken out: run(tensors) -> output tensors, under autocast as
+    it is where this is made."""
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.forward = forward
+        self.forward, self.casts = forward, Casts()
         leaves, self.spec = tree_flatten((args, kwargs))
         self.tensors: Leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -39,7 +41,8 @@ class Call:
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        outs, self.out_spec = tree_flatten(self.forward(*args, **kwargs))
+        with self.casts.within():
+            outs, self.out_spec = tree_flatten(self.forward(*args, **kwargs))
         self.out_rest = [None if isinstance(out, Tensor) else out for out in outs]
         self._out_tensor = [isinstance(out, Tensor) for out in outs]
         return [out for out in outs if isinstance(out, Tensor)]

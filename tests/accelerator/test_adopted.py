@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import casting
 import pytest
 import strict
 import torch
@@ -131,3 +132,12 @@ def test_a_generator_of_the_wrong_device_is_shown() -> None:
     with patch.object(accelerator, "drawing", lambda _: ()):
         found = trained(model, device(), options)
     assert not torch.allclose(found["numbers"], expected["numbers"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["plain", "again"])
+def test_autocast_in_a_module_casts_as_in_a_plain_loop(plan: str) -> None:
+    strict.start("random", device_bytes=1 << 28)
+    casting.Noting.seen.clear()
+    found = casting.prepared(device(), **PLANS[plan])
+    casting.assert_alike(found, casting.plain(device()))
+    assert casting.Noting.seen == {torch.bfloat16}

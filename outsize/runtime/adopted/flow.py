@@ -27,6 +27,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime.adopted.absent import Place, Source, absent_like, instead, parameters_instead
 from outsize.runtime.adopted.reach import DRAW, Outlines, Reach, Tracer, find_reach
 from outsize.runtime.adopted.walk import AdoptedWalk, Share
+from outsize.runtime.casts import Casts
 from outsize.runtime.flow import SpillOf, Way, no_spill
 from outsize.runtime.intercept import intercept
 from outsize.runtime.storage.gradients import Gradients
@@ -141,12 +142,13 @@ class AdoptedFlow:
         """Let the module's code run until it calls a block or ends. places: what stands where
         parameters are meanwhile."""
         before, self._current = self._current, walk
-        grad = torch.is_grad_enabled()
+        grad, casts = torch.is_grad_enabled(), Casts()
         try:
             with instead(places):
                 return switch()
         finally:
             torch.set_grad_enabled(grad)
+            casts.enter()
             self._current = before
 
     # -- one worker of a pipeline ----------------------------------------------------------------

@@ -78,6 +78,7 @@ class AdoptedWalk:
         assert parent is not None
         parent.switch(entered)
         torch.set_grad_enabled(learns)
+        call.casts.enter()
         return call.result(entered.hand())
 
     def _elsewhere(self, index: int, call: Call, learns: bool) -> Any:
