@@ -18,13 +18,16 @@ BUFFERS = 2  # tensors that one worker may have sent to another before they are 
 class Talk(NamedTuple):
     """ranks: who takes part, in order. channel: the thread that calls it. operation: what the
     collective does. bytes: of it as a whole; 0 where they depend on a microbatch's shape. memory:
-    bytes that a worker moves in its own memory to write and read them, where that is no copy."""
+    bytes that a worker moves in its own memory to write and read them, where that is no copy. wide:
+    times as many bytes are said where workers of several machines sum, which is done in a wider
+    dtype (outsize/collectives/hierarchical.py)."""
 
     ranks: tuple[int, ...]
     channel: str
     operation: str
     bytes: float = 0
     memory: float = 0
+    wide: float = 1
 
     @property
     def carried(self) -> float:

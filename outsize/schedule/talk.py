@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from outsize.collectives.pieces import wider
 from outsize.collectives.world import LAYERS
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.parallel.messages import Way, code_of
@@ -190,23 +191,24 @@ class Spoken:
         spans = (self.chunks.share(chunk, what, place) for place in group.places)
         lengths = [last - first for first, last in spans]
         size, memory = sum(map(code.bytes, lengths)), code.memory * sum(lengths)
-        return said._replace(bytes=size, memory=memory)
+        return said._replace(bytes=size, memory=memory, wide=1)
 
     def _reduce(self, action: Action, last: bool) -> Iterator[Talk]:
         """Sums go from inner groups to outer ones, each over the shares of the one before
         (hierarchical partitioning), and over other axes at the end, where they are least."""
         chunks, groups = self.chunks, self.groups
         for chunk in self._trained(action.stage):
+            wide = _wide(chunks, chunk)
             if chunks.passes(chunk, GRADIENTS):
                 size = self._bytes(chunk, GRADIENTS)
-                said = Talk(groups.reducing.ranks, "network", "reduce_scatter", size)
+                said = Talk(groups.reducing.ranks, "network", "reduce_scatter", size, wide=wide)
                 yield self._coded(said, "reduce", groups.reducing, chunk, GRADIENTS)
             if last:
                 inner, own = (self._bytes(chunk, GRADIENTS, d) for d in (GRADIENTS, MASTER))
-                said = Talk(groups.outer.ranks, "network", "reduce_scatter", inner)
+                said = Talk(groups.outer.ranks, "network", "reduce_scatter", inner, wide=wide)
                 yield self._coded(said, "reduce", groups.outer, chunk, MASTER)
-                yield Talk(groups.replicas.ranks, "network", "all_reduce", own)
-                yield Talk(groups.summing(chunks.tables[chunk]), "network", "all_reduce", own)
+                for ranks in (groups.replicas.ranks, groups.summing(chunks.tables[chunk])):
+                    yield Talk(ranks, "network", "all_reduce", own, wide=wide)
 
     def _collect(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):
@@ -217,7 +219,8 @@ class Spoken:
     def _merge(self, action: Action) -> Iterator[Talk]:
         for chunk in self._trained(action.stage):
             ranks = self.groups.of_stages(self.chunks.holders(self.chunks.tables[chunk]))
-            yield Talk(ranks, "merge", "all_reduce", self._bytes(chunk, GRADIENTS, MASTER))
+            size = self._bytes(chunk, GRADIENTS, MASTER)
+            yield Talk(ranks, "merge", "all_reduce", size, wide=_wide(self.chunks, chunk))
 
     def _exchange(self, action: Action) -> Iterator[Talk]:
         every = self.groups.of_stages(range(self.chunks.plan.mesh.pipeline))
@@ -288,3 +291,9 @@ class Spoken:
 def _whole(had: float, operation: str, count: int) -> float:
     """Bytes of an operation of which each of `count` workers has so many from others."""
     return had * count / max(1, count - 1) / (2 if operation == "all_reduce" else 1)
+
+
+def _wide(chunks: Chunks, chunk: int) -> float:
+    """Times as wide as a chunk's gradients is what sums of them are formed in."""
+    dtype = dict(chunks.held(chunk))[GRADIENTS]
+    return wider(dtype).itemsize / dtype.itemsize

@@ -29,12 +29,18 @@ def near(talk: Talk, machine: int) -> float:
     are one."""
     inside = _inside(talk, machine)
     direct = talk.operation == "all_to_all"
-    return talk.carried * (inside - 1) / (len(talk.ranks) if direct else inside)
+    share = (inside - 1) / (len(talk.ranks) if direct else inside)
+    return talk.carried * share * _wide(talk, inside)
 
 
 def far(talk: Talk, machine: int) -> float:
     """Those of other machines."""
-    return talk.received - near(talk, machine)
+    return talk.received * _wide(talk, _inside(talk, machine)) - near(talk, machine)
+
+
+def _wide(talk: Talk, inside: int) -> float:
+    """Levels sum in a wider dtype than one level does."""
+    return talk.wide if 1 < inside < len(talk.ranks) else 1
 
 
 def _inside(talk: Talk, machine: int) -> int:

@@ -18,6 +18,8 @@ from collective_tasks import numpy, values
 from crew import WorkerGroup
 
 from outsize.collectives import Mesh
+from outsize.schedule.program import Talk
+from outsize.simulate import network
 
 SIZE = 4
 HOSTS = {"Shared": (), "C10d": ("a", "b", "c", "d"), "Hierarchical": ("a", "a", "b", "b")}
@@ -179,6 +181,15 @@ def test_bytes_of_an_all_reduce_are_the_formula(crew: WorkerGroup, kind: str) ->
         found = crew.run(tasks.all_reduce, numel, dtype, "sum", hosts=HOSTS[kind])
         formula = Fraction(2 * (SIZE - 1), SIZE) * numel * dtype.itemsize
         assert [received for _, received in found] == [formula] * SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bytes_of_a_sum_of_levels_are_those_predicted(crew: WorkerGroup, dtype: torch.dtype):
+    """Narrow dtypes are summed, and so said, in a wider one."""
+    found = crew.run(tasks.all_reduce, 4000, dtype, "sum", hosts=HOSTS["Hierarchical"])
+    whole, wide = 4000 * dtype.itemsize, 4 / dtype.itemsize
+    talk = Talk(tuple(range(SIZE)), "network", "all_reduce", whole, wide=wide)
+    assert {received for _, received in found} == {network.near(talk, 2) + network.far(talk, 2)}
 
 
 @KINDS

@@ -108,6 +108,20 @@ def test_levels_of_a_message(count, stride):
     assert talk.received == near(talk, machine) + far(talk, machine)
 
 
+def test_gradients_are_summed_in_a_wider_dtype_between_machines():
+    """Where workers of a machine sum first, 16-bit gradients are as many bytes as 32-bit ones."""
+    mixed = Precision("bfloat16", "float32", "bfloat16", "float32")
+    for each, factor in ((8, 1), (2, 2), (1, 1)):
+        made = {
+            name: forecast(
+                replace(plan_of(Mesh(4), zero(2, 4)), precision=p), catalogue("H200", each)
+            )
+            for name, p in (("narrow", mixed), ("wide", replace(mixed, gradients="float32")))
+        }
+        narrow, wide = (made[name].received["reduce"].total for name in ("narrow", "wide"))
+        assert narrow * 2 == pytest.approx(wide * factor)
+
+
 def test_times_follow_from_the_links():
     hardware = catalogue("A100-SXM-80", 8)
     assert workers_of_a_machine(hardware) == 8
