@@ -59,6 +59,12 @@ def test_no_published_schedule_is_quicker_in_the_same_memory(found):
     assert "published schedules and" in found.why and "less time than 1f1b" in found.why
 
 
+def test_orders_that_do_not_fit_are_not_taken(found):
+    """For a byte less than the best ones hold, others are."""
+    less = made("auto", found.peak - 1)
+    assert less.peak < found.peak and less.seconds >= found.seconds
+
+
 def test_orders_are_found_alike_and_are_part_of_the_plan(found):
     again = made("auto", found.plan.budget).plan
     assert again == found.plan == from_yaml(to_yaml(found.plan))
