@@ -97,9 +97,11 @@ def with_cuts(draw: Random, line: Line, plan_stages: int) -> Pipelined:
 def below(draw: Random, mesh: Mesh, shards: Sharding) -> Rest:
     """Where states rest: of what plans do not refuse for what the data axis cuts."""
     parameters, gradients, optimizer, activations = (draw.choice(TIERS) for _ in range(4))
+    updated = optimizer != "device"  # so are shares of what workers cut
+    whole, cut = shards.optimizer == 1, shards.gradients == shards.optimizer > 1 and updated
     return Rest(
-        "device" if shards.optimizer > 1 else parameters,
-        "device" if mesh.rows > 1 else gradients,
+        parameters if whole or (cut and shards.parameters > 1) else "device",
+        gradients if mesh.rows == 1 or cut else "device",
         optimizer,
         activations,
     )
