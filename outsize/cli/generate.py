@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     "--device",
     default="auto",
     show_default=True,
-    help="Of one worker: cpu, or the kind of accelerator that there is; auto takes that.",
+    help="Of each worker: cpu, or the kind of accelerator that there is; auto takes that.",
 )
 @click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
 @click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
@@ -111,7 +111,7 @@ def generate(
     wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     limits = None if memory is None else _limits(memory, disk, sparse)
     if apart or overlap:
-        _on_workers(ctx, _Mesh(mesh, workers, overlap, limits), wanted, directory)
+        _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = _found(directory, tokenizer)
     with _opened(found, config, limits, place) as model:
@@ -126,6 +126,7 @@ class _Mesh:
     workers: int | None
     overlap: int
     limits: Limits | None
+    device: str
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _on_workers(ctx: click.Context, on: _Mesh, wanted: _Wanted, directory: Path)
 
     settings = NONE.having({"overlap": on.overlap}).changed
     facts = {**wanted.facts(), "overlap": str(on.overlap)}
-    asked = Asked(on.mesh, on.workers, facts, on.limits, settings)
+    asked = Asked(on.mesh, on.workers, facts, on.limits, settings, on.device)
     asked.check()
     if several(asked):
         found = partial(_found, directory, wanted.tokenizer)

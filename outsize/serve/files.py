@@ -85,7 +85,9 @@ class InFiles:
         self.world, self.mesh, self._leave = world, world.mesh, leave
         self.device, self.model = accelerator.named(device), found.model
         self._found, self._dtype, self._settings = found, dtype, settings
-        self.division = Division.of(found.model, dtypes, self.mesh, world.rank, settings)
+        self.division = Division.of(
+            found.model, dtypes, self.mesh, world.rank, settings, self.device
+        )
         self._turn = self.mesh.index("pipeline", world.rank)
         mine, self._cuts = ALL, cuts_of(found.model, 1, 0, False)
         if self.mesh.size > 1:
@@ -99,9 +101,7 @@ class InFiles:
         self.session: Session | None = None
         self.outlook: Outlook | None = None
         self._request: Request | None = None
-        held = replace(
-            self.division.held[self._turn], stored=self.source.table.dtype, device=self.device
-        )
+        held = replace(self.division.held[self._turn], stored=self.source.table.dtype)
         self.budget = Budget(limits.memory, held, self.source)
 
     @property

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.checkpoint.hub import Described, check_tied_head
 from outsize.collectives import Mesh, World, along, everyone
 from outsize.decode.generate import PREFILL_TOKENS, Request
@@ -44,7 +45,7 @@ from outsize.schedule.place import looped, one_way
 from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
-from outsize.simulate.tokens import Held, Pace, Share, needs, pace, probed, seconds
+from outsize.simulate.tokens import HOST, Held, Pace, Share, needs, pace, probed, seconds
 
 TOKENS = "prologue.tokens.weight"
 
@@ -67,19 +68,21 @@ class Division:
         mesh: Mesh,
         rank: int = 0,
         settings: Settings = NONE,
+        device: torch.device = HOST,
     ) -> Division:
         """OutsizeError for a mesh that the model does not fit on, and for settings of a plan that
-        do not go with it."""
+        do not go with it. device: where each worker's tensors are."""
         check_mesh(model.config, mesh)
         check_settings(settings, mesh)
         sizes = segment_bytes(model, dtypes, mesh)
         turns = turns_of(sizes, mesh.pipeline)
         held = [
             Held(
-                model.config, dtypes, mesh, one, tuple(t == turn for t in turns), settings=settings
+                model.config, dtypes, mesh, one, tuple(t == turn for t in turns), device=device,
+                settings=settings,
             )
             for turn, one in enumerate(mesh.ranks("pipeline", rank))
-        ]
+        ]  # fmt: skip
         return cls(sizes, turns, held)
 
     def stages(self, turn: int) -> list[int]:
@@ -123,12 +126,15 @@ class OnMesh:
         settings: Settings = NONE,
     ) -> None:
         dtypes = found.dtypes(dtype)
-        self.division = Division.of(found.model, dtypes, world.mesh, world.rank, settings)
+        self.device = accelerator.named(device)
+        self.division = Division.of(
+            found.model, dtypes, world.mesh, world.rank, settings, self.device
+        )
         self.mesh, self.world, self._leave = world.mesh, world, leave
         self._request: Request | None = None
         self._pace: float | None = None
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
-        self.model = shells(found, dtypes, torch.device(device or "cpu"))
+        self.model = shells(found, dtypes, self.device)
         cuts = split_on(self.model, world, settings)
         self._turn = world.mesh.index("pipeline", world.rank)
         names = held(found.model, self.division.held[self._turn].here)

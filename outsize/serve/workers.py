@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from outsize import accelerator
 from outsize.checkpoint import hub
 from outsize.checkpoint.shards import INDEX, SUMS
 from outsize.collectives import Mesh, parse_mesh
@@ -39,13 +40,14 @@ Go = Callable[[Model, bool, Heartbeat], None]
 class Asked:
     """What was asked of all workers alike. mesh, workers: as they were said. facts: whatever else
     must be the same. limits: of this worker's memory, where there are any; settings: of the
-    plan."""
+    plan; device: its kind, of which each worker has one to itself."""
 
     mesh: str | None
     workers: int | None
     facts: Mapping[str, str]
     limits: Limits | None = None
     settings: Settings = NONE
+    device: str = "cpu"
 
     def check(self) -> None:
         """OutsizeError for settings that do nothing on the mesh."""
@@ -89,13 +91,16 @@ def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:
     Python's own handler may raise in the midst of waiting for others, and be lost there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     mesh = asked.mesh_of(post.count)
-    worker_group = enter(post, mesh, {"torch": torch.__version__, **asked.facts})
+    kind = accelerator.take(asked.device, post.here, post.near)
+    facts = {"torch": torch.__version__, "device": kind, **asked.facts}
+    worker_group = enter(post, mesh, facts, kind)
     worker_group.pulse.at("reading the weights")
     directory = Path(worker_group.told("model", lambda: str(find().resolve())))
     worker_group.same("weights", _fingerprint(directory))
     _share_cores(mesh, post.near)
     world, settings = worker_group.world, asked.settings
-    with on_mesh(directory, world, limits=asked.limits, settings=settings) as model:
+    place = accelerator.find(kind)
+    with on_mesh(directory, world, device=place, limits=asked.limits, settings=settings) as model:
         worker_group.pulse.at("generating")
         try:
             go(model, worker_group.first, worker_group.pulse)

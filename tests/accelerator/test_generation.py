@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,13 @@ import outsize
 from outsize.decode.generate import Request, play
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
+from outsize.launch.heartbeat import Heartbeat
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.runtime.session import Session
+from outsize.serve.files import Limits
 from outsize.serve.model import Model
+from outsize.serve.workers import Asked, run_workers
 
 GLA: dict[str, Any] = {
     "model_type": "gla", "vocab_size": 53, "hidden_size": 24, "intermediate_size": 40,
@@ -67,6 +71,32 @@ def test_from_files_within_a_budget(name: str) -> None:
             with outsize.load(path, device="strict", memory=memory + 40_000) as model:
                 model.generate((3, 5), 2)  # fills the pool
                 assert model.generate((3, 5, 7, 11), 6) == expected, order
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize(
+    ("mesh", "kept"), [("tensor=2", None), ("pipeline=2", None), ("pipeline=2,tensor=2", 0.9)]
+)
+def test_workers_with_a_device_each(mesh: str, kept: float | None) -> None:
+    """kept: of a worker's bytes those that its budget has; layers are read from files then."""
+    with _saved("llama, untied", num_hidden_layers=6) as path:
+        with outsize.load(path) as whole:
+            expected = whole.generate((3, 5, 7, 11), 6)
+            memory = whole.peak(4, 6)
+        strict.start("random", seed=5, devices=4)
+        limits = None if kept is None else Limits(int(kept * memory / 2))
+        told = path.parent / "tokens"
+
+        def go(model: Model, first: bool, pulse: Heartbeat) -> None:
+            assert model.home is not None and model.home.model is not None
+            found = model.generate((3, 5, 7, 11), 6)
+            assert {x.device.type for x in model.parameters()} == {"strict"}
+            if first:
+                told.write_text(json.dumps(found))
+
+        asked = Asked(mesh, None, {}, limits, device="auto")
+        assert run_workers(asked, lambda: path, go) == 0
+        assert json.loads(told.read_text()) == list(expected)
 
 
 @pytest.mark.parametrize("prompt", [3, 40])
