@@ -92,15 +92,17 @@ def _work(
 
 
 def mesh_of(said: Resolved, directory: Path | None, started: int | None) -> Mesh:
-    """The workers of a run as was said, or else as many as have started, or else as the run in
-    `directory` had; all on the data axis where the mesh is left out.
+    """The workers of a run as was said, or else as the run in `directory` had them, where no other
+    number of them has started; all on the data axis where there is no mesh.
 
     OutsizeError where the mesh has another number of workers, with the nearest that has this one.
     """
     text, count = said.get("mesh"), count_of(said.get("workers"), started)
-    if text is None and count is None and directory is not None:
+    if text is None and directory is not None:
         recorded = recorded_values(directory)
-        text, count = recorded.get("mesh"), recorded.get("workers")
+        had = recorded.get("workers")
+        if count in (None, had):
+            text, count = recorded.get("mesh"), had
     return Mesh(data=count or 1) if text is None else sized(parse_mesh(text), count)
 
 

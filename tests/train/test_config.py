@@ -9,6 +9,7 @@ import pytest
 from outsize.errors import OutsizeError
 from outsize.train.config import SHORT, leaves
 from outsize.train.resolve import Resolved, apply_text, resolve
+from outsize.train.workers import mesh_of
 
 IN_FILE = [
     ("train: {stpes: 3}", "run.yaml: train.stpes: unknown key; did you mean 'steps'?"),
@@ -110,3 +111,21 @@ def test_there_are_at_most_sixty_keys_and_each_says_what_it_means() -> None:
     assert len(table) <= 60
     assert all(leaf.meaning for leaf in table.values())
     assert set(SHORT.values()) <= set(table)
+
+
+@pytest.mark.parametrize(
+    ("said", "started", "mesh"),
+    [
+        ({}, None, "pipeline=2"),
+        ({"workers": 2}, None, "pipeline=2"),
+        ({}, 2, "pipeline=2"),
+        ({"mesh": "tensor=2"}, 2, "tensor=2"),
+        ({"workers": 1}, None, "1"),
+        ({}, 4, "data=4"),
+    ],
+)
+def test_a_run_goes_on_with_the_mesh_it_had(tmp_path: Path, said, started, mesh) -> None:
+    """Where no other number of workers, and no mesh, is said."""
+    (tmp_path / "run.yaml").write_text("{data: text, mesh: pipeline=2, workers: 2}")
+    values = apply_text(Resolved(), str(said), "said")
+    assert str(mesh_of(values, tmp_path, started)) == mesh
