@@ -29,7 +29,7 @@ class Job:
 
     optimizer = SimpleNamespace(lr=0.5)
     stores = MappingProxyType({})
-    report = SimpleNamespace(loss=1.0, norm=1.0, seconds=0.25)
+    report = SimpleNamespace(loss=1.0, norm=1.0, seconds=0.25, scaling=None)
 
     def __init__(self) -> None:
         self.asked: list[tuple[Batch, float]] = []
