@@ -167,7 +167,7 @@ class _Tiled(torch.autograd.Function):
                 y_tile = ctx.run(x_tile)
             torch.autograd.backward(y_tile, gy_TD[here])
             assert x_tile.grad is not None
-            gx_TD[here] = x_tile.grad
+            gx_TD[here], x_tile.grad = x_tile.grad, None
         return None, None, gx_TD
 
 

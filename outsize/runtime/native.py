@@ -62,6 +62,8 @@ class Part:
 class StageRecord(Protocol):
     """What a stage keeps between its passes; as a Record."""
 
+    inputs: list[Tensor]
+
     def forward(self, keep: bool) -> list[Tensor]: ...
 
     def again(self) -> None: ...
@@ -367,6 +369,9 @@ class ChainWalk:
         back = None if self._ends is None else self._ends.back(stage)
         if back is not None:
             gradient = [back]
-        self._gradient = self._records.pop(stage).backward(gradient)
+        record = self._records.pop(stage)
+        self._gradient = record.backward(gradient)
+        for x in record.inputs:  # which gradients of weights that are made later may keep
+            x.grad = None
         if self._ends is not None:
             self._ends.gone(stage, self._gradient[0])

@@ -116,7 +116,7 @@ class ChunkRecord:
                 return None
             torch.autograd.backward(y_CD, g_TD[here])
             if x_CD.grad is not None:
-                gx_TD[here] = x_CD.grad
+                gx_TD[here], x_CD.grad = x_CD.grad, None
         return gx_TD if wanted else None
 
     def _wanted(self, index: int) -> bool:
@@ -160,7 +160,7 @@ def _losses(
         if loss.requires_grad:
             torch.autograd.backward(loss)
         if gx_TD is not None:
-            gx_TD[here] = 0.0 if x_CD.grad is None else x_CD.grad
+            gx_TD[here], x_CD.grad = 0.0 if x_CD.grad is None else x_CD.grad, None
         yield loss.detach()
 
 

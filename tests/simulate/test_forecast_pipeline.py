@@ -93,6 +93,7 @@ CASES = {
     "gpipe on four": plan_of("gpipe", Mesh(pipeline=4)),
     "interleaved": plan_of("interleaved:2", Mesh(pipeline=2)),
     "gradients apart": plan_of("zb-h1", Mesh(pipeline=2)),
+    "gradients late": plan_of("zb-2p", Mesh(pipeline=2)),
     "a V": plan_of("zb-v", Mesh(pipeline=2)),
     "both ways": plan_of("chimera", Mesh(pipeline=2)),
     "recompute": plan_of("1f1b", Mesh(pipeline=2), recompute=("block",)),
