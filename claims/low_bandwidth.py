@@ -12,6 +12,8 @@ has whole ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sharded
 from verdict import Figure, conclude
 
@@ -33,12 +35,15 @@ GPT = sharded.llama(6144, 44, 64, 50257, 16384)  # 20G parameters
 MESSAGES = "quantised-messages"
 MEMORY, REACHED, WORKERS = 64e9, 0.4, 384
 CLAIMED, SCALED = 1.71, 0.94  # speed over ZeRO++, and of linear
-FRONTIER = {
-    "ZeRO-3": (lambda n: zero(3, n), ()),
-    "ZeRO++": (lambda n: Sharding(8, n, n), (MESSAGES,)),
-    "three levels": (lambda n: Sharding(2, 8, n), (MESSAGES,)),
-    "hybrid": (lambda n: Sharding(8, 8, 8), (MESSAGES,)),
-    "three levels, whole messages": (lambda n: Sharding(2, 8, n), ()),
+OUTSIDE = {"gather_bits": 32, "collect_bits": 8}  # parameters travel whole inside nodes
+FRONTIER: dict[str, tuple[Callable[[int], Sharding], tuple[str, ...], dict[str, int]]] = {
+    "ZeRO-3": (lambda n: zero(3, n), (), {}),
+    "ZeRO++": (lambda n: Sharding(8, n, n), (MESSAGES,), {}),
+    "three levels": (lambda n: Sharding(2, 8, n), (MESSAGES,), {}),
+    "hybrid": (lambda n: Sharding(8, 8, 8), (MESSAGES,), {}),
+    "ZeRO++, whole in nodes": (lambda n: Sharding(8, n, n), (MESSAGES,), OUTSIDE),
+    "three levels, whole in nodes": (lambda n: Sharding(2, 8, n), (MESSAGES,), OUTSIDE),
+    "three levels, whole messages": (lambda n: Sharding(2, 8, n), (), {}),
 }
 NETWORKS = (12.5, 3.1, 1.5)  # GB/s of a chip: all of its share of the node's cards, and less
 
@@ -80,10 +85,10 @@ def simulated() -> tuple[dict[tuple[str, float], Forecast], float]:
     forecaster, made = sharded.Predicted(GPT, sharded.MIXED), {}
 
     def of(name: str, workers: int, network: float) -> Forecast:
-        shards, approximate = FRONTIER[name]
+        shards, approximate, bits = FRONTIER[name]
         plan = sharded.plan_of(
             GPT, Mesh(workers), shards(workers), 2, 2048, 2, sharded.MIXED, ("block",),
-            approximate=approximate,
+            approximate=approximate, **bits,
         )  # fmt: skip
         return forecaster.of(plan, frontier(network))
 
@@ -111,6 +116,11 @@ def main() -> None:
     def gain(over: str, network: float) -> float:
         return made[over, network].seconds / made["three levels", network].seconds
 
+    def whole(network: float) -> float:
+        both = (f"{name}, whole in nodes" for name in ("ZeRO++", "three levels"))
+        other, ours = (made[name, network].seconds for name in both)
+        return other / ours
+
     fewer = across["ZeRO-3"] / across["three levels"]
     nominal, slowest = NETWORKS[0], NETWORKS[-1]
     plain, copied = "ZeRO-3", "ZeRO++"
@@ -122,7 +132,8 @@ def main() -> None:
         f" set of weights; (simulated) times the speed of ZeRO++ and of ZeRO-3"
         f" {gain(copied, nominal):.2f} and {gain(plain, nominal):.2f} at {nominal} GB/s, where"
         f" passes hide nearly all, {gain(copied, slowest):.2f} and {gain(plain, slowest):.2f} at"
-        f" {slowest}; {kept:.2f} of linear from 64 chips",
+        f" {slowest}; over ZeRO++ where both gather whole parameters inside nodes"
+        f" {whole(nominal):.2f} and {whole(slowest):.2f}; {kept:.2f} of linear from 64 chips",
         f"real: Llama of {len(CONFIG.layers)} layers, float64, 2 microbatches; simulated: hidden"
         f" 6144, 44 layers, 2 rows of 2,048 one by one, blocks recomputed, {REACHED:.0%} of peak,"
         " messages of 8 and 4 bits on both sides, of 16 for ZeRO-3, 20 us a message;"

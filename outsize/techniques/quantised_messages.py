@@ -6,7 +6,9 @@ too; the shard itself stays as it is. Gradients go from everybody to who needs t
 formed in float32 and rounded no further. Over several levels of the network that is done once for
 each ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", 2025).
 Updated parameters are collected so too where they have a master copy, which stays as it is: those
-that a machine holds beside it are ZeRO++'s second shards.
+that a machine holds beside it are ZeRO++'s second shards. Of these, gathers stay within a machine,
+whose links may be quicker than a processor writes codes: `gather_bits: 32` has them as they are
+while `collect_bits: 8` has codes between machines.
 
     plan: {approximate: [quantised-messages], zero: 3}
 """
@@ -202,17 +204,16 @@ class Message:
     setting: PlanSetting
     usual: int
 
-    def code(self, plan: Plan) -> Blocks | None:
-        bits = self.setting.of(plan) or self.usual
-        return None if bits == AS_IT_IS else Blocks(bits)
+    def bits(self, plan: Plan) -> int:
+        return self.setting.of(plan) or self.usual
 
 
 def _message(
-    name: str, usual: int, meaning: str, whole: Callable[[Plan], bool], stages: str
+    name: str, usual: int, meaning: str, whole: Callable[[Plan], bool], remedy: str, default: str
 ) -> Message:
     setting = PlanSetting(
         name,
-        f"bits of a number in messages of {meaning}: 4, 8, or {AS_IT_IS}: as it is; 0: {usual},"
+        f"bits of a number in messages of {meaning}: 4, 8, or {AS_IT_IS}: as it is; 0: {default},"
         f" where plan.approximate holds {NAME}",
         (
             Clash(
@@ -223,7 +224,7 @@ def _message(
             Clash(
                 "and nothing would be done: no state is cut that they bring",
                 lambda plan: setting.of(plan) != AS_IT_IS and plan.mesh.data > 1 and whole(plan),
-                f"set plan.zero to {stages}",
+                remedy,
             ),
         ),
         approximate=NAME,
@@ -237,9 +238,16 @@ def _collected(plan: Plan) -> bool:
 
 
 def _code(plan: Plan, way: Way) -> Blocks | None:
-    if way == "collect" and not _collected(plan):
-        return None
-    return (REDUCED if way == "reduce" else GATHERED).code(plan)
+    match way:
+        case "gather":
+            bits = GATHERED.bits(plan)
+        case "reduce":
+            bits = REDUCED.bits(plan)
+        case "collect" if _collected(plan):
+            bits = COLLECTED.setting.of(plan) or GATHERED.bits(plan)
+        case _:
+            bits = AS_IT_IS
+    return None if bits == AS_IT_IS else Blocks(bits)
 
 
 GATHERED = _message(
@@ -247,21 +255,31 @@ GATHERED = _message(
     8,
     "parameters that are cut over workers, or have a master copy that is",
     lambda plan: plan.shards.parameters == 1 and not _collected(plan),
-    "3",
+    "set plan.zero to 3",
+    "8",
+)
+COLLECTED = _message(
+    "collect_bits",
+    8,
+    "updated parameters to others that hold them, where they have a master copy",
+    lambda plan: not _collected(plan),
+    "set precision to bfloat16, and plan.zero to stages of which parameters have fewer shards",
+    "as gather_bits",
 )
 REDUCED = _message(
     "reduce_bits",
     4,
     "gradients whose sums are cut over workers",
     lambda plan: plan.shards.optimizer == 1,
-    "1, 2 or 3",
+    "set plan.zero to 1, 2 or 3",
+    "4",
 )
 
 technique(
     NAME,
     Settings,
-    "messages of parameters in 8 bits and of gradients in 4, or as plan.gather_bits and"
-    " plan.reduce_bits say (ZeRO++)",
+    "messages of parameters in 8 bits and of gradients in 4, or as plan.gather_bits,"
+    " plan.collect_bits and plan.reduce_bits say (ZeRO++)",
     exact=False,
     axis="data",
     clashes=(

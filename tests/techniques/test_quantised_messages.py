@@ -230,13 +230,14 @@ def test_training_is_the_same_maths_written_out(bits):
     assert sum(t.received for t in talks) == sum(sum(had.values()) for *_, had in every)
 
 
-def test_levels_and_a_master_copy():
+@pytest.mark.parametrize("bits", [{}, {"gather_bits": AS_IT_IS, "collect_bits": 4}])
+def test_levels_and_a_master_copy(bits):
     """Parameters within pairs, gradients within pairs and then between them, as Frontier's. What
     was updated elsewhere comes rounded; the master copy does not change for it."""
     wide = Precision("float64", "float64", "float64", "float64")
     plan = plan_of(
         "float64", mesh=Mesh(4), shards=Sharding(2, 2, 4), rows=4, precision=wide,
-        approximate=(NAME,),
+        approximate=(NAME,), **bits,
     )  # fmt: skip
     data = batches(1, plan.rows, SEQUENCE, VOCAB)
 
@@ -254,6 +255,9 @@ def test_levels_and_a_master_copy():
     assert {(t.operation, len(t.ranks)) for t in talks if t.memory} == {
         ("all_gather", 2), ("reduce_scatter", 2)
     }  # fmt: skip
+    coded = [t.operation for t in talks if t.memory].count("all_gather")
+    whole = [t.operation for t in talks if not t.memory].count("all_gather")
+    assert coded and bool(whole) == bool(bits)  # collected, and gathered within pairs
     assert sum(t.received for t in talks) == sum(sum(had.values()) for _, had, *_ in every)
     *_, chunks = every[0]
     for rank, (_, _, held, _, _) in enumerate(every):
@@ -263,7 +267,7 @@ def test_levels_and_a_master_copy():
                 first, last = chunks.share(index, MASTER, place)
                 if place % 2 == rank % 2:
                     there = here[first - base : last - base]
-                    assert torch.equal(there, rounded(masters[index], 8))
+                    assert torch.equal(there, rounded(masters[index], bits.get("collect_bits", 8)))
 
 
 def test_what_does_nothing_or_is_not_named_is_refused():
@@ -279,6 +283,7 @@ def test_what_does_nothing_or_is_not_named_is_refused():
     assert "nothing would be done: no state is cut that they bring; set plan.zero to 3" in said(
         **whole, **named
     )
+    assert "collect_bits is 8, and nothing would be done" in said(collect_bits=8, **named)
     assert "states that are whole on every worker" in said(shards=Sharding(), **named)
     with pytest.raises(OutsizeError, match=r"but mesh\.data is 1 and nothing would be done"):
         check_axes((NAME,), Mesh(1, 2))

@@ -166,6 +166,7 @@ REQUESTED = {
     "plan.sequence_parallel": (True, "sequence_parallel", True),
     "plan.overlap": (3, "settings", None),
     "plan.gather_bits": (8, "settings", None),
+    "plan.collect_bits": (8, "settings", None),
     "plan.reduce_bits": (4, "settings", None),
     "plan.sequence_chunk": (9, "settings", None),
     "plan.approximate": (["local-learning"], "approximate", ("local-learning",)),
