@@ -15,7 +15,7 @@ from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, counted, expect, nearest
 from outsize.plan.approximate import APPROXIMATE, Local, clash, known_names
 from outsize.plan.settings import NONE, Extended, Settings, extended
-from outsize.plan.spread import Pipelined, Sharding, share
+from outsize.plan.spread import Pipelined, Sharding, may_rest_below, share
 from outsize.registry import refuse_shared
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -299,12 +299,8 @@ class Plan(Extended):
             )
 
     def may_rest_below(self, state: str) -> bool:
-        """Whether parameters or gradients can rest below the device: those of a worker alone, and
-        its share of what workers cut, where it updates all that it has of it."""
-        own = self.shards
-        if state == "parameters":
-            return own.parameters == own.optimizer
-        return not self.mesh.summed or own.gradients == own.optimizer > 1
+        """Whether parameters or gradients can rest below the device."""
+        return may_rest_below(state, self.shards, self.mesh)
 
     def rests_below(self, *states: str) -> bool:
         """Whether one of these states of some stage rests below the device."""

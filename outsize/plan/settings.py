@@ -30,8 +30,10 @@ class PlanSetting:
     recompute: what a plan recomputes that has it, where nobody says. tokens: it is how many tokens
     are in a block at once. sums: the order in which sums are taken depends on it, so that a run
     that goes on keeps it. tighter: the planner chooses, where nobody says: for the smallest plan
-    without it, two values, the second one for less memory; None: it is 0 then. draws: what `verify
-    --random` chooses from. approximate: the technique that must be named for it, if it is of one.
+    without it, two values, the second one for less memory; None: it is 0 then. quicker: the planner
+    weighs, where nobody says, these values by the predicted seconds of a plan without it. draws:
+    what `verify --random` chooses from. approximate: the technique that must be named for it, if it
+    is of one.
     """
 
     name: str
@@ -44,13 +46,15 @@ class PlanSetting:
     tokens: bool = False
     sums: bool = False
     tighter: Callable[[Plan], tuple[int, int]] | None = None
+    quicker: Callable[[Plan], tuple[int, ...]] | None = None
     draws: tuple[int, ...] = (0,)
     approximate: str = ""
 
     @property
     def leaf(self) -> Setting:
         """It as a key of a run."""
-        kind, default = (int, 0) if self.tighter is None else (int | None, None)
+        left = self.tighter is not None or self.quicker is not None
+        kind, default = (int | None, None) if left else (int, 0)
         return Setting(self.name, kind, default, self.meaning, 0, may_change=not self.sums)
 
     @property
@@ -112,6 +116,12 @@ class Settings:
     def every(self) -> list[tuple[PlanSetting, int]]:
         """Those that are said."""
         return [(PLAN_SETTINGS.get(name), value) for name, value in self.said]
+
+    def weighed(self, plan: Settings) -> Settings:
+        """With a plan's values of those that the planner weighs and that nobody has said."""
+        names = {name for name, one in PLAN_SETTINGS.items() if one.quicker is not None}
+        mine = dict(plan.closed.said)
+        return self.having({name: mine[name] for name in names if self.get(name) is None})
 
     def summing(self) -> Settings:
         """Those on which the order of sums depends, all said."""

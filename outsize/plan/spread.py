@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outsize.collectives.mesh import Mesh
 from outsize.errors import OutsizeError, expect
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -91,6 +92,14 @@ class Pipelined:
         expect(self.vocabulary in (0, 1, 2), "plan: pipeline.vocabulary", self.vocabulary, known)
         fits = not self.orders or self.schedule == AUTO
         expect(fits, "plan: pipeline.orders of the schedule", self.schedule, f"none, or {AUTO!r}")
+
+
+def may_rest_below(state: str, shards: Sharding, mesh: Mesh) -> bool:
+    """Whether parameters or gradients can rest below the device: those of a worker alone, and its
+    share of what workers cut, where it updates all that it has of it."""
+    if state == "parameters":
+        return shards.parameters == shards.optimizer
+    return not mesh.summed or shards.gradients == shards.optimizer > 1
 
 
 def pipelined(text: str) -> Pipelined:

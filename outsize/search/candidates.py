@@ -47,7 +47,7 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         mesh=request.mesh,
         shards=request.shards or Sharding(1, 1, request.mesh.data),
         stream=Stream(resident=min(request.gathered, segments)),
-        sequence_parallel=request.sequence_parallel,
+        sequence_parallel=bool(request.sequence_parallel),
         pipeline=line,
         settings=request.settings,
     )

@@ -101,20 +101,28 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
         rows = min(rows, -(-request.rows // request.mesh.rows))
     if not same and request.mesh.pipeline > 1:
         rows, order, update = rows_like(request, rows), "microbatch", "apart"
+    settings = request.settings.weighed(plan.settings) if same else request.settings
     if not same or shards != plan.shards:  # other rooms pass through the pool
         stream = replace(stream, pool=0)
     return replace(
         plan, budget=request.budget, mesh=request.mesh, shards=shards, pipeline=line, stages=stages,
-        sequence_parallel=request.sequence_parallel, microbatch_rows=rows, order=order,
+        sequence_parallel=_between(plan, request), microbatch_rows=rows, order=order,
         update=update, loss_chunk=0 if line.ends else plan.loss_chunk,
-        stream=stream, settings=request.settings.having(dict(plan.settings.summing().said)),
+        stream=stream, settings=settings.having(dict(plan.settings.summing().said)),
     )  # fmt: skip
+
+
+def _between(plan: Plan, request: PlanRequest) -> bool:
+    """Whether tokens between branches stay cut over the tensor axis, where nobody says."""
+    if request.sequence_parallel is None:
+        return plan.sequence_parallel and request.mesh.tensor > 1
+    return request.sequence_parallel
 
 
 def kept(plan: Plan, request: PlanRequest) -> bool:
     """Whether the plan plays its pipeline as is requested."""
     line = playing(request)
-    if request.searched and plan.mesh.pipeline > 1:
+    if (request.searched or request.pipeline is None) and plan.mesh.pipeline > 1:
         return plan.pipeline.ends == line.ends
     return plan.pipeline.said == line.said
 

@@ -20,6 +20,7 @@ from outsize.plan import Plan, Sharding, zero
 from outsize.runtime.method import method_of
 from outsize.search import played
 from outsize.search.candidates import candidates
+from outsize.search.choices import weighed
 from outsize.search.offload import choose_offloaded
 from outsize.search.pipeline_cuts import composed
 from outsize.search.request import (
@@ -50,7 +51,11 @@ def choose(config: DecoderConfig, request: PlanRequest, hardware: Hardware) -> F
         every = played.plans(request, segments)
         one = [list(every)]
         return pick(one, lambda plan: predict(config, request, plan, hardware), request.budget)
-    return chosen(forecaster_of(config, request, hardware), segments)
+
+    def of(asked: PlanRequest) -> Forecaster:
+        return forecaster_of(config, asked, hardware)
+
+    return weighed(of, request, partial(chosen, segments=segments))
 
 
 def chosen(forecaster: Predicts, segments: int) -> Forecast:

@@ -48,12 +48,12 @@ class PlanRequest(Extended):
     forecast has a tier of the same name with measured rates for each. dropout: its rate.
     weighed: whether targets have weights.
     mesh, shards, sequence_parallel: the workers, as a plan has them. pipeline: its schedule, with
-    its cuts where it is a plan's own. filling: how the model's first values come. techniques: as
-    Recipe has them. tiled: whether a block's tokens can be computed in parts, as those of
-    somebody's own module cannot. few: microbatches are as said, even if there are more workers.
-    settings: those of plans that are fixed. apart: the device has memory of its own, to which
-    microbatches are copied. kind: of device, whose operators are rehearsed; grain: bytes of which
-    it gives whole multiples.
+    its cuts where it is a plan's own; None: one with a stage for each worker. filling: how the
+    model's first values come. techniques: as Recipe has them. tiled: whether a block's tokens can
+    be computed in parts, as those of somebody's own module cannot. few: microbatches are as said,
+    even if there are more workers. settings: those of plans that are fixed. apart: the device has
+    memory of its own, to which microbatches are copied. kind: of device, whose operators are
+    rehearsed; grain: bytes of which it gives whole multiples.
     """
 
     rows: int
@@ -75,7 +75,7 @@ class PlanRequest(Extended):
     weighed: bool = False
     mesh: Mesh = field(default_factory=Mesh)
     shards: Sharding | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = False
     gathered: int = 2  # stages whose weights are gathered at once, where they are cut
     pipeline: str | Pipelined | None = None
     filling: Filling = field(default_factory=Filling)
@@ -180,7 +180,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
     exact = tuple(name for name in request.approximate if name != PARTIAL)
     plan = Plan(
         segments, per_segment(segments), mesh.rows, precision=request.precision, approximate=exact,
-        mesh=mesh, sequence_parallel=request.sequence_parallel,
+        mesh=mesh, sequence_parallel=bool(request.sequence_parallel),
         pipeline=request.schedule.cutting if request.mesh.pipeline > 1 else Pipelined(),
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
@@ -210,6 +210,10 @@ class Forecaster:
     hardware: Hardware
     facts: Facts
     _known: dict[tuple[object, ...], Costs] = field(default_factory=dict)
+
+    def asking(self, request: PlanRequest) -> Forecaster:
+        """The same of another schedule."""
+        return replace(self, request=request)
 
     def costs(self, plan: Plan) -> list[Costs]:
         """Costs of a plan's actions, for each of the request's `layouts`."""

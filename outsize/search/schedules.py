@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
 from outsize.errors import OutsizeError, counted
 from outsize.plan import Pipelined, Plan
@@ -31,7 +32,9 @@ from outsize.simulate.coarse import Times
 
 FORECAST = 4  # schedules that are forecast beside SCHEDULE: a second each, of a deep model
 WORTH = 0.99  # of SCHEDULE's time: what is quicker by less is not worth other sums and more memory
+ALONE = ("zb-h1", "zb-h2")  # with a stage for each worker, shorter than SCHEDULE
 BESIDE = "zb-h1"  # in SCHEDULE's memory, so that `auto` always knows it
+_BELOW = 2  # schedules with states below, which are placed anew for each: seconds
 _NEXT = 2  # candidates of a schedule that are forecast, from the first plan's way to compute on
 _AGAIN = 2  # times that orders which miss the budget are found anew, for less
 _DIGITS = 3  # of times in forwards of a worker: orders should not tell one rounding from another
@@ -46,15 +49,40 @@ def settled(
     except OutsizeError as error:
         return _smaller(forecaster, segments, error)
     if first.below:
-        why = f"{SCHEDULE}, since states rest below the device: other schedules are not compared"
-        return replace(first, why=why)
+        found = [first, *_below(forecaster, first, choose)]
+        best = min(found, key=lambda made: made.seconds)
+        best = first if best.seconds > WORTH * first.seconds else best
+        return _because(best, _why(best, first, len(found), 0))
     apart = _apart(forecaster, first)
     found = [first, *_others(forecaster, segments, first, apart)]
     count = len(found)
     found += _orders(forecaster, found, apart)
     best = min(found, key=lambda made: made.seconds)
     best = first if best.seconds > WORTH * first.seconds else best
-    return replace(best, why=_why(best, first, count, len(found) - count))
+    return _because(best, _why(best, first, count, len(found) - count))
+
+
+def promising(made: Forecast, worth: float) -> list[str]:
+    """Schedules with a stage for each worker that might take less than so much of the time of a
+    plan of SCHEDULE, the shortest first."""
+    every = {one.name: one.makespan for one in _ranks(made)}
+    names = [name for name in ALONE if every.get(name, inf) < worth * every[SCHEDULE]]
+    return sorted(names, key=every.__getitem__)
+
+
+def fitting(forecaster: Predicts, plan: Plan) -> Forecast | None:
+    """A plan's forecast; None where it does not fit the budget, or cannot be."""
+    try:
+        made = forecaster.forecast(plan)
+        made.prove()
+    except OutsizeError:  # conditions of a schedule, more stages than the model has
+        return None
+    budget = forecaster.request.budget
+    return made if budget is None or made.peak <= budget else None
+
+
+def _because(made: Forecast, why: str) -> Forecast:
+    return replace(made, why=((made.plan.pipeline.schedule, why),))
 
 
 def _why(best: Forecast, first: Forecast, named: int, own: int) -> str:
@@ -119,6 +147,22 @@ def _others(
             yield made
 
 
+def _below(
+    forecaster: Predicts, first: Forecast, choose: Callable[[Predicts], Forecast]
+) -> Iterator[Forecast]:
+    """Plans of the most promising schedules, each with states below as it needs."""
+    every = {one.name: one.makespan for one in _ranks(first)}
+    names = [name for name in every if every[name] < WORTH * every[SCHEDULE]][:_BELOW]
+    for name in dict.fromkeys((BESIDE, *names)):
+        request = replace(forecaster.request, pipeline=_named(forecaster, name))
+        try:
+            made = choose(forecaster.asking(request))
+            made.prove()
+        except OutsizeError:  # conditions of the schedule, tiers too small for what it holds
+            continue
+        yield made
+
+
 def _first(
     forecaster: Predicts, name: str, segments: int, plan: Plan, begin: int, count: int
 ) -> Forecast | None:
@@ -144,7 +188,7 @@ def _smaller(forecaster: Predicts, segments: int, error: OutsizeError) -> Foreca
     fits = None if request.tiers else _first(forecaster, least, segments, every[0], 0, len(every))
     if fits is None:
         raise error
-    return replace(fits, why=f"{least} holds least, and {SCHEDULE} does not fit")
+    return _because(fits, f"{least} holds least, and {SCHEDULE} does not fit")
 
 
 # -- orders of the plan's own ----------------------------------------------------------------------
@@ -156,7 +200,7 @@ def with_orders(forecaster: Predicts, made: Forecast) -> Forecast:
     if not made.below:
         found += _orders(forecaster, found, _apart(forecaster, made))
     best = min(found, key=lambda one: one.seconds)
-    return replace(best, why=_why(best, made, 1, len(found) - 1))
+    return _because(best, _why(best, made, 1, len(found) - 1))
 
 
 def _orders(forecaster: Predicts, known: list[Forecast], apart: Forecast) -> list[Forecast]:

@@ -30,6 +30,9 @@ class Predicts(Protocol):
     @property
     def facts(self) -> Facts: ...
 
+    def asking(self, request: PlanRequest) -> Predicts:
+        """The same of another schedule."""
+
     def costs(self, plan: Plan) -> list[Costs]:
         """Of a plan's actions, for each layout of a batch."""
 

@@ -63,7 +63,7 @@ class Forecast:
     Of a pipeline, ranks: of its axis. Schedule, bytes and parameters are of the worker with the
     highest peak, seconds and trace of all, segments of those that have them, flops of all; below,
     for each tier, of the worker that has most there. placements: by place of the pipeline axis.
-    why: of what the planner chose, in a line; empty where there was nothing to choose.
+    why: what the planner chose, each with the reason in a line; () where nothing was open.
     """
 
     plan: Plan
@@ -81,7 +81,7 @@ class Forecast:
     ranks: tuple[RankForecast, ...] = ()
     evaluation: int = 0
     placements: tuple[Placement, ...] = field(default=(), repr=False, compare=False)
-    why: str = ""
+    why: tuple[tuple[str, str], ...] = ()
 
     def prove(self) -> None:
         """Refuse a step or an evaluation that all workers together cannot run exactly."""

@@ -9,9 +9,18 @@ from __future__ import annotations
 from outsize.collectives.axes import Clash
 from outsize.parallel.tensor.beside import BESIDE
 from outsize.parallel.tensor.overlap import overlap_of
+from outsize.plan import Plan
 from outsize.plan.settings import PLAN_SETTINGS, PlanSetting
 
 NAME = "overlap"
+CHUNKS = 4
+LEAST = 64  # tokens of a chunk: a smaller product costs more than its sum hides
+
+
+def quicker(plan: Plan) -> tuple[int, ...]:
+    """Chunks that are worth a forecast."""
+    return (CHUNKS,) if plan.microbatch_size * plan.sequence >= CHUNKS * LEAST else ()
+
 
 BESIDE.add(NAME, overlap_of)
 PLAN_SETTINGS.add(
@@ -30,6 +39,7 @@ PLAN_SETTINGS.add(
         ),
         axis="tensor",
         native="whose own code takes its sums",
+        quicker=quicker,
         draws=(0, 0, 2, 3),
     ),
 )

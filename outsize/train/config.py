@@ -114,7 +114,7 @@ class PlanKeys(Extended):
     pipeline: str | None = setting(
         None,
         "order of the pipeline axis, as 1f1b or interleaved:2 (chunks of a worker); auto: what the"
-        " planner finds for the predicted costs and the memory; with"
+        " planner finds for the predicted costs and the memory, orders of its own too; with"
         " +vocabulary:1 or +vocabulary:2 behind it every worker has rows of embedding and head",
         may_change=True,
     )
@@ -124,9 +124,9 @@ class PlanKeys(Extended):
         least=1,
         may_change=True,
     )
-    sequence_parallel: bool = setting(
-        False,
-        "tokens between branches of blocks are cut over the tensor axis",
+    sequence_parallel: bool | None = setting(
+        None,
+        "whether tokens between branches of blocks are cut over the tensor axis",
         may_change=True,
     )
     approximate: tuple[str, ...] = setting(

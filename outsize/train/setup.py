@@ -120,6 +120,7 @@ def set_up(
     if given is None:
         check_cut(request)
     check_layouts(model.config, request)
+    request = _wired(model.config, request)
     if given is not None and (exact or plan is None):
         predicted = _given(model, request, given, hardware, fit)
     elif plan is None:
@@ -191,11 +192,21 @@ def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     size = request.mesh.tensor
     if size > 1:
         check(config, size)
-        check_wiring(config, size, request.sequence_parallel)
+        check_wiring(config, size, parallel := bool(request.sequence_parallel))
         config = config.unwired()
-        cuts = cuts_of(build(config), size, 0, request.sequence_parallel)
-        spread = Spread(cuts, boundaries(request.sequence_parallel))
+        cuts = cuts_of(build(config), size, 0, parallel)
+        spread = Spread(cuts, boundaries(parallel))
         refuse(check_decoder(config, size, spread))
+
+
+def _wired(config: DecoderConfig, request: PlanRequest) -> PlanRequest:
+    """What leaves it open whether tokens between branches are cut, for a model that has that."""
+    if request.sequence_parallel is None:
+        try:
+            check_layouts(config, replace(request, sequence_parallel=True))
+        except OutsizeError:
+            return replace(request, sequence_parallel=False)
+    return request
 
 
 def near(config: RunConfig) -> int:
@@ -294,9 +305,10 @@ def _continued(model: Subject, request: PlanRequest, plan: Plan, hardware: Hardw
         free = request.budget is None and not (others and request.tiers)
         if free or made.peak <= budget:
             return made
-    settings = request.settings.having(dict(plan.settings.summing().said))
-    same = {name: getattr(plan, name) for name in FIXED}
-    fixed = replace(request, budget=budget, settings=settings, **same)
+    settings = plan.settings.closed
+    same = {name: getattr(plan, name) for name in (*FIXED, "sequence_parallel")}
+    line = request.pipeline or plan.pipeline.said
+    fixed = replace(request, budget=budget, settings=settings, pipeline=line, **same)
     chosen = _choose(model, fixed, hardware).plan
     made = predict(model.config, request, _same_sums(plan, chosen), hardware)
     if made.peak > budget:

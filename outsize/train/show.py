@@ -45,8 +45,8 @@ def plan_table(forecast: Forecast) -> Table:
     for row in explain(forecast.plan):
         made.add_row(*row)
     made.add_row("schedule", _actions(forecast), "actions of a step")
-    if forecast.why:
-        made.add_row("chosen", forecast.plan.pipeline.schedule, forecast.why)
+    for what, reason in forecast.why:
+        made.add_row("chosen", what, reason)
     return made
 
 

@@ -9,7 +9,7 @@ from random import Random
 from outsize.collectives import Mesh
 from outsize.plan import Pipelined, Plan, Rest, Sharding, Stage
 from outsize.plan.approximate import PARTIAL
-from outsize.plan.spread import BEHIND, pipelined
+from outsize.plan.spread import BEHIND, may_rest_below, pipelined
 from outsize.schedule import Kind
 from outsize.schedule.pipelines import Costs, Shape, named
 from outsize.verify.shapes import Shape as Config
@@ -98,10 +98,14 @@ def below(draw: Random, mesh: Mesh, shards: Sharding) -> Rest:
     """Where states rest: of what plans do not refuse for what the data axis cuts."""
     parameters, gradients, optimizer, activations = (draw.choice(TIERS) for _ in range(4))
     updated = optimizer != "device"  # so are shares of what workers cut
-    whole, cut = shards.optimizer == 1, shards.gradients == shards.optimizer > 1 and updated
+
+    def may(state: str) -> bool:
+        alone = shards.optimizer == 1 if state == "parameters" else not mesh.summed
+        return may_rest_below(state, shards, mesh) and (alone or updated)
+
     return Rest(
-        parameters if whole or (cut and shards.parameters > 1) else "device",
-        gradients if mesh.rows == 1 or cut else "device",
+        parameters if may("parameters") else "device",
+        gradients if may("gradients") else "device",
         optimizer,
         activations,
     )

@@ -121,3 +121,16 @@ def test_gradients_that_the_tensor_axis_sums_stay_on_the_device():
         plan = chosen(UNTIED, own, KIB + missing(caught.value)).plan
         assert {stage.rest.optimizer for stage in plan.stages} == {"disk"}
         assert {stage.rest.gradients for stage in plan.stages[1:-1]} == tiers
+
+
+def test_schedules_are_compared_with_states_below():
+    """Each with as much below as its microbatches leave no room for."""
+    request = replace(WISH, pipeline="auto")
+    top = choose(UNTIED, replace(WISH, pipeline="1f1b", tiers=()), MACHINE)
+    budget = top.peak * 7 // 10
+    plain, beside = (chosen(UNTIED, replace(WISH, pipeline=n), budget) for n in ("1f1b", "zb-h1"))
+    made = chosen(UNTIED, request, budget)
+    assert made.below and made.peak <= budget
+    assert made.seconds <= min(plain.seconds, beside.seconds / 0.99)
+    assert "published schedules" in made.why[0][1]
+    made.prove()

@@ -40,7 +40,7 @@ from outsize.search.pipeline_cuts import composed
 from outsize.search.request import memories
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
-from outsize.simulate.rehearse import bare, nowhere, rehearse
+from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of
 from outsize.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from outsize.train.prepared.batches import cut, empty_like, own_loss, rows_in
 from outsize.train.prepared.module import derived_of, said
@@ -170,9 +170,11 @@ class Preparing:
             fake = (self._fake_job, partial(empty_like, batch))
             return rehearse(plan, *fake, ledger_of=request.ledger)
 
-        line = balanced(plan, rehearsed, self.world, self.device)
-        plan, request = replace(plan, pipeline=line), replace(request, pipeline=line)
-        if settings.budget is None and given is None:
+        open_ = given is None and request.searched and request.mesh.pipeline > 1
+        if not open_:
+            line = balanced(plan, rehearsed, self.world, self.device)
+            plan, request = replace(plan, pipeline=line), replace(request, pipeline=line)
+        if settings.budget is None and given is None and not open_:
             return plan, {}
 
         hardware = self.alike(lambda: with_tiers(probe(self.device.type), settings.tiers))
@@ -245,7 +247,7 @@ class Rehearsals:
     request: PlanRequest
     hardware: Hardware
     rehearsed: Callable[[Plan], Costs]
-    _known: dict[Plan, Costs] = field(default_factory=dict)
+    _known: dict[tuple[Plan, tuple[bool, ...]], Costs] = field(default_factory=dict)
     _facts: Facts | None = None
 
     @property
@@ -253,9 +255,13 @@ class Rehearsals:
         assert self._facts is not None, "a plan is rehearsed before anything else is asked"
         return self._facts
 
+    def asking(self, request: PlanRequest) -> Rehearsals:
+        """The same of another schedule."""
+        return replace(self, request=request)
+
     def costs(self, plan: Plan) -> list[Costs]:
         """Costs of a plan's actions: a list of one."""
-        key = bare(plan)
+        key = bare(plan), splits_of(plan)
         if key not in self._known:
             made = self.rehearsed(plan)
             self._facts = replace(made.facts, host=memories(self.request), grain=self.request.grain)

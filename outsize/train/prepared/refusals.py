@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.plan.settings import PLAN_SETTINGS
+from outsize.plan.spread import AUTO
 from outsize.schedule.pipelined import order_of
+from outsize.search.request import SCHEDULE
 
 if TYPE_CHECKING:
     from outsize.train.prepared.options import Settings
@@ -82,6 +85,8 @@ def check_pipeline(made: Settings) -> None:
     mesh, order = made.mesh, made.pipeline
     if mesh.pipeline == 1:
         return
+    if order.schedule == AUTO and not order.orders:  # orders are found at the first step
+        order = replace(order, schedule=SCHEDULE)
     order_of(order, mesh.pipeline, made.microbatches)
 
 
