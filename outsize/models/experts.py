@@ -172,6 +172,12 @@ def unknown(chosen_TJ: Tensor) -> bool:
     return isinstance(chosen_TJ, FakeTensor) or chosen_TJ.is_meta
 
 
+def sizes_of(chosen_TJ: Tensor, count: int) -> Tensor:
+    """Rows for each expert, where the choice is: int64."""
+    experts_E = torch.arange(count, device=chosen_TJ.device)
+    return (chosen_TJ.unsqueeze(-1) == experts_E).sum((0, 1))
+
+
 def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     """Rows for each expert: the one place where the host waits for the device.
 
@@ -181,8 +187,7 @@ def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
     if unknown(chosen_TJ):
         rows, chosen = chosen_TJ.shape
         return [rows if e < chosen else 0 for e in range(count)]
-    experts_E = torch.arange(count, device=chosen_TJ.device)
-    sizes: list[int] = (chosen_TJ.unsqueeze(-1) == experts_E).sum((0, 1)).tolist()
+    sizes: list[int] = sizes_of(chosen_TJ, count).tolist()
     return sizes
 
 

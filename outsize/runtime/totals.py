@@ -74,20 +74,17 @@ class Totals:
 
     def losses(self, mine: Sequence[float]) -> list[float]:
         """Of losses of this worker's rows, 0 where the last stage is not, those of all rows."""
-        return self.added([loss if self._first else 0.0 for loss in mine])
+        mine = [loss if self._first else 0.0 for loss in mine]
+        found: list[float] = self.added(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return found
 
     def counts(self, index: int) -> bool:
         """Whether this worker counts what it updates of a chunk."""
         return self._counts[index]
 
-    def added(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over all workers, each of whom has so many numbers."""
-        if self.alone:
-            return list(numbers)
-        found: list[float] = self._all.all_reduce(
-            torch.tensor(numbers, dtype=torch.float64)
-        ).tolist()
-        return found
+    def added(self, numbers: Tensor) -> Tensor:
+        """Sums over all workers, each of whom has so many numbers, in their place."""
+        return numbers if self.alone else self._all.all_reduce(numbers)
 
     def told(self, root: int, numbers: Tensor) -> Tensor:
         """What one worker has, on every one."""

@@ -5,19 +5,24 @@ What else a case needs is said here, with its reason; lanes wait in threads of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import strict
+import torch
 from cases import CASES, Case, device, stores_of
 from streamed import data_of
 from subjects import ROWS
 
+from outsize.collectives.collective import Alone
+from outsize.models.experts import LocalDispatch
+from outsize.techniques.axes.expert import Exchanged
+
 USUAL = 2  # the norm, which clips; the loss, which the caller reads
 MORE = {
     "zeroth-order": -1,  # the losses on both sides come together, and there is no norm
-    "freezing": 2,  # which weights are 0; the distances of all layers
-    "local learning": 2,  # the norm of the second group; the losses of all groups
+    "local learning": 1,  # the norm of the second group, which its update waits for
     "experts": 9,  # rows of each expert, in three blocks and three microbatches
     "latent attention": 6,  # two of its blocks have experts
 }
@@ -47,3 +52,28 @@ def test_a_step_waits_for_the_norm_and_the_loss(name: str, tmp_path: Path) -> No
     assert stepping == USUAL + MORE.get(name, 0), "\n".join(lines)
     experts = MORE[name] if CASES[name].family in ("mixtral", "deepseek_v3") else 0
     assert evaluating == 1 + experts, name
+
+
+class Doubling:
+    """Four experts, which double."""
+
+    every = count = 4
+
+    def __call__(self, x_ND: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        assert len(sizes) == self.count and sum(sizes) == len(x_ND)
+        return x_ND * 2
+
+
+def test_tokens_that_go_to_experts_of_other_workers_wait_once_a_layer() -> None:
+    """For how many rows go and come, together: no more than where all experts are here."""
+    strict.start("demand")
+    chosen_TJ = torch.tensor([[0, 2], [3, 1], [2, 3]], device="strict")
+    weight_TJ = torch.rand(3, 2, dtype=torch.float64, device="strict")
+    x_TD = torch.rand(3, 5, dtype=torch.float64, device="strict", requires_grad=True)
+    for dispatch in (LocalDispatch(), Exchanged(Alone())):
+        with strict.waits() as counted:
+            y_TD = dispatch(x_TD, chosen_TJ, weight_TJ, Doubling())
+            y_TD.sum().backward()
+        assert sum(counted.values()) == 1, counted
+        expected = 2 * x_TD * weight_TJ.sum(1, keepdim=True)
+        assert torch.allclose(y_TD, expected, rtol=1e-12)

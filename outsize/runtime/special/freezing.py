@@ -18,13 +18,14 @@ activations are not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.kernels.pieces import pieces
 from outsize.memory.chunk import is_layer
@@ -55,7 +56,7 @@ UNKNOWN = 1e10  # distances of layers that no step has trained yet are from here
 class Freezing(Training):
     """Steps with some layers frozen in each: see outsize/runtime/method.py.
 
-    distances: by layer. The recipe's seed gives the order in which layers have their first turn.
+    The recipe's seed gives the order in which layers have their first turn.
     """
 
     def __init__(self, job: Job) -> None:
@@ -65,7 +66,8 @@ class Freezing(Training):
         self._rate: float = self.left
         names = [n for n, p in job.owners.items() if p.requires_grad and is_layer(n, p.ndim)]
         first = uniform(job.recipe.seed, "freezing", 0, len(names))
-        self.distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
+        self._distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
+        self._moved: tuple[list[str], Callable[[], list[float]]] | None = None  # in the last step
         if own.keep == "int8":
             self.engine.around |= {Kind.FORWARD: self._round, Kind.RECOMPUTE: self._round}
 
@@ -87,6 +89,17 @@ class Freezing(Training):
             )
         return Training.placement(flow, plan, recipe, here, cuts)
 
+    @property
+    def distances(self) -> dict[str, float]:
+        """By layer, after all steps made so far. What the last one moved has come to the host with
+        its loss, which the caller has read."""
+        if self._moved is not None:
+            (names, read), self._moved = self._moved, None
+            numbers = read()
+            for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
+                self._distances[name] = total / count if count else UNKNOWN
+        return self._distances
+
     def notes(self) -> Notes:
         return {NOTES: dict(self.distances)}
 
@@ -94,7 +107,7 @@ class Freezing(Training):
         found = notes.get(NOTES, {})
         if not isinstance(found, dict) or not all(isinstance(d, float) for d in found.values()):
             raise OutsizeError("checkpoint: its distances of layers are not numbers")
-        self.distances |= found
+        self.distances.update(found)
 
     def _round(self, run: Call, action: Action, points: Points) -> Call:
         """Of stages of blocks alone: what the head keeps stays as it is."""
@@ -111,9 +124,9 @@ class Freezing(Training):
 
     def frozen(self) -> frozenset[str]:
         """The layers that the next step leaves alone."""
-        count = int(self._rate * len(self.distances))
-        order = sorted(self.distances, key=self.distances.__getitem__)
-        return frozenset(order[:count])
+        distances = self.distances
+        order = sorted(distances, key=distances.__getitem__)
+        return frozenset(order[: int(self._rate * len(order))])
 
     def play(self, step: Loaded, begin: float) -> list[Ran]:
         """With the calmest layers frozen."""
@@ -123,10 +136,11 @@ class Freezing(Training):
         with self._still(frozen):
             ran = super().play(step, begin)
         mine = changes(before, self._mine(frozen))
-        trained = [name for name in self.distances if name not in frozen]
-        summed = self._job.totals.added([x for n in trained for x in mine.get(n, (0.0, 0.0))])
-        for name, total, count in zip(trained, summed[::2], summed[1::2], strict=True):
-            self.distances[name] = total / count if count else UNKNOWN
+        trained = [name for name in self._distances if name not in frozen]
+        if trained:
+            nothing = torch.zeros(2, dtype=torch.float64, device=self._job.weight_pool.device)
+            summed = torch.cat([mine.get(name, nothing) for name in trained])
+            self._moved = trained, accelerator.later(self._job.totals.added(summed))
         return ran
 
     def _mine(self, frozen: frozenset[str]) -> dict[str, list[Tensor]]:
@@ -139,7 +153,7 @@ class Freezing(Training):
             flat = updated_weights(pool, index)
             for slot in table.slots:
                 begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
-                if slot.name in self.distances and slot.name not in frozen and begin < end:
+                if slot.name in self._distances and slot.name not in frozen and begin < end:
                     found.setdefault(slot.name, []).append(flat[begin - first : end - first])
         return found
 
@@ -157,34 +171,19 @@ class Freezing(Training):
 @torch.no_grad()
 def changes(
     before: dict[str, list[Tensor]], after: Mapping[str, list[Tensor]]
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, Tensor]:
     """By name, over the weights that were not 0: the sum of |(after - before) / before|, and their
-    count. before: emptied on the way.
-
-    The host waits for a device twice, and once more for what has zeros.
-    """
-    names = list(before)
-    zeros = _read([torch.stack([(p == 0).any() for p in _all(before[n])]).any() for n in names])
-    sums, counts = list[Tensor](), list[int]()
-    for name, some in zip(names, zeros, strict=True):
+    count, where the weights are, float64. before: emptied on the way."""
+    found = dict[str, Tensor]()
+    for name in list(before):
         olds = before.pop(name)
-        total, count = olds[0].new_zeros((), dtype=torch.float64), 0
+        both = found[name] = olds[0].new_zeros(2, dtype=torch.float64)
         for x, y in zip(_all(olds), _all(after[name]), strict=True):
-            ratio = ((y - x) / x).abs_()
-            ratio = ratio[x != 0] if some else ratio
-            total, count = total + ratio.double().sum(), count + ratio.numel()
-        sums.append(total)
-        counts.append(count)
-    return {n: (s, float(c)) for n, s, c in zip(names, _read(sums), counts, strict=True)}
+            zero = x == 0
+            both[0] += ((y - x) / x).abs_().masked_fill_(zero, 0).double().sum()
+            both[1] += x.numel() - zero.sum()
+    return found
 
 
 def _all(flats: list[Tensor]) -> Iterator[Tensor]:
     return (piece for flat in flats for piece in pieces(flat))
-
-
-def _read(numbers: list[Tensor]) -> list[float]:
-    """One wait for all of them."""
-    if not numbers:
-        return []
-    found: list[float] = torch.stack([x.to(numbers[0].device) for x in numbers]).tolist()
-    return found

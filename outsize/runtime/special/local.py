@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
 from outsize.plan import Local, Plan
@@ -45,7 +46,8 @@ VALUE = "value"  # what the weights of parameters that are no part of the model 
 
 
 class Groups(Training):
-    """Steps of groups: see outsize/runtime/method.py. losses: of each group, in the last step."""
+    """Steps of groups: see outsize/runtime/method.py. Each group's norm is read before its update,
+    which a norm that is no number refuses."""
 
     rehearsed = False
     adapted = staticmethod(grouped)
@@ -63,7 +65,7 @@ class Groups(Training):
         self._heads = [head for head in job.flow.heads.values() if isinstance(head, Auxiliary)]
         self._ends = [i - 1 for i in cuts_of(job.flow, job.placement)]
         self._made: list[tuple[Tensor, float]] = []  # loss and norm of the groups so far
-        self.losses: tuple[float, ...] = ()
+        self._losses: Callable[[], list[float]] = list
         tables = enumerate(job.placement.chunks.tables)
         self._slots = {slot.name: (i, slot) for i, table in tables for slot in table.slots}
         with job.watch.on(), torch.no_grad():
@@ -93,9 +95,14 @@ class Groups(Training):
 
     def found(self) -> tuple[Tensor, float]:
         """The loss of the last group, which is the model's own, and the norm of all gradients."""
-        self.losses = tuple(torch.stack([loss for loss, _ in self._made]).tolist())
+        self._losses = accelerator.later(torch.stack([loss for loss, _ in self._made]))
         loss, norm = self._made[-1][0], sum(norm**2 for _, norm in self._made) ** 0.5
         return loss, norm
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Of each group, in the last step."""
+        return tuple(self._losses())
 
     def _norm(self, run: Call, action: Action, points: Points) -> Call:
         """A group's loss is known, and the next one's begins."""

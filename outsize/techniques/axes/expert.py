@@ -13,7 +13,6 @@ experts, M rows that come for the experts that are here, E experts of all worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +26,7 @@ from outsize.errors import OutsizeError
 from outsize.models.cuts import Cut
 from outsize.models.declared import declarations
 from outsize.models.decoder import Decoder
-from outsize.models.experts import Reorder, dispatched, expert_sizes, unknown
+from outsize.models.experts import Reorder, dispatched, sizes_of, unknown
 from outsize.models.seams import ExpertSet
 from outsize.parallel.divide import DIVISIONS
 from outsize.parallel.execution import DISPATCHES
@@ -96,12 +95,14 @@ class Exchanged:
         """Rows in the order of their experts through these, wherever they are."""
         if unknown(chosen_TJ):
             route, came = self._foreseen(chosen_TJ, experts.count)
+            counts_WE = torch.tensor(came, device=x_ND.device)
         else:
-            route, came = self._agreed(expert_sizes(chosen_TJ, experts.every), x_ND.device)
+            route, came, counts_WE = self._agreed(sizes_of(chosen_TJ, experts.every))
         # Worker by worker they come, and go through expert by expert.
         expert_M = torch.arange(experts.count, device=x_ND.device).repeat(self.axis.size)
-        counts = torch.tensor(came, device=x_ND.device).flatten()
-        order_M = expert_M.repeat_interleave(counts, output_size=route.room).argsort(stable=True)
+        order_M = expert_M.repeat_interleave(counts_WE.flatten(), output_size=route.room).argsort(
+            stable=True
+        )
         inverse_M = order_M.argsort()
         x_MD: Tensor = _Exchange.apply(x_ND, route)  # type: ignore[no-untyped-call]
         x_MD = Reorder.apply(x_MD, order_M, inverse_M)  # type: ignore[no-untyped-call]
@@ -110,16 +111,22 @@ class Exchanged:
         y_ND: Tensor = _Exchange.apply(y_MD, route.back)  # type: ignore[no-untyped-call]
         return y_ND
 
-    def _agreed(self, sizes: Sequence[int], device: torch.device) -> tuple[Route, list[list[int]]]:
-        """The route, and by worker and expert how many rows come. sizes: rows for each expert."""
-        mine = [sizes[first:last] for first, last in pairwise(dealt(len(sizes), self.axis.size))]
-        here = len(mine[self.axis.rank])
-        came_WE = torch.empty((self.axis.size, here), dtype=torch.int64, device=device)
-        given = [torch.tensor(each, dtype=torch.int64, device=device) for each in mine]
+    def _agreed(self, sizes_E: Tensor) -> tuple[Route, list[list[int]], Tensor]:
+        """The route, and by worker and expert how many rows come, on the host and on the device.
+        sizes_E: rows for each expert.
+
+        Workers tell each other how many before the host knows: it waits once, for both.
+        """
+        bounds, size = dealt(len(sizes_E), self.axis.size), self.axis.size
+        given = sizes_E.split([last - first for first, last in pairwise(bounds)])
+        came_WE = sizes_E.new_empty((size, len(given[self.axis.rank])))
         self.axis.all_to_all(given, came_WE.unbind())
-        came: list[list[int]] = came_WE.tolist()
-        sent, had = tuple(map(sum, mine)), tuple(map(sum, came))
-        return Route(self.axis, sent, had, sum(had), sum(sent)), came
+        both: list[int] = torch.cat([sizes_E, came_WE.flatten()]).tolist()
+        here, came = came_WE.shape[1], both[len(sizes_E) :]
+        by_worker = [came[here * w : here * (w + 1)] for w in range(size)]
+        sent = tuple(sum(both[first:last]) for first, last in pairwise(bounds))
+        had = tuple(map(sum, by_worker))
+        return Route(self.axis, sent, had, sum(had), sum(sent)), by_worker, came_WE
 
     def _foreseen(self, chosen_TJ: Tensor, here: int) -> tuple[Route, list[list[int]]]:
         """The same where no values exist. What crosses is expected to be even; there is memory for
