@@ -7,6 +7,7 @@ on a stream and marks (events) between, and a mark orders streams without holdin
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,10 @@ from outsize.torch_private import (
 )
 
 ALIGN = 4096  # bytes: of pinned memory's beginning
+MASKS = (  # what makers' runtimes read to say which devices a process sees
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR",
+)  # fmt: skip
 
 
 def there() -> str:
@@ -74,6 +79,18 @@ def take(name: str | None, index: int, workers: int) -> str:
         )
     torch.accelerator.set_device_index(index)
     return kind
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from others of its machine: processes that say the same have the same
+    one. Where it has no number of its own, it is one of those that a process sees, so that two who
+    see others may say different things of one device."""
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    own = str(getattr(asked(device), "uuid", "")) if asked else ""
+    if own.strip("0-"):  # some drivers give zeros
+        return f"{device.type} {own}"
+    seen = (f"{name}={os.environ[name]}" for name in MASKS if name in os.environ)
+    return ", ".join((str(device), *seen))
 
 
 def apart(device: torch.device) -> bool:

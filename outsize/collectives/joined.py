@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from outsize import accelerator
 from outsize.collectives.c10d import C10d, over_device, over_gloo
 from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import Hierarchical, own
@@ -38,12 +39,14 @@ PATIENCE = 600.0  # seconds that a worker waits for another, unless told otherwi
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs. host: ranks of equal hosts can map the same memory."""
+    """Where a rank runs. host: ranks of equal hosts can map the same memory. device: what tells
+    its accelerator from others there; "" where its tensors are the host's."""
 
     host: str
     shared: bool  # whether it can
     pid: int
     started: float  # seconds
+    device: str
 
     @property
     def process(self) -> Process:
@@ -67,6 +70,9 @@ class Joined:
         self.groups: dict[Key, Collective] = {}
         self._open: list[Closable] = []
         self.seats = _seated(store, rank, mesh.size, seat)
+        if shared := _on_one_device(self.seats):
+            _leave_together(store, rank, mesh.size)
+            raise OutsizeError(shared)
 
     def group(self, ranks: Sequence[int], use: Use = "compute") -> Collective:
         """The collective of some ranks in that order. The threads of the two uses may be in here at
@@ -191,7 +197,8 @@ def join(
         raise OutsizeError(f"rank {rank} of mesh {mesh}; expected 0 to {mesh.size - 1}")
     store.set_timeout(timedelta(seconds=patience))
     process, machine = this_process(), host or _machine()
-    seat = Seat(machine, _built(store, machine), process.pid, process.started)
+    own = "" if device == "cpu" else accelerator.identity(accelerator.find(device))
+    seat = Seat(machine, _built(store, machine), process.pid, process.started, own)
     return Joined(mesh, rank, store, device, seat, patience)
 
 
@@ -291,6 +298,27 @@ def _built(store: Store, machine: str) -> bool:
     else:
         store.get(f"built/{machine}")
     return usable()
+
+
+def _on_one_device(seats: Sequence[Seat]) -> str:
+    """What to say where two ranks have one accelerator, which no transport allows; or ""."""
+    had: dict[tuple[str, str], int] = {}
+    for rank, seat in enumerate(seats):
+        first = had.setdefault((seat.host, seat.device), rank)
+        if seat.device and first != rank:
+            return (
+                f"ranks {first} and {rank} are on one device, {seat.device}; expected one each:"
+                " call torch.accelerator.set_device_index(local rank) before the model is made, or"
+                " start fewer workers"
+            )
+    return ""
+
+
+def _leave_together(store: Store, rank: int, size: int) -> None:
+    """Before all are refused alike: the rank that may serve the store goes last."""
+    _read(store, rank)
+    for other in range(0 if rank else size):
+        store.get(f"read/{other}")
 
 
 def _seated(store: Store, rank: int, size: int, seat: Seat) -> tuple[Seat, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +15,7 @@ import strict
 import torch
 from click.testing import CliRunner
 
+from outsize import accelerator
 from outsize.cli.main import main
 
 SMALL = ("model=tiny", "data=text.txt", "train.steps=1", "train.batch_tokens=256")
@@ -41,3 +45,29 @@ def test_in_one_line(arguments: tuple[str, ...], said: str) -> None:
         lines = [line for line in result.output.splitlines() if line.strip()]
         assert result.exit_code == 2 and said in " ".join(lines[-2:]), result.output
         assert not list(Path().glob("runs/*"))
+
+
+def test_what_tells_devices_apart() -> None:
+    """Its own number where it has one; where it has none, its index, and which devices a process
+    sees: two that each see one as their first may have the same or not."""
+    strict.start("demand", devices=2)
+    first, second = torch.device("strict", 0), torch.device("strict", 1)
+    alone = patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1"})
+
+    def numbered(number: str) -> Any:
+        found = SimpleNamespace(uuid=number)
+        module = torch.get_device_module("strict")
+        return patch.object(module, "get_device_properties", lambda _: found, create=True)
+
+    known, told = accelerator.identity(first), accelerator.identity
+    assert known == told(first) != told(second)
+    with alone:
+        assert told(first) not in (known, told(second))
+    with numbered("f0e1"):
+        own = told(first)
+        with alone:
+            assert told(first) == own != known
+    with numbered("f0e2"):
+        assert told(first) != own
+    with numbered("00000000-0000"):
+        assert told(first) == known

@@ -1,5 +1,6 @@
 """Workers with a device each under torchrun: `prepare` and `outsize train` give one processor's
-numbers, and a run on the devices goes on from its checkpoint on one.
+numbers, a run on the devices goes on from its checkpoint on one, and two workers on one device are
+refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 
 import outsize
 from outsize.cli.main import main
+from outsize.errors import OutsizeError
 from outsize.hardware.probe import keep
 
 HERE = Path(__file__).parent
@@ -69,12 +71,15 @@ def prepared(device: str, rows: slice, **options: Any) -> list[float]:
 
 
 def work(folder: str) -> None:
-    """Of a worker that torchrun has started: `prepare`; then `outsize train`, which ends it."""
+    """Of a worker that torchrun has started: `prepare`, on one device for both, then on one each;
+    then `outsize train`, which ends it."""
     rank = int(os.environ["RANK"])
-    torch.accelerator.set_device_index(rank)
     shard = slice(4 * rank, 4 * rank + 4)
+    with pytest.raises(OutsizeError) as refused:
+        prepared("strict", shard, mesh="data=2")
+    torch.accelerator.set_device_index(rank)
     losses = prepared("strict", shard, host_memory="1MiB", mesh="data=2", zero=2)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(losses))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([str(refused.value), losses]))
     main(["train", *_words(folder)])
 
 
@@ -84,7 +89,7 @@ def _words(folder: str | Path, **more: Any) -> list[str]:
 
 
 def _torchrun(folder: Path) -> list[Any]:
-    """The losses that `prepare` gave each worker."""
+    """What `prepare` gave each worker: (a refusal, losses)."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     made = subprocess.run(
         [*run, "--no-python", sys.executable, "-c", WORKER, str(folder)],
@@ -106,7 +111,8 @@ def test_two_devices_under_torchrun_and_going_on_with_one() -> None:
     with TemporaryDirectory() as name:
         folder, alone = Path(name), Path(name) / "alone"
         found, expected = _torchrun(folder), prepared("cpu", slice(8))
-        for losses in found:
+        for refused, losses in found:
+            assert refused.startswith("ranks 0 and 1 are on one device, strict:0; expected one each")
             assert losses == pytest.approx(expected, rel=1e-10)
         more = ["--resume", f"{folder}/run", "--workers", "1", "--set", "train.steps=4"]
         got = CliRunner().invoke(main, ["train", *more])
