@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -213,7 +213,7 @@ def pinned(nbytes: int, what: str) -> Tensor:
     """Page-locked host memory for copies beside the computation: 1-D uint8, zero, from a multiple
     of ALIGN on. The runtime's own allocator may round it up.
 
-    what: it is, for OutsizeError where there is not as much.
+    what: it is, for NotLocked where there is not as much.
     """
     try:
         room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
@@ -237,22 +237,33 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return pin(tensor).to(device, non_blocking=True)
 
 
-def _unlocked(what: str, nbytes: int, why: str) -> OutsizeError:
-    return OutsizeError(
-        f"{what}: {nbytes:,} bytes cannot be page-locked ({why}); raise `ulimit -l`, plan with less"
-        " host memory, or let states rest on a disk"
-    )
+class NotLocked(OutsizeError):
+    """Host memory is there and cannot be page-locked. found: so, without what to do."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}; raise `ulimit -l`, plan with less host memory, let states rest on a disk, or"
+            " set plan.pageable=1, which makes copies slower"
+        )
+        self.found = found
+
+
+def _unlocked(what: str, nbytes: int, why: str) -> NotLocked:
+    return NotLocked(f"{what}: {nbytes:,} bytes cannot be page-locked ({why})")
 
 
 def registered(buffer: Tensor, what: str) -> Tensor:
     """The same host bytes (1-D uint8), page-locked for as long as they live.
 
-    what: they are, for OutsizeError where the system does not allow it.
+    what: they are, for NotLocked where the system does not allow it.
     """
     runtime = torch.cuda.cudart()
     address = buffer.data_ptr()
     code = int(runtime.cudaHostRegister(address, max(buffer.nbytes, 1), 0))
     if code != 0:
+        # The runtime would tell whoever launches next: let that be this, and forget it.
+        with suppress(RuntimeError, AssertionError):
+            torch.zeros(1, device="cuda")
         raise _unlocked(what, buffer.nbytes, f"CUDA error {code}")
     # The array dies before the mapping under it: it is unregistered while the bytes are there.
     array = buffer.numpy()

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from outsize import accelerator
+from outsize.accelerator import NotLocked
 from outsize.errors import OutsizeError
 from outsize.hardware import Rate, Tier, host
 from outsize.hardware.disk import disk_rates
@@ -94,11 +95,12 @@ def memory_tier(text: str) -> TierSpec:
 
 @contextmanager
 def open_stores(
-    specs: Iterable[TierSpec], device: torch.device = HOST
+    specs: Iterable[TierSpec], device: torch.device = HOST, tell: Callable[[str], Any] | None = None
 ) -> Iterator[dict[str, Store]]:
     """The stores of these tiers by name, all closed at the end, whatever ends it.
 
-    device: of the run; memory is page-locked where it is an accelerator. OutsizeError where one
+    device: of the run; memory is page-locked where it is an accelerator. tell: where it is given,
+    memory that cannot be is used as it is, and this is told so in a line. OutsizeError where one
     cannot be opened.
     """
     specs, pinned = tuple(specs), accelerator.queues(device)
@@ -106,7 +108,8 @@ def open_stores(
         if count > 1:
             raise OutsizeError(f"tier {name!r} is declared {count} times; declare it once")
     with ExitStack() as stack:
-        yield {spec.name: stack.enter_context(closing(_opened(spec, pinned))) for spec in specs}
+        made = ((spec.name, _found(spec, pinned, tell)) for spec in specs)
+        yield {name: stack.enter_context(closing(store)) for name, store in made}
 
 
 def measured(spec: TierSpec, date: str, clock: Callable[[], float] = time.perf_counter) -> Tier:
@@ -144,6 +147,17 @@ def _memory_rates(spec: TierSpec, date: str, clock: Callable[[], float]) -> tupl
         Rate(size / min(spent[way]), "B/s", "probe", date, note=note) for way in ("read", "write")
     )
     return read, write
+
+
+def _found(spec: TierSpec, pinned: bool, tell: Callable[[str], Any] | None) -> Store:
+    try:
+        return _opened(spec, pinned)
+    except NotLocked as error:
+        if tell is None:
+            raise
+        store = _opened(spec, False)
+        tell(f"{error.found}: used as it is, and its copies do not run beside the computation")
+        return store
 
 
 def _opened(spec: TierSpec, pinned: bool) -> Store:

@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -256,7 +257,8 @@ def _train(
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
-    with Stop() as stop, opened(setup.tiers, setup.plan, below, setup.device) as stores:
+    tell = partial(say, console)
+    with Stop() as stop, opened(setup.tiers, setup.plan, below, setup.device, tell) as stores:
         ledger = meter(setup.device, setup.plan.budget)
         job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:

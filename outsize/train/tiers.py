@@ -5,10 +5,11 @@ A run without a budget plans with the memory that is free, less what no plan cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from outsize.memory.tiers import (
     open_stores,
 )
 from outsize.plan import DEVICE, Plan
+from outsize.plan.settings import PAGEABLE
 from outsize.train.config import RunConfig
 
 FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
@@ -123,17 +125,23 @@ def _beside(specs: tuple[TierSpec, ...]) -> int:
 
 @contextmanager
 def opened(
-    specs: tuple[TierSpec, ...], plan: Plan, below: Mapping[str, int], device: torch.device
+    specs: tuple[TierSpec, ...],
+    plan: Plan,
+    below: Mapping[str, int],
+    device: torch.device,
+    tell: Callable[[str], Any],
 ) -> Iterator[dict[str, Store]]:
     """The stores that a plan needs on a device, closed at the end, whatever ends it.
 
     below: bytes of states that it predicts on each tier. A tier of memory is made no larger than
-    that where no activations, whose places come and go, rest on it.
+    that where no activations, whose places come and go, rest on it. tell: is told of memory that
+    cannot be page-locked, where the plan says that it is used as it is.
     """
     spilled = {stage.rest.activations for stage in plan.stages}
     wanted = [spec for spec in specs if spec.name in named(plan)]
     cut = [_cut(s, plan, below.get(s.name, 0), s.name in spilled) for s in wanted]
-    with open_stores(cut, device) as stores:
+    allowed = tell if plan.settings.get(PAGEABLE) else None
+    with open_stores(cut, device, allowed) as stores:
         yield stores
 
 

@@ -112,7 +112,9 @@ def test_two_devices_under_torchrun_and_going_on_with_one() -> None:
         folder, alone = Path(name), Path(name) / "alone"
         found, expected = _torchrun(folder), prepared("cpu", slice(8))
         for refused, losses in found:
-            assert refused.startswith("ranks 0 and 1 are on one device, strict:0; expected one each")
+            assert refused.startswith(
+                "ranks 0 and 1 are on one device, strict:0; expected one each"
+            )
             assert losses == pytest.approx(expected, rel=1e-10)
         more = ["--resume", f"{folder}/run", "--workers", "1", "--set", "train.steps=4"]
         got = CliRunner().invoke(main, ["train", *more])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -119,7 +120,9 @@ class Preparing:
         ledger = None if limit is None else meter(self.device, limit, own)
         with ExitStack() as stack:
             stores = self.alike(
-                lambda: stack.enter_context(opened(settings.tiers, plan, below, self.device))
+                lambda: stack.enter_context(
+                    opened(settings.tiers, plan, below, self.device, warnings.warn)
+                )
             )
             job = self._job_of(self.model, settings.blocks, plan, ledger, stores, self.world)
             self.stack.push(stack.pop_all())

@@ -1,0 +1,49 @@
+"""Host memory that cannot be page-locked is refused with its bytes, or used if a plan says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import strict
+from cases import CASES, CPU, TIER, Case, device, stores_of
+
+from outsize.errors import OutsizeError
+from outsize.memory.tiers import TierSpec
+from outsize.train.tiers import opened
+
+SPECS = (TierSpec("host", "memory", (), TIER),)
+BELOW, LOCKED = {"host": 1 << 20}, 1 << 20  # bytes that are planned, and that can be locked
+
+
+def _losses(case: Case, on: Any, stores: Mapping[str, Any]) -> tuple[list[float], list[Any]]:
+    """Of three steps; then the kinds of waits."""
+    job = case.job(on, stores)
+    with strict.waits() as counted:
+        losses = [float(job.step(batch, 1e-2)) for batch in case.batches()]
+    job.close()
+    return losses, [kind for kind, _ in counted]
+
+
+def test_it_is_refused_or_used_as_the_plan_says() -> None:
+    strict.start("random", seed=3, pinned_bytes=LOCKED)
+    case, said = CASES["states on host"], list[str]()
+    with TemporaryDirectory() as name, stores_of(case, CPU, Path(name)) as plain:
+        expected, _ = _losses(case, CPU, plain)
+        plan = case.plan()
+        with (
+            pytest.raises(OutsizeError, match=r"'host': [\d,]+ bytes cannot be page-locked .*=1"),
+            opened(SPECS, plan, BELOW, device(), said.append),
+        ):
+            pass
+        assert not said
+        allowed = replace(plan, settings=plan.settings.having({"pageable": 1}))
+        with opened(SPECS, allowed, BELOW, device(), said.append) as stores:
+            losses, kinds = _losses(case, device(), stores)
+    assert losses == expected and "copy of unpinned memory" in kinds
+    (line,) = said
+    assert "bytes cannot be page-locked" in line and line.endswith("beside the computation")
