@@ -83,7 +83,7 @@ def _timed(setup: Setup, batch: Batch) -> Forecast:
         setup.subject.config,
         recipe,
         lambda rows: batch.rows(0, rows),
-        partial(opened, setup.tiers, device=setup.device),
+        partial(opened, setup.tiers, device=setup.device, tell=str),  # the run itself says it
         setup.device.type,
     )
 
