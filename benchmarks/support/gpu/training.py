@@ -75,7 +75,7 @@ def trained(
     """Steps of a plan, measured beside what was foretold."""
     bounds = ((0, work.sequence),) * work.rows
     with (
-        opened(tuple(tiers), made.plan, made.below, place.device) as stores,
+        opened(tuple(tiers), made.plan, made.below, place.device, print) as stores,
         closing(job_of(work, place, made, stores, clip)) as job,
     ):
         place.forget_peak()
