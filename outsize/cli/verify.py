@@ -42,7 +42,7 @@ _NOT_OF_RUNS = (
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a run's key.")
 @click.option("--steps", type=click.IntRange(1), help="3; of --run: those it made, 20 at most.")
 @click.option("--resume", is_flag=True, help="Go on from saved states before the last step.")
-@click.option("--device", default="auto", metavar="KIND", help="Of the plan: auto, cpu, cuda, ...")
+@click.option("--device", default="auto", metavar="KIND", help="Of the plan: auto, cpu or another.")
 @click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
 @click.option("--run", type=click.Path(path_type=Path), help="Replay the run of a directory.")
 @click.option("--from", "start", type=click.IntRange(0), help="Of --run: begin at a checkpoint.")

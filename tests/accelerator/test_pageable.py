@@ -1,4 +1,4 @@
-"""Host memory that cannot be page-locked is refused with its bytes, or used if a plan says so."""
+"""Host memory that cannot be page-locked is refused with its bytes, or used (`plan.pageable`)."""
 
 from __future__ import annotations
 
