@@ -29,6 +29,12 @@ def test_a_file_that_names_a_technique_is_found():
     assert "models/seams.py" in touched and "registry.py" not in touched
 
 
+def test_one_file_names_the_devices_of_a_maker():
+    package = TOUCH["PACKAGE"]
+    found = [f for f in package.rglob("*.py") if "cuda" in f.read_text().lower()]
+    assert [str(f.relative_to(package)) for f in found] == ["accelerator.py"]
+
+
 def test_what_is_too_large_is_found(tmp_path):
     file = tmp_path / "large.py"
     methods = "".join(f"    def m{i}(self): ...\n" for i in range(21))
