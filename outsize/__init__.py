@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outsize.trace.trace import Trace
     from outsize.train.planned import plan, simulate
     from outsize.train.prepare import prepare
+    from outsize.train.prepared.task import Task
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "OutsizeError",
     "Plan",
     "Program",
+    "Task",
     "Trace",
     "__version__",
     "adapt",

@@ -26,7 +26,7 @@ _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-_HEADER = 128  # numbers of a message that says what others of its key are like
+HEADER = 128  # numbers of a message that says what others of its key are like
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sender:
             self.check()
             try:
                 if fresh:
-                    self._pair.broadcast(_header(forms).to(self._device), 0)
+                    self._pair.broadcast(header_of(forms).to(self._device), 0)
                 for tensor in tensors:
                     if tensor.numel():
                         self._pair.broadcast(tensor.contiguous(), 0)
@@ -108,8 +108,8 @@ class Receiver:
     def receive(self, key: MessageKey, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The next message, in tensors that are made here unless there are some."""
         if key not in self.known:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            self.known[key] = _forms(self._pair.broadcast(header, 0))
+            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            self.known[key] = forms_in(self._pair.broadcast(header, 0))
         if into is None:
             into = [form.empty(self._device) for form in self.known[key]]
         for tensor in into:
@@ -118,19 +118,21 @@ class Receiver:
         return list(into)
 
 
-def _header(forms: Sequence[Form]) -> Tensor:
+def header_of(forms: Sequence[Form]) -> Tensor:
+    """Numbers that say what tensors of a message are like, always as many."""
     numbers = [len(forms)]
     for form in forms:
         numbers += [_DTYPES.index(form.dtype), len(form.shape), *form.shape]
-    if len(numbers) > _HEADER:
+    if len(numbers) > HEADER:
         raise OutsizeError(
             f"a message of {len(forms)} tensors between stages; expected fewer: cut the model where"
             " less is handed on"
         )
-    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
 
 
-def _forms(header: Tensor) -> tuple[Form, ...]:
+def forms_in(header: Tensor) -> tuple[Form, ...]:
+    """What a header says."""
     numbers = iter(header.tolist())
     found = []
     for _ in range(next(numbers)):

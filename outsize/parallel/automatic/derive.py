@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.models.adopt import find_blocks
-from outsize.parallel.automatic.capture import Arguments, first_call
+from outsize.parallel.automatic.capture import Arguments, first_calls
 from outsize.parallel.automatic.local import Change, local_changes
 from outsize.parallel.automatic.products import Product, products, segments, sources
 from outsize.parallel.check.checker import Checked, Declaration, examined
@@ -82,16 +82,16 @@ def derive(
     args, kwargs: a call of the model, as input ids of any rows and tokens. blocks: path patterns,
     of a model whose blocks are not found. The model is left as it is.
     """
-    found = find_blocks(model, blocks)
-    call = first_call(model, found[0][1], args, kwargs)
-    kinds: dict[object, Derived] = {}
-    derived = {}
-    for path, block in found:
-        kind = _kind(block)
-        if kind not in kinds:
-            kinds[kind] = derive_block(block, call, size)
-        derived[path] = kinds[kind]
-    return derived
+    found = [(path, block, _kind(block)) for path, block in find_blocks(model, blocks)]
+    firsts: dict[object, nn.Module] = {}
+    for _, block, kind in found:
+        firsts.setdefault(kind, block)
+    calls = first_calls(model, list(firsts.values()), args, kwargs)
+    kinds = {
+        kind: derive_block(block, call, size)
+        for (kind, block), call in zip(firsts.items(), calls, strict=True)
+    }
+    return {path: kinds[kind] for path, _, kind in found}
 
 
 def _kind(block: nn.Module) -> object:

@@ -59,6 +59,8 @@ def local_changes(
 ) -> tuple[Change, ...] | None:
     """The attributes to change so that the block computes its parts; the fewest that do. None where
     no choice is proved to be right."""
+    if _hands_on(graph, checked):
+        return None
     own = tuple(c for p in columns for c in _of_column(block, p, size))
     found = dict.fromkeys(_candidates(block, graph, checked, size))
     candidates = sorted(found, key=lambda change: not _read(block, change))[:MOST]
@@ -69,6 +71,17 @@ def local_changes(
             if _right(block, call, weights, graph, checked, changes, size):
                 return changes
     return None
+
+
+def _hands_on(graph: Graph, checked: Checked) -> bool:
+    """Whether new memory that meets parts leaves the block too: it would have a part's size, and
+    the next block may have all."""
+    blank = {i for i in graph.outputs if isinstance(checked.values[i], Blank)}
+    return any(
+        blank.intersection(node.inputs)
+        and any(isinstance(checked.values[i], Sharded) for i in node.inputs)
+        for node in graph.nodes
+    )
 
 
 def _read(block: nn.Module, change: Change) -> bool:
@@ -212,6 +225,9 @@ def _alike(whole: Graph, local: Graph, checked: Checked, size: int) -> bool:
         others.get(i) for i in local.outputs
     ]:
         return False
+    for mine, other in zip(whole.outputs, local.outputs, strict=True):
+        if whole.values[mine].shape != local.values[other].shape:
+            return False  # as zeros for the heads that are here: the next block may have all
     for index, number in values.items():
         if number not in back:
             return False

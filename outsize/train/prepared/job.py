@@ -52,7 +52,7 @@ class Prepared:
     ) -> None:
         self.model, self._handed = model, Handed(model, optimizer)
         self._stack = ExitStack()  # of the stores and the world, while there is a job
-        self._preparing = Preparing(model, self._handed, settings, self._stack)
+        self.preparing = Preparing(model, self._handed, settings, self._stack)
         self._job: Job | None = None
         self._guard = Guard(model)
         self._stack.callback(without_caches(model))
@@ -64,13 +64,13 @@ class Prepared:
     @property
     def settings(self) -> Settings:
         """What `prepare` was told."""
-        return self._preparing.settings
+        return self.preparing.settings
 
     @property
     def forecast(self) -> Forecast | None:
         """What was predicted of the plan, where one was chosen to fit memory or given; after a
         first step."""
-        return self._preparing.forecast
+        return self.preparing.forecast
 
     @property
     def plan(self) -> Plan:
@@ -86,7 +86,7 @@ class Prepared:
     def spread(self) -> str:
         """One line: how much of an adopted module the tensor axis cuts, and what is whole for which
         reason; empty where the axis has one worker. After a first step."""
-        return self._preparing.spread
+        return self.preparing.spread
 
     @property
     def _made(self) -> Job:
@@ -117,18 +117,18 @@ class Prepared:
                 self._job.close()
                 self._job = None
             torch.set_rng_state(before)
-            self._preparing.settings = replace(self.settings, blocks=())
+            self.preparing.settings = replace(self.settings, blocks=())
             return self._stepped(batch, lr)
 
     def _stepped(self, batch: Any, lr: float | None) -> Tensor:
         batch, job = self._ready(batch, lr)
-        if self._preparing.outdated(job):
+        if self.preparing.outdated(job):
             self._pending, self._job = states.moved(job, int(self._handed.steps)), None
             job.close()
             self._handed.anew()
             self._job = job = self._make(batch)
         lr = self._handed.ready(job, lr)
-        with self._guard.computing(), leaving(self._preparing.abort):
+        with self._guard.computing(), leaving(self.preparing.abort):
             loss = job.step(batch, lr)
         self._handed.steps += 1
         whole = not self.settings.tiers and self.settings.mesh.size == 1
@@ -140,7 +140,7 @@ class Prepared:
         first step."""
         job = self._made
         batch, _ = self._ready(batch)
-        with self._guard.computing(), leaving(self._preparing.abort):
+        with self._guard.computing(), leaving(self.preparing.abort):
             return job.evaluate(batch, rows_in(batch))
 
     def generate(
@@ -187,11 +187,11 @@ class Prepared:
             self._pending = into
         else:
             job = self._job
-            self._handed.steps.fill_(self._preparing.alike(lambda: into(job)))
+            self._handed.steps.fill_(self.preparing.alike(lambda: into(job)))
 
     def _ready(self, batch: Any, lr: float | None = None) -> tuple[Any, Job]:
         """A batch that no worker refuses, and the job, which the first one makes."""
-        preparing = self._preparing
+        preparing = self.preparing
         if self._closed:
             raise OutsizeError(
                 f"job is closed, and mesh is {self.settings.mesh}: the model's parameters are parts"
@@ -205,14 +205,14 @@ class Prepared:
         return made, self._job
 
     def _make(self, batch: Any) -> Job:
-        job, pending = self._preparing.make(batch), self._pending
-        if self._preparing.derived or self.settings.mesh.pipeline > 1:
+        job, pending = self.preparing.make(batch), self._pending
+        if self.preparing.derived or self.settings.mesh.pipeline > 1:
             self._guard.forward(_PARTS)
             self._guard.state_dict(_PARTS)
         if any(stage.rest.parameters != DEVICE for stage in job.plan.stages):
             self._stack.callback(self._guard.forward(_BELOW).remove)
         if pending is not None:
-            self._handed.steps.fill_(self._preparing.alike(lambda: pending(job)))
+            self._handed.steps.fill_(self.preparing.alike(lambda: pending(job)))
             self._pending = None
         return job
 

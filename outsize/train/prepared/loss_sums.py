@@ -32,7 +32,7 @@ class SumOfRows:
         self._loss, self._count, self._seen = loss, count, False
 
     def __call__(self, output: Any, batch: Any) -> Tensor:
-        if self._seen or not _has_values(output):
+        if self._seen or not has_values(output):
             return self._loss(output, batch)
         self._seen = True
         found = self._asked(output, batch)  # before the whole, which holds more while it is made
@@ -84,7 +84,7 @@ def _close(one: float, other: float) -> bool:
     return math.isfinite(other) and math.isclose(one, other, rel_tol=_CLOSE)
 
 
-def _has_values(output: Any) -> bool:
+def has_values(output: Any) -> bool:
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return bool(leaves) and not any(isinstance(leaf, FakeTensor | Absent) for leaf in leaves)
 
