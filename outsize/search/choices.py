@@ -119,17 +119,19 @@ def _set(forecaster: Predicts, first: Forecast, one: PlanSetting) -> Forecast:
     if not found:
         return first
     value, best = min(found, key=lambda each: each[1].seconds)
-    said = f"{_less(best, first)} than with {one.of(first.plan)}, as predicted"
     worth = 1.0 if one.approximate else WORTH
     if best.seconds < worth * first.seconds:
+        said = f"{_less(best, first)} than where it is not set, as predicted"
         return _because(replace(best, why=first.why), f"{one.name} {value}", said)
-    return _because(first, f"{one.name} {one.of(first.plan)}", f"{value} would take {said}")
+    reason = f"{value} would take {_less(best, first)}, as predicted"
+    return _because(first, f"no {one.name}" if not one.approximate else one.name, reason)
 
 
 def _having(plan: Plan, one: PlanSetting, value: int) -> Plan | None:
-    if one.refusal(plan, value) is not None:
+    try:
+        return replace(plan, settings=plan.settings.having({one.name: value}))
+    except OutsizeError:  # it does not go with the plan
         return None
-    return replace(plan, settings=plan.settings.having({one.name: value}))
 
 
 # -- the schedule ----------------------------------------------------------------------------------

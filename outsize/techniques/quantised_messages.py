@@ -227,6 +227,7 @@ def _message(
                 remedy,
             ),
         ),
+        quicker=lambda plan: () if whole(plan) else (AS_IT_IS,),
         approximate=NAME,
     )
     return Message(PLAN_SETTINGS.add(name, setting), usual)

@@ -14,6 +14,7 @@ from outsize.hardware import Hardware, catalogue
 from outsize.optim import AdamW
 from outsize.plan import Precision, Sharding
 from outsize.plan.settings import NONE
+from outsize.plan.spread import zero
 from outsize.search import PlanRequest, choose
 from outsize.search.pipeline_request import continued
 from outsize.simulate import Forecast
@@ -60,7 +61,7 @@ def test_sums_run_beside_products_where_links_are_what_takes_the_time(links):
     plan = made.plan
     assert made.seconds == every[plan.sequence_parallel, plan.overlap].seconds
     assert plan.overlap == (0 if links == 1.0 else 4)
-    assert dict(made.why)[f"overlap {plan.overlap}"].endswith("as predicted")
+    assert ("overlap 4" if plan.overlap else "no overlap") in dict(made.why)
 
 
 def test_tokens_are_cut_between_branches_where_memory_asks_for_it():
@@ -93,6 +94,28 @@ def test_the_schedule_is_the_quickest_that_fits():
     assert made.plan.pipeline.schedule == "1f1b" and made.seconds == plain.seconds
     gain = 1 - less.seconds / plain.seconds
     assert made.why == (("1f1b", f"zb-h1 would take {gain:.1%} less time, as predicted"),)
+
+
+@pytest.mark.parametrize("links", [1.0, 1e-4])
+def test_messages_of_few_bits_are_sent_where_they_gain(links):
+    """Named, and beside fast links only slower: writing and reading them takes time."""
+    request = replace(
+        OPEN, mesh=Mesh(data=2), shards=zero(3, 2), approximate=("quantised-messages",),
+        sequence_parallel=False,
+    )  # fmt: skip
+    made = choose(CONFIG, request, machine(links))
+    every = {
+        (gather, reduce): choose(
+            CONFIG,
+            replace(request, settings=NONE.having({"gather_bits": gather, "reduce_bits": reduce})),
+            machine(links),
+        ).seconds
+        for gather in (8, 32)
+        for reduce in (4, 32)
+    }
+    bits = (8, 4) if links < 1 else (32, 32)
+    assert min(every, key=every.__getitem__) == bits and made.seconds == every[bits]
+    assert (made.plan.gather_bits, made.plan.reduce_bits) == ((0, 0) if links < 1 else bits)
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen():
