@@ -22,7 +22,17 @@ from outsize.plan import DEVICE, Plan, Rest, Stream
 from outsize.plan.plan import PART
 from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.pipeline_cuts import composed
-from outsize.search.tiers import OPTIMIZER, Below, Passing, States, every, moved, states
+from outsize.search.tiers import (
+    NEAR_FIRST,
+    OPTIMIZER,
+    UPDATES_FIRST,
+    Below,
+    Passing,
+    States,
+    every,
+    moved,
+    states,
+)
 from outsize.search.variants import Predicts, Variant, variant_of, variants
 from outsize.search.worker_states import rests_of, with_rests
 from outsize.simulate import Forecast
@@ -149,12 +159,17 @@ class Search:
     def choice(self, variant: Variant, levels: Sequence[int], passing: Passing) -> Choice | None:
         """A variant with each worker at a level, None where the tiers are too small."""
         below = _below(variant, levels)
-        rests, spill, short = rests_of(variant.places, below, variant.spilled, self.tiers)
-        if short > 0:
-            self.short = short if self.short is None else min(short, self.short)
-            return None
-        seconds = self.seconds(variant, rests, spill, passing.resident > 1)
-        return Choice(variant, tuple(levels), passing, rests, spill, seconds)
+        found: list[Choice] = []
+        for order in (NEAR_FIRST, UPDATES_FIRST)[: len(self.tiers)]:
+            rests, spill, short = rests_of(
+                variant.places, below, variant.spilled, self.tiers, order
+            )
+            if short > 0:
+                self.short = short if self.short is None else min(short, self.short)
+                continue
+            seconds = self.seconds(variant, rests, spill, passing.resident > 1)
+            found.append(Choice(variant, tuple(levels), passing, rests, spill, seconds))
+        return min(found, key=lambda choice: choice.seconds, default=None)
 
     def seconds(self, variant: Variant, rests: Sequence[Rest], spill: str, ahead: bool) -> float:
         """About a step's time: what the passes and the updates of the busiest worker compute, or
@@ -168,9 +183,9 @@ class Search:
         rounds = 1 if variant.plan.order == "layer" else variant.plan.microbatches
         traffic = moved(variant.places[place].sizes, rests, variant.behind, rounds)
         moving, late = (
-            max((size / rate(self.forecaster.hardware, tier, fetch)
-                 for fetch, book in zip((True, False), phase, strict=True)
-                 for tier, size in book.items()), default=0.0)
+            max(sum(size / rate(self.forecaster.hardware, tier, fetch)
+                    for tier, size in book.items())  # one lane brings from all tiers
+                for fetch, book in zip((True, False), phase, strict=True))
             for phase in (traffic.passes, traffic.updates)
         )  # fmt: skip
         if spill != DEVICE:
@@ -263,7 +278,7 @@ class Search:
             (optimizer + weights) / rate(hardware, tier, False),
             updates,
         )
-        resting = updates * host_share(hardware) + weights / rate(hardware, tier, True)
+        resting = updates * host_share(hardware, tier) + weights / rate(hardware, tier, True)
         return every(over, resting)
 
     def compose(self, plan: Plan, variant: Variant) -> Forecast:

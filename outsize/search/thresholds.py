@@ -83,7 +83,7 @@ def thresholds(
         found.append(Threshold(f"{name} behind the backward pass", tier.name, behind, "step"))
         late = apart_seconds(one, read, write, sizes.own)
         if tier.medium == "memory" and alone:
-            late = min(late, one.update * host_share(hardware))
+            late = min(late, one.update * host_share(hardware, tier.name))
         tokens = late * (1 - SMALL) / SMALL / (one.forward + one.backward)
         found.append(Threshold(f"{name} apart", tier.name, tokens, "step", False))
     return found

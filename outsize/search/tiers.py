@@ -27,7 +27,10 @@ from outsize.simulate.rehearse import stacked
 OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
 APART = (OPTIMIZER, GRADIENTS, PARAMETERS)
 BEHIND = (GRADIENTS, OPTIMIZER, PARAMETERS)  # gradients that are used at once never leave the pool
-NEAR_FIRST = (PARAMETERS, GRADIENTS, OPTIMIZER)  # by bytes moved for each held: the nearest tier
+# What takes the first tier that has room: what moves most bytes for each byte held; or what moves
+# while nothing is computed, which is the updates.
+NEAR_FIRST = (ACTIVATIONS, PARAMETERS, GRADIENTS, OPTIMIZER)
+UPDATES_FIRST = (OPTIMIZER, GRADIENTS, PARAMETERS, ACTIVATIONS)
 
 Below = Mapping[str, frozenset[int]]  # by kind, the segments whose state of that kind rests below
 
@@ -130,13 +133,22 @@ class OnTiers(NamedTuple):
     short: int
 
 
-def placed(states: States, below: Below, spilled: int, tiers: Sequence[TierSpec]) -> OnTiers:
-    """What rests below on tiers: what moves most bytes for each byte held takes the first one that
-    still has room, and the last where none has."""
+def placed(
+    states: States,
+    below: Below,
+    spilled: int,
+    tiers: Sequence[TierSpec],
+    order: Sequence[str] = NEAR_FIRST,
+) -> OnTiers:
+    """What rests below on tiers: each kind in its turn takes the first one that still has room, and
+    the last where none has."""
     free = {tier.name: tier.bytes for tier in tiers}
     where = {(kind, i): DEVICE for kind in APART for i in range(states.segments)}
-    activations = _take(free, spilled) if spilled else DEVICE
-    for kind in NEAR_FIRST:
+    activations = DEVICE
+    for kind in order:
+        if kind == ACTIVATIONS:
+            activations = _take(free, spilled) if spilled else DEVICE
+            continue
         for i in sorted(below[kind]):
             where[kind, i] = _take(free, on_tier(states, kind, i))
     rests = (

@@ -15,6 +15,7 @@ from outsize.memory.tiers import TierSpec
 from outsize.plan import DEVICE, Plan, Rest
 from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.search.tiers import (
+    NEAR_FIRST,
     OPTIMIZER,
     Below,
     OnTiers,
@@ -103,10 +104,11 @@ def rests_of(
     below: Sequence[Below],
     spilled: Sequence[int],
     tiers: Sequence[TierSpec],
+    order: Sequence[str] = NEAR_FIRST,
 ) -> OnTiers:
     """`tiers.placed` for every worker; short is that of the worker that needs most."""
     each = zip(places, below, spilled, strict=True)
-    found = [placed(place.sizes, mine, size, tiers) for place, mine, size in each]
+    found = [placed(place.sizes, mine, size, tiers, order) for place, mine, size in each]
     short = max(one.short for one in found)
     depths = {name: depth for depth, name in enumerate((DEVICE, *(tier.name for tier in tiers)))}
     spill = max((one.activations for one in found), key=depths.__getitem__)

@@ -248,7 +248,9 @@ class Clock:
         if cost is None or action.kind in (Kind.SEND, Kind.RECV):
             return saying
         whole = duration(cost.work, self.hardware.devices[0])
-        whole *= host_share(self.hardware) if action.lane is Lane.HOST else 1.0
+        if action.lane is Lane.HOST:
+            tier = self.placement.plan.stages[action.stage].rest.optimizer
+            whole *= host_share(self.hardware, tier)
         if action.kind is Kind.UPDATE:
             whole *= network.updated(self.placement.chunks, action.stage)
             whole *= 1.0 if action.part == WHOLE else self._share(action)
@@ -297,13 +299,13 @@ def rate(hardware: Hardware, tier: str, fetch: bool) -> float:
     return hardware.devices[0].bandwidth.value / 2 if found is None else found.value
 
 
-def host_share(hardware: Hardware) -> float:
-    """How many times longer an update takes on the host than on the device: both move bytes and
-    little else. Where the device is the host's own processor, as long."""
+def host_share(hardware: Hardware, tier: str) -> float:
+    """How many times longer an update takes on the host than on the device, of states that rest on
+    a tier of memory: both move bytes and little else. Where the device is the host's own processor, as long."""
     device = hardware.devices[0]
     if not device.apart:
         return 1.0
-    return max(1.0, device.bandwidth.value / rate(hardware, "host", True))
+    return max(1.0, device.bandwidth.value / rate(hardware, tier, True))
 
 
 def duration(work: Work, device: Device) -> float:
