@@ -5,8 +5,8 @@ placing states there without thought slows the step down, most of all the optimi
 host runs where they rest; by what each tier's rate costs each state, and with several cards
 striped, little is lost. Here: a declared tier is measured and used in a real run (a file in shared
 memory stands for the device), whose weights must equal the resident run's; and the step at the
-paper's scale, simulated with declared rates: states as the planner places them, on one card and two; and beside
-it a rule of this script: as they come, by rates, and two cards.
+paper's scale, simulated with declared rates: states as the planner places them, on
+one card and two; and beside it a rule of this script: as they come, by rates, and two cards.
 """
 
 from __future__ import annotations

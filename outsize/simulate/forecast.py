@@ -301,7 +301,8 @@ def rate(hardware: Hardware, tier: str, fetch: bool) -> float:
 
 def host_share(hardware: Hardware, tier: str) -> float:
     """How many times longer an update takes on the host than on the device, of states that rest on
-    a tier of memory: both move bytes and little else. Where the device is the host's own processor, as long."""
+    a tier of memory: both move bytes and little else. Where the device is the host's own processor,
+    as long."""
     device = hardware.devices[0]
     if not device.apart:
         return 1.0

@@ -23,6 +23,7 @@ from outsize.search.offload import choose_offloaded
 from outsize.search.thresholds import pace
 from outsize.search.tiers import (
     APART,
+    UPDATES_FIRST,
     Passing,
     every,
     graded,
@@ -213,6 +214,18 @@ def test_tiers_are_filled_in_order_and_what_moves_most_is_nearest():
     )
     assert weights <= used <= small.bytes
     assert placed(sizes, below, 0, (replace(HOST, bytes=sizes.total // 2),)).short > 0
+
+
+def test_what_updates_move_may_take_the_first_tier_instead():
+    facts = forecaster_of(CONFIG, WISH, MACHINE).facts
+    segments = BLOCKS + 2
+    sizes = states(facts, Plan(segments, per_segment(segments), precision=FP32))
+    below = lower(segments, levels(segments))
+    late = sum(sizes.bytes["optimizer"]) + sum(sizes.bytes["gradients"])
+    small = replace(HOST, bytes=late + MIB)
+    found = placed(sizes, below, 2 * MIB, (small, DISK), UPDATES_FIRST)
+    assert {(rest.optimizer, rest.gradients) for rest in found.rests} == {("host", "host")}
+    assert "disk" in {rest.parameters for rest in found.rests} and found.activations == "disk"
 
 
 def test_a_tier_that_is_too_small_is_refused_with_the_bytes_that_are_missing(least):
