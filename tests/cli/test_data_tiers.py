@@ -1,5 +1,5 @@
-"""`outsize plan` and `outsize train` with a data axis whose optimizer states rest on tiers: the
-numbers of one worker, every worker within what is predicted, nothing left behind."""
+"""`outsize plan` and `outsize train` with a data axis whose workers have shares of states on tiers:
+the numbers of one worker, every worker within what is predicted, nothing left behind."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ def known_disk(home, monkeypatch) -> None:
 
 
 def test_the_least_budget_trains_and_one_worker_goes_on_and_back(home, invoke):
+    shares = (*WORKERS, *DISK, "--set", "plan.zero=3")
+
     def train(*words: object) -> None:
         result = invoke("train", *words)
         assert result.exit_code == 0, result.stderr
         assert not list((home / "spill").iterdir()), "nothing is left behind"
 
-    refused = invoke("train", "run.yaml", *EXACT, *WORKERS, *DISK, "--memory", "100KiB")
+    refused = invoke("train", "run.yaml", *EXACT, *shares, "--memory", "100KiB")
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     least = int(re.search(r"the smallest plan needs [^(]*\((\d+) bytes", refused.stderr)[1])
 
     train("run.yaml", *EXACT, "--set", "train.steps=5", "--set", "output=one")
-    train("run.yaml", *EXACT, *WORKERS, *DISK, "--memory", least, "--set", "train.steps=2")
+    train("run.yaml", *EXACT, *shares, "--memory", least, "--set", "train.steps=2")
     plan = yaml.safe_load((home / "run" / "plan.yaml").read_text())
-    assert {stage["rest"]["optimizer"] for stage in plan["stages"]} == {"disk"}
+    rests = [stage["rest"] for stage in plan["stages"]]
+    assert {rest["optimizer"] for rest in rests} == {rest["gradients"] for rest in rests} == {"disk"}
+    assert "disk" in {rest["parameters"] for rest in rests}
     alone = ("--memory", "2400KiB", *DISK, "--set", "train.steps=3")
     train("--resume", "run", "--workers", 1, *alone)
     assert "parameters: disk" in (home / "run" / "plan.yaml").read_text(), "as one worker may"
