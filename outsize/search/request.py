@@ -30,9 +30,9 @@ from outsize.schedule.starting import Filling
 from outsize.search.pipeline_cuts import composed
 from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts, facts_of
+from outsize.simulate.fake import FakeMode
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
 from outsize.simulate.sample import Sample, expand, sample
-from outsize.torch_private import FakeTensorMode
 
 SCHEDULE = "1f1b"  # as short a step as GPipe's, and it holds fewer microbatches
 
@@ -184,7 +184,7 @@ def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:
         pipeline=request.schedule.cutting if request.mesh.pipeline > 1 else Pipelined(),
     )  # fmt: skip
     job_of, _ = native_makers(config, replace(request, clip=None))
-    with FakeTensorMode():
+    with FakeMode():
         facts = facts_of(job_of(plan, request.ledger()))
     return known_of(request, facts)
 

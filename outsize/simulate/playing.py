@@ -27,11 +27,11 @@ from outsize.schedule.starting import Filling, starting
 from outsize.schedule.talk import Said, Spoken
 from outsize.simulate import network
 from outsize.simulate.costs import ActionCost
+from outsize.simulate.fake import FakeMode
 from outsize.simulate.forecast import Forecast, RankForecast, copying, duration, rate
 from outsize.simulate.rehearse import cost_of, heard, since
 from outsize.simulate.replay import Player, filled, kinds_at_peak, play_together
 from outsize.simulate.state_bytes import below, held_of
-from outsize.torch_private import FakeTensorMode
 from outsize.trace.trace import Trace
 
 Named = tuple[tuple[str, Mapping[str, int]], ...]
@@ -79,7 +79,7 @@ def _played(
     """One worker's step and evaluation. forms: of what workers before it send, to which its own are
     added."""
     job_of, batch_of = makers
-    with FakeTensorMode():
+    with FakeMode():
         job = job_of(plan, ledger)
         if job.passing is not None:
             job.passing.told(forms)

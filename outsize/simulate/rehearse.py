@@ -26,7 +26,7 @@ from outsize.schedule import Action, Kind, Lane, Schedule, State
 from outsize.schedule.pipelined import order_of
 from outsize.simulate.costs import COPIED, PARTS, ActionCost, Costs, Moved, Said, facts_of, moved
 from outsize.simulate.counter import Counter, Work
-from outsize.torch_private import FakeTensorMode
+from outsize.simulate.fake import FakeMode
 
 
 def rehearse(
@@ -49,7 +49,7 @@ def rehearse(
     left = own % rows if plan.microbatches == -(-own // rows) else 0
     whole, short = _Played(), _Played()
     line, one = bool(splits), bare(plan)
-    with FakeTensorMode():
+    with FakeMode():
         for split in splits or (one.split_backward,):
             alone = replace(one, split_backward=split)
             ledger = ledger_of()

@@ -34,7 +34,7 @@ from outsize.parallel.tensor.decoder import split
 from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
 from outsize.schedule import Kind
-from outsize.torch_private import FakeTensorMode
+from outsize.simulate.fake import FakeMode
 
 LEAST_SLICE = 64  # prompt tokens fed at once: fewer would save little and read the weights often
 OTHERWISE = 64  # bytes an element of a vocabulary, where a sampler of the user's own draws from it
@@ -261,7 +261,7 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
     few = replace(config, layers=tuple(config.layers[where[0]] for where in kinds.values()))
     names = {f"blocks.{new}.": f"blocks.{old[0]}." for new, old in enumerate(kinds.values())}
     world = PretendWorld(Mesh(tensor=held.mesh.tensor), held.mesh.index("tensor", held.rank))
-    with FakeTensorMode():
+    with FakeMode():
         with torch.device("meta"):
             fake = Decoder(few)
 

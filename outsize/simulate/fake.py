@@ -1,0 +1,151 @@
+"""Fake tensors of rehearsals: what an operator gave once, it gives again for arguments alike.
+
+PyTorch's own mode asks for twenty things of every argument of every operator, most of them about
+symbols and constants, and keeps nothing of operators that are not its own. A rehearsal has neither
+symbols nor constants: shapes, strides, dtypes and devices say what comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from outsize.torch_private import FakeTensor, FakeTensorMode, storage_key
+
+_DEVICE = torch.ops.prim.device.default
+_OURS = ("aten", "outsize")
+_ASKED = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class _Out:
+    """A tensor that an operator gave. of: the argument whose storage it shares, or None; same: it
+    is that argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    of: int | None = None
+    same: bool = False
+
+
+class _Unlike(Exception):
+    """An argument or a result about which more is to be asked."""
+
+
+class FakeMode(FakeTensorMode):
+    """FakeTensorMode of static shapes, with what operators gave kept for all modes of its kind."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and not self.in_kernel_invocation:
+            return args[0].fake_device
+        tensors: list[FakeTensor] = []
+        try:
+            key = self._key(func, args, kwargs or {}, tensors)
+        except _Unlike:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        known = _known()
+        outs = known.get(key)
+        if outs is None:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            known[key] = _learnt(func, result, tensors)
+            return result
+        if isinstance(outs, _Out):
+            return self._made(outs, tensors)
+        if isinstance(outs, tuple):
+            return outs[0]([None if out is None else self._made(out, tensors) for out in outs[1]])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+        if func.namespace not in _OURS:
+            raise _Unlike
+        inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        parts: list[Any] = [func, inference, dtype]
+        for arg in args:
+            parts.append(self._part(arg, tensors))
+        for name, arg in kwargs.items():
+            parts += (name, self._part(arg, tensors))
+        return tuple(parts)
+
+    def _part(self, arg: Any, tensors: list[FakeTensor]) -> Any:
+        if arg is None:
+            return None
+        kind = type(arg)
+        if kind is FakeTensor:
+            if arg.fake_mode is not self or arg.constant is not None:
+                raise _Unlike
+            place = len(tensors)
+            for i, other in enumerate(tensors):
+                if other is arg:
+                    place = i
+            tensors.append(arg)
+            return (
+                place, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device,
+                arg.requires_grad,
+            )  # fmt: skip
+        if kind in _PLAIN:
+            return kind, arg
+        if kind in (list, tuple) or kind is torch.Size:
+            return kind, tuple([self._part(part, tensors) for part in arg])
+        raise _Unlike
+
+    def _made(self, out: _Out, tensors: list[FakeTensor]) -> FakeTensor:
+        if out.same:
+            return tensors[out.of or 0]
+        meta = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device="meta")
+        if out.of is not None:
+            meta.set_(tensors[out.of].untyped_storage(), out.offset, out.shape, out.stride)
+        return FakeTensor(self, meta, out.device)
+
+
+@cache
+def _known() -> dict[Any, Any]:
+    """What operators gave, by what they were given: an _Out, (list or tuple, outs), or False where
+    PyTorch is to be asked each time."""
+    return {}
+
+
+def _learnt(func: Any, result: Any, tensors: list[FakeTensor]) -> Any:
+    if _ASKED.intersection(func.tags):
+        return False
+    try:
+        if type(result) not in (list, tuple):
+            return _out(result, tensors)
+        outs = [None if one is None else _out(one, tensors) for one in result]
+        own = [
+            storage_key(r) for r, out in zip(result, outs, strict=True) if out and out.of is None
+        ]
+        return (type(result), outs) if len(set(own)) == len(own) else False
+    except _Unlike:
+        return False
+
+
+def _out(result: Any, tensors: list[FakeTensor]) -> _Out:
+    if type(result) is not FakeTensor or result.constant is not None:
+        raise _Unlike
+    shape, stride = tuple(result.shape), result.stride()
+    offset, dtype, device = int(result.storage_offset()), result.dtype, result.fake_device
+    for i, tensor in enumerate(tensors):
+        if tensor is result:
+            return _Out(shape, stride, offset, dtype, device, i, True)
+    if result.requires_grad or result.layout is not torch.strided or result.is_quantized:
+        raise _Unlike
+    if result.is_conj() or result.is_neg():
+        raise _Unlike
+    key = storage_key(result)
+    of = next((i for i, tensor in enumerate(tensors) if storage_key(tensor) == key), None)
+    if of is None:
+        dense = torch.empty_strided(shape, stride, dtype=dtype, device="meta").untyped_storage()
+        if offset or dense.nbytes() != result.untyped_storage().nbytes():
+            raise _Unlike
+    return _Out(shape, stride, offset, dtype, device, of)
