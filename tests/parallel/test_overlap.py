@@ -23,6 +23,7 @@ from outsize.plan import Plan, Precision, Rest, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
+from outsize.torch_private import FakeTensorMode
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 2,
@@ -219,6 +220,15 @@ def test_a_failed_sum_is_raised_where_it_is_waited_for():
     with pytest.raises(OutsizeError, match="rank 1 is gone"):
         flight.wait()
     courier.send(lambda: None, torch.device("cpu")).wait()  # and goes on
+
+
+def test_a_rehearsal_has_one_thread():
+    """Fake tensors of two threads race for the one mode that both need: an error, at times."""
+    ran = list[int]()
+    with FakeTensorMode():
+        x = torch.empty(2, 2)
+        Courier().send(lambda: ran.extend((threading.get_ident(), *(x + x).shape)), x.device).wait()
+    assert ran == [threading.get_ident(), 2, 2]
 
 
 def test_threads_end_with_the_model():
