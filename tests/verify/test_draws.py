@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -81,11 +80,14 @@ def test_activations_of_draws_do_leave_the_device(monkeypatch):
 
     def spills(drawn) -> bool:
         plan = getattr(drawn, "case", None) and drawn.case.plan
-        return plan is not None and {s.rest.activations for s in plan.stages} == {"host"}
+        if plan is None or plan.rests_below("parameters", "gradients", "optimizer"):
+            return False
+        deep = len(plan.stages) > 3  # few stages have little to move
+        return deep and {s.rest.activations for s in plan.stages} == {"host"}
 
     every = (drawn for seed in range(500) for drawn in draws(seed, 3))
-    for drawn in itertools.islice(filter(spills, every), 2):  # one has little to move
-        assert verify(drawn.case, own=False).holds
+    drawn = next(filter(spills, every))
+    assert verify(drawn.case, own=False).holds
     assert sum(written) > 0
 
 
