@@ -243,7 +243,7 @@ class NotLocked(OutsizeError):
     def __init__(self, found: str) -> None:
         super().__init__(
             f"{found}; raise `ulimit -l`, plan with less host memory, let states rest on a disk, or"
-            " set plan.pageable=1, which makes copies slower"
+            " say SIZE:pageable where its size is, which makes copies slower"
         )
         self.found = found
 

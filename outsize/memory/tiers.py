@@ -4,6 +4,7 @@
     --disk DIR[,DIR...][:SIZE]    spill files in folders, striped over several: the tier "disk"
     --tier NAME=PATH:SIZE         memory with a path: CXL, another NUMA node, a file in /dev/shm
 
+SIZE:pageable is of memory that is used as it is where it cannot be page-locked for an accelerator.
 A declaration says where bytes may rest and how many. Whoever opens the stores gives the bytes that
 the plan needs, by `dataclasses.replace`, since a store in memory takes all of them.
 """
@@ -31,6 +32,7 @@ from outsize.memory.disk import DiskStore
 from outsize.memory.sizes import parse_bytes
 from outsize.memory.store import MemoryStore, Store, pool
 
+PAGEABLE = ":pageable"  # behind a size
 SAFETY = 0.9  # of a disk's free space, where no size is given: logs and checkpoints grow as well
 RESERVED = ("device", "host", "disk")
 SAMPLE = 128 << 20  # bytes moved to measure a tier in memory: more than caches hold
@@ -40,12 +42,14 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier as declared. paths: none for RAM, one for memory with a path, folders of a disk."""
+    """One tier as declared. paths: none for RAM, one for memory with a path, folders of a disk.
+    pageable: memory that cannot be page-locked is used as it is."""
 
     name: str
     medium: Literal["memory", "disk"]
     paths: tuple[Path, ...]
     bytes: int
+    pageable: bool = False
 
     def __post_init__(self) -> None:
         if self.bytes <= 0:
@@ -54,14 +58,15 @@ class TierSpec:
 
 def host_tier(text: str) -> TierSpec:
     """What `--host-memory` says. OutsizeError for more than this process may ever hold."""
-    size = _size("--host-memory", text, text)
+    said = text.removesuffix(PAGEABLE)
+    size = _size("--host-memory", text, said)
     total = host.memory().total
     if size > total:
         raise OutsizeError(
             f"--host-memory {text}: {size:,} bytes, but this process may hold {total:,}"
             f" ({size - total:,} missing); ask for less"
         )
-    return TierSpec("host", "memory", (), size)
+    return TierSpec("host", "memory", (), size, said != text)
 
 
 def disk_tier(text: str, near: int = 1) -> TierSpec:
@@ -85,23 +90,23 @@ def disk_tier(text: str, near: int = 1) -> TierSpec:
 def memory_tier(text: str) -> TierSpec:
     """What `--tier` says. OutsizeError where it has another form or a name that is taken."""
     name, equals, rest = text.partition("=")
-    path, size = _split("--tier", rest) if equals else ("", None)
+    said = rest.removesuffix(PAGEABLE)
+    path, size = _split("--tier", said) if equals else ("", None)
     if not re.fullmatch(NAME, name) or not path or size is None:
         raise OutsizeError(f"--tier {text}: expected NAME=PATH:SIZE, such as cxl=/mnt/cxl:64GiB")
     if name in RESERVED:
         raise OutsizeError(f"--tier {text}: {name!r} is a tier already; choose another name")
-    return TierSpec(name, "memory", (Path(path),), size)
+    return TierSpec(name, "memory", (Path(path),), size, said != rest)
 
 
 @contextmanager
 def open_stores(
-    specs: Iterable[TierSpec], device: torch.device = HOST, tell: Callable[[str], Any] | None = None
+    specs: Iterable[TierSpec], device: torch.device = HOST, tell: Callable[[str], Any] = str
 ) -> Iterator[dict[str, Store]]:
     """The stores of these tiers by name, all closed at the end, whatever ends it.
 
-    device: of the run; memory is page-locked where it is an accelerator. tell: where it is given,
-    memory that cannot be is used as it is, and this is told so in a line. OutsizeError where one
-    cannot be opened.
+    device: of the run; memory is page-locked where it is an accelerator. tell: is told
+    in a line of pageable memory that cannot be. OutsizeError where a store cannot be opened.
     """
     specs, pinned = tuple(specs), accelerator.queues(device)
     for name, count in Counter(spec.name for spec in specs).items():
@@ -149,11 +154,11 @@ def _memory_rates(spec: TierSpec, date: str, clock: Callable[[], float]) -> tupl
     return read, write
 
 
-def _found(spec: TierSpec, pinned: bool, tell: Callable[[str], Any] | None) -> Store:
+def _found(spec: TierSpec, pinned: bool, tell: Callable[[str], Any]) -> Store:
     try:
         return _opened(spec, pinned)
     except NotLocked as error:
-        if tell is None:
+        if not spec.pageable:
             raise
         store = _opened(spec, False)
         tell(f"{error.found}: used as it is, and its copies do not run beside the computation")

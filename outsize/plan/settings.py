@@ -85,16 +85,7 @@ class PlanSetting:
         return None if found is None else f"{said}, {found.what}; {found.remedy}"
 
 
-PAGEABLE = "pageable"
 PLAN_SETTINGS: Registry[PlanSetting] = Registry("setting of plans")
-PLAN_SETTINGS.add(
-    PAGEABLE,
-    PlanSetting(
-        PAGEABLE,
-        "1: host memory that cannot be page-locked is used as it is, and copies of it do not run"
-        " beside the computation; 0: that is refused",
-    ),
-)
 
 
 @dataclass(frozen=True)

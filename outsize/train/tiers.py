@@ -27,7 +27,6 @@ from outsize.memory.tiers import (
     open_stores,
 )
 from outsize.plan import DEVICE, Plan
-from outsize.plan.settings import PAGEABLE
 from outsize.train.config import RunConfig
 
 FREE = 0.95  # of the memory that is free now may be planned with where no budget is given
@@ -134,14 +133,13 @@ def opened(
     """The stores that a plan needs on a device, closed at the end, whatever ends it.
 
     below: bytes of states that it predicts on each tier. A tier of memory is made no larger than
-    that where no activations, whose places come and go, rest on it. tell: is told of memory that
-    cannot be page-locked, where the plan says that it is used as it is.
+    that where no activations, whose places come and go, rest on it. tell: is told of pageable
+    memory that cannot be page-locked.
     """
     spilled = {stage.rest.activations for stage in plan.stages}
     wanted = [spec for spec in specs if spec.name in named(plan)]
     cut = [_cut(s, plan, below.get(s.name, 0), s.name in spilled) for s in wanted]
-    allowed = tell if plan.settings.get(PAGEABLE) else None
-    with open_stores(cut, device, allowed) as stores:
+    with open_stores(cut, device, tell) as stores:
         yield stores
 
 

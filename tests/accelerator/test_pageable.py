@@ -1,4 +1,4 @@
-"""Host memory that cannot be page-locked is refused with its bytes, or used (`plan.pageable`)."""
+"""Host memory that cannot be page-locked is refused with its bytes, or used where that is said."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def test_it_is_refused_or_used_as_the_plan_says() -> None:
         expected, _ = _losses(case, CPU, plain)
         plan = case.plan()
         with (
-            pytest.raises(OutsizeError, match=r"'host': [\d,]+ bytes cannot be page-locked .*=1"),
+            pytest.raises(
+                OutsizeError, match=r"'host': [\d,]+ bytes cannot be page-locked .*SIZE:page"
+            ),
             opened(SPECS, plan, BELOW, device(), said.append),
         ):
             pass
         assert not said
-        allowed = replace(plan, settings=plan.settings.having({"pageable": 1}))
-        with opened(SPECS, allowed, BELOW, device(), said.append) as stores:
+        allowed = [replace(spec, pageable=True) for spec in SPECS]
+        with opened(tuple(allowed), plan, BELOW, device(), said.append) as stores:
             losses, kinds = _losses(case, device(), stores)
     assert losses == expected and "copy of unpinned memory" in kinds
     (line,) = said

@@ -47,6 +47,8 @@ def test_what_is_declared(two: tuple[Path, Path]) -> None:
         "cxl", "memory", (Path("/mnt/cxl"),), 64 * GIB
     )
     assert memory_tier("far-2=/dev/dax0.0:4096").bytes == 4096
+    for spec in (host_tier("4096:pageable"), memory_tier("cxl=/mnt/cxl:4096:pageable")):
+        assert (spec.bytes, spec.pageable) == (4096, True)
 
 
 def test_a_disk_without_a_size_takes_most_of_what_is_free(two: tuple[Path, Path]) -> None:

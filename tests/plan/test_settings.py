@@ -50,7 +50,6 @@ def test_a_run_has_a_key_for_each():
         with pytest.raises(OutsizeError, match=f"plan.{name}: -1; expected at least 0"):
             check(f"plan.{name}", -1, "run.yaml")
     assert not may_change("sequence_chunk") and "plan.settings" not in leaves()
-    assert config_of({"plan.pageable": 0}) == config_of({})
     assert config_of({"plan.overlap": 0}) != config_of({})  # the planner has no choice
     assert config_of({"plan.sequence_chunk": 0}).plan.settings == Settings((("sequence_chunk", 0),))
 

@@ -287,7 +287,6 @@ ELSEWHERE = {
     "disk": "tests/train/test_run_tiers.py",
     "tiers": "tests/train/test_run_tiers.py",
     "workers": "tests/cli/test_workers.py",
-    "plan.pageable": "tests/accelerator/test_pageable.py",
     "plan_file": "tests/train/test_given_plan.py",
     "output": "tests/train/test_run.py",
 }
