@@ -84,6 +84,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def rehearsing() -> bool:
+    """Whether tensors that are made here have no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(torch.empty(0), FakeTensor)
+
+
 def storage_key(of: Tensor | UntypedStorage) -> int:
     """What tells a storage from all others that live, of fake tensors too."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of

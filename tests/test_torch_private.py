@@ -89,9 +89,10 @@ def test_fake_tensors_have_no_memory():
     private.warm_fake_tensors()
     with private.FakeTensorMode() as mode:
         x = torch.zeros(1 << 40)
-        assert isinstance(x, private.FakeTensor)
+        assert isinstance(x, private.FakeTensor) and private.rehearsing()
         with private.unset_fake_temporarily():
             assert not isinstance(torch.zeros(2), private.FakeTensor)
+            assert not private.rehearsing()
         with pytest.raises(private.DataDependentOutputException):
             x.sum().item()
         with pytest.raises(private.DynamicOutputShapeException):

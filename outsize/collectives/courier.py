@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from outsize import accelerator
-from outsize.torch_private import FakeTensor, disable_current_modes
+from outsize.torch_private import disable_current_modes, rehearsing
 
 
 class Flight:
@@ -74,7 +74,7 @@ class Courier:
         """Have work done; device: where its tensors are. They may not change until `wait`. Waits
         while as many errands are under way as may be. In a rehearsal the caller does it: the
         tensors of two threads would share a mode that only one may be in."""
-        if isinstance(torch.empty(0), FakeTensor):
+        if rehearsing():
             with disable_current_modes():  # as in a thread of its own
                 flight = Flight(work, device)
                 flight.run(None)

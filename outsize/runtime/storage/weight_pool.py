@@ -25,6 +25,7 @@ from outsize.schedule.items import Span
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
 from outsize.schedule.residency import overlap
+from outsize.torch_private import rehearsing
 
 NO_STORES: Mapping[str, Store] = {}
 
@@ -229,16 +230,9 @@ class WeightPool:
 
 def pool_on(nbytes: int, device: torch.device) -> Tensor:
     """The bytes of a pool, 1-D uint8."""
-    if device.type == "cpu" and nbytes and not _rehearsing():
+    if device.type == "cpu" and nbytes and not rehearsing():
         return pool(nbytes)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _rehearsing() -> bool:
-    """Whether tensors have no memory here."""
-    from outsize.torch_private import FakeTensor
-
-    return isinstance(torch.empty(0), FakeTensor)
 
 
 def _made(
