@@ -12,8 +12,6 @@ both.
 from __future__ import annotations
 
 import math
-import tempfile
-from functools import partial
 
 from retraining import losses
 from rewire import to_kraken
@@ -21,33 +19,15 @@ from simulated_layers import kraken, layer_of, plain
 from slow_links import (
     RATES,
     WHOLE,
-    Found,
     decoder,
     gains,
-    slowest,
-    whole_models,
-    workers,
+    mean,
+    measured,
 )
 from verdict import Figure, conclude
 
-import outsize
-
 CLAIMED = 1.356
 SIZES = {"1.3B": (24, 2048), "6.7B": (32, 4096), "13B": (40, 5120), "65B": (80, 8192)}
-
-
-def measured() -> Found:
-    """Seconds of prompts and tokens through a plain model, and one wired otherwise."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: f"{folder}/{name}" for name in ("plain", "kraken")}
-        outsize.save(decoder(), paths["plain"])
-        outsize.save(to_kraken(decoder(), 2), paths["kraken"])
-        ways = {
-            "plain": (paths["plain"], 0),
-            "plain, --overlap 4": (paths["plain"], 4),
-            "kraken, --overlap 1": (paths["kraken"], 1),
-        }
-        return slowest(workers(partial(whole_models, ways=ways), 2))
 
 
 def simulated(layers: int, hidden: int, tokens: int, workers_: int) -> float:
@@ -58,7 +38,13 @@ def simulated(layers: int, hidden: int, tokens: int, workers_: int) -> float:
 
 
 def main() -> None:
-    prompts, tokens = gains(measured(), "plain", "kraken, --overlap 1")
+    model = decoder()
+    ways = {
+        "plain": (model, 0),
+        "plain, --overlap 4": (model, 4),
+        "kraken, --overlap 1": (to_kraken(model, 2), 1),
+    }
+    prompts, tokens = gains(measured(ways), "plain", "kraken, --overlap 1")
     rates = f"links of {', '.join(RATES)}"
     theirs = [
         simulated(layers, hidden, tokens, n)
@@ -66,7 +52,7 @@ def main() -> None:
         for tokens in (128, 2048)
         for n in (4, 8)
     ]
-    mean = math.prod(theirs) ** (1 / len(theirs))
+    of_sizes = mean(theirs)
     trained = losses(lambda m: to_kraken(m, 2), lambda m: to_kraken(m, 2))
     print(f"    {trained}")
     conclude(
@@ -74,7 +60,7 @@ def main() -> None:
         "first token 35.6% sooner (mean), at a similar perplexity",
         f"prompts {', '.join(f'{g:.2f}' for g in prompts)}x, tokens"
         f" {', '.join(f'{g:.2f}' for g in tokens)}x at {', '.join(RATES)}; simulated"
-        f" {min(theirs):.2f} to {max(theirs):.2f}x, mean {mean:.2f}x; {trained}",
+        f" {min(theirs):.2f} to {max(theirs):.2f}x, mean {of_sizes:.2f}x; {trained}",
         f"{WHOLE}; losses: two ways, 6 layers, hidden 64, bytes"
         " of Python sources; the paper's GPUs SIMULATED",
         Figure(
@@ -93,7 +79,7 @@ def main() -> None:
             timed=True,
             other=rates,
         ),
-        Figure("first token, sooner, mean of the sizes", mean, CLAIMED, how="simulated"),
+        Figure("first token, sooner, mean of the sizes", of_sizes, CLAIMED, how="simulated"),
         Figure(
             "perplexity from scratch over the plain model's",
             math.exp(trained.scratch - trained.plain),

@@ -10,8 +10,6 @@ decoder, trained here on text, converted, trained on. Simulated: one token of Ll
 from __future__ import annotations
 
 import math
-import tempfile
-from functools import partial
 
 from retraining import losses
 from rewire import to_ladder
@@ -19,37 +17,24 @@ from simulated_layers import ladder, layer_of, plain
 from slow_links import (
     RATES,
     WHOLE,
-    Found,
     decoder,
     gains,
     mean,
-    slowest,
-    whole_models,
-    workers,
+    measured,
 )
 from verdict import Figure, conclude
-
-import outsize
 
 CLAIMED = 1.3
 
 
-def measured() -> Found:
-    """Seconds of prompts and tokens through a plain model, and one wired otherwise."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: f"{folder}/{name}" for name in ("plain", "ladder")}
-        outsize.save(decoder(), paths["plain"])
-        outsize.save(to_ladder(decoder(), 0), paths["ladder"])
-        ways = {
-            "plain": (paths["plain"], 0),
-            "plain, --overlap 4": (paths["plain"], 4),
-            "ladder, --overlap 1": (paths["ladder"], 1),
-        }
-        return slowest(workers(partial(whole_models, ways=ways), 2))
-
-
 def main() -> None:
-    prompts, tokens = gains(measured(), "plain", "ladder, --overlap 1")
+    model = decoder()
+    ways = {
+        "plain": (model, 0),
+        "plain, --overlap 4": (model, 4),
+        "ladder, --overlap 1": (to_ladder(model, 0), 1),
+    }
+    prompts, tokens = gains(measured(ways), "plain", "ladder, --overlap 1")
     rates = f"links of {', '.join(RATES)}"
     hidden = 8192
     weights = (hidden * (2 * hidden + 2 * 1024.0), 3.0 * hidden * 28672)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore
 
+import outsize
 from outsize.collectives import Collective, Mesh, World, along
 from outsize.collectives.collective import DONE, Call, Handle
 from outsize.collectives.joined import join
@@ -128,7 +130,8 @@ WHOLE = (
     f" thread, {NEW} tokens, `outsize generate`'s own steps, links of"
     f" {', '.join(RATES)} and 0.1 ms EMULATED (real sums, then sleep), float32"
 )
-Ways = Mapping[str, tuple[str, int]]  # by name, a model's directory and the chunks of its overlap
+# By name, a model's directory and the chunks of its overlap; None: as the product chooses.
+Ways = Mapping[str, tuple[str, int | None]]
 Found = dict[str, dict[str, tuple[float, float]]]  # by rate and way, seconds of prompt and token
 
 
@@ -160,7 +163,7 @@ def whole_models(world: World, ways: Ways) -> Found:
             name: on_mesh(
                 Path(path),
                 SlowWorld(world, Link(bytes_)),
-                settings=NONE.having({"overlap": chunks}).changed,
+                settings=NONE.having({"overlap": chunks}),
             )
             for name, (path, chunks) in ways.items()
         }
@@ -169,6 +172,8 @@ def whole_models(world: World, ways: Ways) -> Found:
             for name, model in models.items():
                 along(world, "tensor").barrier()
                 session, at_once = model.home.ready(asked)  # type: ignore[union-attr]
+                if not turn and not world.rank:
+                    print(f"    {rate}, {name}: {model.home}")
                 generate(model, ids, NEW, GREEDY, (), None, session, at_once)
                 prompt, tokens = (session.seconds[kind] for kind in (Kind.PREFILL, Kind.DECODE))
                 if turn:  # the first is to warm up
@@ -176,6 +181,17 @@ def whole_models(world: World, ways: Ways) -> Found:
                     least[name] = tuple(map(min, least[name], found_now))  # type: ignore[assignment]
         found[rate] = least
     return found
+
+
+def measured(ways: Mapping[str, tuple[Decoder, int | None]]) -> Found:
+    """The same on two workers, of models in this process, each by the slower worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {id(model): f"{folder}/{i}" for i, (model, _) in enumerate(ways.values())}
+        for model, _ in ways.values():
+            if not Path(paths[id(model)]).exists():
+                outsize.save(model, paths[id(model)])
+        saved = {name: (paths[id(model)], chunks) for name, (model, chunks) in ways.items()}
+        return slowest(workers(partial(whole_models, ways=saved), 2))
 
 
 def slowest(found: list[Found]) -> Found:

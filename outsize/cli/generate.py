@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 @click.option(
     "--overlap",
     metavar="CHUNKS",
-    default=0,
     type=click.IntRange(0),
     help="With a tensor axis: sums beside what is computed, of a prompt in so many chunks; those of"
-    " a ladder or Kraken model beside its next branch.",
+    " a ladder or Kraken model beside its next branch. Left out: a prompt in two halves, where that"
+    " is predicted to be quicker; 0: one after the other.",
 )
 @click.pass_context
 def generate(
@@ -87,7 +87,7 @@ def generate(
     device: str,
     workers: int | None,
     mesh: str | None,
-    overlap: int,
+    overlap: int | None,
 ) -> None:
     """Go on from a prompt with the model in DIRECTORY: a run, a checkpoint of one, or any Hugging
     Face decoder. The text appears as it is made. With --memory the model may be larger than that;
@@ -124,7 +124,7 @@ class _Mesh:
 
     mesh: str | None
     workers: int | None
-    overlap: int
+    overlap: int | None
     limits: Limits | None
     device: str
 
@@ -182,7 +182,7 @@ def _on_workers(ctx: click.Context, on: _Mesh, wanted: _Wanted, directory: Path)
     from outsize.plan.settings import NONE
     from outsize.serve.workers import Asked, run_workers, several
 
-    settings = NONE.having({"overlap": on.overlap}).changed
+    settings = NONE.having({"overlap": on.overlap})
     facts = {**wanted.facts(), "overlap": str(on.overlap)}
     asked = Asked(on.mesh, on.workers, facts, on.limits, settings, on.device)
     asked.check()

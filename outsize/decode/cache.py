@@ -154,6 +154,21 @@ class CachedPast:
             return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)
         return torch.cat(outputs)
 
+    def cut(self, middle: int) -> tuple[CachedPast, CachedPast]:
+        return self._stretch(0, middle), self._stretch(middle, self.bounds[-1])
+
+    def _stretch(self, first: int, last: int) -> CachedPast:
+        """A step of some of the tokens, when those before them have gone through a layer."""
+        found, bounds = list[tuple[int, int, int]](), [0]
+        for index, (start, stop) in enumerate(itertools.pairwise(self.bounds)):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                before = self.starts[index] + low - start
+                found.append((self.slots[index], before, self.ahead[index] + stop - high))
+                bounds.append(high - first)
+        slots, starts, ahead = zip(*found, strict=True)
+        return CachedPast(self.cache, slots, starts, tuple(bounds), ahead)
+
     def run(
         self,
         layer: int,

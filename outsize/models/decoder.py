@@ -10,7 +10,7 @@ T tokens, D hidden, V vocabulary, B rows, S tokens of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -85,15 +85,31 @@ class Block(AnyBlock):
         self.mlp_out_norm = norm(after)
 
     def forward(self, x_TD: Tensor, ctx: Context) -> Tensor:
+        steps = self.branches(x_TD, ctx)
+        del x_TD  # goes with the first branch
+        try:
+            while True:
+                next(steps)
+        except StopIteration as end:
+            y_TD: Tensor = end.value
+            return y_TD
+
+    def branches(self, x_TD: Tensor, ctx: Context) -> Generator[int, None, Tensor]:
+        """The same step by step: stops where branches have given what is read next, and says how
+        often it will stop again. Who goes on has what they gave."""
         attended_TD: Tensor = self.attention(self.attention_norm(x_TD), ctx)
         drop_attended, drop_fed = (
             partial(ctx.drop, name=f"{self.layer}.{part}") for part in ("attention", "mlp")
         )
         if self.parallel:
             fed_TD: Tensor = self.mlp(self.mlp_norm(x_TD), ctx)
+            yield 0
             return x_TD + drop_attended(attended_TD) + drop_fed(fed_TD)
+        yield 1
         x_TD = self.add(x_TD, attended_TD, self.attention_out_norm, drop_attended)
-        return self.add(x_TD, self.mlp(self.mlp_norm(x_TD), ctx), self.mlp_out_norm, drop_fed)
+        fed_TD = self.mlp(self.mlp_norm(x_TD), ctx)
+        yield 0
+        return self.add(x_TD, fed_TD, self.mlp_out_norm, drop_fed)
 
     @property
     def mixer(self) -> Mixer:

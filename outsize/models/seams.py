@@ -143,6 +143,10 @@ class Past(Attend, Carry, Protocol):
     @property
     def lengths(self) -> tuple[int, ...]: ...
 
+    def cut(self, middle: int) -> tuple[Past, Past]:
+        """The same step as two, one after the other in every layer: of the first `middle` tokens,
+        and of the others."""
+
 
 class Mixer(Protocol):
     """What mixes the tokens of a document, a module x_TD -> y_TD. The only one through which a

@@ -33,12 +33,14 @@ from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context, Past
+from outsize.parallel.tensor.beside import Prompts, Through
 from outsize.plan import Stage
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow, Record, Walk
 from outsize.runtime.handlers.sample import Sample
 from outsize.runtime.microbatches import Carried
-from outsize.runtime.native import ChainWalk, Edges, NativeFlow, through
+from outsize.runtime.native import ChainWalk, Edges, NativeFlow
+from outsize.runtime.native import through as one_by_one
 from outsize.runtime.points import Points
 from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Spill
@@ -76,7 +78,8 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, of so many groups of
     sequences and steps, ready for its engine. begin: sets out on walks. groups: at most. lists:
-    those made so far. ran: the actions of the last ones."""
+    those made so far. ran: the actions of the last ones. prompts: how their sums are taken, if not
+    at once; leaving: as of `Prompts.through`."""
 
     def __init__(
         self,
@@ -92,6 +95,8 @@ class TokenSteps:
         self._playable, self._begin, self.groups = playable, begin, groups
         self.lists = dict[tuple[Kind, int, int], Loaded]()
         self.ran: Sequence[Ran] = ()
+        self.prompts: Prompts | None = None
+        self.leaving: Collection[int] = ()
 
     def __call__(
         self,
@@ -148,8 +153,11 @@ class TokenSteps:
         if not self.model.prologue.tokens.on_host:
             ids_T = accelerator.sent(ids_T, positions_T.device)
         context = self.model.context(positions_T, bounds, dispatch=dispatch, past=past)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, every=past is None)
-        return walk, (len(ids_T), len(bounds) - 1, past is None)
+        way, count, through = self.prompts, len(ids_T), None
+        if way is not None and past is not None and way.fits_step(count):
+            through = way.through(context, past, self.leaving)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, past is None, through)
+        return walk, (count, len(bounds) - 1, past is None)
 
     def several(self, going: Going) -> list[tuple[int, Drawn]]:
         """Steps whose sequences fall into groups, so that stages of a pipeline work at once: one of
@@ -228,21 +236,26 @@ def tokens_walk(
     points: Points,
     m: int = 0,
     every: bool = False,
+    through: Through | None = None,
 ) -> ChainWalk:
-    """A microbatch's way through the stages. Its end is logits_NV of the last token of each
-    sequence, or logits_TV of every token; of ends that all share h_ND, of which every worker makes
-    a part of them."""
+    """A microbatch's way through the stages, through their blocks as they are or as is said. Its
+    end is logits_NV of the last token of each sequence, or logits_TV of every token; of ends that
+    all share h_ND, of which every worker makes a part of them."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
         way, held = points.way(m), points.held(m)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
         ends = Edges(rows, way)
-    chain = [partial(_first, model, rows, context)]
-    chain += (partial(_block, block, context) for block in flow.blocks)
-    chain.append(partial(_end, model, rows, context, every))
+    chain: list[Callable[[Tensor], Tensor]] = [partial(_first, model, rows, context)]
+    if through is None:
+        chain += (partial(_block, block, context) for block in flow.blocks)
+        chain.append(partial(_end, model, rows, context, every))
+    else:
+        chain += (partial(through.block, block) for block in flow.blocks)
+        chain.append(lambda x_TD: _end(model, rows, context, every, through.land(x_TD)))
 
     def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
-        return Record(partial(through, chain[here.first : here.last]), [x], spill)
+        return Record(partial(one_by_one, chain[here.first : here.last]), [x], spill)
 
     return ChainWalk(record, flow.plan, len(chain), ids_T, ends=ends, heads=flow.heads)
 

@@ -8,8 +8,8 @@ the blocks are. Every other parameter has its shape and no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
 
@@ -27,7 +27,7 @@ from outsize.models.build import build, materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
-from outsize.parallel.tensor.beside import beside_of
+from outsize.parallel.tensor.beside import Prompts, beside_of, prompts_of
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.rewired import check_wiring
 from outsize.parallel.tensor.units import check, cuts_of
@@ -45,6 +45,7 @@ from outsize.schedule.place import looped, one_way
 from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
+from outsize.serve.prompts import Weighed, weighed
 from outsize.simulate.tokens import HOST, Held, Pace, Share, needs, pace, probed, seconds
 
 TOKENS = "prologue.tokens.weight"
@@ -99,9 +100,16 @@ class Division:
         """The part of a step that the stage with most weights has."""
         return max(self.weights) / sum(self.weights)
 
-    def share(self, request: Request, turn: int) -> Share:
-        """What a worker of a stage will hold."""
-        return Share(self.weights[turn], needs(self.held[turn], request, PREFILL_TOKENS))
+    @cached_property
+    def halved(self) -> Sequence[Held]:
+        """The same, where sums of prompts are taken beside what is computed."""
+        return [replace(one, beside=True) for one in self.held]
+
+    def share(self, request: Request, turn: int, beside: bool = False) -> Share:
+        """What a worker of a stage will hold. beside: sums of prompts are taken beside what is
+        computed."""
+        held = self.halved if beside else self.held
+        return Share(self.weights[turn], needs(held[turn], request, PREFILL_TOKENS))
 
 
 class OnMesh:
@@ -133,23 +141,53 @@ class OnMesh:
         self.mesh, self.world, self._leave = world.mesh, world, leave
         self._request: Request | None = None
         self._pace: float | None = None
+        self._known = dict[int, Weighed]()
         self.bytes = sum(segment_bytes(found.model, dtypes, Mesh()))
         self.model = shells(found, dtypes, self.device)
-        cuts = split_on(self.model, world, settings)
+        self.prompts = prompts_of(world, found.model.config, settings)
+        cuts = split_on(self.model, world, settings, self.prompts)
         self._turn = world.mesh.index("pipeline", world.rank)
         names = held(found.model, self.division.held[self._turn].here)
         _read(self.model, found, names, cuts, dtype)
         self.session = session_on(self.model, world, self.division.turns, settings)
+        turns = self.division.turns
+        self.session.steps.leaving = [
+            segment - 1 for segment, two in enumerate(pairwise(turns)) if two[0] != two[1]
+        ]
 
     def ready(self, request: Request) -> tuple[Session, int]:
         self._request = request
         if self._pace is None:
             self._pace = self._seconds(1)
         self.session.forget()
+        gains = self.weigh(request) is not None
+        self.session.steps.prompts = self.prompts if gains else None
         return self.session, PREFILL_TOKENS
 
     def peak(self, request: Request) -> int:
-        return self.division.share(request, self._turn).peak
+        return self._share(request, self._turn).peak
+
+    def _share(self, request: Request, turn: int) -> Share:
+        return self.division.share(request, turn, self.weigh(request) is not None)
+
+    def weigh(self, request: Request) -> Weighed | None:
+        """How long the prompt will take with its sums beside what is computed; None where they are
+        taken at once. All workers ask."""
+        tokens, way = min(len(request.ids), 1 + PREFILL_TOKENS), self.prompts
+        if way is None or not way.fits_step(tokens):
+            return None
+        if tokens not in self._known:
+            count = probed(request, PREFILL_TOKENS)
+            with way.silent():
+                computing = self._seconds(count) * tokens / count
+            x_TD = self.model.prologue.tokens.weight.new_zeros(tokens, self.model.config.hidden)
+            self._known[tokens] = weighed(way, self.world, x_TD, computing)
+        found = self._known[tokens].times(self._steps(request))
+        return found if found.gains else None
+
+    def _steps(self, request: Request) -> float:
+        """In which a prompt goes through, those beside the first as long as the slowest stage."""
+        return 1 + (-(-len(request.ids) // (1 + PREFILL_TOKENS)) - 1) * self.division.slowest
 
     def timing(self) -> str:
         request = self._request
@@ -158,6 +196,8 @@ class OnMesh:
         token, prompt = seconds(
             request, PREFILL_TOKENS, self._pace, some, slowest=self.division.slowest
         )
+        found = self.weigh(request)
+        prompt = prompt if found is None else found.beside
         return self.session.timing(self.peak(request), prompt, token)
 
     def _seconds(self, tokens: int) -> float:
@@ -178,9 +218,11 @@ class OnMesh:
         )
         if request is None:
             return said
-        shares = (self.division.share(request, turn) for turn in range(self.mesh.pipeline))
+        shares = (self._share(request, turn) for turn in range(self.mesh.pipeline))
         peaks = ", ".join(format_bytes(share.peak) for share in shares)
-        return f"{said} of weights, predicted {peaks} at most, {self._pace:.3g} s a token"
+        said = f"{said} of weights, predicted {peaks} at most, {self._pace:.3g} s a token"
+        found = self.weigh(request)
+        return said if found is None else f"{said}; {found}"
 
     def close(self, faulty: bool = False) -> None:
         """Leave the other workers; without a fault once everything has gone to them."""
@@ -204,9 +246,12 @@ def session_on(
     return Session(model, lists=partial(generating, placement), peers=peers)
 
 
-def split_on(model: Decoder, world: World, settings: Settings) -> dict[str, Cut]:
-    """Leave of a decoder this worker's part, its sums taken as a plan's settings say."""
-    return split(model, along(world, "tensor"), beside=beside_of(world, settings))
+def split_on(
+    model: Decoder, world: World, settings: Settings, prompts: Prompts | None = None
+) -> dict[str, Cut]:
+    """Leave of a decoder this worker's part, its sums taken as a plan's settings say, or those of
+    prompts as is said when they come."""
+    return split(model, along(world, "tensor"), beside=beside_of(world, settings) or prompts)
 
 
 def placed_on(world: World, turns: Sequence[int], settings: Settings = NONE) -> Placement:
@@ -238,7 +283,7 @@ def session_peers(placement: Placement, world: World, device: torch.device) -> P
 
 def check_settings(settings: Settings, mesh: Mesh) -> None:
     """OutsizeError for settings that do nothing on a mesh."""
-    settings.check(Plan(1, per_segment(1), 1, mesh=Mesh(tensor=mesh.tensor)))
+    settings.changed.check(Plan(1, per_segment(1), 1, mesh=Mesh(tensor=mesh.tensor)))
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:

@@ -254,7 +254,7 @@ class Clock:
         if action.kind is Kind.UPDATE:
             whole *= network.updated(self.placement.chunks, action.stage)
             whole *= 1.0 if action.part == WHOLE else self._share(action)
-        return max(whole + saying, beside)
+        return network.together(whole, saying, beside)
 
     def _saying(self, index: int, beside: bool) -> float:
         """What is said inside an action, in its own thread or in one beside it. Of a tensor that

@@ -65,6 +65,11 @@ def seconds(talk: Talk, hardware: Hardware) -> float:
     return total + far(talk, machine) / bandwidth + wait * (count / inside - 1)
 
 
+def together(computing: float, saying: float, beside: float) -> float:
+    """Seconds of what computes and says so long in one thread, while another says so long."""
+    return max(computing + saying, beside)
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import accelerator
-from outsize.collectives import Mesh, World, along
+from outsize.collectives import Mesh, along
 from outsize.collectives.pretend import PretendWorld
 from outsize.decode.cache import CachedPast, StateCache, state_bytes
 from outsize.decode.generate import Request
@@ -29,7 +29,7 @@ from outsize.models.build import materialise, segments
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.linear import Embedding
-from outsize.parallel.tensor.beside import beside_of
+from outsize.parallel.tensor.beside import Prompts, beside_of, prompts_of
 from outsize.parallel.tensor.decoder import split
 from outsize.plan.settings import NONE, Settings
 from outsize.runtime.session import Session
@@ -52,7 +52,8 @@ class Held:
     """What a worker holds of a model; equal to itself alone. dtypes: by parameter; mesh, rank: of
     all workers; here: by segment (prologue, blocks, epilogue) whether it is this worker's; stored:
     of the token embedding whose rows are read from files, its dtype there. device: where they
-    are. settings: of the plan."""
+    are. settings: of the plan; beside: the sums of prompts are taken beside what is computed where
+    they can be."""
 
     config: DecoderConfig
     dtypes: Mapping[str, torch.dtype]
@@ -62,6 +63,7 @@ class Held:
     stored: torch.dtype | None = None
     device: torch.device = HOST
     settings: Settings = NONE
+    beside: bool = False
 
     @cached_property
     def grain(self) -> int:
@@ -138,7 +140,7 @@ def _needs(held: Held, request: Request, length: int) -> Needs:
     steps = {(0, first), (request.capacity - 1, 1)}
     if len(request.ids) > first:  # a later slice, after all the others
         steps.add((len(request.ids) - first, first))
-    with _faked(held) as (fake, world, layers):
+    with _faked(held) as (fake, way, layers):
         dtype = fake.prologue.tokens.weight.dtype
         sizes = {
             index: state_bytes(block.mixer, dtype, request.capacity, held.grain)
@@ -149,7 +151,7 @@ def _needs(held: Held, request: Request, length: int) -> Needs:
         behind = [sum(s for i, s in sizes.items() if i > max(here, default=-1)) for here in layers]
         work = 0
         for start, count in steps:
-            peaks = _step(held, fake, world, request.capacity, start, count)
+            peaks = _step(held, fake, way, request.capacity, start, count)
             if start == 0:  # while a layer runs first, those behind it have kept nothing yet
                 peaks = list(map(sub, peaks, (cache, *behind, 0)))
             work = max(work, *peaks)
@@ -244,16 +246,17 @@ def resident(model: Decoder) -> Held:
 def needs_of_rows(held: Held, rows: int, length: int) -> int:
     """Most bytes besides weights while rows of `length` tokens go through, to all their logits."""
     bounds = tuple(range(0, rows * length + 1, length))
-    with _faked(held) as (fake, world, _):
+    with _faked(held) as (fake, _, _):
         positions = partial(torch.arange, length, device=held.device)
-        peaks = partial(_peaks, held, fake, world, None)
+        peaks = partial(_peaks, held, fake, None, None)
         return SCALARS + max(peaks(lambda: (positions().repeat(rows), bounds, None)))
 
 
 @contextmanager
-def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
-    """A model without bytes that has one of this worker's layers of each kind, and which of each
-    are here; in a world that has the tensor axis alone."""
+def _faked(held: Held) -> Iterator[tuple[Decoder, Prompts | None, list[list[int]]]]:
+    """A model without bytes that has one of this worker's layers of each kind, how its prompts take
+    their sums, if not at once, and which layers of each kind are here; in a world that has the
+    tensor axis alone."""
     config, kinds = held.config, dict[object, list[int]]()
     for index, facts in enumerate(config.layers):
         if held.has(index + 1) or config.rewired:  # what those are given differs
@@ -274,12 +277,14 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, World, list[list[int]]]]:
 
         for segment, _ in segments(fake):
             materialise(fake, segment, fill)
-        split(fake, along(world, "tensor"), beside=beside_of(world, held.settings))
+        way = prompts_of(world, config, held.settings) if held.beside else None
+        beside = beside_of(world, held.settings) or way
+        split(fake, along(world, "tensor"), beside=beside)
         if held.stored is not None:
             tokens = fake.prologue.tokens
             tokens.lookup, tokens.on_host = partial(_read, held.stored), True
         here = [[index for index in where if held.has(index + 1)] for where in kinds.values()]
-        yield fake.requires_grad_(False), world, here
+        yield fake.requires_grad_(False), way, here
 
 
 def _read(stored: torch.dtype, table: Embedding, ids_T: Tensor) -> Tensor:
@@ -291,7 +296,7 @@ def _read(stored: torch.dtype, table: Embedding, ids_T: Tensor) -> Tensor:
 
 
 def _step(
-    held: Held, fake: Decoder, world: World, capacity: int, start: int, count: int
+    held: Held, fake: Decoder, way: Prompts | None, capacity: int, start: int, count: int
 ) -> list[int]:
     """By stage, most bytes that a step of `count` tokens after `start` ones has, but for the cache,
     which is there as a whole."""
@@ -302,12 +307,16 @@ def _step(
         past = cache.extend([0], [tokens])
         return past.positions(held.device), past.bounds, past
 
-    _peaks(held, fake, world, None, lambda: fed(0, 1))  # its buffers are there before
-    return _peaks(held, fake, world, cache, lambda: fed(start, count))
+    _peaks(held, fake, way, None, lambda: fed(0, 1))  # its buffers are there before
+    return _peaks(held, fake, way, cache, lambda: fed(start, count))
 
 
 def _peaks(
-    held: Held, fake: Decoder, world: World, cache: StateCache | None, fed: Callable[[], Fed]
+    held: Held,
+    fake: Decoder,
+    way: Prompts | None,
+    cache: StateCache | None,
+    fed: Callable[[], Fed],
 ) -> list[int]:
     """Most bytes that each of a step's stages makes beside the model and the cache; 0 for those of
     other workers."""
@@ -317,6 +326,8 @@ def _peaks(
             ledger.see(x)
         before, peaks = ledger.total, list[int]()
         session.watch.ledger = ledger
+        session.steps.prompts = way
+        session.steps.leaving = range(len(fake.blocks)) if held.mesh.pipeline > 1 else ()
         positions_T, bounds, past = fed()
         ids_T = torch.zeros(positions_T.shape, dtype=torch.int64)
         loaded = session.steps.begin(ids_T, positions_T, bounds, past)

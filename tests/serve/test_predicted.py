@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crew import WorkerGroup
-from request_tasks import DRAWN, counted, counted_on_mesh, mesh_of
+from request_tasks import DRAWN, counted, counted_in_halves, counted_on_mesh, mesh_of
 from subjects import config_of
 
 import outsize
@@ -80,6 +80,8 @@ def crew(
 
 def test_on_each_worker_of_a_mesh(path: Path, crew: WorkerGroup) -> None:
     """In processes: threads that stand for workers make their sums under one of them."""
+    for predicted, found in crew.run(counted_in_halves, path):
+        within(predicted, found)
     mesh, workers = crew.run(mesh_of)[0], crew.run(counted_on_mesh, path)
     expected = [planned(path, Request((0,) * n, 6, DRAWN), mesh) for n in (3, 200)]
     for rank, worker in enumerate(workers):
