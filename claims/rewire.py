@@ -6,7 +6,7 @@ import torch
 
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
-from outsize.techniques.wirings.kraken_ways import krakened
+from outsize.techniques.wirings.kraken_ways import converted, krakened
 from outsize.techniques.wirings.ladder_from import laddered
 
 
@@ -17,9 +17,9 @@ def to_ladder(model: Decoder, first: int | None = None) -> Decoder:
 
 
 def to_kraken(model: Decoder, ways: int) -> Decoder:
-    """The model with `ways` sub-layers a layer, sharing its parameters. Its numbers are others: it
-    needs training before it is as good again."""
-    return _rewired(model, krakened(model.config, ways))
+    """The model with `ways` sub-layers a layer, sharing what of its parameters does not change. Its
+    numbers are others: it needs training before it is as good again."""
+    return converted(model, krakened(model.config, ways))
 
 
 def _rewired(model: Decoder, config: DecoderConfig) -> Decoder:

@@ -148,7 +148,7 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = MAX_SHARD_BYTE
             " before (outsize.merge), or save the adapter"
         )
     check_values(model)
-    whole_directory(path, lambda directory: _write(model, directory, max_shard_bytes))
+    whole_directory(path, lambda directory: write(model, directory, max_shard_bytes))
 
 
 def check_here(model: Decoder) -> None:
@@ -320,7 +320,8 @@ def check_tied_head(shards: Shards, config: DecoderConfig, tokens: Callable[[], 
 # Saving
 
 
-def _write(model: Decoder, directory: Path, max_shard_bytes: int) -> None:
+def write(model: Decoder, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """The files of `save`, in a directory that is there."""
     values = {name: x.detach() for name, x in model.named_parameters()}
     stored = merged(layout(model.config), lambda name: values[name].to("meta"), values.__getitem__)
     files = write_groups(directory, ((WEIGHTS, *one) for one in stored), max_shard_bytes)

@@ -6,10 +6,14 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outsize.cli.command import Command
+
+if TYPE_CHECKING:
+    from outsize.models.decoder import Decoder
 
 
 @click.command(cls=Command)
@@ -21,13 +25,15 @@ from outsize.cli.command import Command
 )
 def convert(directory: Path, ladder: int | None, kraken: int | None, into: Path) -> None:
     """Write the model in DIRECTORY with its branches wired otherwise, so that on a tensor axis
-    their sums run beside what is computed. Weights are copied as they lie; the numbers are others,
-    and want a little training: outsize train --set model.name=INTO.
+    their sums run beside what is computed. A ladder's weights are copied as they lie; ways have
+    norms and biases of their own. The numbers are others, and want a little training: outsize train
+    --set model.name=INTO.
     """
     from outsize.checkpoint.adapters import model_directory
-    from outsize.checkpoint.hub import CONFIG, describe, whole_directory
+    from outsize.checkpoint.hub import CONFIG, describe, load, whole_directory
     from outsize.errors import OutsizeError
     from outsize.models.families import parse
+    from outsize.models.wiring import WIRES
 
     asked = {"ladder_from": ladder, "kraken_ways": kraken}
     wired = {key: value for key, value in asked.items() if value is not None}
@@ -39,19 +45,34 @@ def convert(directory: Path, ladder: int | None, kraken: int | None, into: Path)
     if source.get(key) is not None:
         raise OutsizeError(f"{found}: {key} is {source[key]} already; convert a plain model")
     config = {**source, key: value}
-    shards = describe(found, parse(config)).shards  # refused before anything is written
-    files = sorted({header.path for header in shards.where.values()})
-    whole_directory(into, partial(_write, found, files, config))
+    wanted, made = parse(config), WIRES.get(key).made  # refused before anything is written
+    if made is None:
+        shards = describe(found, wanted).shards
+        files = sorted({header.path for header in shards.where.values()})
+        whole_directory(into, partial(_write, found, files, config, None))
+    else:
+        model = made(load(found), wanted)
+        whole_directory(into, partial(_write, found, [], config, model))
     click.echo(f"{into}: {key} is {value}; train it on: outsize train --set model.name={into}")
 
 
-def _write(found: Path, weights: list[Path], config: dict[str, object], directory: Path) -> None:
-    from outsize.checkpoint.hub import CONFIG
+def _write(
+    found: Path,
+    weights: list[Path],
+    config: dict[str, object],
+    model: Decoder | None,
+    directory: Path,
+) -> None:
+    """The files of a model: its weights as they lie elsewhere, or those of `model`."""
+    from outsize.checkpoint.hub import CONFIG, write
     from outsize.checkpoint.shards import INDEX, SUMS
     from outsize.checkpoint.writing import write_json
     from outsize.train.tokenizer_files import COPIED
 
-    for path in (*weights, *(found / name for name in (INDEX, SUMS, *COPIED))):
+    if model is not None:
+        write(model, directory)
+    beside = COPIED if model is not None else (INDEX, SUMS, *COPIED)
+    for path in (*weights, *(found / name for name in beside)):
         if path.is_file():
             shutil.copyfile(path, directory / path.name)
     write_json(directory / CONFIG, config)

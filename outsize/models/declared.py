@@ -14,8 +14,9 @@ from torch import nn
 
 from outsize.errors import OutsizeError
 
-# What is never cut apart, and how many there are of it: a field of DecoderConfig or ExpertFacts.
-Unit = Literal["heads", "kv_heads", "inner", "expert_inner", "shared_inner", "vocab"]
+# What is never cut apart, and how many there are of it: a field of DecoderConfig or ExpertFacts,
+# or the wiring's.
+Unit = Literal["heads", "kv_heads", "inner", "expert_inner", "shared_inner", "vocab", "ways"]
 Stack = Literal["experts"]  # things of one shape that lie in a parameter one behind another
 
 

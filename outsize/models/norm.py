@@ -6,6 +6,8 @@ D normalised size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,29 @@ from outsize.kernels.norm import rms_norm, upcast
 from outsize.models.config import NormFacts
 from outsize.models.declared import STREAM, Declared, Initial, Lies
 
-__all__ = ["Norm", "upcast"]
+__all__ = ["Norm", "Scale", "Scaled", "upcast"]
+
+
+class Scaled(Protocol):
+    """What a norm multiplies by, and adds."""
+
+    @property
+    def facts(self) -> NormFacts: ...
+
+    @property
+    def weight(self) -> Tensor | None: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """The same by itself: of one of several norms that lie in one parameter."""
+
+    facts: NormFacts
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 class Norm(nn.Module):
@@ -29,7 +53,12 @@ class Norm(nn.Module):
         with_bias = facts.affine and facts.kind == "layer"
         self.weight = nn.Parameter(torch.empty(size)) if facts.affine else None
         self.bias = nn.Parameter(torch.empty(size)) if with_bias else None
-        self.run: Callable[[Norm, Tensor], Tensor] = normed
+        self.run: Callable[[Scaled, Tensor], Tensor] = normed
+
+    @property
+    def wide(self) -> bool:
+        """Whether its statistic is of what lies on several workers, where its weight is cut."""
+        return self.lies.unit is not None
 
     def declare(self, leaf: str) -> Declared:
         return Declared(Initial(value=self.facts.unit if leaf == "weight" else 0.0), self.lies)
@@ -38,7 +67,7 @@ class Norm(nn.Module):
         return self.run(self, x)
 
 
-def normed(norm: Norm, x: Tensor) -> Tensor:
+def normed(norm: Scaled, x: Tensor) -> Tensor:
     """All of the vector is here."""
     if norm.facts.kind == "layer":
         return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.facts.eps)

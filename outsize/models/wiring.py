@@ -19,6 +19,7 @@ from outsize.registry import Registry
 
 if TYPE_CHECKING:
     from outsize.models.config import DecoderConfig
+    from outsize.models.decoder import Decoder
 
 Launch = Callable[[Tensor], Callable[[], Tensor]]  # begins to add up; what that gives has the sum
 
@@ -77,11 +78,13 @@ class Wiring(Protocol):
 class Wire:
     """A wiring as config.json says it. read: the config of the same model wired like that; draw: a
     random config.json wired like that, for `outsize verify --random`, as it was where it cannot
-    be; share: of random models that are."""
+    be; share: of random models that are; made: a plain model wired like that config says, None:
+    its weights are the same."""
 
     read: Callable[[DecoderConfig, Mapping[str, Any]], DecoderConfig]
     draw: Callable[[Random, dict[str, Any]], dict[str, Any]]
     share: float
+    made: Callable[[Decoder, DecoderConfig], Decoder] | None = None
 
 
 WIRES: Registry[Wire] = Registry("wiring")

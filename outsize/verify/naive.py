@@ -26,7 +26,7 @@ from outsize.models.decoder import Decoder
 from outsize.models.dropout import Noise
 from outsize.models.experts import Experts
 from outsize.models.mlp import MLP
-from outsize.models.norm import Norm
+from outsize.models.norm import Norm, Scaled
 from outsize.models.random import bits
 from outsize.models.seams import AttendSpec, ExpertSet, Recurrence, StateSpec, Tensors
 from outsize.plan import Plan
@@ -46,7 +46,7 @@ def simple(model: Decoder) -> Decoder:
     return model
 
 
-def _normed(norm: Norm, x: Tensor) -> Tensor:
+def _normed(norm: Scaled, x: Tensor) -> Tensor:
     wide, facts = _wide(x), norm.facts
     if facts.kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)

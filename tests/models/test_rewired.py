@@ -19,7 +19,7 @@ from outsize.plan import Plan
 from outsize.plan.plan import per_segment
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Recipe
-from outsize.techniques.wirings.kraken_ways import krakened
+from outsize.techniques.wirings.kraken_ways import converted, krakened
 from outsize.techniques.wirings.ladder_from import laddered
 
 SIZES = {
@@ -35,7 +35,7 @@ def to_ladder(model, first=None):
 
 
 def to_kraken(model, ways):
-    return wired(model, krakened(model.config, ways))
+    return converted(model, krakened(model.config, ways))
 
 
 def wired(model, config):
@@ -61,7 +61,7 @@ def test_a_ladder_branch_misses_the_one_before(first):
     x, ctx, branches = plain_parts(model)
     outputs = []
     for i, branch in enumerate(branches):
-        seen = outputs[: i if i <= 2 * first else i - 1]
+        seen = outputs[: i if i < 2 * first else max(i - 1, 0)]
         outputs.append(branch(x + sum(seen) if seen else x))
     expected = model.epilogue.logits(model.epilogue(x + sum(outputs), ctx))
     found = to_ladder(model, first)(IDS)
@@ -78,40 +78,55 @@ def sub_model(model, way, ways):
     """A plain model of one way's weights."""
     cut = {**LLAMA, "num_attention_heads": 4 // ways, "num_key_value_heads": 2 // ways or 1}
     cut |= {"intermediate_size": 48 // ways, "head_dim": 8}
-    mine = filled(cut)
+    mine, every = filled(cut), dict(model.named_parameters())
     for name, p in mine.named_parameters():
-        whole = dict(model.named_parameters())[name].detach()
+        whole = every[name].detach()
         dim = 1 if name.endswith(("o.weight", "down.weight")) else 0
-        if p.shape != whole.shape:
-            whole = whole.chunk(ways, dim)[way]
-        p.data = whole.clone()
-        if way and name.endswith(("o.bias", "down.bias")):
-            p.data.zero_()
+        p.data = whole if p.shape == whole.shape else whole.chunk(ways, dim)[way].clone()
     return mine
 
 
 def test_kraken_is_as_many_models_that_hear_of_each_other_once_a_layer():
-    model, ways = filled(LLAMA), 2
+    """As the authors' code has it: the first layer of each is a plain one."""
+    ways = 2
+    model = filled({**LLAMA, "kraken_ways": ways})
     ctx = model.context(torch.arange(20), (0, 20))
     subs = [sub_model(model, way, ways) for way in range(ways)]
     x = model.prologue(IDS, ctx)
-    given = [torch.zeros_like(x)] * ways
-    for layer in range(4):
-        blocks = [sub.blocks[layer] for sub in subs]
-        attended = [
-            b.attention(b.attention_norm(x + c), ctx) for b, c in zip(blocks, given, strict=True)
-        ]
-        x = x + sum(given)
-        given = [a + b.mlp(b.mlp_norm(x + a), ctx) for a, b in zip(attended, blocks, strict=True)]
-    expected = model.epilogue.logits(model.epilogue(x + sum(given), ctx))
-    found = to_kraken(model, ways)(IDS)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    assert (found - model(IDS)).abs().max() > 1e-2
+    streams = [sub.blocks[0](x, ctx) for sub in subs]
+    for layer in range(1, 4):
+        after = []
+        for way, b in enumerate(sub.blocks[layer] for sub in subs):
+            u = streams[way] + b.attention(b.attention_norm(streams[way]), ctx)
+            others = sum(x for i, x in enumerate(streams) if i != way)
+            after.append(u + b.mlp(b.mlp_norm(u + others)))
+        streams = after
+    joint = model.epilogue.join.conjunction
+    x = torch.cat(streams, dim=1) @ joint.weight.T + joint.bias
+    expected = model.epilogue.logits(model.epilogue.norm(x))
+    torch.testing.assert_close(model(IDS), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("silent", "same"), [("attention.o", True), ("mlp.down", True), ("", False)]
+)
+def test_a_model_whose_ways_are_alike_is_the_same_in_ways(silent, same):
+    """But for networks, which see the attention of their own way alone."""
+    model, ways = filled({**LLAMA, "rms_norm_eps": 1e-30}), 2
+    for name, p in model.named_parameters():
+        if silent and silent in name:
+            p.data.zero_()
+        if "blocks" in name and "norm" not in name and not name.endswith(("o.bias", "down.bias")):
+            dim = 1 if name.endswith(("o.weight", "down.weight")) else 0
+            first = p.detach().chunk(ways, dim)[0]
+            p.data = torch.cat([first] * ways, dim)
+    found, expected = to_kraken(model, ways)(IDS), model(IDS)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9) == same
 
 
 def test_one_way_is_the_plain_model():
     model = filled(LLAMA)
-    assert torch.equal(to_kraken(model, 1)(IDS), model(IDS))
+    assert torch.equal(wired(model, krakened(model.config, 1))(IDS), model(IDS))
 
 
 @pytest.mark.parametrize("convert", [lambda m: to_ladder(m, 1), lambda m: to_kraken(m, 2)])

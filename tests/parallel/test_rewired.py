@@ -200,5 +200,5 @@ def test_a_run_is_not_refused(name):
 
 def test_a_run_over_too_many_workers_is_refused():
     request = PlanRequest(ROWS, TOKENS, Precision.named("float32"), AdamW(), mesh=Mesh(tensor=4))
-    with pytest.raises(OutsizeError, match="does not divide the model's kraken_ways"):
+    with pytest.raises(OutsizeError, match="2 ways of a layer do not divide evenly over 4"):
         check_layouts(parse(SUBJECTS["kraken, two ways"]), request)

@@ -138,7 +138,7 @@ def _sites(module: nn.Module, name: str, edge: str) -> Iterator[Site]:
 def _wide_norms(model: Decoder, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Known]]:
     """Norms that are cut, over all heads at once, and take their statistic over the axis."""
     for name, module in model.named_modules():
-        if isinstance(module, Norm) and module.lies.unit is not None:
+        if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
             cut = cuts[f"{name}.weight"]
             if cut.dim is not None:
                 layout = Sharded(1, copies=cut.shared)

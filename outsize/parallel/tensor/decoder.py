@@ -133,7 +133,7 @@ def _widen(model: Decoder, axis: Collective) -> None:
     """Norms that are cut, over all heads at once, take their statistic over the axis."""
     having = counts(model.config)
     for module in model.modules():
-        if isinstance(module, Norm) and module.lies.unit is not None:
+        if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
             copies = max(1, axis.size // having[module.lies.unit])
             module.run = partial(wide_norm, axis=axis, copies=copies)
 

@@ -6,7 +6,7 @@ is there at once; with one, a courier takes it while the block goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outsize.collectives import Collective
 from outsize.collectives.courier import Flight
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Unit
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear, without_bias
 from outsize.models.wiring import Launch, Launching, Wiring
@@ -43,6 +44,9 @@ class OverAxis(Wiring, Protocol):
 
     def check(self, size: int, sequence_parallel: bool) -> None:
         """OutsizeError where an axis of `size` workers cannot share the model."""
+
+    def units(self) -> Mapping[Unit, int]:
+        """How many it has of what is never cut apart, and a plain model has not."""
 
     def inside(self) -> tuple[str, ...]:
         """Names of what has partial gradients, as patterns."""

@@ -9,6 +9,7 @@ from outsize.models.declared import Lies, Unit
 from outsize.models.decoder import Decoder
 from outsize.parallel.shards import even
 from outsize.parallel.tensor.declared import layouts
+from outsize.parallel.tensor.rewired import over_axis
 
 
 def counts(config: DecoderConfig) -> dict[Unit, int]:
@@ -26,7 +27,8 @@ def counts(config: DecoderConfig) -> dict[Unit, int]:
         found["expert_inner"] = facts.hidden
         if facts.shared_hidden:
             found["shared_inner"] = facts.shared_hidden
-    return found
+    wiring = over_axis(config)
+    return found if wiring is None else {**found, **wiring.units()}
 
 
 _NAMES: dict[Unit, str] = {
@@ -36,13 +38,14 @@ _NAMES: dict[Unit, str] = {
     "expert_inner": "inner features of an expert",
     "shared_inner": "inner features of the shared expert",
     "vocab": "tokens of the vocabulary",
+    "ways": "ways of a layer",
 }
 
 
 def _fault(unit: Unit, count: int, size: int) -> str | None:
     """Why an axis cannot cut `count` of a unit."""
     match unit:
-        case "heads" if count % size:
+        case "heads" | "ways" if count % size:
             return "do not divide evenly"
         case "kv_heads" if count % size and size % count:
             return "neither divide evenly nor are shared evenly"

@@ -1,18 +1,22 @@
 """Kraken: every layer is several sub-layers beside one another, their outputs summed once.
 
-Each of the n ways has some of the heads and of the feed-forward network's features, and runs
-attention and network without a word to the others; the sum of what all of them gave runs beside the
-next layer's attention, which sees its own way's part alone (Prabhakar et al., "Kraken: Inherently
-Parallel Transformers For Efficient Multi-Device Inference", 2024). For way i of a layer,
+Each of the n ways has some of the heads and of the feed-forward network's features, norms and a
+residual stream of its own, and runs attention and network without a word to the others. The sum of
+all streams runs beside the next layer's attention, which sees its own way's alone; the network
+behind it sees all (Prabhakar et al., "Kraken: Inherently Parallel Transformers For Efficient
+Multi-Device Inference", 2024, as the authors' own code has it). For way i of a layer,
 
-    a_i = attention_i(norm(x + c_i))        c: what the ways gave in the layer before
-    x <- x + sum_j c_j                      the layer's one sum over the workers
-    c_i <- a_i + mlp_i(norm(x + a_i))
+    u_i = x_i + attention_i(norm_i(x_i))
+    x_i <- u_i + mlp_i(norm_i(u_i + sum of the other ways' x_j))    in the first layer norm_i(u_i)
 
-With one way this is the plain model. The paper trains from scratch and says of no conversion; here
-the weights are those of a plain model, heads and features cut into ways, so that any plain
-checkpoint can be what training starts from. Norms are shared by the ways (the paper's have their
-own), and how the residual is added is ours.
+and behind the last layer one linear layer, the conjunction, makes x of all x_i. What is left of the
+plain model: heads and features are those of config.json, cut into ways, and a norm of each query
+and key head is shared. With one way this is the plain model.
+
+The paper trains from scratch and says of no conversion. A plain model is converted so that a way
+estimates the plain stream by its own part of it: what its branches give counts n times, and the
+conjunction takes the mean. Where ways are alike, all that differs from the plain model is that a
+network sees its own way's attention of the layer, and not the other ways'.
 
 T tokens, D hidden, n ways, I in, O out; W value size.
 """
@@ -25,7 +29,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.collectives import Collective
 from outsize.errors import OutsizeError
@@ -33,11 +37,12 @@ from outsize.kernels import product
 from outsize.kernels.linear import GradSink
 from outsize.models.attention import Attention
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Declared, Initial, Lies, Unit
 from outsize.models.decoder import Decoder
 from outsize.models.families.reading import integer
 from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
-from outsize.models.norm import Norm
+from outsize.models.norm import Norm, Scale
 from outsize.models.seams import Context, Mixer
 from outsize.models.wiring import WIRES, Launch, Launching, Wire, at_once, sequential
 from outsize.parallel.tensor.beside import Beside
@@ -45,10 +50,11 @@ from outsize.parallel.tensor.declared import BY_FEATURES, FANNED, SUMMAND, WHOLE
 from outsize.parallel.tensor.rewired import Rewired, first_counts, flying, launching
 
 NAME = "kraken_ways"
+UNIT: Unit = "ways"
 
 
 class KrakenBlock(Launching):
-    """(T, D) in the first one, (T, (1 + n) D) in the others -> (T, (1 + n) D): x, c_0, c_1, ...
+    """(T, D) in the first one, (T, n D) in the others -> (T, n D): x_0, x_1, ...
 
     ways, first: how many are on this worker, and the first one's number.
     """
@@ -57,22 +63,22 @@ class KrakenBlock(Launching):
         super().__init__()
         self.layer, self.hidden = layer, config.hidden
         self.ways, self.first = ways, 0
-        self.attention_norm = Norm(config.hidden, config.norm)
-        self.attention = KrakenAttention(config, layer)
-        self.mlp_norm = Norm(config.hidden, config.norm)
-        self.mlp = KrakenMLP(config)
+        self.attention_norm = WayNorm(config, ways)
+        self.attention = KrakenAttention(config, layer, ways)
+        self.mlp_norm = WayNorm(config, ways)
+        self.mlp = KrakenMLP(config, ways)
         self.launch: Launch = at_once
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        stream_TD, given_TnD = self._parts(x)
-        landing = None if given_TnD is None else self.launch(given_TnD.sum(1))
-        h_TnD = self.attention_norm(self._views(stream_TD, given_TnD))
-        attended_TnD = self._drop(self.attention(h_TnD, ctx), ctx, "attention")
-        if landing is not None:
-            stream_TD = stream_TD + landing()
-        fed_TnD = self.mlp(self.mlp_norm(stream_TD.unsqueeze(1) + attended_TnD), ctx)
-        given_TnD = attended_TnD + self._drop(fed_TnD, ctx, "mlp")
-        return torch.cat((stream_TD, given_TnD.flatten(1)), dim=-1)
+        x_TnD = self._streams(x)
+        landing = self.launch(x_TnD.sum(1)) if self.layer else None
+        attended_TnD = self.attention(self.attention_norm(x_TnD), ctx)
+        attended_TnD = self._drop(attended_TnD, ctx, "attention")
+        u_TnD = x_TnD + attended_TnD
+        seen_TnD = u_TnD if landing is None else attended_TnD + landing().unsqueeze(1)
+        fed_TnD = self.mlp(self.mlp_norm(seen_TnD), ctx)
+        y: Tensor = (u_TnD + self._drop(fed_TnD, ctx, "mlp")).flatten(1)
+        return y
 
     @property
     def mixer(self) -> Mixer:
@@ -81,16 +87,13 @@ class KrakenBlock(Launching):
 
     def leave(self, x: Tensor, ctx: Context) -> None:
         """Keep what the block's input leaves for later tokens, and compute nothing else."""
-        self.attention.leave(self.attention_norm(self._views(*self._parts(x))), ctx)
+        self.attention.leave(self.attention_norm(self._streams(x)), ctx)
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return parts(x, self.hidden)
-
-    def _views(self, stream_TD: Tensor, given_TnD: Tensor | None) -> Tensor:
-        """The stream as each way sees it."""
-        if given_TnD is None:
-            return stream_TD.unsqueeze(1).expand(-1, self.ways, -1)
-        return stream_TD.unsqueeze(1) + given_TnD
+    def _streams(self, x: Tensor) -> Tensor:
+        """x_TnD."""
+        if not self.layer:
+            return x.unsqueeze(1).expand(-1, self.ways, -1)
+        return x.view(len(x), self.ways, self.hidden)
 
     def _drop(self, x_TnD: Tensor, ctx: Context, branch: str) -> Tensor:
         if ctx.noise is None:
@@ -99,34 +102,61 @@ class KrakenBlock(Launching):
         return torch.stack([ctx.drop(x_TnD[:, i], n) for i, n in enumerate(names)], dim=1)
 
 
-class KrakenJoin:
-    """(T, (1 + n) D) -> (T, D): the stream with all that was added to it."""
+class KrakenJoin(nn.Module):
+    """(T, n D) -> (T, D): the conjunction."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.hidden = config.hidden
+    def __init__(self, config: DecoderConfig, ways: int) -> None:
+        super().__init__()
+        size = config.hidden
+        self.conjunction = Linear(ways * size, size, config.mlp_bias, "row", UNIT)
         self.launch: Launch = at_once
 
-    def __call__(self, x: Tensor, ctx: Context | None) -> Tensor:
-        stream_TD, given_TnD = parts(x, self.hidden)
-        assert given_TnD is not None, "what the last layer gave"
-        return stream_TD + self.launch(given_TnD.sum(1))()
+    def forward(self, x: Tensor, ctx: Context | None) -> Tensor:
+        return self.launch(self.conjunction(x))()
 
 
-def parts(x: Tensor, hidden: int) -> tuple[Tensor, Tensor | None]:
-    """x_TD, c_TnD."""
-    if x.shape[1] == hidden:
-        return x, None
-    return x[:, :hidden], x[:, hidden:].unflatten(-1, (-1, hidden))
+class WayNorm(Norm):
+    """x_TnD -> y_TnD: a norm a way, their weights one behind another."""
+
+    def __init__(self, config: DecoderConfig, ways: int) -> None:
+        super().__init__(ways * config.hidden, config.norm, Lies(0, UNIT))
+        self.hidden = config.hidden
+
+    @property
+    def wide(self) -> bool:
+        return False
+
+    def forward(self, x_TnD: Tensor) -> Tensor:
+        count = x_TnD.shape[1]
+        weights, biases = (
+            [None] * count if p is None else p.unflatten(0, (count, -1)).unbind()
+            for p in (self.weight, self.bias)
+        )
+        ways = zip(x_TnD.unbind(1), weights, biases, strict=True)
+        return torch.stack([self.run(Scale(self.facts, w, b), x) for x, w, b in ways], dim=1)
+
+
+class WayRow(Linear):
+    """x_TnI -> y_TnO of a row weight, way by way, with biases one behind another."""
+
+    def __init__(self, d_in: int, d_out: int, bias: bool, unit: Unit, ways: int) -> None:
+        super().__init__(d_in, d_out, bias, "row", unit)
+        self.bias = nn.Parameter(torch.empty(ways * d_out)) if bias else None
+        self.product = rows
+
+    def declare(self, leaf: str) -> Declared:
+        return Declared(Initial(), Lies(0, UNIT)) if leaf == "bias" else super().declare(leaf)
 
 
 class KrakenAttention(Attention):
-    """h_TnD -> y_TnD: each way with its heads. The bias of the output is the first way's."""
+    """h_TnD -> y_TnD: each way with its heads."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, ways: int) -> None:
         super().__init__(config, layer)
         for one in (self.q, self.k, self.v):
             one.product = columns
-        self.o.product = rows
+        size = config.heads * config.value_size
+        self.o = WayRow(size, config.hidden, config.o_bias, "heads", ways)
 
     def forward(self, h_TnD: Tensor, ctx: Context) -> Tensor:
         y_TnD: Tensor = self.o(self.attended(h_TnD, ctx).unflatten(-1, (h_TnD.shape[1], -1)))
@@ -136,13 +166,13 @@ class KrakenAttention(Attention):
 class KrakenMLP(MLP):
     """h_TnD -> y_TnD: each way with its inner features."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(
-            config.hidden, config.mlp_hidden, config.activation, config.gated, config.mlp_bias
-        )
-        self.up.product, self.down.product = columns, rows
+    def __init__(self, config: DecoderConfig, ways: int) -> None:
+        inner = config.mlp_hidden
+        super().__init__(config.hidden, inner, config.activation, config.gated, config.mlp_bias)
+        self.up.product = columns
         if self.gate is not None:
             self.gate.product = columns
+        self.down = WayRow(inner, config.hidden, config.mlp_bias, "inner", ways)
 
     def forward(self, h_TnD: Tensor, ctx: Context | None = None) -> Tensor:
         y_TnD: Tensor = self.down(self.inner(h_TnD).unflatten(-1, (h_TnD.shape[1], -1)))
@@ -158,12 +188,9 @@ def columns(one: Linear, x_TnI: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rows(one: Linear, x_TnI: Tensor, bias: Tensor | None) -> Tensor:
-    """y_TnO of a weight whose input features are the ways': way i's of x_i; a bias is the first
-    one's."""
+    """y_TnO of a weight whose input features are the ways': way i's of x_i."""
     y_TnO = _product(x_TnI, one, None, _rows)
-    if bias is None:
-        return y_TnO
-    return y_TnO + torch.cat((bias[None], torch.zeros_like(y_TnO[0, 1:])))
+    return y_TnO if bias is None else y_TnO + bias.unflatten(0, (y_TnO.shape[1], -1))
 
 
 Cutting = Callable[[Tensor, int], tuple[Tensor, ...]]
@@ -245,8 +272,8 @@ class _Ways(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Kraken:
-    """On a tensor axis the stream has whole values and partial gradients from the embedding to the
-    head, for each way sees it in its own way; the one sum of a layer is a sum in both directions.
+    """On a tensor axis a worker has whole ways, whose streams nobody else has; the one sum of a
+    layer is a sum in both directions, that of the conjunction as any row weight's.
     """
 
     ways: int
@@ -256,45 +283,44 @@ class Kraken:
         return KrakenBlock(config, layer, self.ways)
 
     def join(self, config: DecoderConfig) -> KrakenJoin:
-        return KrakenJoin(config)
+        return KrakenJoin(config, self.ways)
 
     def width(self, layer: int, size: int) -> float:
-        return 1.0 if layer < 0 else 1 + self.ways / size
+        return 1.0 if layer < 0 else self.ways / size
+
+    def units(self) -> dict[Unit, int]:
+        return {UNIT: self.ways}
 
     def check(self, size: int, sequence_parallel: bool) -> None:
-        if self.ways % size:
-            fits = max(n for n in range(1, size + 1) if self.ways % n == 0)
-            raise OutsizeError(
-                f"mesh: tensor is {size}, which does not divide the model's {NAME}, {self.ways};"
-                f" the nearest that works is tensor={fits}"
-            )
         if sequence_parallel:
             raise OutsizeError(
-                f"plan: sequence_parallel is set, but a model with {NAME} {self.ways} sees its"
-                " stream differently on every worker; set it to false"
+                f"plan: sequence_parallel is set, but a model with {NAME} {self.ways} has other"
+                " streams on every worker; set it to false"
             )
 
     def inside(self) -> tuple[str, ...]:
-        norms = ("blocks.*_norm.*", "epilogue.norm.*", "epilogue.project.*")
-        return (*norms, "blocks.*.attention.o.bias", "blocks.*.mlp.down.bias")
+        return ("epilogue.join.conjunction.bias",)
 
     def boundaries(self, sequence_parallel: bool) -> tuple[Boundary, ...]:
         return (
             Boundary("prologue.tokens", "output", SUMMAND, WHOLE),
             Boundary("blocks.0", "input", WHOLE, FANNED),
+            Boundary("epilogue", "output", WHOLE, FANNED),
             Boundary("epilogue.head", "output", BY_FEATURES, WHOLE),
         )
 
     def rewire(
         self, model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
     ) -> Rewired:
-        for module in model.modules():
-            if isinstance(module, KrakenBlock):
-                module.ways = self.ways // axis.size
-                module.first = axis.rank * module.ways
-            elif isinstance(module, KrakenAttention | KrakenMLP):
-                first_counts(module, axis)
+        for block in model.blocks:
+            assert isinstance(block, KrakenBlock)
+            block.ways = self.ways // axis.size
+            block.first = axis.rank * block.ways
         launching(model, flying(axis, beside, ("all_reduce", "all_reduce")))
+        join = model.epilogue.join
+        assert isinstance(join, KrakenJoin)
+        first_counts(join, axis)
+        join.launch = flying(axis, beside, ("all_reduce", "none"))
         return Rewired()
 
 
@@ -321,6 +347,33 @@ def krakened(config: DecoderConfig, ways: int) -> DecoderConfig:
     return replace(config, wiring=wiring, source={**config.source, NAME: ways})
 
 
+def converted(model: Decoder, config: DecoderConfig) -> Decoder:
+    """A plain model in the ways of `config`, which are the model's `krakened`. What does not change
+    is shared with it."""
+    assert isinstance(config.wiring, Kraken)
+    ways, size = config.wiring.ways, config.hidden
+    with torch.device("meta"):
+        made = Decoder(config)
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    like = model.prologue.tokens.weight.detach()
+    for prefix, module in made.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            found = owners.get(f"{prefix}.{leaf}")
+            if found is None:
+                eye_DD = torch.eye(size, dtype=like.dtype, device=like.device)
+                value = eye_DD.repeat(1, ways) / ways if leaf == "weight" else like.new_zeros(size)
+            elif isinstance(module, WayRow) and leaf == "weight":
+                value = found.detach() * ways
+            elif found.shape != parameter.shape:
+                value = found.detach().repeat(ways)
+            else:
+                module.register_parameter(leaf, found)
+                continue
+            module.register_parameter(leaf, nn.Parameter(value))
+    made.origin = model.origin
+    return made
+
+
 def _drawn(draw: Random, made: dict[str, Any]) -> dict[str, Any]:
     counts = (made.get("num_attention_heads", 1), made.get("num_key_value_heads", 1))
     ways = [n for n in (2, 3, 4) if not any(count % n for count in counts)]
@@ -330,4 +383,4 @@ def _drawn(draw: Random, made: dict[str, Any]) -> dict[str, Any]:
     return {**made, NAME: way, "intermediate_size": way * draw.randrange(4, 13)}
 
 
-WIRES.add(NAME, Wire(lambda c, said: krakened(c, integer(said, NAME)), _drawn, 0.2))
+WIRES.add(NAME, Wire(lambda c, said: krakened(c, integer(said, NAME)), _drawn, 0.2, converted))

@@ -2,8 +2,10 @@
 
 So a branch's sum over the tensor axis has the whole next branch to run beside (Zhang et al.,
 "Ladder-Residual: Parallelism-Aware Architecture for Accelerating Large Model Inference with
-Communication Overlapping", 2025). The weights are those of a plain model, the maths is not: the
-paper trains from scratch, or converts the upper half of the layers and trains 3B tokens more.
+Communication Overlapping", 2025). Where plain layers come before it, the ladder's first attention
+misses the network of the last of these, as in the authors' code. The weights are those of a plain
+model, the maths is not: the paper trains from scratch, or converts the upper half of the layers and
+trains 3B tokens more.
 
 Between blocks go x_TD and m_TD side by side, (T, 2 D): the stream, and what the last feed-forward
 network adds to it, which on a tensor axis may still be this worker's summand.
@@ -22,6 +24,7 @@ from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Unit
 from outsize.models.decoder import Decoder
 from outsize.models.families.reading import count
 from outsize.models.norm import Norm
@@ -38,11 +41,12 @@ BIASES = ("attention.o.bias", "mlp.down.bias")
 
 
 class LadderBlock(Launching):
-    """(T, D) in the first one, (T, 2 D) in the others -> (T, 2 D)."""
+    """(T, D) in the first one, (T, 2 D) in the others -> (T, 2 D). plain: its own network sees its
+    attention; what that network gives is apart."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, plain: bool = False) -> None:
         super().__init__()
-        self.layer, self.hidden = layer, config.hidden
+        self.layer, self.hidden, self.plain = layer, config.hidden, plain
         self.attention_norm = Norm(config.hidden, config.norm)
         self.attention = mixer(config, layer)
         self.mlp_norm = Norm(config.hidden, config.norm)
@@ -56,9 +60,12 @@ class LadderBlock(Launching):
         attended_TD: Tensor = self.attention(self.attention_norm(stream_TD), ctx)
         if landing is not None:
             stream_TD = stream_TD + ctx.drop(landing(), f"{self.layer - 1}.mlp")
-        landing = self.launch(attended_TD)
+        landing, name = self.launch(attended_TD), f"{self.layer}.attention"
+        if self.plain:
+            stream_TD = stream_TD + ctx.drop(landing(), name)
         fed_TD: Tensor = self.mlp(self.mlp_norm(stream_TD), ctx)
-        stream_TD = stream_TD + ctx.drop(landing(), f"{self.layer}.attention")
+        if not self.plain:
+            stream_TD = stream_TD + ctx.drop(landing(), name)
         return torch.cat((stream_TD, fed_TD), dim=-1)
 
     @property
@@ -94,20 +101,30 @@ class Ladder:
     layers: int
     key = NAME
 
+    @property
+    def begins(self) -> int:
+        """The first layer that gives its network's output apart."""
+        return max(self.first - 1, 0)
+
     def block(self, config: DecoderConfig, layer: int) -> LadderBlock | None:
-        return LadderBlock(config, layer) if layer >= self.first else None
+        if layer < self.begins:
+            return None
+        return LadderBlock(config, layer, plain=layer < self.first)
 
     def join(self, config: DecoderConfig) -> LadderJoin:
         return LadderJoin(config)
 
     def width(self, layer: int, size: int) -> float:
-        return 2.0 if layer >= self.first else 1.0
+        return 2.0 if layer >= self.begins else 1.0
+
+    def units(self) -> dict[Unit, int]:
+        return {}
 
     def check(self, size: int, sequence_parallel: bool) -> None:
         """Any axis can share it."""
 
     def inside(self) -> tuple[str, ...]:
-        return tuple(f"blocks.{i}.{b}" for i in range(self.first, self.layers) for b in BIASES)
+        return tuple(f"blocks.{i}.{b}" for i in range(self.begins, self.layers) for b in BIASES)
 
     def boundaries(self, sequence_parallel: bool) -> tuple[Boundary, ...]:
         return boundaries(sequence_parallel)
@@ -116,7 +133,7 @@ class Ladder:
         self, model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
     ) -> Rewired:
         names = set[str]()
-        for i in range(self.first, self.layers):
+        for i in range(self.begins, self.layers):
             for name in ("attention", "mlp"):
                 first_counts(getattr(model.blocks[i], name), axis)
                 names.add(f"blocks.{i}.{name}")
