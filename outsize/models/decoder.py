@@ -162,7 +162,10 @@ class Epilogue(nn.Module):
 
     def logits(self, h_TD: Tensor) -> Tensor:
         """logits_TV, scaled and capped."""
-        logits_TV: Tensor = self.head(h_TD)
+        return self.soften(self.head(h_TD))
+
+    def soften(self, logits_TV: Tensor) -> Tensor:
+        """Of what the head gave."""
         if self.logit_scale != 1:
             logits_TV = logits_TV * self.logit_scale
         if self.softcap is not None:

@@ -15,7 +15,8 @@ from outsize.registry import Registry
 
 # By axis whose workers hold different parts of some weights, or by what cuts a pipeline's ends:
 # leaves of a decoder those of a worker; gives how what was there of these weights was cut, by name.
-DIVISIONS: Registry[Callable[[Decoder, Collective], dict[str, Cut]]] = Registry("division")
+# Ends have a second collective, of the tensor axis, beside what that says while it computes.
+DIVISIONS: Registry[Callable[..., dict[str, Cut]]] = Registry("division")
 
 
 def divide(
@@ -30,10 +31,13 @@ def divide(
     """
     beside = beside_of(world, plan.settings)
     cuts = split(model, along(world, "tensor"), plan.sequence_parallel, beside)
-    over = [(axis.name, along(world, axis.name)) for axis in world.mesh.axes if axis.parts]
+    over: list[tuple[str, tuple[Collective, ...]]] = [
+        (axis.name, (along(world, axis.name),)) for axis in world.mesh.axes if axis.parts
+    ]
     if plan.pipeline.ends is not None:
-        over.append((plan.pipeline.ends[0], line or along(world, "pipeline", "exchange")))
+        across = along(world, "tensor", "exchange")
+        over.append((plan.pipeline.ends[0], (line or along(world, "pipeline", "exchange"), across)))
     for name, workers in over:
-        further = DIVISIONS.get(name)(model, workers)
+        further = DIVISIONS.get(name)(model, *workers)
         cuts |= {name: replace(cut, outer=cuts.get(name)) for name, cut in further.items()}
     return cuts

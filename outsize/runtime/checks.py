@@ -136,26 +136,6 @@ def check_pipeline(placement: Placement) -> None:
     """Refuse schedules of a pipeline that do not go with the rest of a plan."""
     _check_summed(placement)
     _check_shares(placement)
-    _check_rows(placement)
-
-
-def _check_rows(placement: Placement) -> None:
-    """Refuse what does not go with ends that all workers of a pipeline share."""
-    plan = placement.plan
-    if plan.pipeline.ends is None:
-        return
-    name, variant = plan.pipeline.ends
-    axis = f"plan: pipeline.{name} is {variant}"
-    if first := placement.chunks.first:
-        raise OutsizeError(
-            f"{axis}, and the first {first} stages are frozen; the embedding's gradient"
-            " comes last: train them, or set it to 0"
-        )
-    if plan.loss_chunk:
-        raise OutsizeError(
-            f"{axis} and loss_chunk {plan.loss_chunk}; the losses of a microbatch are made at once,"
-            " when all workers know their sums: set one of them to 0"
-        )
 
 
 def _check_summed(placement: Placement) -> None:

@@ -326,7 +326,7 @@ class ChainWalk:
         del entered
         spill = self._spill_of(stage) if train else None
         fed = here.first > self._trainable_from and here.first - 1 not in self._heads
-        x = input_leaf(carry, ends is not None or fed)
+        x = input_leaf(carry, fed or (ends is not None and stage == ends.way.first))
         record = self._record(here, x, spill)
         del carry, x
         (out,) = record.forward(train and not here.whole)

@@ -6,7 +6,7 @@ T tokens of a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -41,8 +41,8 @@ class Rows(Protocol):
         """Forget the step."""
 
     @property
-    def received(self) -> int:
-        """Bytes that exchanges have brought."""
+    def received(self) -> Mapping[str, int]:
+        """Bytes that exchanges have brought, by axis."""
 
     def summed(self, state: State, microbatch: int) -> int:
         """Bytes of what an exchange sums, few numbers a token aside."""

@@ -63,6 +63,12 @@ class Ends:
         """Sums between the last stage's forward and its backward."""
         return sum(kind.end == "last" for kind in self.makes)
 
+    @property
+    def over(self) -> Kind:
+        """The pass that ends a microbatch. Where the first stages are frozen nothing comes back to
+        it: it waits for the last sum, which each worker is to have made until then."""
+        return self.passes[-1]
+
     def user(self, state: State) -> Kind:
         """The pass until which what is given must stay."""
         return self.at("last" if state is State.ACTIVATIONS else "first")[-1]

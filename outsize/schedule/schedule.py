@@ -73,6 +73,8 @@ class Schedule:
         if self.ends is None:
             return None
         m = action.microbatch
+        if self.first and action.kind is self.ends.over:
+            return self.ends.back
         barrier = self.ends.before(action, (self.begin(m), self.end(m)))
         return None if barrier is None else barrier[0]
 

@@ -223,9 +223,13 @@ class Spoken:
             yield Talk(ranks, "merge", "all_reduce", size, wide=_wide(self.chunks, chunk))
 
     def _exchange(self, action: Action) -> Iterator[Talk]:
-        every = self.groups.of_stages(range(self.chunks.plan.mesh.pipeline))
-        had = sum(said.bytes for said in self.inside(action))
-        yield Talk(every, "exchange", "all_reduce", _whole(had, "all_reduce", len(every)))
+        mesh, heard = self.chunks.plan.mesh, self.inside(action)
+        for axis in ("pipeline", "tensor"):  # the few numbers of a loss are of both
+            if axis == "tensor" and action.state is not State.SUMS:
+                continue
+            ranks = mesh.ranks(axis, self.rank)
+            had = sum(said.bytes for said in heard if said.axis == axis)
+            yield Talk(ranks, "exchange", "all_reduce", _whole(had, "all_reduce", len(ranks)))
 
     def _pass(self, action: Action) -> Iterator[Talk]:
         line = self.chunks.pipelining

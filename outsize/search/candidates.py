@@ -29,8 +29,9 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         if value and one.recompute and request.recompute is None:
             request = replace(request, recompute=one.recompute)
     line = playing(request)
-    if line.ends:  # all workers must know the sums of a microbatch before its losses are made
-        request = replace(request, loss_chunk=request.loss_chunk or 0)
+    # Where all workers must know the sums of a microbatch before its losses are made, chunks of
+    # logits are made twice.
+    logits = 0 if line.ends else LOGIT_TOKENS
     base = Plan(
         segments,
         _stages(request, segments, 0),
@@ -38,7 +39,7 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         sizes[0],
         request.sequence,
         request.precision,
-        _loss_chunk(request, LOGIT_TOKENS),
+        _loss_chunk(request, logits),
         request.mlp_tile or 0,
         request.split_backward,
         request.budget,

@@ -107,7 +107,7 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
     return replace(
         plan, budget=request.budget, mesh=request.mesh, shards=shards, pipeline=line, stages=stages,
         sequence_parallel=_between(plan, request), microbatch_rows=rows, order=order,
-        update=update, loss_chunk=0 if line.ends else plan.loss_chunk,
+        update=update, loss_chunk=0 if line.ends and not plan.pipeline.ends else plan.loss_chunk,
         stream=stream, settings=settings.having(dict(plan.settings.summing().said)),
     )  # fmt: skip
 

@@ -89,11 +89,11 @@ def _share(chunks: Chunks, place: int) -> int:
 
 
 def _cut(table: ChunkTable, workers: int, turn: int) -> ChunkTable:
-    """A table that the pipeline axis cuts by rows, as one of its workers has it."""
+    """A table that the pipeline axis cuts by rows, last of all, as one of its workers has it."""
     slots, offset = list[Slot](), 0
     for slot in table.slots:
         each = slot.numel // slot.shape[0]
-        bounds = even(0, slot.whole // each, workers)
+        bounds = even(0, slot.cut_of[-1] // each, workers)
         shape = (bounds[turn + 1] - bounds[turn], *slot.shape[1:])
         slots.append(replace(slot, shape=shape, offset=offset))
         offset += slots[-1].numel

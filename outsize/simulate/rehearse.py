@@ -361,7 +361,8 @@ def heard(job: Job) -> dict[Said, int]:
         for operation, count in one.group.received.items():
             found[Said(one.axis, operation, 0, one.beside)] = count
     if job.rows is not None:
-        found[Said("pipeline", "exchange", 0)] = job.rows.received
+        for axis, count in job.rows.received.items():
+            found[Said(axis, "exchange", 0)] = count
     return found
 
 

@@ -89,12 +89,6 @@ PLAN_SETTINGS.add(
                 "set it to 0, or that axis to 1",
             ),
             Clash(
-                "and the vocabulary is cut over the pipeline: the losses of a microbatch are made"
-                " at once, when all workers know their sums",
-                lambda plan: plan.mesh.pipeline > 1 and plan.pipeline.ends is not None,
-                "set it to 0, or leave the vocabulary whole",
-            ),
-            Clash(
                 "and split_backward is set; weight gradients kept for later would hold every chunk",
                 lambda plan: plan.split_backward,
                 "set one of them to 0 or false",

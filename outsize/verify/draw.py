@@ -56,7 +56,6 @@ FROZEN = (
     ("epilogue.*",),
     ("blocks.*",),
 )
-TABLES = ("prologue.tokens.weight", "epilogue.head.weight")  # trained where they are cut
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
         model = pipes.deep(draw, model, line.least)
     config = parse(model)
     plan, shown = _plan(draw, len(config.layers) + 2, mesh, rows, line)
-    frozen = draw.choice(_freezable(plan)) if draw.random() < 0.3 else ()
+    frozen = draw.choice(FROZEN) if draw.random() < 0.3 else ()
     options = LossOptions(0.1 * (draw.random() < 0.3), 1e-2 * (draw.random() < 0.3))
     clip = draw.choice((None, 0.01, 0.5)) if plan.update == "apart" else None
     optimizer, name = _optimizer(draw)
@@ -127,13 +126,6 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
         "dropout": data.dropout, "masked rows": data.masked, "resumed": resume,
     }  # fmt: skip
     return Drawn(seed, case, what)
-
-
-def _freezable(plan: Plan) -> Sequence[Sequence[str]]:
-    """Patterns of which one may be drawn."""
-    if plan.pipeline.ends is None:
-        return FROZEN
-    return [one for one in FROZEN if not any(_is_frozen(one, name) for name in TABLES)]
 
 
 def _is_frozen(patterns: Sequence[str], name: str) -> bool:
@@ -196,7 +188,7 @@ def _plan(
     alone = mesh.pipeline == 1
     update = "behind" if alone and draw.random() < 0.25 else "apart"
     stages = _stages(draw, segments, line.least)
-    split, cut = draw.random() < 0.3, line.said.ends is not None
+    split = draw.random() < 0.3
     shards = _shards(draw, mesh.data)
     resident = draw.choice((1, 2, 2, 3))
     rest = pipes.below(draw, mesh, shards) if draw.random() < 0.25 else Rest()
@@ -204,7 +196,7 @@ def _plan(
         "rows": rows[0],
         "microbatch_rows": rows[1],
         "sequence": pipes.tokens_of(draw, rest, rows[0]),
-        "loss_chunk": 0 if cut else draw.choice((0, 1, 5, 11)),
+        "loss_chunk": draw.choice((0, 1, 5, 11)),
         "mlp_tile": draw.choice((0, 0, 3, 7)),
         "split_backward": split,
         "order": draw.choice(("microbatch", "layer")) if alone else "microbatch",

@@ -48,7 +48,7 @@ class Line:
 def line_of(draw: Random, mesh: Mesh, microbatches: int) -> Line:
     """A schedule, over whose workers the ends may be cut. OutsizeError where its conditions do not
     hold."""
-    behind = draw.choice(("", *BEHIND)) if mesh.tensor == 1 else ""
+    behind = draw.choice(("", *BEHIND))
     head = draw.choice(COSTS)
     while True:
         name, costs = draw.choice(SCHEDULES), draw.choice(COSTS)

@@ -67,10 +67,10 @@ def volume(job: Job, fresh: bool = False) -> Volume:
         frozen = any(not t.trainable and not t.wide for t in job.placement.chunks.tables)
         exact = not (frozen or job.plan.block_tokens)
         exact = exact and not model.config.rewired
-        numbers = _numbers(job.flow.options)
+        numbers = 0 if job.schedule.ends else _numbers(job.flow.options)
         tensor += sum(
             _segment(model.config, job.plan, segment, _tokens(job, m), numbers)
-            for segment, m in _computed(job)
+            for segment, m in _summing(job)
         )
     if isinstance(model, Decoder) and isinstance(job.flow, NativeFlow) and gathers > 1:
         exact = exact and all(t.trainable for t in job.placement.chunks.tables)
@@ -114,6 +114,16 @@ def _computed(job: Job) -> Iterator[tuple[int, int]]:
     for stage, microbatch in every if role is None else role.plays:
         here = stages[stage]
         yield from ((segment, microbatch) for segment in range(here.first, here.last))
+
+
+def _summing(job: Job) -> Iterator[tuple[int, int]]:
+    """Those of them that say something over the tensor axis: where all workers of a pipeline have
+    rows of the embedding, the prologue's part is theirs."""
+    ends = job.schedule.ends
+    yield from ((segment, m) for segment, m in _computed(job) if segment or ends is None)
+    for action in job.schedule.workers[0]:
+        if ends is not None and action.kind is ends.passes[0]:
+            yield 0, action.microbatch
 
 
 def _rows_tokens(job: Job, microbatch: int) -> int:
@@ -161,24 +171,29 @@ def _stages(job: Job, fresh: bool) -> float | None:
 def _handed(job: Job, config: DecoderConfig, move: Action) -> float:
     """What crosses with a move: of tokens that are cut, on average over the tensor axis."""
     plan, layer = job.plan, job.plan.stages[move.stage].last - 2
-    if move.part != WHOLE:  # of the ends, which have the embedding's features
-        return _tokens(job, move.microbatch) * _features(config) * BYTES[plan.precision.compute]
     size = plan.mesh.tensor
-    wide = 1.0 if config.wiring is None else config.wiring.width(layer, size)
     tokens = _tokens(job, move.microbatch) / (size if plan.sequence_parallel else 1)
+    if move.part != WHOLE:  # of the ends, which have the embedding's features
+        if move.state is State.ACTIVATIONS:  # what the head multiplies, of whole rows
+            tokens = _tokens(job, move.microbatch)
+        return tokens * _features(config) * BYTES[plan.precision.compute]
+    wide = 1.0 if config.wiring is None else config.wiring.width(layer, size)
     return tokens * wide * config.hidden * BYTES[plan.precision.compute]
 
 
 def _exchanged(job: Job, config: DecoderConfig, options: LossOptions, action: Action) -> float:
     """What an exchange brings a worker: a sum of features, numbers of the loss, or both."""
-    plan, tokens = job.plan, _tokens(job, action.microbatch)
+    plan, tokens = job.plan, float(_tokens(job, action.microbatch))
     size, number = plan.mesh.pipeline, BYTES[plan.precision.compute]
     ends = job.schedule.ends
     sums = 0.0 if action.state is State.SUMS and ends and ends.back is not State.SUMS else 1.0
     wide = number if action.state is State.ACTIVATIONS else max(4, number)
-    total = _around(sums * tokens * _features(config) * wide, size)
+    summed = tokens
+    if action.state is State.ACTIVATIONS and plan.sequence_parallel:
+        summed = tokens / plan.mesh.tensor
+    total = _around(sums * summed * _features(config) * wide, size)
     if action.state is State.SUMS:
-        total += (size - 1) * _numbers(options) * tokens * wide
+        total += (size * plan.mesh.tensor - 1) * _numbers(options) * tokens * wide
     return total
 
 

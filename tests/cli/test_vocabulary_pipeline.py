@@ -78,18 +78,6 @@ SETS = {
         "plan.pipeline is '1f1b+vocabulary:2' and mesh.pipeline is 1: a vocabulary is cut over the"
         " workers of a pipeline; set mesh to pipeline=2, or plan.pipeline to 1f1b",
     ),
-    "chunks of the loss": (
-        "pipeline=2", [CUT, "plan.loss_chunk=64"],
-        "pipeline.vocabulary is 2 and loss_chunk 64; the losses of a microbatch are made at once",
-    ),
-    "chunks of the sequence": (
-        "pipeline=2", [CUT, "plan.sequence_chunk=64"],
-        "sequence_chunk is 64, and the vocabulary is cut over the pipeline",
-    ),
-    "two cuts": (
-        "pipeline=2,tensor=2", [CUT],
-        "mesh.tensor has cut it already; set mesh.tensor to 1, or pipeline.vocabulary to 0",
-    ),
 }  # fmt: skip
 
 

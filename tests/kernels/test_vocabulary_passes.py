@@ -59,12 +59,13 @@ def passes(world, spans, early, hidden, weight, vector, targets, options):
     """Both microbatches' S, then both exchanges and T, on one worker. Gives its loss, the sum over
     the workers of the gradient of the hidden states, and the gradients of its rows."""
     axis = along(world, "tensor")
+    *options, chunk = options
     first, last = spans[axis.rank]
     rows = weight.detach()[first:last].clone().requires_grad_()
     own = None if vector is None else vector.detach()[first:last].clone().requires_grad_()
     sink = Sums(*(w for w in (rows, own) if w is not None))
     scale, softcap, terms = options
-    head = Head(FACTOR, 5, sink, scale, softcap, terms, Vocabulary(spans, axis))
+    head = Head(FACTOR, chunk, sink, scale, softcap, terms, Vocabulary(spans, axis))
     part = Part(rows, own, head)
     scored = [
         score(h, Targets(t), part, early) for h, t in zip(hidden.detach(), targets, strict=True)
@@ -91,11 +92,11 @@ CASES = itertools.product(SPANS, [False, True], [(1.0, None), (0.3, 2.0), (0.3, 
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("large", [1.0, 1e3])
+@pytest.mark.parametrize(("large", "chunk"), [(1.0, TOKENS), (1e3, 5)])
 @pytest.mark.parametrize(("spans", "bias", "shape", "terms"), list(CASES))
-def test_both_variants_equal_whole_logits(spans, bias, shape, terms, large, early):
+def test_both_variants_equal_whole_logits(spans, bias, shape, terms, large, chunk, early):
     """Uneven parts, two microbatches under way, tokens without targets; logits so large that only
-    a shift by the largest of all workers' saves them."""
+    a shift by the largest of all workers' saves them, in chunks."""
     torch.manual_seed(3)
     hidden, weight, vector, targets = subject(bias, large)
     options = (*shape, terms)
@@ -105,7 +106,9 @@ def test_both_variants_equal_whole_logits(spans, bias, shape, terms, large, earl
     gradients = torch.autograd.grad(expected, wanted)
     results = play(
         Mesh(tensor=len(spans)),
-        lambda world: passes(world, spans, early, hidden, weight, vector, targets, options),
+        lambda world: passes(
+            world, spans, early, hidden, weight, vector, targets, (*options, chunk)
+        ),
     )
     for loss, gradient, _ in results:
         assert loss == pytest.approx(float(expected.detach()), rel=1e-10)
@@ -130,7 +133,8 @@ def test_half_precision_sums_in_single(early):
     results = play(
         Mesh(tensor=2),
         lambda world: passes(
-            world, SPANS[0], early, half, rows.requires_grad_(), None, targets, (1.0, None, terms)
+            *(world, SPANS[0], early, half, rows.requires_grad_(), None, targets),
+            (1.0, None, terms, 5),
         ),
     )
     assert results[0][0] == pytest.approx(
@@ -143,7 +147,7 @@ def test_half_precision_sums_in_single(early):
 def test_a_target_outside_the_vocabulary_is_refused():
     hidden, weight, _, targets = subject(False, 1.0)
     targets[0, 5] = VOCAB
-    options = (1.0, None, LossOptions())
+    options = (1.0, None, LossOptions(), TOKENS)
     with pytest.raises(OutsizeError, match="target 31 is no token of a vocabulary of 31"):
         play(
             Mesh(tensor=2),

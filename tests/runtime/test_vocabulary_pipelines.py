@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from piped import check, model, near, numbers, one, piped
+from piped import SEGMENTS, check, model, near, numbers, one, piped
 from plain import batches
 from streamed import resting, small, snapshot
 from subjects import CONFIGS, SEQUENCE, VOCAB, config_of
@@ -20,6 +20,7 @@ from outsize.models.families import parse
 from outsize.optim import AdamW
 from outsize.parallel.divide import divide
 from outsize.plan import Pipelined, Plan, Precision, Stage, zero
+from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
@@ -77,6 +78,9 @@ WAYS = {
     "ends with blocks, split": {"stages": (Stage(0, 4), Stage(4, 8)), "split_backward": True},
     "uneven": {"cuts": (6,)},
     "the embedding alone": {"cuts": (1,)},
+    "logits in chunks": {"loss_chunk": 7},
+    "logits in other chunks": {"loss_chunk": 7, "microbatches": 4},
+    "rows in chunks": {"sequence_chunk": 4, "stages": per_segment(SEGMENTS, ("block",))},
 }
 
 
@@ -217,16 +221,31 @@ def test_a_target_that_is_no_token_ends_the_step():
         play(plan.mesh, lambda world: job_of(world, plan).step(batch, 1e-2))
 
 
+@pytest.mark.parametrize("family", ["llama", "llama, untied"])
+@pytest.mark.parametrize(("changes", "variant"), [({}, 1), ({"sequence_parallel": True}, 2)])
+def test_tables_that_a_tensor_axis_has_cut(changes, variant, family):
+    """Each of its workers' rows are shared out again."""
+    check(cut("1f1b", variant, mesh=Mesh(1, 2, 2), **changes), family, options=SMOOTH)
+
+
 FROZEN = {
-    "the embedding": (lambda name, _: "prologue.tokens" in name, "prologue.tokens.weight is froz"),
-    "the head": (lambda name, _: "head" in name, "epilogue.head.weight is frozen"),
+    "the embedding": lambda name, _: "prologue.tokens" in name,
+    "the head": lambda name, _: "head" in name,
+    "both": lambda name, _: "head" in name or "prologue" in name,
+    "the first stages": lambda name, _: "prologue" in name or ".0." in name or ".1." in name,
+    "all but the last block": lambda name, _: ".5." not in name,
 }
 
 
-@pytest.mark.parametrize(("frozen", "said"), FROZEN.values(), ids=FROZEN)
-def test_frozen_tables_are_refused(frozen, said):
-    with pytest.raises(OutsizeError, match=said):
-        check(cut("1f1b", 1), "llama, untied", frozen=frozen)
+@pytest.mark.parametrize(("frozen", "variant"), turns(FROZEN.values()), ids=FROZEN)
+def test_frozen_tables(frozen, variant):
+    check(cut("1f1b", variant), "llama, untied", frozen=frozen)
+
+
+def test_frozen_tables_that_are_cut_twice():
+    """Tied; logits in chunks."""
+    plan = cut("zb-h1", 1, mesh=Mesh(1, 2, 2), sequence_parallel=True, loss_chunk=5)
+    check(plan, "llama", frozen=FROZEN["both"])
 
 
 @BOTH
@@ -235,22 +254,13 @@ def test_what_else_is_frozen(variant):
     check(cut("zb-h1", variant), "llama, untied", frozen=frozen)
 
 
-REFUSED = {
-    "loss_chunk": ({"loss_chunk": 7}, "vocabulary is 1 and loss_chunk 7"),
-    "tensor": ({"mesh": Mesh(1, 2, 2)}, "mesh.tensor has cut it already"),
-    "whole": ({}, "whole, while pipeline.vocabulary is 1; cut it with outsize.parallel.divide"),
-}
-
-
-@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(changes, said):
-    plan = cut("1f1b", 1, **changes)
+def test_whole_tables_are_refused_in_a_line():
+    plan = cut("1f1b", 1)
 
     def run(world: World):
-        mine = model("llama, untied")
-        cuts = divide(mine, world, plan) if changes else {}
-        Job(NativeFlow(mine, plan), plan, Recipe(AdamW()), Here(world), cuts=cuts)
+        Job(NativeFlow(model("llama, untied"), plan), plan, Recipe(AdamW()), Here(world))
 
+    said = "whole, while pipeline.vocabulary is 1; cut it with outsize.parallel.divide"
     with pytest.raises(OutsizeError, match=said) as caught:
         play(plan.mesh, run)
     assert "\n" not in str(caught.value)

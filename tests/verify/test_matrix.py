@@ -32,6 +32,11 @@ def shards(name: str, data: int) -> Sharding:
     }[name]
 
 
+FROZEN = {
+    "nothing": None,
+    "parts": lambda name: "blocks.0" in name or "norm" in name,
+    "tables": lambda name: "prologue.tokens" in name or "head" in name,
+}
 FACTORS = {
     "family": ("llama, untied", "gemma2", "gpt2", "mixtral", "deepseek_v3"),
     "mesh": (
@@ -53,7 +58,7 @@ FACTORS = {
     "clip": (None, 0.5),
     "dropout": (0.0, 0.2),
     "options": (LossOptions(), LossOptions(0.1, 1e-2)),
-    "frozen": (False, True),
+    "frozen": tuple(FROZEN),
     "resume_at": (0, 1),
 }
 STAGES = {
@@ -113,8 +118,6 @@ def piped(row: dict) -> bool:
     """What pipelines refuse, or what would be said twice."""
     if row["sequence_chunk"] and row["schedule"].startswith("zb"):
         return False
-    if row["vocabulary"] and (row["mesh"].tensor > 1 or row["loss_chunk"] or row["sequence_chunk"]):
-        return False
     if row["rest"].activations != "device" and row["overlap"] and row["sequence_parallel"]:
         return False
     return row["cuts"] == "even" or row["recompute"] != "mixed" or row["schedule"] not in LOOPED
@@ -168,7 +171,7 @@ def case(row: dict):
     return case_of(
         row["family"], optimizer, row["clip"],
         resume_at=row["resume_at"], noise=noise, options=row["options"],
-        frozen=(lambda name: "blocks.0" in name or "norm" in name) if row["frozen"] else None,
+        frozen=FROZEN[row["frozen"]],
         rows=2 * mesh.data + 1, microbatch_rows=2, mesh=mesh,
         shards=shards(row["shards"], mesh.data), stages=STAGES[row["recompute"]],
         approximate=(optimizer.approximate,) if optimizer.approximate else (), **plan,

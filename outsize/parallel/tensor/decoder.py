@@ -58,8 +58,8 @@ def split(
         return cuts
     keep(model, cuts)
     tokens = model.prologue.tokens
-    tokens.lookup = lookup(axis, model.config.vocab)
     model.epilogue.vocabulary = vocabulary(axis, model.config.vocab)
+    tokens.lookup = lookup(model.epilogue.vocabulary.span)
     if sequence_parallel:
         model.first_token = lambda tokens: spans_of(tokens, axis)[axis.rank][0]
     _widen(model, axis)

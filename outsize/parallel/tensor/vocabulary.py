@@ -10,15 +10,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from outsize.collectives import Collective
-from outsize.kernels.entropy import Vocabulary
+from outsize.kernels.entropy import Span, Vocabulary
 from outsize.models.linear import Embedding, rows
 from outsize.parallel.sums import spans_of
 
 
-def lookup(axis: Collective, vocab: int) -> Callable[[Embedding, Tensor], Tensor]:
-    """The lookup of an embedding that holds this worker's rows: zeros for the tokens of others, so
-    that the sum over the axis is the embedding."""
-    first, last = spans_of(vocab, axis)[axis.rank]
+def lookup(span: Span) -> Callable[[Embedding, Tensor], Tensor]:
+    """The lookup of an embedding that holds these rows: zeros for the tokens of others, so that the
+    sum over all workers is the embedding."""
+    first, last = span
 
     def here(tokens: Embedding, ids_T: Tensor) -> Tensor:
         other_T = (ids_T < first) | (ids_T >= last)

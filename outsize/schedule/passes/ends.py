@@ -31,6 +31,6 @@ def alone(schedule: Schedule, head: int, ends: Ends) -> Schedule:
         made.append(replace(action, kind=Kind.FORWARD) if action.kind is Kind.LOSS else action)
         if action.kind.way == "forward" and action.stage == schedule.stages - 1:
             made += passes(ends.at("last"), head, m)
-        elif action.kind.way == "back" and first:
+        elif action.kind.way == "back" and action.stage == schedule.first:
             made += passes(behind, 0, m)
     return replace(schedule, workers=(tuple(made),), ends=ends)

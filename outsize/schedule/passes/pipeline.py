@@ -48,8 +48,9 @@ def placed(schedule: Schedule, moves: Sequence[Placed]) -> Schedule:
 
 
 def _wanted(line: Pipelining, move: Action) -> bool:
-    """Gradients of what is frozen go nowhere."""
-    return move.state is not State.GRADIENTS or move.stage >= line.first
+    """Gradients of what is frozen go nowhere; those of a last stage's output are summed."""
+    summed = move.kind is Kind.EXCHANGE
+    return summed or move.state is not State.GRADIENTS or move.stage >= line.first
 
 
 def _named(line: Pipelining, move: Action) -> Action:

@@ -25,6 +25,8 @@ def spill(
         here = (action.stage, action.microbatch)
         if action.stage not in stages or action.microbatch == WHOLE:
             continue
+        if action.stage < schedule.first:  # frozen: nothing is kept
+            continue
         if action.kind.way == "forward":
             made[here] = index
         elif here in made:

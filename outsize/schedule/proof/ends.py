@@ -52,7 +52,8 @@ class EndsProof:
             return "" if self._did(maker, m) else f"comes before its {maker}"
         if kind is Kind.SEND and part != WHOLE:
             return self._sends(action)
-        if kind in self.ends.given:
+        frozen = kind is self.ends.over and self.schedule.first > 0
+        if kind in self.ends.given and not frozen:
             state = self.ends.given[kind]
             if not (self._did(_MAKERS[state], m) or self._came(state, m)):
                 return f"its input, {state.value} of microbatch {m}, is not here"

@@ -12,6 +12,7 @@ T tokens of a microbatch, D hidden.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.collectives import Collective
 from outsize.errors import OutsizeError
 from outsize.kernels.loss import Head, Targets
 from outsize.kernels.vocabulary import (
@@ -39,6 +39,7 @@ from outsize.runtime.points import Points
 from outsize.runtime.rows import ROWS
 from outsize.schedule import Action, Kind, State
 from outsize.schedule.ends import Ends
+from outsize.techniques.vocabulary.divide import Grid
 from outsize.techniques.vocabulary.ends import EMBED, EMBED_BACKWARD, NAME, OUTPUT_S, OUTPUT_T
 
 
@@ -71,7 +72,8 @@ class Rows:
                 f"model: whole, while pipeline.vocabulary is {ends.variant}; cut it with"
                 " outsize.parallel.divide.divide before, and hand over what that gives"
             )
-        self._line = cast(Collective, others.others)
+        self._grid = cast(Grid, others.others)
+        self._line, self._across = self._grid.line, self._grid.across
         self._under_way: dict[int, _Microbatch] = {}
         self._exchanged: deque[tuple[State, int]] = deque()
 
@@ -97,9 +99,10 @@ class Rows:
         self._exchanged.clear()
 
     @property
-    def received(self) -> int:
-        """Bytes that exchanges have brought."""
-        return sum(self._line.received.values())
+    def received(self) -> Mapping[str, int]:
+        """Bytes that exchanges have brought, by axis."""
+        groups = {"pipeline": self._line, "tensor": self._across}
+        return {axis: sum(group.received.values()) for axis, group in groups.items()}
 
     def summed(self, state: State, microbatch: int) -> int:
         """Bytes of what an exchange sums, few numbers a token aside."""
@@ -120,16 +123,19 @@ class Rows:
         """EMBED_BACKWARD: the gradient of the rows, from that of the first stage's input."""
         here = self._under_way[microbatch]
         edge, here.edge = here.edge, None
-        assert edge is not None
+        if State.GRADIENTS not in here.given:  # the first stages are frozen
+            self._use(self.back, microbatch)
+            return
         gradient_TD = here.given.pop(State.GRADIENTS)
-        torch.autograd.backward([edge], [gradient_TD])
+        if edge is not None:  # of a table that is trained
+            torch.autograd.backward([edge], [gradient_TD])
 
     def score(self, microbatch: int) -> None:
         """OUTPUT_S: the logits that are here, and in variant 2 their part of the gradient."""
         here = self._under_way[microbatch]
         if here.learning is None:
             h_ND = here.given[State.ACTIVATIONS]
-            here.going[State.SUMS] = _logits(self.model, self._line.rank, h_ND)
+            here.going[State.SUMS] = _logits(self.model, h_ND)
             return
         early = self.ends.back is State.SUMS and torch.is_grad_enabled()
         here.scored = score(here.given[State.ACTIVATIONS], *here.learning, early)
@@ -143,7 +149,7 @@ class Rows:
         assert scored is not None and agreed is not None and here.learning is not None
         gradient_TD = settle(scored, agreed, here.learning[1])
         if gradient_TD is not None:  # summed in the precision of the logits
-            here.going[State.GRADIENTS] = gradient_TD.to(scored.exp_TV.dtype)
+            here.going[State.GRADIENTS] = gradient_TD.to(scored.numbers_XT.dtype)
         del here.given[State.ACTIVATIONS]
         return agreed.loss
 
@@ -170,6 +176,8 @@ class Rows:
                 here.going[state] = early_gradient(scored, here.agreed)
         if state in here.going:
             self._line.all_reduce(here.going[state])
+        if state is State.SUMS and here.learning is None and self._across.size > 1:
+            self._across.all_reduce(here.going[state])  # logits of whole tokens
 
     def take(self, state: State, microbatch: int) -> Tensor:
         """What all workers have summed: the embedding (ACTIVATIONS), or the gradient of the last
@@ -248,11 +256,13 @@ class Vocabulary:
                 self._microbatches.lose(m, loss)
 
 
-def _logits(model: Decoder, rank: int, h_ND: Tensor) -> Tensor:
-    """logits_NV with zeros for the tokens whose rows are elsewhere."""
-    own_NV, vocabulary = model.epilogue.logits(h_ND), model.epilogue.vocabulary
+def _logits(model: Decoder, h_ND: Tensor) -> Tensor:
+    """logits_NV with zeros for the tokens whose rows are elsewhere. By the head alone: what a
+    tensor axis puts together behind it is not all that is cut."""
+    epilogue = model.epilogue
+    own_NV, vocabulary = epilogue.soften(epilogue.head.forward(h_ND)), epilogue.vocabulary
     assert vocabulary is not None, "rows know who has the others"
-    first, last = vocabulary.spans[rank]
+    first, last = vocabulary.span
     return torch.nn.functional.pad(own_NV, (first, vocabulary.size - last))
 
 
