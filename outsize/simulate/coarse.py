@@ -4,6 +4,8 @@ Times are of one unit's forward, input gradient and weight gradient, where a uni
 `Placement.share` of the layers; memory is in microbatches of a unit. A forward's activations are
 live until its BACKWARD, or its BACKWARD_WEIGHT where the two gradients are apart. The layers at the
 ends are part of the first and last stage, or cut over all workers; a barrier takes a transfer.
+Gradients of stages that two workers have are summed beside, each as soon as its last parts are
+there, in one order (outsize/schedule/passes/pipeline.py has the same MERGEs).
 
 Where activations leave for the host, EVICT and FETCH run on lanes beside computing: an EVICT from
 the end of its FORWARD, a FETCH from the end of the computing action that stands before it; what
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,8 +45,9 @@ class Times:
     """Seconds: of a unit's forward, input gradient and weight gradient, and of a transfer.
 
     both: a forward and a backward that run as one; their sum where it is None. transfer: from the
-    end of what makes a tensor to when its receiver has it. stages: each stage's own factor.
-    ends: seconds of a microbatch's first and last layer, of which units have no part.
+    end of what makes a tensor to when its receiver has it. stages: each stage's own factor. ends:
+    seconds of a microbatch's first and last layer, of which units have no part. merge: of the sum
+    of a unit's gradients over the workers that have them.
     """
 
     forward: float
@@ -54,10 +57,11 @@ class Times:
     both: float | None = None
     stages: tuple[float, ...] = ()
     ends: EndCosts | None = None
+    merge: float = 0.0
 
     def __post_init__(self) -> None:
         values = (self.forward, self.of_input, self.of_weight, self.transfer, self.both or 0.0)
-        if not all(0 <= value < float("inf") for value in (*values, *self.stages)):
+        if not all(0 <= value < float("inf") for value in (*values, self.merge, *self.stages)):
             raise OutsizeError(f"times: {self}; expected seconds, not negative")
 
     @cached_property
@@ -209,9 +213,39 @@ def play(
         else _node(pipeline, times, links, i)
         for i, (_, step) in enumerate(steps)
     ]
+    played = [step for _, step in steps]
+    if times.merge:
+        for step, node in _merges(pipeline, times, steps, len(nodes)):
+            nodes.append(node)
+            played.append(step)
     pair = frozenset((Lane.EVICT.value, Lane.FETCH.value))
     slowdown = {pair: moving.shared} if moving.shared > 1 else None
-    return Played(pipeline, run(nodes, slowdown), tuple(step for _, step in steps))
+    return Played(pipeline, run(nodes, slowdown), tuple(played))
+
+
+def _merges(
+    pipeline: Pipeline, times: Times, steps: list[tuple[int, tuple[Action, ...]]], first: int
+) -> Iterator[tuple[tuple[Action, ...], Node]]:
+    """The sums over workers that have copies of a stage, from node `first` on: of each worker's
+    part one node that begins when its lane is free, and one that ends what all have begun."""
+    last: dict[tuple[int, int], tuple[int, int]] = {}  # by stage and worker: place, step
+    places = [0] * len(pipeline.schedule.workers)
+    for i, (worker, step) in enumerate(steps):
+        places[worker] += len(step)
+        for action in step:
+            if action.kind in _GIVING:
+                last[action.stage, worker] = places[worker], i
+    held = {s: pipeline.placement.holders(s) for s in range(pipeline.placement.stages)}
+    shared = [s for s, workers in held.items() if len(workers) > 1]
+    for s in sorted(shared, key=lambda s: (max(last[s, w][0] for w in held[s]), s)):
+        step = (Action(Kind.MERGE, s, lane=Lane.MERGE, state=State.GRADIENTS),)
+        lane, seconds = Lane.MERGE.value, times.merge * pipeline.placement.share
+        for w in held[s]:
+            yield step, Node(w, lane, 0.0, (last[s, w][1],))
+        begun = tuple(range(first, first + len(held[s])))
+        for w in held[s]:
+            yield step, Node(w, lane, seconds, begun)
+        first += 2 * len(held[s])
 
 
 class _Links:

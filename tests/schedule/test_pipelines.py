@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outsize.errors import OutsizeError
+from outsize.schedule import Kind
 from outsize.schedule.pipelines import (
     NAMES,
     Costs,
@@ -188,6 +189,27 @@ def test_bidirectional_formulas(devices):
         assert idle(chimera(devices, units * devices, Costs(*even)), *even) == devices - 2
         got = idle(bitpipe(devices, units * devices, 2, Costs(*even)), *even)
         assert got == pytest.approx((devices - 2) / 2)
+
+
+@pytest.mark.parametrize("merge", [0.25, 100.0])
+def test_gradients_of_two_copies_are_summed_as_soon_as_both_have_them(merge):
+    """Short sums but the last are hidden; long ones follow one another from the first on."""
+    for made in (chimera(2, 2), chimera(4, 8), bitpipe(4, 8, 2)):
+        place, plain = made.placement, play(made, Times(1, 1, 1))
+        ready = dict.fromkeys(range(place.stages), 0.0)  # by stage, when both have all parts
+        for actions, end in zip(plain.actions, plain.run.ends, strict=True):
+            for action in actions:
+                if action.kind is Kind.BACKWARD:
+                    ready[action.stage] = max(ready[action.stage], end)
+        got = play(made, Times(1, 1, 1, merge=merge)).run
+        each = merge * place.share
+        workers = ([s for s in ready if w in place.holders(s)] for w in range(place.workers))
+        serial = max(min(ready[s] for s in mine) + len(mine) * each for mine in workers)
+        if merge < 1:
+            assert got.makespan == pytest.approx(plain.run.makespan + each)
+        else:
+            assert got.makespan == pytest.approx(serial)
+        assert got.busy == plain.run.busy and got.peaks == plain.run.peaks
 
 
 def test_more_waves_wait_less():
