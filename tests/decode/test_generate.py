@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from heads import watched
 from many import generate_many, run
 from torch import Tensor
 
@@ -104,8 +105,11 @@ def test_greedy_equals_transformers(tmp_path: Path, name: str) -> None:
         assert generate(ours, PROMPT, 40, stop=[eos]) == expected[: first + 1]
 
 
-def test_sampling_with_a_seed_is_the_same_alone_in_a_batch_and_in_slices() -> None:
-    model = _model()
+def test_sampling_with_a_seed_is_the_same_alone_in_a_batch_and_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several prompts at once as many tokens go through the head as there are prompts."""
+    model, heads = _model(), watched(monkeypatch)
     prompts = [PROMPT, [3], list(range(40)), PROMPT[:3]]
     samplings = [Sampling(0.9, 20, 0.9, seed) for seed in (1, 2, 3, 1)]
     alone = [
@@ -123,6 +127,7 @@ def test_sampling_with_a_seed_is_the_same_alone_in_a_batch_and_in_slices() -> No
             new[index].append(token)
         assert new == alone, slice_tokens
     assert generate(model, PROMPT, 15, Sampling(0.9, 20, 0.9, seed=7)) != alone[0]
+    assert max(heads) == len(prompts)
 
 
 def test_a_prompt_in_slices_sees_the_rotations_of_its_whole_length() -> None:

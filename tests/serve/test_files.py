@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import watched
 from subjects import CONFIGS
 from torch import Tensor
 
@@ -103,10 +104,11 @@ def _least(path: Path, **options: Any) -> int:
 @pytest.mark.parametrize("named", MORE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_tokens_and_logits_are_those_of_the_resident_model(
-    tmp_path: Path, named: str, dtype: torch.dtype
+    tmp_path: Path, named: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From slices of the prompt, of which no other token than the last goes through the head."""
     path = _directory(tmp_path, _model(MORE[named], dtype), shard=20_000)
-    resident = outsize.load(path)
+    resident, heads = outsize.load(path), watched(monkeypatch)
     expected = _run(resident)
     assert len(expected) == 1 + NEW  # of slices of the prompt, then token by token
     with _streamed(path, _least(path)) as model:
@@ -115,6 +117,7 @@ def test_tokens_and_logits_are_those_of_the_resident_model(
     with _streamed(path, 1 << 30) as model:
         assert _same(_run(model), expected)
         assert _pooled(model).layout.read == 0
+    assert set(heads) == {1}
 
 
 def test_every_budget_from_least_to_full_and_the_bytes_read(tmp_path: Path) -> None:

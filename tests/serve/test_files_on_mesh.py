@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import watched
 from threads import play
 
 import outsize
@@ -68,9 +69,14 @@ def least(path: Path, mesh: str, new: int = NEW) -> int:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_log_probabilities_are_those_of_one_worker_in_memory(
-    case: tuple[str, dict[str, Any]], config: dict[str, Any], tmp_path: Path
+    case: tuple[str, dict[str, Any]],
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In bytes that were foretold of last tokens, which alone go through the head."""
     mesh, facts = case
+    heads = watched(monkeypatch)
     path = saved(facts if "model_type" in facts else {**config, **facts}, tmp_path)
     alone = Seen()
     expected = outsize.load(path).generate(PROMPT, NEW, alone)
@@ -92,7 +98,7 @@ def test_log_probabilities_are_those_of_one_worker_in_memory(
 
     workers = play(parse_mesh(mesh), work)
     for new, logprobs, (peak, predicted), fetched, read, stages in workers:
-        assert new == expected
+        assert new == expected and set(heads) == {1}
         for mine, theirs in zip(logprobs, alone.logprobs, strict=bool(logprobs)):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
         assert peak <= predicted <= budget

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import watched
 from threads import play
 from torch import Tensor
 from torchrun import free_port
@@ -59,10 +60,15 @@ MODELS = {
 @pytest.mark.parametrize("facts", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_tokens_are_those_of_one_worker(
-    mesh: str, facts: dict[str, Any], config: dict[str, Any], tmp_path: Path
+    mesh: str,
+    facts: dict[str, Any],
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And of a prompt's tokens the last alone goes through the head."""
     path = saved(facts if "model_type" in facts else {**config, **facts}, tmp_path)
-    alone = outsize.load(path)
+    alone, heads = outsize.load(path), watched(monkeypatch)
     expected = [outsize.generate(alone, PROMPT, 10, **kind) for kind in ({}, DRAWN)]
     assert len(set(expected[1])) > 4
 
@@ -76,7 +82,7 @@ def test_the_tokens_are_those_of_one_worker(
     workers = play(outsize.collectives.parse_mesh(mesh), work)
     total = sum(map(owned, alone.parameters()))
     for found, bytes_here, predicted in workers:
-        assert found == expected
+        assert found == expected and set(heads) == {1}
         assert bytes_here == pytest.approx(predicted, rel=0.02)  # 61 rows do not halve
         if "pipeline=6" not in mesh and not alone.config.tied:
             assert bytes_here < 1.05 * total / len(workers)
