@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from outsize.plan.plan import Plan
 
 PARTIAL = "partial-pipeline"
+MICROBATCH = "microbatch-statistics"
 APPROXIMATE: Mapping[str, str] = MappingProxyType(
     {
         "bfloat16-weights": "weights updated in bfloat16 without a float32 master copy",
         PARTIAL: "microbatches that leave stages of a pipeline out (SkipPipe)",
+        MICROBATCH: "batch normalisation by each microbatch's own statistics (GPipe), in prepare",
     }
 )
 AUXILIARY = ("head", "block", "momentum")

@@ -30,6 +30,7 @@ from outsize.models.seams import Attend, Context
 from outsize.models.wiring import AnyBlock
 from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
+from outsize.plan.approximate import MICROBATCH
 from outsize.registry import Registry
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.rows import ROWS, Rows
@@ -122,6 +123,11 @@ class NativeFlow:
         heads: Mapping[int, nn.Module] = NO_HEADS,
     ) -> None:
         execution.check(model.config)
+        if MICROBATCH in plan.approximate:
+            raise OutsizeError(
+                f"plan: approximate holds {MICROBATCH} and nothing would be done: a decoder has no"
+                " batch normalisation; leave it out"
+            )
         self.model, self.plan, self.options = model, plan, options
         self.execution, self.loss = execution, execution.loss
         self.blocks: list[AnyBlock] = typed(model.blocks)

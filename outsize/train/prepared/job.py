@@ -29,6 +29,7 @@ from outsize.train.prepared.making import Preparing, refuse_small_budget
 from outsize.train.prepared.module import Guard, without_caches
 from outsize.train.prepared.optimizers import Handed
 from outsize.train.prepared.options import Settings
+from outsize.train.prepared.statistics import moved_once
 from outsize.train.prepared.workers import leaving
 
 _BELOW = (
@@ -128,7 +129,8 @@ class Prepared:
             self._handed.anew()
             self._job = job = self._make(batch)
         lr = self._handed.ready(job, lr)
-        with self._guard.computing(), leaving(self.preparing.abort):
+        averages = moved_once(self.model, self.preparing.world, job.plan.microbatches)
+        with self._guard.computing(), leaving(self.preparing.abort), averages:
             loss = job.step(batch, lr)
         self._handed.steps += 1
         whole = not self.settings.tiers and self.settings.mesh.size == 1

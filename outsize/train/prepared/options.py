@@ -31,6 +31,7 @@ from outsize.search import PlanRequest
 from outsize.train.prepared.batches import rows_in
 from outsize.train.prepared.loss_sums import SumOfRows
 from outsize.train.prepared.refusals import (
+    check_approximate,
     check_decoders,
     check_numbers,
     check_pipeline,
@@ -84,6 +85,9 @@ class Options(TypedDict, total=False):
     label_smoothing, z_loss: of the loss, in training. All of them, loss_chunk and mlp_tile and the
     last two for native decoders, are as the keys of a run that `outsize keys` lists; so are the
     settings that techniques add to plans, which are options by their names.
+
+    approximate: "microbatch-statistics" lets batch normalisation go with microbatches, and with
+    rows on several workers, each normalised by its own (outsize/train/prepared/statistics.py).
     """
 
     recompute: Sequence[str] | None
@@ -101,6 +105,7 @@ class Options(TypedDict, total=False):
     gathered: int
     label_smoothing: float
     z_loss: float
+    approximate: Sequence[str]
 
 
 # What they are where nobody says them.
@@ -108,11 +113,11 @@ PLAIN: Options = {
     "recompute": None, "precision": None, "host_memory": None, "disk": None, "tiers": (),
     "mesh": None, "zero": 1, "sequence_parallel": False, "pipeline": "1f1b",
     "loss_chunk": None, "mlp_tile": None, "split_backward": False, "gathered": GATHERED,
-    "label_smoothing": 0.0, "z_loss": 0.0,
+    "label_smoothing": 0.0, "z_loss": 0.0, "approximate": (),
 }  # fmt: skip
 _OF_PLANS = (
     "recompute", "precision", "mesh", "zero", "sequence_parallel", "pipeline", "loss_chunk",
-    "mlp_tile", "split_backward", "gathered",
+    "mlp_tile", "split_backward", "gathered", "approximate",
 )  # fmt: skip
 
 
@@ -148,6 +153,11 @@ class Settings:
         return bool(self.blocks) and not (self.named or self.parted or self.tiers or self.plan)
 
     @property
+    def approximate(self) -> tuple[str, ...]:
+        """What changes the maths, the optimizer aside."""
+        return tuple(self.said["approximate"]) if self.plan is None else self.plan.approximate
+
+    @property
     def parted(self) -> bool:
         """Whether a worker has parts of the model alone."""
         return self.mesh.tensor > 1 or self.mesh.pipeline > 1
@@ -168,7 +178,7 @@ class Settings:
             said["loss_chunk"] if native else 0,
             said["mlp_tile"],
             said["split_backward"],
-            approximate=() if optimizer.approximate is None else (optimizer.approximate,),
+            approximate=(*self.approximate, *filter(None, (optimizer.approximate,))),
             tiers=self.tiers,
             mesh=self.mesh,
             shards=self.shards,
@@ -253,6 +263,7 @@ def settings_of(
         settings=NONE.having({n: v for n, v in options.items() if PLAN_SETTINGS.find(n)}),  # type: ignore[misc]
         added=LossOptions(said["label_smoothing"], said["z_loss"]),
     )
+    check_approximate(model, made)
     check_sums(model, made)
     check_pipeline(made)
     check_vocabulary(model, made)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from outsize.errors import OutsizeError
+from outsize.errors import OutsizeError, nearest
 from outsize.models.decoder import Decoder
+from outsize.plan.approximate import MICROBATCH
 from outsize.plan.settings import PLAN_SETTINGS
 from outsize.plan.spread import AUTO
 from outsize.schedule.pipelined import order_of
 from outsize.search.request import SCHEDULE
+from outsize.train.prepared.statistics import normalising
 
 if TYPE_CHECKING:
     from outsize.train.prepared.options import Settings
@@ -32,12 +34,29 @@ def check_sums(model: nn.Module, made: Settings) -> None:
             f"{what} without loss and count: a mean of means is not the mean; pass"
             " loss=(output, batch) -> sum and count=batch -> number of targets"
         )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise OutsizeError(
-                f"module {name!r} is a {type(module).__name__}: its statistics are those of the"
-                " whole batch, which microbatches would change; use microbatches=1"
-            )
+    if MICROBATCH in made.approximate:
+        return
+    for name, module in normalising(model):
+        raise OutsizeError(
+            f"module {name!r} is a {type(module).__name__}: its statistics are those of the"
+            " whole batch, which microbatches would change; use microbatches=1, or name"
+            f" {MICROBATCH} under approximate"
+        )
+
+
+def check_approximate(model: nn.Module, made: Settings) -> None:
+    """Refuse names that `prepare` does not know, or that would do nothing."""
+    for name in () if made.plan is not None else made.approximate:
+        if name != MICROBATCH:
+            raise OutsizeError(f"prepare: approximate holds {name!r}{nearest(name, [MICROBATCH])}")
+    if MICROBATCH not in made.approximate:
+        return
+    if max(made.microbatches, made.mesh.rows) == 1 or not any(normalising(model)):
+        raise OutsizeError(
+            f"prepare: approximate holds {MICROBATCH} and nothing would be done: it is for batch"
+            " normalisation with several microbatches, or with rows on several workers; leave it"
+            " out"
+        )
 
 
 def check_spread(model: nn.Module, made: Settings) -> None:
