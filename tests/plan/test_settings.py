@@ -72,10 +72,6 @@ def test_the_planner_leaves_what_is_said():
         ({"sequence_parallel": True, "mesh": Mesh(tensor=2)}, "both cut tokens"),
         ({"mesh": Mesh(context=2)}, "parts of each row"),
         (
-            {"mesh": Mesh(pipeline=2), "pipeline": Pipelined("1f1b", vocabulary=1)},
-            "the vocabulary is cut over the pipeline",
-        ),
-        (
             {"mesh": Mesh(pipeline=2), "pipeline": Pipelined("zb-h1")},
             "takes the gradients of weights later",
         ),
