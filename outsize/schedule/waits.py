@@ -22,7 +22,6 @@ from outsize.schedule.residency import (
     Residency,
     Room,
     moved,
-    overlap,
 )
 from outsize.schedule.schedule import Schedule
 
@@ -74,6 +73,15 @@ def settled(schedule: Schedule) -> dict[int, tuple[int, ...]]:
     return {index: tuple(places) for index, places in due.items()}
 
 
+def _cells(rooms: set[Room]) -> dict[Room, range]:
+    """By room of the pool, the cells that it takes up: cut at every end of a room, the pool has
+    cells that two rooms share, or do not, as a whole. A third room may lie across both of two that
+    share nothing."""
+    ends = {offset for offset, _ in rooms} | {offset + size for offset, size in rooms}
+    number = {end: i for i, end in enumerate(sorted(ends))}
+    return {room: range(number[room[0]], number[room[0] + room[1]]) for room in rooms}
+
+
 @dataclass
 class _Book:
     """Who used a resource last: the last writer, and readers since, the last of each lane."""
@@ -105,11 +113,8 @@ class _Reader:
         self.residency = schedule.residency or Residency(own)
         self.role, self.schedule = schedule.role, schedule
         self.presence = Presence(self.residency, self.first)
-        rooms = set(self.residency.rooms.values())
         self.outdated = False
-        self.beside: dict[Room, tuple[Room, ...]] = {
-            room: tuple(other for other in rooms if overlap(room, other)) for room in rooms
-        }
+        self.cells = _cells(set(self.residency.rooms.values()))
 
     def uses(self, action: Action) -> Iterator[tuple[Resource, bool]]:
         """(resource, whether it is written), of the next action of the list."""
@@ -142,12 +147,8 @@ class _Reader:
             yield from self._room(moved(action), action.kind in COMES)
 
     def _room(self, name: Item, writes: bool) -> Iterator[tuple[Resource, bool]]:
-        room = self.residency.rooms[name]
-        if not writes:
-            yield ("room", room), False
-            return
-        for other in self.beside[room]:
-            yield ("room", other), True
+        for cell in self.cells[self.residency.rooms[name]]:
+            yield ("pool", cell), writes
 
     def _compute(self, action: Action) -> Iterator[tuple[Resource, bool]]:
         residency, s = self.residency, action.stage

@@ -159,6 +159,22 @@ def test_every_conflict_is_ordered(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_without_a_conflict(name):
+    """But for the computing action ahead, which whatever is not computed waits for."""
+    schedule = schedule_of(name)
+    actions, touches, compute = schedule.workers[0], Touches(schedule), -1
+    used = [dict[object, bool]() for _ in actions]
+    for index, (action, places) in enumerate(zip(actions, waits(schedule), strict=True)):
+        for resource, written in touches.of(action):
+            used[index][resource] = used[index].get(resource, False) or written
+        for place in places:
+            shared = used[place].keys() & used[index].keys()
+            needed = any(used[place][one] or used[index][one] for one in shared)
+            assert needed or place == compute, (str(actions[place]), str(action))
+        compute = index if action.lane is Lane.COMPUTE else compute
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_places_in_the_list_are_earliest_starts(name):
     """Nothing leaves a lane's queue before the computing action ahead of it has ended, and no
     action waits for more than one of each other lane, or for its own."""

@@ -24,10 +24,11 @@ import torch
 
 from strict import group
 from strict.building import NoCompiler, build, cache_folder
+from strict.notes import Notes
 
 __all__ = [
-    "GIB", "ORDERS", "NoCompiler", "begins", "load", "pieces_run", "pieces_waiting", "start",
-    "waits",
+    "GIB", "ORDERS", "NoCompiler", "Notes", "begins", "load", "notes", "pieces_run",
+    "pieces_waiting", "start", "waits",
 ]  # fmt: skip
 
 GIB = 1 << 30
@@ -60,8 +61,11 @@ def load() -> ctypes.CDLL:
         getattr(library, name).restype = ctypes.c_void_p
     for name in ("reach", "forget", "open", "before", "named"):
         getattr(library, f"strict_{name}").argtypes = [ctypes.c_void_p]
-    for name in ("strict_pieces_run", "strict_pieces_waiting"):
+    for name in ("strict_pieces_run", "strict_pieces_waiting", "strict_count_notes"):
         getattr(library, name).restype = ctypes.c_int64
+    library.strict_say.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.strict_label.argtypes = [ctypes.c_int64]
+    library.strict_copy_notes.argtypes = [ctypes.c_void_p]
     torch.utils.rename_privateuse1_backend("strict")
     torch._register_device_module("strict", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -83,13 +87,14 @@ def start(
 
     order: "eager", "random", "last" (the stream numbered `last` runs only when the host waits for
     it; 0 is the default stream, others follow as they are asked for) or "demand" (nothing runs
-    before the host waits). seed: of the order in which pieces of streams run.
+    before the host waits). seed: of the order in which pieces of streams run. devices: 0 is as on
+    a machine whose devices are all hidden from the process.
     """
     if order not in _ORDERS:
         raise ValueError(f"order is {order!r}; expected one of {', '.join(_ORDERS)}")
     library = load()
-    if not 1 <= devices <= MOST_DEVICES:
-        raise ValueError(f"devices is {devices}; expected 1 to {MOST_DEVICES}")
+    if not 0 <= devices <= MOST_DEVICES:
+        raise ValueError(f"devices is {devices}; expected 0 to {MOST_DEVICES}")
     library.strict_configure(devices, device_bytes, pinned_bytes)
     library.strict_order(_ORDERS[order], last, seed)
     for index in range(devices):
@@ -132,6 +137,11 @@ def pieces_waiting() -> int:
     return int(load().strict_pieces_waiting())
 
 
+def notes() -> Notes:
+    """Of what must come before what, of the work that is given while they are taken."""
+    return Notes(load())
+
+
 @contextmanager
 def waits(mine: bool = False) -> Iterator[Counter[tuple[str, str]]]:
     """How often the host waits for the device within: {(kind, "file:line"): times}. mine: in the
@@ -166,7 +176,7 @@ def _module() -> ModuleType:
     """torch.strict: what PyTorch asks of a device's module."""
     made = ModuleType("torch.strict")
     made.__dict__.update(
-        is_available=lambda: True,
+        is_available=lambda: load().strict_devices() > 0,
         is_initialized=lambda: True,
         _is_in_bad_fork=lambda: False,
         device_count=lambda: load().strict_devices(),

@@ -265,6 +265,11 @@ void strict_open(void* gate) {
   strict::open(*static_cast<strict::Mark*>(gate));
   delete static_cast<strict::Mark*>(gate);
 }
+void strict_take_notes(int on) { strict::take_notes(on != 0); }
+int64_t strict_count_notes() { return strict::count_notes(); }
+void strict_copy_notes(void* to) { strict::copy_notes(static_cast<strict::Note*>(to)); }
+void strict_say(int64_t what, int64_t value) { strict::say(what, value); }
+void strict_label(int64_t number) { strict::label(number); }
 int64_t strict_pieces_run() { return strict::pieces_run(); }
 int64_t strict_pieces_waiting() { return strict::pieces_waiting(); }
 }

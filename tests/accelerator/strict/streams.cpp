@@ -4,7 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -54,7 +57,12 @@ struct State {
   uint64_t changes = 0; // what may let a request go on that was stopped
   int64_t run = 0;
   bool served = false; // some thread runs pieces
+  int64_t recorded = 0;
+  bool noting = false;
+  std::vector<Note> notes;
 };
+
+thread_local int64_t t_label = -1;
 
 void before_fork();
 void in_parent();
@@ -73,6 +81,15 @@ State& state() {
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+// Called with the lock held.
+void note(State& s, int64_t kind, int64_t stream, int64_t point) {
+  if (s.noting) s.notes.push_back({kind, stream, point, syscall(SYS_gettid), t_label});
+}
+
+int64_t stream_number(int device, int stream) {
+  return int64_t{kMostStreams} * device + stream;
 }
 
 // The next number below `count`: splitmix64 (Steele, Lea, Flood 2014).
@@ -223,6 +240,8 @@ void ask_for(State& s, std::unique_lock<std::mutex>& lock, Request& request) {
 void put(int device, int stream, Piece piece) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
+  note(s, piece.awaited ? 1 : 0, stream_number(device, stream),
+       piece.awaited ? piece.awaited->number : 0);
   queue(s, device, stream).push_back(std::move(piece));
   ++s.changes;
   s.changed.notify_all();
@@ -286,6 +305,8 @@ Mark record(int device, int stream) {
   auto mark = std::make_shared<Point>(Point{device, stream});
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
+  mark->number = ++s.recorded;
+  note(s, 2, stream_number(device, stream), mark->number);
   queue(s, device, stream).push_back({nullptr, nullptr, mark});
   return mark;
 }
@@ -347,6 +368,7 @@ bool ask(const Mark& mark) {
     one.steps = 1;
     ask_for(s, lock, one);
   }
+  if (mark->done) note(s, 3, 0, mark->number);
   return mark->done;
 }
 
@@ -360,6 +382,7 @@ void finish(const Mark& mark) {
     ask_for(s, lock, request);
     TORCH_INTERNAL_ASSERT(mark->done, "a stream waits for what no stream will do");
   }
+  note(s, 3, 0, mark->number);
   if (s.fault) std::rethrow_exception(std::exchange(s.fault, nullptr));
 }
 
@@ -394,6 +417,33 @@ void drain() {
   std::lock_guard<std::mutex> lock(s.mutex);
   s.fault = nullptr;
 }
+
+void take_notes(bool on) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.noting = on;
+  if (on) s.notes.clear();
+}
+
+int64_t count_notes() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return static_cast<int64_t>(s.notes.size());
+}
+
+void copy_notes(Note* to) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  std::copy(s.notes.begin(), s.notes.end(), to);
+}
+
+void say(int64_t what, int64_t value) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  note(s, 4, what, value);
+}
+
+void label(int64_t number) { t_label = number; }
 
 int64_t pieces_run() {
   State& s = state();

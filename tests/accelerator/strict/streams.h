@@ -20,6 +20,7 @@ struct Point {
   bool done = false;
   bool gate = false; // done when the host says so
   double seconds = 0; // by a steady clock, when it was passed
+  int64_t number = 0; // of all that were recorded
 };
 using Mark = std::shared_ptr<Point>;
 
@@ -63,6 +64,22 @@ void finish_stream(int device, int stream);
 void finish_device(int device);
 // All that was given runs; what it raises is forgotten.
 void drain();
+
+// What the host has done since notes were taken, in order: work given to a stream, a wait of a stream
+// for a point, a point recorded, a thread that has waited for a point or seen that it is passed, and
+// what a thread has said itself. A thread says under which label it gives work.
+struct Note {
+  int64_t kind;   // 0 work, 1 wait, 2 point, 3 seen, 4 said
+  int64_t stream; // of all devices: kMostStreams for each; or what is said
+  int64_t point;
+  int64_t thread;
+  int64_t label;
+};
+void take_notes(bool on); // forgets those there are
+int64_t count_notes();
+void copy_notes(Note* to); // as many
+void say(int64_t what, int64_t value);
+void label(int64_t number);
 
 // The count of pieces that have run, and of those that wait to run.
 int64_t pieces_run();
