@@ -21,10 +21,13 @@ from outsize.torch_private import (
     DispatchMode,
     FakeTensor,
     disable_current_modes,
+    extension,
+    has_kernel,
     tree_leaves,
 )
 
 ALIGN = 4096  # bytes: of pinned memory's beginning
+COMPILED = {"cuda": "CUDA", "xpu": "XPU"}  # devices Triton compiles for: how PyTorch keys kernels
 MASKS = (  # what makers' runtimes read to say which devices a process sees
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
     "ONEAPI_DEVICE_SELECTOR",
@@ -48,8 +51,10 @@ def find(name: str | None = None) -> torch.device:
         return torch.device("cpu")
     if name not in (None, "auto", kind):
         has = f"only {kind!r}" if kind else "none"
+        masks = [f"{mask} is {os.environ[mask]!r}" for mask in MASKS if mask in os.environ]
+        where = f"here, where {' and '.join(masks)}" if masks else "here"
         raise OutsizeError(
-            f"device is {name!r}, and PyTorch finds {has} here; use 'cpu'"
+            f"device is {name!r}, and PyTorch finds {has} {where}; use 'cpu'"
             + (f", {kind!r} or 'auto'" if kind else " or 'auto'")
         )
     return torch.device(kind, torch.accelerator.current_device_index())
@@ -114,6 +119,21 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
         return bool(torch.addmm(one, one, one).item() == 2)
     except (RuntimeError, TypeError):  # what PyTorch says of a type that is not there
         return False
+
+
+def runs(operator: str, device: torch.device) -> bool:
+    """Whether a device has a kernel for an operator of Outsize's own. One of PyTorch's extension
+    kind may have one for all operators that it does not know."""
+    key = "PrivateUse1" if device.type == extension() else COMPILED.get(device.type)
+    return key is not None and has_kernel(operator, key)
+
+
+def groups(x: Tensor) -> bool:
+    """Whether PyTorch's grouped_mm reads on the device where groups of such rows end, as it does
+    with bfloat16 on NVIDIA's Hopper (2.11 to 2.13). Elsewhere it has the host wait for that."""
+    if x.device.type != "cuda" or x.dtype is not torch.bfloat16 or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 # -- streams --------------------------------------------------------------------------------------

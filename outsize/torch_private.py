@@ -84,6 +84,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def extension() -> str:
+    """The kind of device that some package has registered; "privateuseone" where none has."""
+    return str(torch._C._get_privateuse1_backend_name())
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether an operator ("library::name") does something under a key of the dispatcher."""
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key))
+
+
 def rehearsing() -> bool:
     """Whether tensors that are made here have no memory."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -224,3 +224,13 @@ def test_a_device_brings_its_own_messages(extended: bool, monkeypatch):
 def test_a_device_without_messages_is_an_error():
     with pytest.raises(ValueError, match="mps"):
         private.device_transport("mps", HashStore(), 0, 1, timedelta(seconds=3))
+
+
+def test_a_kernel_is_there_or_not():
+    assert private.has_kernel("aten::mm", "CPU") and private.has_kernel("aten::mm", "Meta")
+    library = torch.library.Library("outsize_test", "FRAGMENT")
+    library.define("nowhere(Tensor x) -> Tensor")
+    library.impl("nowhere", lambda x: x, "CPU")
+    assert private.has_kernel("outsize_test::nowhere", "CPU")
+    assert not private.has_kernel("outsize_test::nowhere", "CUDA")
+    assert private.extension() in ("privateuseone", "strict")

@@ -3,6 +3,10 @@
 Shazeer et al., "Outrageously large neural networks", 2017; groups and the correction bias:
 DeepSeek-V3, 2024. An expert without tokens costs nothing and gets a gradient of zeros.
 
+How many rows each expert gets is known when the router has run. Where the host computes, experts
+run one by one. On a device the host would have to wait for these numbers in every layer: there all
+experts multiply together (outsize/kernels/grouped.py), and the numbers stay on the device.
+
 T tokens, D hidden, F feed-forward, E experts, J chosen a token, N = T * J rows sorted by expert.
 """
 
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.kernels.grouped import ends_of, grouped, served
 from outsize.kernels.linear import GradSink, linear
 from outsize.models.config import DecoderConfig, ExpertFacts
 from outsize.models.declared import INSIDE, Declared, Initial, Lies
@@ -43,8 +48,8 @@ class Expert:
 class Experts(nn.Module):
     """Stacked weights gate, up (E, F, D) and down (E, D, F); `sink` as in Linear.
 
-    A sink is called once for each expert that has tokens and each weight, always with the stacked
-    parameter, and adds to that expert's part of its gradient.
+    A sink is called with the stacked parameter, whose gradient it adds to: once for each weight, or
+    once for each weight and expert that has tokens, where these run one by one.
     """
 
     def __init__(self, hidden: int, facts: ExpertFacts, activation: str) -> None:
@@ -85,12 +90,19 @@ class Experts(nn.Module):
             for e in range(self.count)
         )
 
-    def forward(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
+    def forward(self, x_ND: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
         """x_ND sorted by expert, sizes[e] rows for expert e -> y_ND in the same order. Without any
         row the first expert runs on none, so that autograd goes the same ways on every worker."""
+        if isinstance(sizes, Tensor):
+            return self._together(x_ND, ends_of(sizes))
         pieces, each = x_ND.split(list(sizes)), self.each()
         outputs = [expert(x) for expert, x in zip(each, pieces, strict=True) if len(x)]
         return torch.cat(outputs or [each[0](x_ND)])
+
+    def _together(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        gate_NF = grouped(x_ND, self.gate, ends_E, self.sink)
+        up_NF = grouped(x_ND, self.up, ends_E, self.sink)
+        return grouped(gated(gate_NF, up_NF, self.activation), self.down, ends_E, self.sink)
 
 
 class Router(nn.Module):
@@ -179,7 +191,7 @@ def sizes_of(chosen_TJ: Tensor, count: int) -> Tensor:
 
 
 def expert_sizes(chosen_TJ: Tensor, count: int) -> list[int]:
-    """Rows for each expert: the one place where the host waits for the device.
+    """Rows for each expert, on the host, which waits for the device.
 
     Under FakeTensorMode no values exist; the load is then the most uneven one, all tokens to the
     same experts, which needs the most memory: what is predicted to fit must fit whatever comes.
@@ -206,12 +218,13 @@ def dispatched(
 
 
 class LocalDispatch:
-    """Every expert is here, and is run on its own."""
+    """Every expert is here. The host learns how many rows each has only where it must."""
 
     def __call__(
         self, x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet
     ) -> Tensor:
-        sizes = expert_sizes(chosen_TJ, experts.count)
+        counts = sizes_of if served(x_TD.device) else expert_sizes
+        sizes = counts(chosen_TJ, experts.count)
         return dispatched(x_TD, chosen_TJ, weight_TJ, lambda x_ND: experts(x_ND, sizes))
 
 

@@ -192,8 +192,9 @@ class ExpertSet(Protocol):
     def count(self) -> int:
         """How many they are."""
 
-    def __call__(self, x_ND: Tensor, sizes: Sequence[int]) -> Tensor:
-        """y_ND: the first sizes[0] rows through expert 0, the next sizes[1] through 1, ..."""
+    def __call__(self, x_ND: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+        """y_ND: the first sizes[0] rows through expert 0, the next sizes[1] through 1, ... A tensor
+        of sizes is on the device and not read by the host."""
 
 
 class Dispatch(Protocol):

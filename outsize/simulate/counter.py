@@ -70,6 +70,10 @@ class Counter(DispatchMode):
             self._product(args[1], args[2])
         elif name == "mkldnn::_linear_pointwise":
             self._product(args[0], args[1].t())
+        elif name == "outsize::grouped":
+            self._product(args[0], args[1][0].t())  # each row meets one of the weights
+        elif name == "outsize::grouped_add":
+            self._product(args[1].t(), args[2])
         elif "flash_attention" in name or "efficient_attention" in name:
             self._attention(func, args, kwargs)
         elif name.startswith("outsize::attention"):

@@ -71,3 +71,26 @@ def test_what_tells_devices_apart() -> None:
         assert told(first) != own
     with numbered("00000000-0000"):
         assert told(first) == known
+
+
+HIDDEN = (
+    "device is 'cuda', and PyTorch finds none here, where CUDA_VISIBLE_DEVICES is ''; use 'cpu' or"
+    " 'auto'"
+)
+
+
+def test_where_every_device_is_hidden_the_processor_trains() -> None:
+    """As CUDA_VISIBLE_DEVICES does that is empty. Who asks for a device is told in one line."""
+    strict.start("demand", devices=0)
+    empty = patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""})
+    with TemporaryDirectory() as folder, empty, chdir(folder):
+        Path("text.txt").write_text("So it goes on and on. " * 50)
+        given = [word for one in SMALL for word in ("--set", one)]
+        refused = CliRunner().invoke(main, ["train", *given, "--set", "device=cuda"])
+        assert refused.exit_code == 2
+        assert HIDDEN in " ".join(refused.output.split()), refused.output
+        assert not list(Path().glob("runs/*"))
+        made = CliRunner().invoke(main, ["train", *given, "--set", "device=auto"])
+        assert made.exit_code == 0, made.output
+        assert accelerator.find("auto") == torch.device("cpu")
+        print(made.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,9 @@ from outsize.cli.main import main
 from outsize.hardware.probe import keep
 
 CASES = (
-    ("data=2", {"plan.zero": 1}),
-    ("data=2", {"plan.zero": 3}),
-    ("tensor=2", {"plan.overlap": 2}),
+    ("data=2,context=2", {"plan.zero": 3}),
+    ("data=2,tensor=2", {"plan.zero": 1, "plan.overlap": 2}),
     ("tensor=2", {"plan.sequence_parallel": "true"}),
-    ("context=2", {}),
     ("pipeline=2", {"plan.pipeline": "1f1b"}),
     ("pipeline=2", {"plan.pipeline": "zb-v"}),
     ("pipeline=2", {"plan.pipeline": "1f1b+vocabulary:1"}),
@@ -50,8 +49,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ids=lambda x: str(x).replace("plan.", ""),
 )
 def test_workers_with_devices_give_the_numbers_of_a_processor(mesh, keys, order, plain, tmp_path):
-    workers = ("--mesh", mesh, "--workers", "2")
-    strict.start(*order, devices=2)
+    count = math.prod(int(each.partition("=")[2]) for each in mesh.split(","))
+    workers = ("--mesh", mesh, "--workers", str(count))
+    strict.start(*order, devices=count)
     machine = known_machine()
     keep(replace(machine, devices=(replace(machine.devices[0], kind="gpu", grain=512),)), "auto")
     there = _losses(tmp_path, workers, keys)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize.models import experts as module
 from outsize.models.config import ExpertFacts
 from outsize.models.experts import Experts, LocalDispatch, Router, expert_sizes
 
 TOKENS, HIDDEN, COUNT = 23, 10, 6
 
 
-@pytest.fixture
-def experts() -> Experts:
+@pytest.fixture(params=["one by one", "together"])
+def experts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
+    """As the host runs them, and as a device does that alone knows how many rows each has."""
+    monkeypatch.setattr(module, "served", lambda device: request.param == "together")
     made = Experts(HIDDEN, ExpertFacts(COUNT, 2, 7), "silu").double()
     with torch.no_grad():
         for parameter in made.parameters():
