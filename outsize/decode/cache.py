@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from outsize import accelerator
+from outsize.kernels import attention as kernel
 from outsize.memory.ledger import in_grains
 from outsize.models.attention import LocalAttend
 from outsize.models.norm import upcast
@@ -202,6 +203,11 @@ class CachedPast:
 def attend_tail(q_CHK: Tensor, k_GLK: Tensor, v_GLW: Tensor, spec: AttendSpec) -> Tensor:
     """o_CHW of queries that belong to the last C of the L tokens of one sequence."""
     count, total = q_CHK.shape[0], k_GLK.shape[1]
+    if count >= kernel.BLOCK and spec.softcap is None and q_CHK.device.type == "cpu":
+        k_LGK, v_LGW = k_GLK.transpose(0, 1), v_GLW.transpose(0, 1)
+        if kernel.fits(q_CHK, k_LGK, v_LGW):  # in half the time of a mask
+            behind = replace(spec, first_query=total - count)
+            return LocalAttend()(q_CHK, k_LGK, v_LGW, (0, total), behind)
     outputs = []
     for first in range(0, count, _CHUNK):
         stop = min(first + _CHUNK, count)

@@ -160,10 +160,17 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: AttendSpec) -> Tensor:
     return torch.einsum("hql,lhw->qhw", weights, v)
 
 
+CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6}  # of values about 1
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 300])
-def test_against_plain_attention(softcap: float | None, window: int | None) -> None:
-    """Long enough that queries are handled in several chunks; value heads of another size."""
+def test_against_plain_attention(
+    softcap: float | None, window: int | None, dtype: torch.dtype
+) -> None:
+    """Long enough that queries are handled in several chunks, or by our kernel in float32; value
+    heads of another size."""
     seeded = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(700, heads, size, generator=seeded, dtype=torch.float64)
@@ -175,9 +182,11 @@ def test_against_plain_attention(softcap: float | None, window: int | None) -> N
     for count in (1, 9, 600, 1, 1, 88):
         attend = cache.extend([1], [count])
         rows = slice(at, at + count)
-        outputs.append(attend(q[rows], k[rows], v[rows], attend.bounds, spec))
+        fed = (x[rows].to(dtype) for x in (q, k, v))
+        outputs.append(attend(*fed, attend.bounds, spec))
         at += count
-    torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=1e-12)
+    found, atol = torch.cat(outputs).double(), CLOSE[dtype]
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def test_memory_is_allocated_once() -> None:
