@@ -258,9 +258,14 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, Prompts | None, list[list[int]
     their sums, if not at once, and which layers of each kind are here; in a world that has the
     tensor axis alone."""
     config, kinds = held.config, dict[object, list[int]]()
-    for index, facts in enumerate(config.layers):
-        if held.has(index + 1) or config.rewired:  # what those are given differs
-            kinds.setdefault(index if config.rewired else facts, []).append(index)
+    mine = [i for i in range(len(config.layers)) if held.has(i + 1) or config.rewired]
+    for index in mine:
+        sort: object = config.layers[index]
+        if config.rewired:  # what they are given differs
+            sort = index
+        elif held.beside:  # of the first one what it is given stays
+            sort = (sort, index == mine[0])
+        kinds.setdefault(sort, []).append(index)
     few = replace(config, layers=tuple(config.layers[where[0]] for where in kinds.values()))
     names = {f"blocks.{new}.": f"blocks.{old[0]}." for new, old in enumerate(kinds.values())}
     world = PretendWorld(Mesh(tensor=held.mesh.tensor), held.mesh.index("tensor", held.rank))
@@ -327,7 +332,7 @@ def _peaks(
         before, peaks = ledger.total, list[int]()
         session.watch.ledger = ledger
         session.steps.prompts = way
-        session.steps.leaving = range(len(fake.blocks)) if held.mesh.pipeline > 1 else ()
+        session.steps.leaving = () if held.last else (len(fake.blocks) - 1,)
         positions_T, bounds, past = fed()
         ids_T = torch.zeros(positions_T.shape, dtype=torch.int64)
         loaded = session.steps.begin(ids_T, positions_T, bounds, past)

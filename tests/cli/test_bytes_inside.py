@@ -5,20 +5,32 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+import outsize
+from outsize.models.build import build
+from outsize.models.families import parse
 from outsize.train.metrics import read_metrics
 
+WIRED = {"ladder": {"ladder_from": 0}, "kraken": {"kraken_ways": 2}}
 WORDS = {
     "tensor": ("tensor=2", 0),
+    "ladder": ("tensor=2", 2),
+    "kraken": ("tensor=2", 2),
     "tensor, beside the products": ("tensor=2", 4),
     "context": ("context=2", 0),
     "context, tensor beside the products": ("context=2,tensor=2", 4),
 }
 
 
-@pytest.mark.parametrize(("mesh", "overlap"), WORDS.values(), ids=WORDS)
-def test_bytes_are_those_predicted(mesh: str, overlap: int, home, invoke) -> None:
+@pytest.mark.parametrize("name", WORDS)
+def test_bytes_are_those_predicted(name: str, home, invoke, tiny_config) -> None:
+    mesh, overlap = WORDS[name]
     words = ("run.yaml", "--mesh", mesh, "--set", f"plan.overlap={overlap}")
+    if name in WIRED:
+        config = {**tiny_config, "vocab_size": 264, "num_hidden_layers": 3, **WIRED[name]}
+        outsize.save(build(parse(config), seed=1, dtype=torch.float32), home / "hf")
+        words = (*words, "--set", f"model.name={home / 'hf'}")
     shown = invoke("plan", *words, "--json")
     assert shown.exit_code == 0, shown.stderr
     parts = json.loads(shown.stdout)["received"]
@@ -28,7 +40,7 @@ def test_bytes_are_those_predicted(mesh: str, overlap: int, home, invoke) -> Non
     assert len(steps) == 3
     for step in steps:
         assert step["workers_bytes_read"] == sum(part["this_machine"] for part in parts.values())
-    if "tensor" in parts and "context" not in parts:
+    if name.startswith("tensor"):
         # Of two workers each has T x D numbers of a sum from the other: four sums a block, that of
         # the embedding and that of the gradient of the head's input.
         sums = 4 * 2 + 2

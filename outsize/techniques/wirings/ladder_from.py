@@ -133,9 +133,9 @@ class Ladder:
         self, model: Decoder, axis: Collective, sequence_parallel: bool, beside: Beside | None
     ) -> Rewired:
         names = set[str]()
-        for i in range(self.begins, self.layers):
-            for name in ("attention", "mlp"):
-                first_counts(getattr(model.blocks[i], name), axis)
+        for i, block in enumerate(model.blocks):
+            for name in ("attention", "mlp") if isinstance(block, LadderBlock) else ():
+                first_counts(getattr(block, name), axis)
                 names.add(f"blocks.{i}.{name}")
         if beside is None or sequence_parallel:  # tokens that are cut have no place for summands
             return Rewired(frozenset(names))
