@@ -74,6 +74,8 @@ def noted(case: Case, folder: Path) -> tuple[dict[int, Action], dict[int, frozen
         with noting(notes, actions):
             job.step(data[1], 1e-2)
         job.close()
+    every = {a.lane for a in actions.values()}
+    assert notes.streams <= set(range(len(every))), "each lane has the stream of the first step"
     before = notes.before()
     return {place: action for place, action in actions.items() if place in before}, before
 

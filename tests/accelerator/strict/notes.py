@@ -64,6 +64,11 @@ class Notes:
             self.library.strict_copy_notes(numbers)
             self.taken = [Note(*numbers[i : i + 5]) for i in range(0, len(numbers), 5)]
 
+    @property
+    def streams(self) -> set[int]:
+        """Those that were given work."""
+        return {note.stream for note in self.taken if note.kind == WORK}
+
     def before(self) -> dict[int, frozenset[int]]:
         """By label of some work, those of all work that must have run before the last of it."""
         found: dict[int, int] = {}
