@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from retraining import losses
-from rewire import to_kraken
+from rewire import fresh_kraken, to_kraken
 from simulated_layers import kraken, layer_of, plain
 from slow_links import (
     RATES,
@@ -53,7 +53,7 @@ def main() -> None:
         for n in (4, 8)
     ]
     of_sizes = mean(theirs)
-    trained = losses(lambda m: to_kraken(m, 2), lambda m: to_kraken(m, 2))
+    trained = losses(lambda m: to_kraken(m, 2), lambda m: fresh_kraken(m, 2))
     print(f"    {trained}")
     conclude(
         'Prabhakar et al., "Kraken", 2024',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.techniques.wirings.kraken_ways import converted, krakened
@@ -20,6 +21,11 @@ def to_kraken(model: Decoder, ways: int) -> Decoder:
     """The model with `ways` sub-layers a layer, sharing what of its parameters does not change. Its
     numbers are others: it needs training before it is as good again."""
     return converted(model, krakened(model.config, ways))
+
+
+def fresh_kraken(model: Decoder, ways: int) -> Decoder:
+    """One of the same config with `ways` sub-layers a layer and first values of its own."""
+    return build(krakened(model.config, ways), seed=3)
 
 
 def _rewired(model: Decoder, config: DecoderConfig) -> Decoder:
