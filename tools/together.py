@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from outsize.collectives import Mesh
 from outsize.collectives.axes import AXES
 from outsize.errors import OutsizeError
@@ -21,6 +23,7 @@ from outsize.plan.approximate import PARTIAL, known_names
 from outsize.plan.settings import PLAN_SETTINGS
 from outsize.plan.spread import pipelined
 from outsize.registry import TECHNIQUES, Touching, refuse_shared
+from outsize.runtime import AdoptedFlow
 
 SEGMENTS, ROWS, SEQUENCE, WORKERS = 6, 8, 32, 2
 NAMES = "approximate"
@@ -62,6 +65,14 @@ class Switch:
 
     def refusal(self) -> str:
         """What the product says to a plan that has it, empty where it takes it."""
+        try:
+            self.plan()
+        except OutsizeError as error:
+            return str(error)
+        return ""
+
+    def plan(self) -> Plan:
+        """A plan that has it."""
         rest, blocks = Rest(**self.rest), ("block",) if self.recompute else ()
         stages = tuple(
             Stage(i, i + 1, blocks if 0 < i < SEGMENTS - 1 else (), rest) for i in range(SEGMENTS)
@@ -69,14 +80,10 @@ class Switch:
         more = dict(self.more)
         stage = more.pop("zero", 0)
         mesh = Mesh(**self.mesh)
-        try:
-            shards = zero(stage, mesh.data)
-            Plan(
-                SEGMENTS, stages, ROWS, ROWS // 2, SEQUENCE, mesh=mesh, shards=shards, **more
-            )  # fmt: skip
-        except OutsizeError as error:
-            return str(error)
-        return ""
+        return Plan(
+            SEGMENTS, stages, ROWS, ROWS // 2, SEQUENCE, mesh=mesh, shards=zero(stage, mesh.data),
+            **more,
+        )  # fmt: skip
 
 
 def switches() -> Iterator[Switch]:
@@ -130,6 +137,19 @@ def _bare(one: Switch, other: Switch) -> Iterator[Switch | None]:
             yield Switch("", a.mesh, recompute=a.recompute).beside(b)
 
 
+def of_modules() -> Iterator[tuple[str, str, str]]:
+    """(a module of the user's own, switch, reason) of every switch that is for native decoders."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(SEGMENTS - 2)))
+    blocks = list(model.named_children())
+    for one in switches():
+        try:
+            flow = AdoptedFlow(model, blocks, one.plan(), lambda output, _: output)
+        except OutsizeError as error:
+            yield "a module that `outsize.prepare()` adopts", one.name, str(error)
+        else:
+            flow.attach(None)
+
+
 def declared() -> Iterator[tuple[str, str, str]]:
     """(one, other, reason) of an optimizer and a technique that change the same thing; other pairs
     are refused by a plan already."""
@@ -148,7 +168,7 @@ def page() -> str:
     """docs/together.md: one row for those that are refused for the same reason."""
     found = [
         (one, other, " ".join(said.removeprefix("plan: ").removeprefix("plan.").split()))
-        for one, other, said in (*refused(), *declared())
+        for one, other, said in (*refused(), *declared(), *of_modules())
     ]
     by_other = _joined((other, _shape(said), one, said) for one, other, said in found)
     by_ones = _joined((ones, shape, other, said) for (other, shape), (ones, said) in by_other)

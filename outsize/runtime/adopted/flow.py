@@ -71,7 +71,8 @@ class AdoptedFlow:
             raise OutsizeError(
                 f"plan: pipeline.{name} is {variant}, but"
                 f" {type(model).__name__} is an adopted module, whose embedding and head stay"
-                " whole: set it to 0, or load the model as a native decoder"
+                " whole, since its own code makes the loss of all logits: set it to 0, or load the"
+                " model as a native decoder"
             )
         self.model, self.plan = model, plan
         self.paths = [path for path, _ in blocks]
