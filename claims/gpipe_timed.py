@@ -45,7 +45,7 @@ def main() -> None:
             for name, gain in gains.items()
         ),
         f"run: torchrun, {by_time.WORKERS} workers with a core each, {by_time.ROWS} rows a step,"
-        " convolutions with batch normalisation (0.6M parameters) and a transformer (6.6M),"
+        " convolutions with batch normalisation (0.3M parameters) and a transformer (6.6M),"
         f" float32, best of {TURNS} runs in turn",
         *(
             Figure(
