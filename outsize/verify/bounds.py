@@ -4,13 +4,14 @@ run, parameter by parameter, times a factor that chance does not reach.
 Every number that is compared (a parameter's ratio of gradients, largest difference of gradients and
 of weights; the loss, the norm) is compared for SAMPLES plain runs as well, whose results are moved
 at random (outsize/verify/rounding.py). The root of the mean of their squares is the number's
-deviation; FACTOR times that is allowed. What is a little above is asked of MORE runs again.
+deviation; FACTOR times that is allowed. What is a little above is asked of twice as many runs,
+until it is within, or MORE have said so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
 from typing import Any
 
@@ -21,7 +22,7 @@ from outsize.verify.compare import Comparison, compare
 from outsize.verify.plain import Step
 from outsize.verify.rounding import Rounding
 
-SAMPLES, MORE = 2, 16  # runs that are moved: of each verdict, and of one that would be "no"
+SAMPLES, MORE = 2, 16  # runs that are moved: of each verdict, and of one that is "no"
 FACTOR = 6.0  # Student's t with 16 degrees of freedom is beyond it twice in 100,000
 CLEAR = 50.0  # times what is allowed: Student's t with 2 is beyond that once in 100,000
 TELLS = 0.5  # what a ratio may be off by, at most, or it could not tell a gradient counted twice
@@ -90,6 +91,7 @@ class Moved:
     case: Case
     truth: Sequence[Step]
     batches: Sequence[Any]
+    runs: list[Comparison] = field(default_factory=list)  # those made
 
     def comparison(self, seed: int) -> Comparison:
         """How far a moved run is from the one that is not."""
@@ -102,9 +104,10 @@ class Moved:
 
     def bounds(self, runs: int) -> Bounds:
         """From so many moved runs."""
+        self.runs.extend(self.comparison(seed) for seed in range(len(self.runs), runs))
         squares: dict[Key, float] = {}
-        for seed in range(runs):
-            for key, x in numbers(self.comparison(seed)):
+        for run in self.runs[:runs]:
+            for key, x in numbers(run):
                 squares[key] = squares.get(key, 0.0) + x**2
         allowed = {key: FACTOR * sqrt(x / runs) + LEAST for key, x in squares.items()}
         return Bounds(allowed, runs)
@@ -113,7 +116,7 @@ class Moved:
         """What is allowed, and what of a run is beyond it."""
         bounds = self.bounds(SAMPLES)
         over = bounds.over(found)
-        if over and not any(one.clear for one in over):
-            bounds = self.bounds(MORE)
+        while over and not any(one.clear for one in over) and bounds.runs < MORE:
+            bounds = self.bounds(2 * bounds.runs)
             over = bounds.over(found)
         return bounds, over

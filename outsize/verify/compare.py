@@ -83,17 +83,20 @@ def compare(
 
 def _rows(pairs: Sequence[tuple[Step, Step]]) -> list[Row]:
     names = dict.fromkeys(n for step in pairs[0] for n in (*step.weights, *step.gradients))
-    return [_row(name, pairs) for name in names]
+    largest = [(_largest(plain.gradients), _largest(plain.weights)) for _, plain in pairs]
+    return [_row(name, pairs, largest) for name in names]
 
 
-def _row(name: str, pairs: Sequence[tuple[Step, Step]]) -> Row:
+def _row(
+    name: str, pairs: Sequence[tuple[Step, Step]], largest: Sequence[tuple[float, float]]
+) -> Row:
+    """largest: of each step's plain gradients and weights."""
     ratios, gradients, weights = [], [], []
-    for mine, plain in pairs:
+    for (mine, plain), (gradient, weight) in zip(pairs, largest, strict=True):
         own, other = mine.gradients.get(name), plain.gradients.get(name)
         ratios.append(_ratio(own, other))
-        gradients.append(_distance(own, other, FLOOR * _largest(plain.gradients)))
-        largest = _largest(plain.weights)
-        weights.append(_distance(mine.weights.get(name), plain.weights.get(name), largest))
+        gradients.append(_distance(own, other, FLOOR * gradient))
+        weights.append(_distance(mine.weights.get(name), plain.weights.get(name), weight))
     known = [ratio for ratio in ratios if ratio is not None]
     ratio = max(known, key=lambda r: abs(r - 1) if isfinite(r) else inf, default=None)
     return Row(name, ratio, max(gradients), max(weights))

@@ -119,7 +119,8 @@ class Rounding(DispatchMode):
         y.mul_(self._draw(y).mul_(unit * USUAL).add_(1))
 
     def _draw(self, y: Tensor) -> Tensor:
-        return torch.randn(y.shape, generator=self.generator, dtype=y.dtype)
+        # Normal to seven figures, which are drawn in a quarter of the time of sixteen.
+        return torch.randn(y.shape, generator=self.generator).to(y.dtype)
 
 
 def at(rounding: Rounding | None, unit: float) -> AbstractContextManager[None]:
