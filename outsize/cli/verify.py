@@ -30,6 +30,10 @@ _NOT_OF_RUNS = (
     "target", "workers", "mesh", "zero", "shards", "sequence_parallel", "sets", "resume",
     "processes", "seed", "precision",
 )  # fmt: skip
+_NOT_OF_TOKENS = (
+    "zero", "shards", "sequence_parallel", "sets", "steps", "resume", "count", "precision",
+    "processes",
+)  # fmt: skip
 
 
 @click.command(cls=Command)
@@ -46,6 +50,9 @@ _NOT_OF_RUNS = (
 @click.option("--processes", is_flag=True, help="Workers as processes instead of threads.")
 @click.option("--run", type=click.Path(path_type=Path), help="Replay the run of a directory.")
 @click.option("--from", "start", type=click.IntRange(0), help="Of --run: begin at a checkpoint.")
+@click.option("--generate", "tokens", type=click.IntRange(1), help="Generate so many instead.")
+@click.option("--memory", metavar="SIZE", help="Of --generate: weights beyond it stay in files.")
+@click.option("--overlap", type=click.IntRange(0), help="Of --generate, as outsize generate.")
 @click.option("--random", "count", type=click.IntRange(1), help="Verify so many random draws.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the first draw.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Of all random draws.")
@@ -66,6 +73,9 @@ def verify(
     processes: bool,
     run: Path | None,
     start: int | None,
+    tokens: int | None,
+    memory: str | None,
+    overlap: int | None,
     count: int | None,
     seed: int,
     precision: str | None,
@@ -74,8 +84,9 @@ def verify(
     """Train a few steps under a plan and in plain PyTorch, and compare: gradients, weights, loss.
 
     TARGET is a run's file (YAML), a run's or a model's directory, a preset, or import.path:factory;
-    without it a small model. Or replay the steps of a run that has been (--run). Exit code 1 where
-    float64 differs by more than 1e-10, or the run's own precision by more than rounding explains.
+    without it a small model. Or replay the steps of a run that has been (--run), or generate with a
+    model's directory and compare each token (--generate). Exit code 1 where float64 differs by more
+    than 1e-10, or the run's own precision by more than rounding explains.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize.screen import console
@@ -83,30 +94,38 @@ def verify(
     from outsize.verify.target import wanted
 
     if run is not None:
-        refuse_unused(ctx, (*_NOT_OF_RUNS, "count"), f"--run {run}, which is as it was")
+        unused = (*_NOT_OF_RUNS, "count", "tokens", "memory", "overlap")
+        refuse_unused(ctx, unused, f"--run {run}, which is as it was")
         ctx.exit(_replay(run, start, steps, as_json, console()))
     refuse_unused(ctx, ("start",), "no --run, whose checkpoint it is")
+    if tokens is not None:
+        refuse_unused(ctx, _NOT_OF_TOKENS, f"--generate {tokens}, which trains nothing")
+        spread = Spread(workers, mesh, memory, overlap, device)
+        ctx.exit(_generate(target, tokens, spread, seed, as_json, console()))
+    refuse_unused(ctx, ("memory", "overlap"), "no --generate, which they are of")
     if count is None:
         refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     else:
         refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
         asked = Asked(count, seed, workers or DRAWN_WORKERS, precision, processes, device)
         ctx.exit(_random(asked, as_json, console()))
-    if zero is not None and shards is not None:
-        raise OutsizeError(
-            f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
-        )
-    cut = zero if shards is None else _degrees(shards)
-    places = {
-        "workers": workers, "mesh": mesh, "plan.zero": cut,
-        "plan.sequence_parallel": sequence_parallel or None,
-    }  # fmt: skip
-    given = (*sets, *as_sets(places))
+    cut = _cut(zero, shards, sequence_parallel)
+    given = (*sets, *as_sets({"workers": workers, "mesh": mesh, **cut}))
     verdict = _verdict(wanted(target, given, steps or STEPS, resume, device), processes)
     if isinstance(verdict, int):
         ctx.exit(verdict)
     _print(verdict, as_json, console())
     ctx.exit(0 if verdict.holds else 1)
+
+
+def _cut(zero: int | None, shards: str | None, sequence_parallel: bool) -> dict[str, object]:
+    """What is cut over the axes, by key of a run."""
+    if zero is not None and shards is not None:
+        raise OutsizeError(
+            f"--zero {zero} and --shards {shards} both say what is cut; give one of them"
+        )
+    degrees = zero if shards is None else _degrees(shards)
+    return {"plan.zero": degrees, "plan.sequence_parallel": sequence_parallel or None}
 
 
 def _degrees(text: str) -> list[int]:
@@ -161,6 +180,51 @@ def _replay(
     else:
         shown(out, show.replayed(found))
         say(out, show.replayed_line(found))
+    return 0 if found.holds else 1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a model that generates lies on, as `outsize generate` takes it."""
+
+    workers: int | None
+    mesh: str | None
+    memory: str | None
+    overlap: int | None
+    device: str
+
+
+def _generate(
+    target: str | None, tokens: int, on: Spread, seed: int, as_json: bool, out: Console
+) -> int:
+    """Generate with a model's directory; gives the exit code."""
+    import torch
+
+    from outsize.memory.sizes import parse_bytes
+    from outsize.plan.settings import NONE
+    from outsize.screen import say
+    from outsize.screen import show as shown
+    from outsize.serve import workers
+    from outsize.serve.files import Limits
+    from outsize.verify import generated, show
+
+    if target is None:
+        raise OutsizeError("--generate: no directory; expected that of a model or a run")
+    limits = None if on.memory is None else Limits(parse_bytes(on.memory))
+    settings = NONE.having({"overlap": on.overlap})
+    spread = workers.Asked(on.mesh, on.workers, {}, limits, settings, on.device)
+    spread.check()
+    torch.set_num_threads(1)
+    mesh = spread.mesh_of()
+    asked = generated.Asked(Path(target), tokens, mesh, limits, settings, on.device, seed)
+    found = generated.spoken(asked)
+    if as_json:
+        said = {**dataclasses.asdict(found), "holds": found.holds}
+        said["bounds"] = None if found.bounds is None else found.bounds.runs
+        click.echo(json.dumps(said | {"over": [str(one) for one in found.over]}, indent=2))
+    else:
+        shown(out, show.spoken(found))
+        say(out, *show.spoken_lines(found))
     return 0 if found.holds else 1
 
 

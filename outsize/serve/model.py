@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from outsize.data.tokenizer import Tokenizer, open_tokenizer
-from outsize.decode.generate import GREEDY, PREFILL_TOKENS, Request, check_request, generate
+from outsize.decode.generate import (
+    GREEDY,
+    PREFILL_TOKENS,
+    Request,
+    check_request,
+    generate,
+    play,
+)
 from outsize.decode.samplers import Sampler
 from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import in_grains
 from outsize.models.decoder import Decoder
+from outsize.runtime.generating import Generated
 from outsize.runtime.session import Session
 
 BYTES_AND_SPECIALS = range(257, 321)  # vocabularies of models over bytes, rounded up
@@ -129,6 +137,16 @@ class Model(Decoder):
                 if on_text is not None:
                     on_text(piece)
             return "".join(pieces)
+
+    @torch.no_grad()
+    def scored(self, request: Request) -> Generated:
+        """The tokens that follow a request's prompt, and of each the log of the probability that
+        the model gave it. OutsizeError as of generate."""
+        check_request(self, request.ids, request.max_new_tokens)
+        with self._session(request) as (session, at_once):
+            device = self.prologue.tokens.weight.device  # known once its home is ready
+            found = [one for _, one in play([request], session, device, at_once)]
+        return Generated([one.token for one in found], [one.logprob for one in found])
 
     def peak(self, prompt: int, max_tokens: int, sampling: Sampler = GREEDY) -> int:
         """Most bytes of tensors, weights included, that this worker's device will hold while

@@ -10,8 +10,8 @@ until it is within, or MORE have said so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from typing import Any
 
@@ -55,9 +55,9 @@ class Bounds:
     allowed: Mapping[Key, float]
     runs: int
 
-    def over(self, found: Comparison) -> tuple[Over, ...]:
+    def over(self, found: Mapping[Key, float]) -> tuple[Over, ...]:
         """What is beyond, the farthest first."""
-        above = (Over(key, x, self.allowed[key]) for key, x in numbers(found))
+        above = (Over(key, x, self.allowed[key]) for key, x in found.items())
         far = [one for one in above if not one.found <= one.allowed]
         return tuple(sorted(far, key=lambda one: -_times(one)))
 
@@ -73,46 +73,36 @@ def _times(one: Over) -> float:
     return one.found / one.allowed if isfinite(one.found) and one.allowed else inf
 
 
-def numbers(found: Comparison) -> Iterator[tuple[Key, float]]:
+def numbers(found: Comparison) -> dict[Key, float]:
     """All that is compared, by key."""
-    yield ("", "loss"), found.loss
-    yield ("", "norm"), found.norm
+    made = {("", "loss"): found.loss, ("", "norm"): found.norm}
     for row in found.rows:
         if row.ratio is not None:
-            yield (row.name, "ratio"), abs(row.ratio - 1)
-        yield (row.name, "gradient"), row.gradient
-        yield (row.name, "weight"), row.weight
+            made[row.name, "ratio"] = abs(row.ratio - 1)
+        made[row.name, "gradient"] = row.gradient
+        made[row.name, "weight"] = row.weight
+    return made
 
 
-@dataclass(frozen=True)
 class Moved:
-    """The plain run of a case, and as many as are asked for whose results are moved."""
+    """Plain runs whose results are moved, as many as are asked for. one: how far that of a seed is
+    from the run that is not moved, by key."""
 
-    case: Case
-    truth: Sequence[Step]
-    batches: Sequence[Any]
-    runs: list[Comparison] = field(default_factory=list)  # those made
-
-    def comparison(self, seed: int) -> Comparison:
-        """How far a moved run is from the one that is not."""
-        precision = self.case.plan.precision
-        exact = Precision("float64", "float64" if precision.master else None, "float64", "float64")
-        case = self.case.within(exact)
-        rounding = Rounding(precision, seed)
-        steps = plain.train(case.plain(exact), case.recipe, self.batches, rounding)
-        return compare(steps, self.truth, precision.compute)
+    def __init__(self, one: Callable[[int], Mapping[Key, float]]) -> None:
+        self._one = one
+        self._runs: list[Mapping[Key, float]] = []
 
     def bounds(self, runs: int) -> Bounds:
-        """From so many moved runs."""
-        self.runs.extend(self.comparison(seed) for seed in range(len(self.runs), runs))
+        """From so many of them."""
+        self._runs.extend(self._one(seed) for seed in range(len(self._runs), runs))
         squares: dict[Key, float] = {}
-        for run in self.runs[:runs]:
-            for key, x in numbers(run):
+        for run in self._runs[:runs]:
+            for key, x in run.items():
                 squares[key] = squares.get(key, 0.0) + x**2
         allowed = {key: FACTOR * sqrt(x / runs) + LEAST for key, x in squares.items()}
         return Bounds(allowed, runs)
 
-    def judge(self, found: Comparison) -> tuple[Bounds, tuple[Over, ...]]:
+    def judge(self, found: Mapping[Key, float]) -> tuple[Bounds, tuple[Over, ...]]:
         """What is allowed, and what of a run is beyond it."""
         bounds = self.bounds(SAMPLES)
         over = bounds.over(found)
@@ -120,3 +110,17 @@ class Moved:
             bounds = self.bounds(2 * bounds.runs)
             over = bounds.over(found)
         return bounds, over
+
+
+def trained(case: Case, truth: Sequence[Step], batches: Sequence[Any]) -> Moved:
+    """Those of a case. truth: its plain run in float64."""
+    precision = case.plan.precision
+    exact = Precision("float64", "float64" if precision.master else None, "float64", "float64")
+    inside = case.within(exact)
+
+    def one(seed: int) -> Mapping[Key, float]:
+        rounding = Rounding(precision, seed)
+        steps = plain.train(inside.plain(exact), inside.recipe, batches, rounding)
+        return numbers(compare(steps, truth, precision.compute))
+
+    return Moved(one)

@@ -13,6 +13,7 @@ from math import inf
 from outsize.errors import OutsizeError
 from outsize.models.wiring import WIRES
 from outsize.plan import Plan
+from outsize.verify.bounds import numbers
 from outsize.verify.case import Case
 from outsize.verify.compare import LIMIT
 from outsize.verify.draw import ATTEMPTS, Drawn, draws
@@ -114,7 +115,7 @@ def _usual(found: Verdict) -> bool:
     if found.exact.worst > LIMIT or not found.over or None in (found.bounds, found.usual):
         return False
     assert found.bounds is not None and found.usual is not None
-    return bool(found.bounds.over(found.usual))
+    return bool(found.bounds.over(numbers(found.usual)))
 
 
 def _reason(error: OutsizeError) -> str:

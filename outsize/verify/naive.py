@@ -149,20 +149,19 @@ def dispatch(x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: Expert
     return y_TD.to(x_TD.dtype)
 
 
-def loss_of(
-    model: Decoder, batch: Batch, options: LossOptions, segments: Sequence[int] | None = None
-) -> tuple[Tensor, float]:
-    """Sum of the losses of a batch, each times its weight, and the sum of these weights. segments:
-    what it goes through, in order, where not through all."""
+def logits_of(
+    model: Decoder,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    bounds: tuple[int, ...],
+    noise: Noise | None = None,
+    segments: Sequence[int] | None = None,
+) -> Tensor:
+    """logits_TV of documents that `bounds` cut, at least float32. segments: what they go through,
+    in order, where not through all."""
     context = model.context(
-        batch.positions().reshape(-1),
-        batch.flat_bounds(),
-        attend,
-        dispatch,
-        noise=dropped(batch.noise),
-        carry=TokenByToken(),
+        positions_T, bounds, attend, dispatch, noise=dropped(noise), carry=TokenByToken()
     )
-    ids_T = batch.ids_BS.reshape(-1)
     if segments is None:
         h_TD = model.hidden(ids_T, context)
     else:
@@ -170,7 +169,16 @@ def loss_of(
         h_TD = ids_T
         for segment in segments:
             h_TD = every[segment](h_TD, context)
-    logits_TV = _wide(model.epilogue.logits(h_TD))
+    return _wide(model.epilogue.logits(h_TD))
+
+
+def loss_of(
+    model: Decoder, batch: Batch, options: LossOptions, segments: Sequence[int] | None = None
+) -> tuple[Tensor, float]:
+    """Sum of the losses of a batch, each times its weight, and the sum of these weights. segments:
+    as of logits_of."""
+    ids_T, positions_T = batch.ids_BS.reshape(-1), batch.positions().reshape(-1)
+    logits_TV = logits_of(model, ids_T, positions_T, batch.flat_bounds(), batch.noise, segments)
     targets_T = batch.targets_BS.reshape(-1)
     losses_T = F.cross_entropy(
         logits_TV, targets_T, ignore_index=IGNORE, label_smoothing=options.label_smoothing,

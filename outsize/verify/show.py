@@ -12,6 +12,8 @@ from outsize.errors import counted
 from outsize.memory import format_bytes
 from outsize.screen import FIGURES, table
 from outsize.verify.compare import LIMIT, Comparison, Row
+from outsize.verify.generated import Spoken
+from outsize.verify.handed import NARROW, Handed
 from outsize.verify.many import Summary, command
 from outsize.verify.planned import Sent
 from outsize.verify.replay import Replayed
@@ -189,6 +191,57 @@ def replayed_line(found: Replayed) -> str:
         f"{found.precision}: holds; {counted(found.steps, 'step')} behind step {found.first} are no"
         " farther from the plain loop than rounding brings it from itself"
     )
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+def spoken(found: Spoken) -> Table:
+    """By prompt: the tokens, and how far their log-probabilities are from the plain loop's."""
+    made = table("prompt", "tokens", "chosen", "log-probabilities", "", right=slice(0, 2))
+    for row in found.rows:
+        said = "" if row.holds else "differs"
+        if row.differs is not None:
+            said = f"token {row.differs + 1} differs"
+        made.add_row(
+            str(row.prompt), str(len(row.tokens)), row.drawn, f"{row.logprob:.1e}", said
+        )  # fmt: skip
+    return made
+
+
+def spoken_lines(found: Spoken) -> Iterator[str]:
+    """What there is to say below the table."""
+    if found.bounds is not None:
+        yield from (f"{found.precision}: {one}" for one in found.over[:MOST])
+        word = "does not hold" if found.over else "holds"
+        yield (
+            f"{found.precision}: {word}; {len(found.over)} of {len(found.bounds.allowed)}"
+            " log-probabilities and choices are farther from float64 than rounding brings a plain"
+            " loop"
+        )
+    yield from _handed(found.handed)
+    if found.differ:
+        yield f"workers {', '.join(map(str, found.differ))} have other tokens than worker 0"
+    exact = all(row.holds for row in found.rows) and not found.differ
+    worst = max(row.logprob for row in found.rows)
+    yield (
+        f"float64: {'holds' if exact else 'does not hold'}; tokens are compared one by one, the"
+        f" largest difference of a log-probability is {worst:.1e}, {LIMIT:g} is allowed"
+    )
+
+
+def _handed(found: Handed) -> Iterator[str]:
+    """What other programs have of it."""
+    if found.said not in ("", found.stored):
+        yield f"config.json says {found.said}, its weights are {found.stored}"
+    if found.left:
+        yield f"transformers: not compared, for {found.left}"
+    elif found.logits is not None:
+        word = "has other logits" if found.logits > NARROW else "has the same logits"
+        yield (
+            f"transformers: {word}; the largest difference is {found.logits:.1e}, {NARROW:g} is"
+            " allowed, since its norms and rotary tables are float32"
+        )
 
 
 # -- draws -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from outsize.collectives import World
 from outsize.collectives.threads import play
 from outsize.plan import Precision
 from outsize.verify import plain, planned
-from outsize.verify.bounds import Bounds, Moved, Over
+from outsize.verify.bounds import Bounds, Over, numbers, trained
 from outsize.verify.case import Case
 from outsize.verify.compare import LIMIT, ROUGH, Comparison, compare
 from outsize.verify.planned import Run, Sent, judging
@@ -93,7 +93,7 @@ def judged(case: Case, runs: Runs) -> Verdict:
         return Verdict(found, runs.exact.sent, narrow=narrow, device=case.device, unjudged=unjudged)
     own = compare(runs.own.steps, truth, precision.compute, runs.own.differ)
     usual = plain.train(case.plain(precision), case.recipe, batches)
-    bounds, over = Moved(case, truth, batches).judge(own)
+    bounds, over = trained(case, truth, batches).judge(numbers(own))
     other = compare(usual, truth, precision.compute)
     return Verdict(found, runs.exact.sent, own, other, narrow, bounds, over, case.device)
 

@@ -14,7 +14,7 @@ from outsize.kernels.entropy import LossOptions
 from outsize.kernels.loss import Head
 from outsize.plan import Precision
 from outsize.verify import verify
-from outsize.verify.bounds import Moved
+from outsize.verify.bounds import numbers, trained
 from outsize.verify.compare import compare
 from outsize.verify.plain import train
 from outsize.verify.rounding import USUAL, Rounding, roundoff
@@ -31,14 +31,13 @@ def test_plain_pytorch_is_within_and_a_gradient_counted_twice_is_not(named):
     batches = [case.batch(0)]
     truth = train(case.within(EXACT).plain(EXACT), case.recipe, batches)
     plain = train(case.plain(case.plan.precision), case.recipe, batches)
-    moved = Moved(case, truth, batches)
-    bounds = moved.bounds(4)
-    assert not bounds.over(compare(plain, truth, named)) and not bounds.blind
+    bounds = trained(case, truth, batches).bounds(4)
+    assert not bounds.over(numbers(compare(plain, truth, named))) and not bounds.blind
     (step,) = plain
     doubled = next(iter(step.gradients))
     gradients = {**step.gradients, doubled: 2 * step.gradients[doubled]}
     twice = type(step)(step.loss, step.norm, gradients, step.weights)
-    (first, *_) = bounds.over(compare([twice], truth, named))
+    (first, *_) = bounds.over(numbers(compare([twice], truth, named)))
     assert first.key[0] == doubled and first.found == pytest.approx(1, abs=0.1)
 
 
