@@ -129,8 +129,8 @@ def runs(operator: str, device: torch.device) -> bool:
 
 
 def groups(x: Tensor) -> bool:
-    """Whether PyTorch's grouped_mm reads on the device where groups of such rows end, as it does
-    with bfloat16 on NVIDIA's Hopper (2.11 to 2.13). Elsewhere it has the host wait for that."""
+    """Whether PyTorch's grouped_mm reads on the device where groups of such rows end: bfloat16's on
+    NVIDIA's Hopper. Elsewhere it has the host wait for that."""
     if x.device.type != "cuda" or x.dtype is not torch.bfloat16 or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(x.device)[0] == 9

@@ -31,7 +31,7 @@ GRAIN = 16  # bytes: PyTorch's kernel takes rows that begin at multiples of it
 
 def served(device: torch.device) -> bool:
     """Whether a device multiplies so, without the host."""
-    return accelerator.runs("outsize::grouped", device)
+    return accelerator.queues(device) and accelerator.runs("outsize::grouped", device)
 
 
 def ends_of(sizes_E: Tensor) -> Tensor:
