@@ -22,6 +22,7 @@ from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
 from outsize.parallel.divide import divide
 from outsize.plan import Plan, Sharding, Stage
+from outsize.plan.approximate import PARTIAL
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
 from outsize.schedule import Kind, Lane
@@ -76,9 +77,10 @@ def profiled(plan: Plan, config: DecoderConfig) -> Profiled:
     each = -(-len(config.layers) // plan.mesh.pipeline)
     taken = [i for i, sort in enumerate(whole) if whole[:i].count(sort) < each]
     stages = tuple(replace(how[i], first=n, last=n + 1) for n, i in enumerate(taken))
+    rest = tuple(name for name in plan.approximate if name != PARTIAL)  # one worker skips nothing
     single = replace(
         plan, segments=len(taken), stages=stages, budget=None, mesh=Mesh(), shards=Sharding(),
-        pipeline=plan.pipeline.cutting, order="microbatch",
+        pipeline=plan.pipeline.cutting, order="microbatch", approximate=rest,
         rows=plan.microbatch_size * min(TURNS, plan.microbatches),
         microbatch_rows=plan.microbatch_size,
     )  # fmt: skip

@@ -289,6 +289,15 @@ def test_few_layers_of_each_sort_stand_for_all():
     assert [bool(s.recompute) for s in chosen.plan.stages] == [sort == 2 for sort in chosen.here]
 
 
+def test_a_worker_whose_microbatches_leave_out_stages_is_timed_with_all():
+    line, named = Pipelined("skip-pipe:0.5"), ("partial-pipeline",)
+    plan = Plan(
+        4, per_segment(4), 3, 1, 16, mesh=Mesh(pipeline=3), pipeline=line, approximate=named
+    )
+    chosen = profiled(plan, parse(PRESETS["tiny"]))
+    assert chosen.plan.approximate == () and chosen.plan.segments == 3
+
+
 def test_durations_of_a_cut_vocabulary():
     """Its passes are timed on a worker's rows, by the stages that have them."""
     config = replace(parse(PRESETS["tiny"]), vocab=VOCAB, tied=False)
