@@ -60,6 +60,7 @@ flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 safe_softmax = torch.ops.aten._safe_softmax.default
 disabled_torch_function = torch._C._disabled_torch_function_impl
+DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 fused_adamw_ = torch._fused_adamw_
 

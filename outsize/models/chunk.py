@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,14 +23,20 @@ class Left:
     Keys and values, and their gradients, in float32 at least, summed over chunks. Of a recurrent
     state what it is before each chunk that does not begin a document, and the gradient of the one
     that the chunk next in the backward pass leaves. every: states are kept until a backward pass;
-    else each is gone when the next one comes.
+    else each is gone when the next one comes. given: keys and values of all tokens, where chunks
+    leave none: their gradients are then summed by others.
     """
 
-    def __init__(self, bounds: tuple[int, ...], every: bool = False) -> None:
-        self.bounds, self.every = bounds, every
+    def __init__(
+        self,
+        bounds: tuple[int, ...],
+        every: bool = False,
+        given: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.bounds, self.every, self.given = bounds, every, given is not None
         self.states: dict[int, Tensors] = {}  # by the first token of the chunk that goes on there
         self.state_gradients: dict[int, list[Tensor | None]] = {}
-        self._values: tuple[Tensor, Tensor] | None = None
+        self._values = given
         self._gradients: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_CGK: Tensor, v_CGW: Tensor) -> None:
@@ -87,12 +93,50 @@ class Part:
         here = slice(self.start - self.past, self.stop)
         return x[0][here], x[1][here]
 
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
+    def own_gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Of the chunk's keys and values: complete once its own queries are differentiated."""
+        if self.held.given:
+            return None, None
         k_TGK, v_TGW = self.held.values
         gk_TGK, gv_TGW = self.held.gradients
         here = slice(self.start, self.stop)
         return gk_TGK[here].to(k_TGK.dtype), gv_TGW[here].to(v_TGW.dtype)
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """An Attend of tokens that workers of an axis share. spans: the stretches of all tokens that
+    are here, in order."""
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]: ...
+
+    def gathered(self, left: Left) -> Left:
+        """What the tokens of all workers leave, of what those here do."""
+
+    def summed(self, held: Left) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of the tokens here, summed over the workers."""
+
+
+class Caught:
+    """A `Carry` that has what tokens leave as it came."""
+
+    def __init__(self) -> None:
+        self.left: Tensors = ()
+
+    def keep(self, left: Tensors) -> None:
+        """Keys and values."""
+        self.left = left
+
+    def run(
+        self,
+        layer: int,
+        states: tuple[StateSpec, ...],
+        recurrence: Recurrence,
+        inputs: Tensors,
+        bounds: tuple[int, ...],
+    ) -> Tensor:
+        raise AssertionError("recurrent states are not shared")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ value size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,13 +51,39 @@ class ChunkAttend:
         spec: AttendSpec,
     ) -> Tensor:
         assert spec.plain, "chunks of a sequence run in its order"
-        if not torch.is_grad_enabled():
-            self.held.put(self.start, k_TGK, v_TGW)
-        part = Part(self.held, self.start, self.start + q_THK.shape[0], spec)
-        native = q_THK.device.type == "cpu" and spec.softcap is None
-        way = _Native if native and kernel.fits(q_THK, *self.held.values) else _Any
-        o: Tensor = way.apply(q_THK, k_TGK, v_TGW, part)  # type: ignore[no-untyped-call]
-        return o
+        return attended(q_THK, k_TGK, v_TGW, self.held, self.start, spec)
+
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # o of queries, keys and values
+
+
+def attended(
+    q_CHK: Tensor,
+    k_CGK: Tensor,
+    v_CGW: Tensor,
+    held: Left,
+    start: int,
+    spec: AttendSpec,
+    run: Run | None = None,
+) -> Tensor:
+    """o_CHW of the tokens from `start` on. run: how the chunk's queries attend to the keys and
+    values up to its end; None: causally, in their documents."""
+    if not torch.is_grad_enabled() and not held.given:
+        held.put(start, k_CGK, v_CGW)
+    part = Part(held, start, start + q_CHK.shape[0], spec)
+    inputs = (q_CHK, k_CGK, v_CGW)
+    o: Tensor
+    native = run is None and q_CHK.device.type == "cpu" and spec.softcap is None
+    if native and kernel.fits(q_CHK, *held.values):
+        o = _Native.apply(*inputs, part)  # type: ignore[no-untyped-call]
+    else:
+        o = _Any.apply(*inputs, part, run or partial(_local, part))  # type: ignore[no-untyped-call]
+    return o
+
+
+def _local(part: Part, q_CHK: Tensor, k_LGK: Tensor, v_LGW: Tensor) -> Tensor:
+    spec = replace(part.spec, first_query=part.past)
+    return LocalAttend()(q_CHK, k_LGK, v_LGW, part.bounds, spec)
 
 
 # -- any device: the attention of whole documents, its graph kept --------------------------------
@@ -65,14 +93,15 @@ class _Any(torch.autograd.Function):
     """The chunk as the last queries of its tokens; the graph is held until the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part) -> Tensor:
+    def forward(
+        ctx: Any, q_CHK: Tensor, k_CGK: Tensor, v_CGW: Tensor, part: Part, run: Run
+    ) -> Tensor:
         train = any(ctx.needs_input_grad)
         q, k, v = leaves = [
             x.detach().requires_grad_(train) for x in (q_CHK, *part.seen(part.held.values))
         ]
-        spec = replace(part.spec, first_query=part.past)
         with torch.set_grad_enabled(train):
-            o: Tensor = LocalAttend()(q, k, v, part.bounds, spec)
+            o = run(q, k, v)
         ctx.part, ctx.made = part, [(o, leaves)] if train else []
         return o.detach()
 
@@ -82,7 +111,7 @@ class _Any(torch.autograd.Function):
         torch.autograd.backward(o, go_CHW)
         for total, x in zip(ctx.part.seen(ctx.part.held.gradients), others, strict=True):
             total += x.grad
-        return q_CHK.grad, *ctx.part.own_gradients(), None
+        return q_CHK.grad, *ctx.part.own_gradients(), None, None
 
 
 # -- a CPU: our own kernel ---------------------------------------------------------------------

@@ -27,7 +27,16 @@ from outsize.models.experts import LocalDispatch
 from outsize.models.linear import Embedding, Linear
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
-from outsize.models.seams import Attend, Beginning, Carry, Context, Dispatch, Mixer, Past
+from outsize.models.seams import (
+    Attend,
+    Beginning,
+    Carry,
+    Context,
+    Dispatch,
+    Mixer,
+    Past,
+    all_of,
+)
 from outsize.models.wiring import AnyBlock
 
 Drop = Callable[[Tensor], Tensor]
@@ -118,7 +127,7 @@ class Block(AnyBlock):
 
     def leave(self, x_TD: Tensor, ctx: Context) -> None:
         """Keep what the block's input leaves for later tokens, and compute nothing else."""
-        self.mixer.leave(self.attention_norm(x_TD), ctx)
+        self.mixer.leave(self.entering(self.attention_norm(x_TD), ctx), ctx)
 
     def add(
         self, x_TD: Tensor, branch_TD: Tensor, norm: nn.Module, drop: Drop = lambda x: x
@@ -185,8 +194,8 @@ class Decoder(nn.Module):
         self.config = config
         self.origin: Path | None = None  # the directory that it was loaded from
         self.away = ""  # the argument of `load` for which weights are not all in memory here
-        # Of so many tokens, the first that this worker has between branches, where they are cut.
-        self.first_token: Callable[[int], int] = lambda tokens: 0
+        # Of so many tokens, those that this worker has between branches, where they are cut.
+        self.between: Callable[[int], tuple[int, int]] = all_of
         self.prologue = Prologue(config)
         self.blocks = nn.ModuleList(_block(config, i) for i in range(len(config.layers)))
         self.epilogue = Epilogue(config)
@@ -232,8 +241,6 @@ class Decoder(nn.Module):
             name: tables(facts, positions_T, bounds, lengths, dtype)
             for name, facts in config.ropes.items()
         }
-        if noise is not None:
-            noise = noise.at(self.first_token(bounds[-1]))
         return Context(
             positions_T,
             bounds,
@@ -242,6 +249,7 @@ class Decoder(nn.Module):
             dispatch or LocalDispatch(),
             carry or Beginning(),
             noise,
+            between=self.between,
         )
 
     def hidden(self, ids_T: Tensor, ctx: Context) -> Tensor:

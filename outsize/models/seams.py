@@ -206,6 +206,11 @@ class Dispatch(Protocol):
         """y_TD, the sum over j of weight_TJ times the output of expert chosen_TJ (int64)."""
 
 
+def all_of(tokens: int) -> tuple[int, int]:
+    """Every token lies here."""
+    return 0, tokens
+
+
 @dataclass(frozen=True)
 class Context:
     """What a block needs beside the hidden state; made once per microbatch.
@@ -213,6 +218,7 @@ class Context:
     rope maps the name of each rotary embedding to its cosines and sines, (T, dim / 2) each. noise:
     the dropout of these tokens, in training where it is wanted. most: as many tokens as any worker
     may have that runs the same layers with this one, who all call them as often; 0: nobody does.
+    between: of so many tokens, those that lie here between branches, [first, last).
     """
 
     positions_T: Tensor
@@ -223,10 +229,14 @@ class Context:
     carry: Carry
     noise: Noise | None = None
     most: int = 0
+    between: Callable[[int], tuple[int, int]] = all_of
 
     def drop(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout, if there is any. name: of the place in the model."""
-        return x_TD if self.noise is None else self.noise(x_TD, name)
+        if self.noise is None:
+            return x_TD
+        first, _ = self.between(self.bounds[-1])
+        return self.noise.at(first)(x_TD, name)
 
     def at(self, start: int, stop: int, attend: Attend, carry: Carry) -> Context:
         """The same for tokens start .. stop alone, which meet others by other means."""
@@ -234,4 +244,7 @@ class Context:
         rope = {name: (cos[here], sin[here]) for name, (cos, sin) in self.rope.items()}
         bounds = clip(self.bounds, start, stop)
         noise = None if self.noise is None else self.noise.at(start)
-        return Context(self.positions_T[here], bounds, rope, attend, self.dispatch, carry, noise)
+        positions = self.positions_T[here]
+        return Context(
+            positions, bounds, rope, attend, self.dispatch, carry, noise, between=self.between
+        )

@@ -29,8 +29,20 @@ def at_once(x: Tensor) -> Callable[[], Tensor]:
     return lambda: x
 
 
+def as_it_is(x: Tensor, ctx: Context) -> Tensor:
+    """All tokens lie here."""
+    return x
+
+
 class AnyBlock(nn.Module):
-    """A block of a decoder, however it is wired: called with (x, Context)."""
+    """A block of a decoder, however it is wired: called with (x, Context).
+
+    entering: what the mixer's input goes through before it, where tokens are cut between branches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entering: Callable[[Tensor, Context], Tensor] = as_it_is
 
     @property
     def mixer(self) -> Mixer:

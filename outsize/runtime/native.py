@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.models.build import segments
-from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
@@ -31,9 +30,9 @@ from outsize.models.wiring import AnyBlock
 from outsize.parallel.execution import LOCAL, Execution
 from outsize.plan import Plan, Stage
 from outsize.plan.approximate import MICROBATCH
-from outsize.registry import Registry
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.rows import ROWS, Rows
+from outsize.runtime.runners import StageRecord, check_blocks, runner_of
 from outsize.runtime.spill import Spill
 from outsize.schedule import State
 from outsize.schedule.ends import ends_of
@@ -58,49 +57,6 @@ class Part:
     lengths: tuple[int, ...] | None = None
     attend: Attend | None = None
     most: int = 0
-
-
-class StageRecord(Protocol):
-    """What a stage keeps between its passes; as a Record."""
-
-    inputs: list[Tensor]
-
-    def forward(self, keep: bool) -> list[Tensor]: ...
-
-    def again(self) -> None: ...
-
-    def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]: ...
-
-
-class StageRunner(Protocol):
-    """How a technique runs stages of blocks that are recomputed whole, and the loss."""
-
-    def check_noise(self, config: DecoderConfig) -> None:
-        """OutsizeError where the blocks of a model cannot have dropout."""
-
-    def record(
-        self, blocks: Sequence[AnyBlock], context: Context, x_TD: Tensor, spill: Spill | None
-    ) -> StageRecord:
-        """Of a stage of these blocks; spill: where its input goes, if it leaves the device."""
-
-    def loss(self, x_TD: Tensor, run: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """The sum of run(x_CD, tokens) over all tokens."""
-
-
-# By the setting of a plan that asks for it: the runner of its value.
-RUNNERS: Registry[Callable[[int], StageRunner]] = Registry("stage runner")
-
-
-def runner_of(plan: Plan) -> StageRunner | None:
-    """Of the setting that has one, None where stages run as they are."""
-    found = ((RUNNERS.find(one.name), value) for one, value in plan.settings.every())
-    return next((make(value) for make, value in found if make is not None), None)
-
-
-def check_noise(config: DecoderConfig, plan: Plan) -> None:
-    """Refuse dropout where the plan's way to run blocks cannot have it."""
-    if (runner := runner_of(plan)) is not None:
-        runner.check_noise(config)
 
 
 class NativeFlow:
@@ -201,14 +157,9 @@ class NativeFlow:
         way: Way | None = None,
     ) -> ChainWalk:
         model = self.model
-        if part.noise is not None:
-            check_noise(model.config, self.plan)
-        context = model.context(
-            part.positions_T, part.bounds, part.attend, self.execution.dispatch, part.lengths,
-            part.noise,
-        )  # fmt: skip
-        context = replace(context, most=part.most)
+        context = self._context(part)
         head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
+        runner = runner_of(self.plan)
         ends: Edges | None = None
         if rows is not None:
             assert way is not None, "rows are of microbatches that have numbers"
@@ -219,24 +170,27 @@ class NativeFlow:
         def prologue(given: Tensor) -> Tensor:
             if rows is not None:
                 return model.prologue.enter(given, context)
-            return model.prologue(part.ids_T, context)  # type: ignore[no-any-return]
+            if runner is not None:
+                return runner.enter(context, entered)
+            return entered(slice(None), context)
 
-        def loss_of(x_CD: Tensor, here: slice, end: Any = model.epilogue) -> Tensor:
-            h_CD, (weight, bias) = end(x_CD, context), end.head.fused()
+        def entered(here: slice, its: Context) -> Tensor:
+            return model.prologue(part.ids_T[here], its)  # type: ignore[no-any-return]
+
+        def loss_of(x_CD: Tensor, here: slice, its: Context, end: Any = model.epilogue) -> Tensor:
+            h_CD, (weight, bias) = end(x_CD, its), end.head.fused()
             return chunked_loss(h_CD, weight, bias, part.targets.at(here), head)
-
-        runner = runner_of(self.plan)
 
         def loss(x_TD: Tensor) -> Tensor:
             if rows is not None:
                 return model.epilogue(x_TD, context)  # type: ignore[no-any-return]
             if runner is not None:
-                return runner.loss(x_TD, loss_of)
-            return loss_of(x_TD, slice(None))
+                return runner.loss(context, x_TD, loss_of)
+            return loss_of(x_TD, slice(None), context)
 
         def inner(segment: int, module: nn.Module) -> Callable[[Tensor], Tensor]:
             if segment in self.heads:
-                return lambda x_TD: loss_of(x_TD, slice(None), module)
+                return lambda x_TD: loss_of(x_TD, slice(None), context, module)
             return lambda x_TD: module(x_TD, context)
 
         every = [prologue, *(inner(i, m) for i, m in enumerate(self.blocks, 1)), loss]
@@ -249,6 +203,14 @@ class NativeFlow:
         return ChainWalk(
             record, self.plan, self._trainable_from, part.ids_T, spill_of, ends, self.heads
         )
+
+    def _context(self, part: Part) -> Context:
+        check_blocks(self.model.config, self.plan, part.noise is not None)
+        context = self.model.context(
+            part.positions_T, part.bounds, part.attend, self.execution.dispatch, part.lengths,
+            part.noise,
+        )  # fmt: skip
+        return replace(context, most=part.most)
 
     def _head(self, factor: float, tokens: int) -> Head:
         options, loss = (self.options, self.loss) if torch.is_grad_enabled() else (PLAIN, None)

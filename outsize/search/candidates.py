@@ -57,9 +57,10 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     smallest = replace(base, microbatch_rows=sizes[-1])
     if request.recompute is None:
         yield from _graded(smallest, request, segments)
-    if not request.tiled:
-        return
     tight = replace(smallest, stages=_stages(request, segments, segments - 2))
+    if not request.tiled:
+        yield from _in_chunks(request, tight)
+        return
     some, tight = _tighter(request, tight)
     if some != tight:
         yield replace(some, loss_chunk=_loss_chunk(request, 128))
@@ -69,6 +70,16 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
         tile = 0 if even else max(tokens, tight.block_tokens // TILES)
         tile = tile if request.mlp_tile is None else request.mlp_tile
         yield replace(tight, loss_chunk=_loss_chunk(request, tokens), mlp_tile=tile)
+
+
+def _in_chunks(request: PlanRequest, plan: Plan) -> Iterator[Plan]:
+    """Somebody's own module a part of each row at a time, where it runs like that."""
+    if not request.tokens:
+        return
+    row = replace(plan, sequence=request.tokens, microbatch_rows=1)
+    for made, tokens in zip(_tighter(request, row), (LOGIT_TOKENS, 128), strict=True):
+        if made != row:
+            yield replace(plan, settings=made.settings, loss_chunk=_loss_chunk(request, tokens))
 
 
 def _tighter(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan]:

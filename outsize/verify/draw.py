@@ -28,8 +28,8 @@ from outsize.optim import SGD, AdamW, Muon, Optimizer
 from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.plan.settings import NONE, PLAN_SETTINGS, PlanSetting
 from outsize.runtime.job import Fill
-from outsize.runtime.native import check_noise
 from outsize.runtime.recipe import Here
+from outsize.runtime.runners import check_blocks
 from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
@@ -146,8 +146,8 @@ def _values(config: DecoderConfig) -> Fill:
 def _refuse(case: Case) -> None:
     """OutsizeError for what is refused before a step, at shapes alone."""
     world = PretendWorld(case.plan.mesh)
-    if case.batch(0).noise is not None and isinstance(case.subject, Native):
-        check_noise(case.subject.config, case.plan)
+    if isinstance(case.subject, Native):
+        check_blocks(case.subject.config, case.plan, case.batch(0).noise is not None)
     with torch.device("meta"):
         case.subject.trainable(case.plan).part(case.plan, Here(world))
 

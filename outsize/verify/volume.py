@@ -220,10 +220,15 @@ def _segment(config: DecoderConfig, plan: Plan, segment: int, tokens: int, numbe
     here = next(s for s in plan.stages if s.first <= segment < s.last)
     chunked = plan.block_tokens > 0 and here.whole
     # Once more where it is recomputed; in chunks, all but the stage's last block twice.
-    sums = 4 + 2 * here.whole + 2 * (chunked and segment < here.last - 1)
+    again = chunked and segment < here.last - 1
+    sums: float = 4 + 2 * here.whole + 2 * again
+    # In chunks, times that what it leaves is asked for alone; if others ask, once to differentiate.
+    others = chunked and _gathers(plan.mesh) > 1
+    leaves = chunked + others * (1 + again)
+    sums += leaves / 2 * plan.sequence_parallel + others
     total = sums * _around(tokens * config.hidden * number, size)
     if config.qk_norm == "whole" and config.latent is None:
-        times = 2 + (here.whole or "attention" in here.recompute) + 2 * chunked
+        times = 2 + (here.whole or "attention" in here.recompute) + chunked + leaves + others
         total += 2 * times * _around(tokens * wide, size)
     return total
 
@@ -233,9 +238,11 @@ def _keys_values(config: DecoderConfig, plan: Plan, segment: int, tokens: int, s
     here = next(s for s in plan.stages if s.first <= segment < s.last)
     heads = float(config.heads if config.latent is not None else config.kv_heads)
     heads = max(1.0, heads / plan.mesh.tensor)
-    times = 2 + (here.whole or "attention" in here.recompute)
-    wide = heads * (config.head_size + config.value_size) * BYTES[plan.precision.compute]
-    return times * tokens * wide * (size - 1) / size
+    chunked, number = plan.block_tokens > 0 and here.whole, BYTES[plan.precision.compute]
+    times = 1 + (here.whole or "attention" in here.recompute)
+    times += chunked and segment < here.last - 1
+    numbers = times * number + (max(4, number) if chunked else number)
+    return numbers * tokens * heads * (config.head_size + config.value_size) * (size - 1) / size
 
 
 def _dispatched(config: DecoderConfig, plan: Plan, segment: int, tokens: int) -> float:

@@ -16,6 +16,7 @@ from outsize.search.request import PlanRequest, Precision, Sharding
 from outsize.train.config import check, config_of, leaves, may_change
 
 BLOCK = per_segment(5, ("block",))
+SOME = (*BLOCK[:2], *per_segment(5)[2:])
 CHUNKED = Plan(5, BLOCK, rows=4, sequence=16, sequence_chunk=4)
 REQUEST = PlanRequest(4, 16, Precision(), AdamW())
 
@@ -69,8 +70,11 @@ def test_the_planner_leaves_what_is_said():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sequence_parallel": True, "mesh": Mesh(tensor=2)}, "both cut tokens"),
-        ({"mesh": Mesh(context=2)}, "parts of each row"),
+        (
+            {"sequence_parallel": True, "mesh": Mesh(tensor=2), "stages": SOME},
+            "some blocks are not recomputed whole",
+        ),
+        ({"mesh": Mesh(context=2, expert=2)}, "cuts the tokens of rows and another"),
         (
             {"mesh": Mesh(pipeline=2), "pipeline": Pipelined("zb-h1")},
             "takes the gradients of weights later",

@@ -12,7 +12,6 @@ import pytest
 import torch
 from subjects import CONFIGS, VOCAB, base_plan, config_of
 
-from outsize.errors import OutsizeError
 from outsize.hardware import catalogue
 from outsize.memory import Ledger
 from outsize.memory.store import MemoryStore
@@ -22,7 +21,6 @@ from outsize.optim import AdamW
 from outsize.plan import Plan, Precision, Stage
 from outsize.plan.plan import Rest, per_segment
 from outsize.runtime import Job, NativeFlow, spill
-from outsize.runtime.adopted.flow import AdoptedFlow
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, predict
 from outsize.simulate.counter import Counter
@@ -171,14 +169,6 @@ def test_bitwise_equal_run_to_run(data):
         losses = [job.step(batch, lr) for batch, lr in zip(data, RATES, strict=True)]
         runs.append([*losses, *(w.clone() for _, w in job.weights())])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_an_adopted_module_is_refused():
-    blocks = [torch.nn.Linear(4, 4) for _ in range(3)]
-    model = torch.nn.Sequential(*blocks)
-    named = [(f"{i}", block) for i, block in enumerate(blocks)]
-    with pytest.raises(OutsizeError, match="sequence_chunk is 7, but Sequential is an adopted"):
-        AdoptedFlow(model, named, plan_of(), lambda output, _: output.sum())
 
 
 # -- memory and operations ---------------------------------------------------------------------

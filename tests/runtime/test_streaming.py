@@ -16,14 +16,17 @@ import streamed
 import torch
 from streamed import ALL, PIECE, data_of, job_of, memory, model_of, plan_of, resting, trained
 from subjects import MIXED, ROWS
+from verifying import case_of
 
+from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
 from outsize.memory.store import MemoryStore
 from outsize.models.adopt import find_blocks
 from outsize.optim import SGD, AdamW
-from outsize.plan import Plan, Precision, Rest, Stage, Stream
+from outsize.plan import Plan, Precision, Rest, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.runtime import AdoptedFlow, Job
+from outsize.verify import verify
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import test_prepare as modules
@@ -353,3 +356,22 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(OutsizeError, match="short of"):
         job_of(replace(resting(plan_of(), **BELOW), stream=parts(pool=4096)),
                {"disk": MemoryStore("disk", 1 << 24)})  # fmt: skip
+
+
+SHARED = {
+    "whole blocks": {"stages": per_segment(5, ("block",))},
+    "parts, and some blocks": {"stages": MIXED},
+    "in chunks": {"stages": per_segment(5, ("block",)), "sequence_chunk": 7},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shares_below_are_computed_again(name):
+    """Two workers' shares of everything and their activations, in memory below."""
+    changes = dict(SHARED[name])
+    rest = Rest("host", "host", "host", "host")
+    changes["stages"] = tuple(replace(stage, rest=rest) for stage in changes["stages"])
+    case = case_of(
+        clip=0.5, rows=5, microbatch_rows=2, mesh=Mesh(2), shards=Sharding(2, 2, 2), **changes
+    )
+    assert verify(case).holds

@@ -152,11 +152,8 @@ def test_evaluation_and_states_are_those_of_one_worker() -> None:
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:
-    chunked = {"sequence_chunk": 4, "mesh": Mesh(context=2)}
-    with pytest.raises(
-        OutsizeError,
-        match="sequence_chunk is 4, and the workers of an axis of the",
-    ):
+    chunked = {"sequence_chunk": 4, "mesh": Mesh(context=2, expert=2)}
+    with pytest.raises(OutsizeError, match="sequence_chunk is 4, and one axis of the mesh cuts"):
         plan_of("float64", rows=2, microbatch_rows=1, **chunked)
     with pytest.raises(OutsizeError, match="'contxt'; did you mean 'context'"):
         parse_mesh("contxt=2")
@@ -175,9 +172,8 @@ def test_an_execution_of_one_worker_cuts_nothing() -> None:
     assert execution_of(Mesh(tensor=2), PretendWorld(Mesh(tensor=2))).axis is None
 
 
-def test_the_planner_cuts_tokens_once() -> None:
-    """Of the plans that it tries, one worker's run in chunks of the sequence at the end."""
-    request = PlanRequest(2, 1024, Precision.named("float32"), AdamW())
-    assert any(plan.sequence_chunk for plan in candidates(request, 4))
-    several = list(candidates(replace(request, mesh=Mesh(context=2)), 4))
-    assert several and not any(plan.sequence_chunk for plan in several)
+def test_the_planner_takes_chunks_of_the_tokens_of_a_worker() -> None:
+    request = PlanRequest(1, 4096, Precision.named("float32"), AdamW())
+    for mesh, chunks in ((Mesh(), {0, 512, 128}), (Mesh(context=2), {0, 256, 64})):
+        made = candidates(replace(request, mesh=mesh), 4)
+        assert {plan.sequence_chunk for plan in made} == chunks

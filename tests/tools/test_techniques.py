@@ -129,7 +129,7 @@ def test_what_is_refused_together_is_listed_with_the_products_own_reason():
     page = together.page()
     for one, other, reason in (
         ("`update: behind` of a plan file", "`--mesh pipeline=2`", "all workers know the norm"),
-        ("`plan.sequence_parallel: true`", "`plan.sequence_chunk`", "both cut tokens"),
+        ("`plan.split_backward: true`", "`plan.sequence_chunk`", "would hold every chunk"),
         ("`optimizer.name: muon`", "`zeroth-order`", "both change optimizer states"),
     ):
         lines = [line for line in page.splitlines() if one in line and other in line]

@@ -62,7 +62,7 @@ def test_what_is_refused():
     own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     for subject, options, said in (
         (own, {"z_loss": 0.1}, "z_loss is 0.1, which decoders that outsize.load gives have, and"),
-        (own, {"sequence_chunk": 4}, "sequence_chunk is 4, which decoders"),
+        (own, {"mlp_tile": 4}, "mlp_tile is 4, which decoders"),
         (model, {"label_smoothing": 1.5}, "label_smoothing is 1.5; expected"),
         (model, {"zero": [1, 2]}, r"zero is \[1, 2\]; expected 0 to 3, or three numbers"),
         (model, {"sequence_chunks": 4}, "sequence_chunks is no option.*sequence_chunk"),

@@ -105,13 +105,10 @@ def possible(row: dict) -> bool:
         return False
     if row["shards"] != "whole" and row["mesh"].data == 1:
         return False
-    if row["sequence_chunk"] and row["mesh"]["context"] > 1:
-        return False
     if row["mesh"]["expert"] > 1 and row["family"] not in ("mixtral", "deepseek_v3"):
         return False
-    whole = row["recompute"] in ("block", "mixed")
-    other = row["split_backward"] or row["sequence_parallel"]
-    return not row["sequence_chunk"] or (whole and not other)
+    whole = ("block",) if row["sequence_parallel"] else ("block", "mixed")
+    return not row["sequence_chunk"] or (row["recompute"] in whole and not row["split_backward"])
 
 
 def piped(row: dict) -> bool:
@@ -119,6 +116,8 @@ def piped(row: dict) -> bool:
     if row["sequence_chunk"] and row["schedule"].startswith("zb"):
         return False
     if row["rest"].activations != "device" and row["overlap"] and row["sequence_parallel"]:
+        return False
+    if row["vocabulary"] and row["sequence_chunk"] and row["sequence_parallel"]:
         return False
     return row["cuts"] == "even" or row["recompute"] != "mixed" or row["schedule"] not in LOOPED
 

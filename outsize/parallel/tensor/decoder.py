@@ -25,6 +25,7 @@ from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear, without_bias
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
+from outsize.models.wiring import AnyBlock
 from outsize.parallel.sums import cross, spans_of
 from outsize.parallel.tensor.beside import Beside
 from outsize.parallel.tensor.declared import Boundary, boundaries
@@ -61,7 +62,7 @@ def split(
     model.epilogue.vocabulary = vocabulary(axis, model.config.vocab)
     tokens.lookup = lookup(model.epilogue.vocabulary.span)
     if sequence_parallel:
-        model.first_token = lambda tokens: spans_of(tokens, axis)[axis.rank][0]
+        model.between = lambda tokens: spans_of(tokens, axis)[axis.rank]
     _widen(model, axis)
     modules = dict(model.named_modules())
     crossed, wired, wiring = boundaries(sequence_parallel), Rewired(), over_axis(model.config)
@@ -73,6 +74,8 @@ def split(
         taken = _taken_over(modules, crossed, axis, beside, wired.branches)
     for boundary in crossed:
         for name in _matching(modules, boundary):
+            if boundary.edge == "input":
+                _ask(modules.get(name.rpartition(".")[0]), modules[name], boundary, axis)
             if name in taken or (
                 wired.flying and name in wired.branches and boundary.edge == "output"
             ):
@@ -150,6 +153,12 @@ def _enter(module: nn.Module, boundary: Boundary, axis: Collective) -> None:
 
     if boundary.crossing != ("none", "none"):
         module.register_forward_pre_hook(over)
+
+
+def _ask(block: nn.Module | None, mixer: Any, boundary: Boundary, axis: Collective) -> None:
+    """Make the input of a block's mixer cross a boundary where it is asked for its states alone."""
+    if isinstance(block, AnyBlock) and block.mixer is mixer:
+        block.entering = lambda x, ctx: cross(x, boundary.crossing, axis, 0, ctx.bounds[-1])
 
 
 def _leave(

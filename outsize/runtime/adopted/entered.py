@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outsize.runtime.again import Call, Replay
-from outsize.runtime.flow import Record
+from outsize.runtime.runners import StageRecord
 
 
 class Entered:
@@ -32,7 +32,7 @@ class Entered:
     ) -> None:
         self.index, self.call, self.leaves, self.learns = index, call, leaves, learns
         self.fresh = fresh
-        self.record: Record | None = None
+        self.record: StageRecord | None = None
         self.replay: Replay | None = None
         self.given: list[Tensor] = []
         self.places: Sequence[int] = ()  # of what is given, among the block's outputs

@@ -30,6 +30,7 @@ from outsize.runtime.adopted.walk import AdoptedWalk, Share
 from outsize.runtime.casts import Casts
 from outsize.runtime.flow import SpillOf, Way, no_spill
 from outsize.runtime.intercept import intercept
+from outsize.runtime.runners import runner_of
 from outsize.runtime.storage.gradients import Gradients
 
 Segments = list[tuple[str, list[tuple[str, nn.Parameter]]]]
@@ -74,7 +75,7 @@ class AdoptedFlow:
                 " whole, since its own code makes the loss of all logits: set it to 0, or load the"
                 " model as a native decoder"
             )
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.runner = model, plan, runner_of(plan)
         self.paths = [path for path, _ in blocks]
         self.blocks = [block for _, block in blocks]
         self.outlines = Outlines(blocks)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.runtime.adopted.absent import Absent, Place, Source, form_of, said
 from outsize.runtime.adopted.entered import Entered
 from outsize.runtime.adopted.exchange import Exchange
+from outsize.runtime.adopted.logits import Heads
 from outsize.runtime.adopted.reach import UNSEEN, Uncut, check_kinds, check_order
 from outsize.runtime.again import Call, Replay, leaf
 from outsize.runtime.flow import Record, SpillOf, no_spill
+from outsize.runtime.runners import StageRecord
+from outsize.runtime.spill import Spill
 
 if TYPE_CHECKING:
     from outsize.runtime.adopted.flow import AdoptedFlow
@@ -59,6 +63,8 @@ class AdoptedWalk:
         self._output: Tensor | None = None
         self.loss: Tensor | None = None
         self._exchange = Exchange(share)
+        chunk = flow.plan.loss_chunk
+        self._heads = Heads(chunk, self._behind) if chunk else None
         self._forms: dict[Source, Tensor] = {}  # of outputs, in a walk of all stages
 
     # -- called from the module's own code, inside the greenlet ----------------------------------
@@ -112,11 +118,16 @@ class AdoptedWalk:
 
     # -- called by the runtime -------------------------------------------------------------------
 
+    def _behind(self) -> bool:
+        """Whether the module's code has called its last block."""
+        return len(self._calls) == len(self._flow.blocks)
+
     def _advance(self) -> None:
         """Let the module's code run to the next call of a block that is here, or to its end."""
         self._exchange.part()
         places = () if self._share is None else self._share.places
-        arrived = self._flow.run_glue(self, lambda: self.glue.switch(None), places)
+        with nullcontext() if self._heads is None else self._heads:
+            arrived = self._flow.run_glue(self, lambda: self.glue.switch(None), places)
         if isinstance(arrived, Entered):
             self._waiting = arrived
         else:
@@ -156,19 +167,29 @@ class AdoptedWalk:
 
     def _run_block(self, entered: Entered, whole: bool, stage: int) -> None:
         assert entered.call is not None
+        path, block = self._flow.paths[entered.index], self._flow.blocks[entered.index]
+        if whole and (entered.learns or self._flow.runner is not None):
+            again = "so it cannot be computed again"  # what runs twice must not remember it
+            check_kinds(entered.call, path, again, " or set recompute to nothing")
         if not entered.learns:
             with torch.no_grad():
-                entered.given = entered.call.run(entered.leaves)
+                record = self._record(entered, path, block, whole, None)
+                entered.given = record.forward(False)
         else:
             if whole:
-                path = self._flow.paths[entered.index]  # what runs twice must not remember it
-                again = "so it cannot be computed again"
-                check_kinds(entered.call, path, again, " or set recompute to nothing")
-                entered.replay = Replay(self._flow.blocks[entered.index])
-            spill = self._spill_of(stage)
-            entered.record = Record(entered.call.run, entered.leaves, spill, own=False)
+                entered.replay = Replay(block)
+            entered.record = self._record(entered, path, block, whole, self._spill_of(stage))
             entered.given = entered.record.forward(not whole)
         entered.places = range(len(entered.given))
+
+    def _record(
+        self, entered: Entered, path: str, block: nn.Module, whole: bool, spill: Spill | None
+    ) -> StageRecord:
+        call, runner = entered.call, self._flow.runner
+        assert call is not None
+        if whole and runner is not None:
+            return runner.call(path, block, call, entered.leaves, spill)
+        return Record(call.run, entered.leaves, spill, own=False)
 
     def _end(self) -> None:
         if self._flow.blocks:  # else the prologue was everything
@@ -185,6 +206,8 @@ class AdoptedWalk:
             )
         if isinstance(output, Absent):
             raise _unforeseen("the loss", output)
+        if self._heads is not None and self._train:
+            self._heads.check()
         self.loss = output.detach()
 
     def _leave(self) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from outsize.collectives import Collective
 from outsize.collectives.axes import AXES, Axis, Clash
 from outsize.models.attention import LocalAttend
+from outsize.models.chunk import Left
 from outsize.models.seams import Attend, AttendSpec
 from outsize.parallel.execution import TOKEN_CUTS, Span
 from outsize.plan.spread import share
@@ -86,6 +87,38 @@ class Gathered:
             ]
         )
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The stretches that are here."""
+        return self.every[self.axis.rank]
+
+    def gathered(self, left: Left) -> Left:
+        """What the tokens of all workers leave, of what those here do."""
+        k_LGK, v_LGW = (self.gather(x_TGE) for x_TGE in left.values)
+        return Left(self.bounds, given=(k_LGK, v_LGW))
+
+    def summed(self, held: Left) -> tuple[Tensor, Tensor]:
+        """Gradients of the keys and values of the tokens here, summed over the workers."""
+        gk_TGK, gv_TGW = (self.scatter(g_LGE) for g_LGE in held.gradients)
+        return gk_TGK, gv_TGW
+
+    def gather(self, x_TGE: Tensor) -> Tensor:
+        """x_LGE of everybody's, in the order of the rows."""
+        shape = x_TGE.shape[1:]
+        spans = self.elements(shape.numel())
+        came = x_TGE.new_empty(spans[-1][1])
+        self.axis.all_gather(x_TGE.detach().contiguous().view(-1), spans, came)
+        return self.in_order(came.view(-1, *shape))
+
+    def scatter(self, g_LGE: Tensor) -> Tensor:
+        """The own part of the sum of everybody's."""
+        shape = g_LGE.shape[1:]
+        spans = self.elements(shape.numel())
+        first, last = spans[self.axis.rank]
+        mine = g_LGE.new_empty(last - first)
+        self.axis.reduce_scatter(self.as_they_come(g_LGE).view(-1), spans, mine)
+        return mine.view(-1, *shape)
+
     def elements(self, each: int) -> list[Span]:
         """Of everybody's tokens as they come, worker by worker, the elements of each worker, where
         a token has `each`."""
@@ -108,20 +141,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TGE: Tensor, laid: Gathered) -> Tensor:
-        ctx.laid, shape = laid, x_TGE.shape[1:]
-        spans = laid.elements(shape.numel())
-        came = x_TGE.new_empty(spans[-1][1])
-        laid.axis.all_gather(x_TGE.detach().contiguous().view(-1), spans, came)
-        return laid.in_order(came.view(-1, *shape))
+        ctx.laid = laid
+        return laid.gather(x_TGE)
 
     @staticmethod
     def backward(ctx: Any, g_LGE: Tensor) -> tuple[Tensor, None]:
-        laid, shape = ctx.laid, g_LGE.shape[1:]
-        spans = laid.elements(shape.numel())
-        first, last = spans[laid.axis.rank]
-        mine = g_LGE.new_empty(last - first)
-        laid.axis.reduce_scatter(laid.as_they_come(g_LGE).view(-1), spans, mine)
-        return mine.view(-1, *shape), None
+        return ctx.laid.scatter(g_LGE), None
 
 
 TOKEN_CUTS.add(NAME, Mirrored)

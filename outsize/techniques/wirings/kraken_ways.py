@@ -87,7 +87,8 @@ class KrakenBlock(Launching):
 
     def leave(self, x: Tensor, ctx: Context) -> None:
         """Keep what the block's input leaves for later tokens, and compute nothing else."""
-        self.attention.leave(self.attention_norm(self._streams(x)), ctx)
+        h_TnD = self.attention_norm(self._streams(x))
+        self.attention.leave(self.entering(h_TnD, ctx), ctx)
 
     def _streams(self, x: Tensor) -> Tensor:
         """x_TnD."""

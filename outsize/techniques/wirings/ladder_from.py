@@ -75,7 +75,8 @@ class LadderBlock(Launching):
 
     def leave(self, x: Tensor, ctx: Context) -> None:
         """Keep what the block's input leaves for later tokens, and compute nothing else."""
-        self.mixer.leave(self.attention_norm(x[:, : self.hidden]), ctx)
+        x_TD = self.attention_norm(x[:, : self.hidden])
+        self.mixer.leave(self.entering(x_TD, ctx), ctx)
 
 
 class LadderJoin:

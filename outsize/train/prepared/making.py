@@ -29,6 +29,7 @@ from outsize.optim import Optimizer, taker
 from outsize.parallel.automatic.derive import Derived
 from outsize.plan import Plan, Precision
 from outsize.plan.plan import BYTES
+from outsize.plan.settings import NONE, PLAN_SETTINGS
 from outsize.runtime import Job
 from outsize.runtime.adopted.flow import reach_of
 from outsize.runtime.adopted.reach import Reach
@@ -43,8 +44,9 @@ from outsize.simulate import Forecast
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of
 from outsize.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from outsize.train.prepared import chunkable
 from outsize.train.prepared.batches import cut, empty_like, own_loss, rows_in
-from outsize.train.prepared.module import derived_of, said
+from outsize.train.prepared.module import derived_of, said, unpacked
 from outsize.train.prepared.optimizers import Handed
 from outsize.train.prepared.options import Settings
 from outsize.train.prepared.workers import agreed, alike, balanced, begin_alike, draw_alike, meet
@@ -171,7 +173,8 @@ class Preparing:
 
         def rehearsed(plan: Plan) -> Costs:
             fake = (self._fake_job, partial(empty_like, batch))
-            return rehearse(plan, *fake, ledger_of=request.ledger)
+            with unpacked(batch):
+                return rehearse(plan, *fake, ledger_of=request.ledger)
 
         open_ = given is None and request.searched and request.mesh.pipeline > 1
         if not open_:
@@ -187,7 +190,13 @@ class Preparing:
             if given is not None:
                 return pick([[plan]], forecaster.forecast, settings.budget)
             forecaster.costs(plan)
-            return chosen(forecaster, segments)
+            try:
+                return chosen(forecaster, segments)
+            except OutsizeError:
+                chunked = self._chunked(request, batch)
+                if chunked is None:
+                    raise
+                return chosen(forecaster.asking(chunked), segments)
 
         def found() -> Forecast:
             return pick([[first]], forecaster.forecast, settings.budget)
@@ -197,6 +206,25 @@ class Preparing:
         first = agreed(first, self.world, self.device)
         self.forecast = self.alike(lambda: self._predictable(found))
         return first, dict(self.forecast.below)
+
+    def _chunked(self, request: PlanRequest, batch: Any) -> PlanRequest | None:
+        """A request that may have the module in chunks of the sequence, None where it does not run
+        like that."""
+        own, said = self.settings, self.settings.said
+        free = {name: chunkable.CHUNK for name, one in PLAN_SETTINGS.items()
+                if one.tokens and own.settings.get(name) is None}  # fmt: skip
+        again = own.recompute in (None, ("block",))
+        open_ = own.blocks and free and again and not own.parted
+        if isinstance(self.model, Decoder) or not open_:
+            return None
+        tried = partial(
+            chunkable.runs, self.model, own.blocks, batch, own.loss or own_loss, NONE.having(free)
+        )
+        heads = said["loss_chunk"] is None and tried(heads=True)
+        if not heads and not tried(heads=False):
+            return None
+        tokens = chunkable.tokens_of(batch)
+        return replace(request, tokens=tokens, loss_chunk=None if heads else request.loss_chunk)
 
     def _predictable(self, fit: Callable[[], Forecast]) -> Forecast:
         try:

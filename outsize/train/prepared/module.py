@@ -3,6 +3,7 @@ and what they leave whole, its caches, and its own forward, which may not be cal
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,25 @@ def without_caches(model: nn.Module) -> Callable[[], None]:
             config.use_cache = True
 
     return undo
+
+
+@contextmanager
+def unpacked(batch: Any) -> Iterator[None]:
+    """While a Hugging Face decoder runs without values: it is told that its rows are one document
+    each, which it looks up in the positions that it has made itself. Without them it would make a
+    mask of S x S, which a step has not. Nothing is said where the batch brings positions or a
+    mask."""
+    masks = sys.modules.get("transformers.masking_utils")
+    brings = isinstance(batch, Mapping) and {"position_ids", "attention_mask"} & set(batch)
+    if masks is None or brings or "find_packed_sequence_indices" not in vars(masks):
+        yield
+        return
+    asked = vars(masks)["find_packed_sequence_indices"]
+    vars(masks)["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        vars(masks)["find_packed_sequence_indices"] = asked
 
 
 def _reason(found: Mapping[str, Derived]) -> str:

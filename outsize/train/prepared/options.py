@@ -80,11 +80,13 @@ class Options(TypedDict, total=False):
     Dropout draws other numbers than on one worker.
 
     loss_chunk, mlp_tile: tokens whose logits, whose feed-forward activations exist at once, 0: all;
-    None leaves it to the plan. split_backward: weight gradients apart from input gradients.
-    gathered: stages whose weights are gathered at once. zero may be three numbers, as plan.zero.
-    label_smoothing, z_loss: of the loss, in training. All of them, loss_chunk and mlp_tile and the
-    last two for native decoders, are as the keys of a run that `outsize keys` lists; so are the
-    settings that techniques add to plans, which are options by their names.
+    None leaves it to the plan, which takes all of an adopted module as long as that fits. Of that,
+    loss_chunk is for the cross-entropy of what a linear layer behind the last block gives, whoever
+    computes it. split_backward: weight gradients apart from input gradients. gathered: stages whose
+    weights are gathered at once. zero may be three numbers, as plan.zero. label_smoothing, z_loss:
+    of the loss, in training. All of them, mlp_tile and the last two for native decoders, are as the
+    keys of a run that `outsize keys` lists; so are the settings that techniques add to plans, which
+    are options by their names.
 
     approximate: "microbatch-statistics" lets batch normalisation go with microbatches, and with
     rows on several workers, each normalised by its own (outsize/train/prepared/statistics.py).
@@ -175,7 +177,7 @@ class Settings:
             self.budget,
             -(-rows // self.microbatches),
             self.recompute,
-            said["loss_chunk"] if native else 0,
+            said["loss_chunk"] if native else said["loss_chunk"] or 0,
             said["mlp_tile"],
             said["split_backward"],
             approximate=(*self.approximate, *filter(None, (optimizer.approximate,))),

@@ -20,7 +20,7 @@ from outsize.train.prepared.statistics import normalising
 if TYPE_CHECKING:
     from outsize.train.prepared.options import Settings
 
-_OF_DECODERS = ("loss_chunk", "mlp_tile", "label_smoothing", "z_loss")
+_OF_DECODERS = ("mlp_tile", "label_smoothing", "z_loss")
 
 
 def check_sums(model: nn.Module, made: Settings) -> None:
