@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.kernels.grouped import ends_of, grouped, served
+from outsize import accelerator
 from outsize.kernels.linear import GradSink, linear
 from outsize.models.config import DecoderConfig, ExpertFacts
 from outsize.models.declared import INSIDE, Declared, Initial, Lies
@@ -94,12 +94,15 @@ class Experts(nn.Module):
         """x_ND sorted by expert, sizes[e] rows for expert e -> y_ND in the same order. Without any
         row the first expert runs on none, so that autograd goes the same ways on every worker."""
         if isinstance(sizes, Tensor):
-            return self._together(x_ND, ends_of(sizes))
+            return self._together(x_ND, sizes)
         pieces, each = x_ND.split(list(sizes)), self.each()
         outputs = [expert(x) for expert, x in zip(each, pieces, strict=True) if len(x)]
         return torch.cat(outputs or [each[0](x_ND)])
 
-    def _together(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+    def _together(self, x_ND: Tensor, sizes_E: Tensor) -> Tensor:
+        from outsize.kernels.grouped import ends_of, grouped  # of devices alone
+
+        ends_E = ends_of(sizes_E)
         gate_NF = grouped(x_ND, self.gate, ends_E, self.sink)
         up_NF = grouped(x_ND, self.up, ends_E, self.sink)
         return grouped(gated(gate_NF, up_NF, self.activation), self.down, ends_E, self.sink)
@@ -217,13 +220,22 @@ def dispatched(
     return (y_TJD * weight_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
+def _served(device: torch.device) -> bool:
+    """Whether experts on a device multiply together, without the host."""
+    if not accelerator.queues(device):
+        return False
+    from outsize.kernels.grouped import served
+
+    return served(device)
+
+
 class LocalDispatch:
     """Every expert is here. The host learns how many rows each has only where it must."""
 
     def __call__(
         self, x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet
     ) -> Tensor:
-        counts = sizes_of if served(x_TD.device) else expert_sizes
+        counts = sizes_of if _served(x_TD.device) else expert_sizes
         sizes = counts(chosen_TJ, experts.count)
         return dispatched(x_TD, chosen_TJ, weight_TJ, lambda x_ND: experts(x_ND, sizes))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context, Past
-from outsize.parallel.tensor.beside import Prompts, Through
 from outsize.plan import Stage
 from outsize.runtime.engine import Engine, Loaded, Ran
 from outsize.runtime.flow import Flow, Record, Walk
@@ -45,6 +45,9 @@ from outsize.runtime.points import Points
 from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Spill
 from outsize.schedule import Kind
+
+if TYPE_CHECKING:
+    from outsize.parallel.tensor.beside import Prompts, Through
 
 STEPS = 8  # of generation that one list has, where sequences fall into microbatches
 Begin = Callable[[Carried], None]

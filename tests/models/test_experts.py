@@ -19,7 +19,7 @@ TOKENS, HIDDEN, COUNT = 23, 10, 6
 @pytest.fixture(params=["one by one", "together"])
 def experts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Experts:
     """As the host runs them, and as a device does that alone knows how many rows each has."""
-    monkeypatch.setattr(module, "served", lambda device: request.param == "together")
+    monkeypatch.setattr(module, "_served", lambda device: request.param == "together")
     made = Experts(HIDDEN, ExpertFacts(COUNT, 2, 7), "silu").double()
     with torch.no_grad():
         for parameter in made.parameters():
