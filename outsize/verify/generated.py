@@ -10,9 +10,9 @@ V vocabulary, T tokens of a prompt and what follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf, isfinite
 from pathlib import Path
 
@@ -47,7 +47,6 @@ EXACT = torch.float64
 LENGTHS = (1, 7)  # of prompts, in tokens; and one that is longer than windows are
 LONGEST = 96
 DRAWN = Sampling(temperature=0.8, top_p=0.9, seed=1)
-Opening = Callable[[World, torch.dtype | None], Model]  # one worker's part, in a dtype
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,14 @@ class Asked:
     seed: int = 0
 
     @cached_property
+    def found(self) -> Path:
+        """The model's own directory, which that of a run has its checkpoints beside."""
+        return model_directory(self.directory)
+
+    @cached_property
     def config(self) -> DecoderConfig:
         """Of the model."""
-        return read_config(model_directory(self.directory))
+        return read_config(self.found)
 
     def requests(self) -> list[Request]:
         """A prompt of one token and a long one, greedy, and one whose tokens are drawn."""
@@ -92,10 +96,9 @@ class Asked:
     def open(self, world: World, dtype: torch.dtype | None) -> Model:
         """One worker's part of the model, as `outsize generate` has it."""
         device = accelerator.take(judging(self.device, self.mesh.size), world.rank, self.mesh.size)
-        found = model_directory(self.directory)
         if self.mesh.size == 1 and self.limits is None:
-            return Model(adapters.load(found, dtype, accelerator.named(device)))
-        return on_mesh(found, world, dtype, device, None, self.limits, self.settings)
+            return Model(adapters.load(self.found, dtype, accelerator.named(device)))
+        return on_mesh(self.found, world, dtype, device, None, self.limits, self.settings)
 
 
 @dataclass(frozen=True)
@@ -138,37 +141,29 @@ class Spoken:
 def spoken(asked: Asked) -> Spoken:
     """Generate both ways, the workers as threads of this process, and compare. OutsizeError for
     what cannot be generated."""
-    requests = asked.requests()
-    directory = model_directory(asked.directory)
-    plain = simple(adapters.load(directory, EXACT))
-    found, differ = _generated(asked.mesh, partial(asked.open), requests, EXACT)
-    rows = [_row(plain, request, one) for request, one in zip(requests, found, strict=True)]
-    config = (directory, asked.config, plain, requests[-1].ids)
-    dtype = _stored(asked)
+    requests, model = asked.requests(), adapters.load(asked.found)
+    dtype = model.prologue.tokens.weight.dtype
+    plain, precision = simple(model.to(EXACT)), str(dtype).removeprefix("torch.")
+    found, differ = _generated(asked, requests, EXACT)
+    rows = tuple(_row(plain, request, one) for request, one in zip(requests, found, strict=True))
+    others = handed(asked.found, asked.config, plain, requests[-1].ids)
     if dtype == EXACT:
-        return Spoken(tuple(rows), differ, handed(*config), str(dtype).removeprefix("torch."))
-    own, others = _generated(asked.mesh, partial(asked.open), requests, None)
-    precision = str(dtype).removeprefix("torch.")
+        return Spoken(rows, differ, others, precision)
+    own, apart = _generated(asked, requests, None)
     bounds, over = _own(plain, requests, own, Precision.named(precision))
-    every = tuple(sorted({*differ, *others}))
-    return Spoken(tuple(rows), every, handed(*config), precision, bounds, over)
-
-
-def _stored(asked: Asked) -> torch.dtype:
-    """The dtype that the model computes in by itself."""
-    return next(iter(adapters.load(model_directory(asked.directory)).parameters())).dtype
+    return Spoken(rows, tuple(sorted({*differ, *apart})), others, precision, bounds, over)
 
 
 def _generated(
-    mesh: Mesh, opening: Opening, requests: Sequence[Request], dtype: torch.dtype | None
+    asked: Asked, requests: Sequence[Request], dtype: torch.dtype | None
 ) -> tuple[list[Generated], tuple[int, ...]]:
     """What follows each prompt, and the workers that have something else than the first."""
 
     def work(world: World) -> list[Generated]:
-        with opening(world, dtype) as model:
+        with asked.open(world, dtype) as model:
             return [model.scored(request) for request in requests]
 
-    first, *others = play(mesh, work)
+    first, *others = play(asked.mesh, work)
     return first, tuple(rank for rank, one in enumerate(others, start=1) if one != first)
 
 
@@ -215,35 +210,38 @@ def _own(
     A greedy token is the likeliest of its own logits: by how much float64 prefers another one is
     what rounding must have moved.
     """
-    told = list(zip(requests, found, strict=True))
-    truth = [_plain(plain, request.ids, one.tokens) for request, one in told]
-    numbers: dict[Key, float] = {}
-    for (request, one), logits_NV in zip(told, truth, strict=True):
-        right_N, gap_N = _logprobs(logits_NV, one.tokens), _gaps(logits_NV, logits_NV, one.tokens)
-        for index, said in enumerate(one.logprobs):
-            numbers[_key(request, index, "log-probability")] = abs(said - float(right_N[index]))
-            if request.sampler == GREEDY:
-                numbers[_key(request, index, "choice")] = float(gap_N[index])
+    truth = [_plain(plain, r.ids, one.tokens) for r, one in zip(requests, found, strict=True)]
+    right = [_logprobs(logits, one.tokens) for logits, one in zip(truth, found, strict=True)]
+    gaps = [_gaps(logits, logits, one.tokens) for logits, one in zip(truth, found, strict=True)]
 
     def moved(seed: int) -> Mapping[Key, float]:
-        made: dict[Key, float] = {}
-        rounding = Rounding(precision, seed)
-        for (request, one), right_NV in zip(told, truth, strict=True):
+        rounding, logprobs, others = Rounding(precision, seed), [], []
+        for request, one, best_NV in zip(requests, found, truth, strict=True):
             with rounding:
                 logits_NV = _plain(plain, request.ids, one.tokens)
-            apart_N = _logprobs(logits_NV, one.tokens) - _logprobs(right_NV, one.tokens)
-            gap_N = _gaps(right_NV, right_NV, one.tokens) - _gaps(right_NV, logits_NV, one.tokens)
-            for index in range(len(one.tokens)):
-                made[_key(request, index, "log-probability")] = abs(float(apart_N[index]))
-                if request.sampler == GREEDY:
-                    made[_key(request, index, "choice")] = abs(float(gap_N[index]))
+            logprobs.append(_logprobs(logits_NV, one.tokens))
+            others.append(_gaps(best_NV, logits_NV, one.tokens))
+        return numbers(logprobs, others)
+
+    def numbers(logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> dict[Key, float]:
+        """How far they are from the plain loop's."""
+        made: dict[Key, float] = {}
+        for i, request in enumerate(requests):
+            made |= _named(request, "log-probability", logprobs[i] - right[i])
+            if request.sampler == GREEDY:
+                made |= _named(request, "choice", others[i] - gaps[i])
         return made
 
-    return Moved(moved).judge(numbers)
+    said = [torch.tensor(one.logprobs, dtype=EXACT) for one in found]
+    return Moved(moved).judge(numbers(said, [torch.zeros_like(gap_N) for gap_N in gaps]))
 
 
-def _key(request: Request, index: int, what: str) -> Key:
-    return f"prompt of {len(request.ids)}", f"{what} of token {index + 1}"
+def _named(request: Request, what: str, apart_N: Tensor) -> dict[Key, float]:
+    """By token."""
+    prompt = f"prompt of {len(request.ids)}"
+    return {
+        (prompt, f"{what} of token {i}"): float(x) for i, x in enumerate(apart_N.abs(), start=1)
+    }
 
 
 def _gaps(best_NV: Tensor, logits_NV: Tensor, tokens: Sequence[int]) -> Tensor:
