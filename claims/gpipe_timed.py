@@ -20,15 +20,11 @@ PAPER = {"convolutions": 1.21, "transformer": 1.8}
 
 def work() -> dict[str, list[float]]:
     """By subject the least seconds of a step, with one microbatch and with many."""
-    found = {name: [float("inf")] * 2 for name in PAPER}
-    for _ in range(TURNS):
-        for name, best in found.items():
-            for at, microbatches in enumerate((1, MICROBATCHES)):
-                took = by_time.seconds(
-                    name, microbatches, pipeline="gpipe", recompute=("block",)
-                )  # fmt: skip
-                best[at] = min(best[at], took)
-    return found
+    ways = [
+        {"microbatches": count, "pipeline": "gpipe", "recompute": ("block",)}
+        for count in (1, MICROBATCHES)
+    ]
+    return by_time.least(dict.fromkeys(PAPER, ways), TURNS)
 
 
 def main() -> None:

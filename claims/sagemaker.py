@@ -134,15 +134,12 @@ def tuned(costs: Sequence[Cost], pipeline: Pipeline) -> tuple[int, ...]:
 
 def work() -> dict[str, list[float]]:
     """By subject the least seconds of a step, cut by hand and as `prepare` finds."""
-    found = {name: [float("inf")] * 2 for name in by_time.subjects()}
-    for _ in range(TURNS):
-        for name, best in found.items():
-            blocks = len(by_time.subjects()[name][0]().blocks)  # type: ignore[arg-type]
-            hand = Pipelined("1f1b", by_hand(blocks + 2, by_time.WORKERS))
-            for at, line in enumerate((hand, "1f1b")):
-                took = by_time.seconds(name, MICROBATCHES, pipeline=line)
-                best[at] = min(best[at], took)
-    return found
+    ways = {}
+    for name, (made, _) in by_time.subjects().items():
+        blocks = len(made().blocks)  # type: ignore[arg-type]
+        hand = Pipelined("1f1b", by_hand(blocks + 2, by_time.WORKERS))
+        ways[name] = [{"microbatches": MICROBATCHES, "pipeline": line} for line in (hand, "1f1b")]
+    return by_time.least(ways, TURNS)
 
 
 def main() -> None:
