@@ -86,7 +86,8 @@ class Technique:
     states", "the backward pass", ...): two that touch the same thing do not go together. clashes:
     what else does not, and whether a plan has it. method: what makes its steps, by import path
     (outsize/runtime/method.py), where that is no backward pass. axis: of the mesh, that needs
-    several workers.
+    several workers. short: the setting that a plain value under its key says, as of `train.only:
+    PATTERN`; empty: a plain value says on or off.
     """
 
     key: str
@@ -97,6 +98,7 @@ class Technique:
     clashes: tuple[Clash, ...] = ()
     method: str = ""
     axis: str = ""
+    short: str = ""
 
 
 TECHNIQUES: Registry[Technique] = Registry("technique")
@@ -111,9 +113,10 @@ def technique(
     clashes: tuple[Clash, ...] = (),
     method: str = "",
     axis: str = "",
+    short: str = "",
 ) -> Technique:
     """Register a technique under its key."""
-    made = Technique(key, settings, meaning, exact, touches, clashes, method, axis)
+    made = Technique(key, settings, meaning, exact, touches, clashes, method, axis, short)
     return TECHNIQUES.add(key, made)
 
 

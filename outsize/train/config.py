@@ -242,6 +242,14 @@ def leaf(name: str) -> Setting | None:
     return leaves().get(name) or technique_leaves().get(name)
 
 
+def full_name(name: str, value: object) -> str:
+    """What a key stands for beside a plain value: of a technique that has a short form, the setting
+    that is said; else itself."""
+    own = TECHNIQUES.find(name) if name in technique_leaves() else None
+    short = own is not None and own.short and not isinstance(value, bool)
+    return f"{name}.{own.short}" if own is not None and short else name
+
+
 def may_change(name: str) -> bool:
     """Whether a resumed run may change a key. Memory and tiers change where states rest; what of a
     plan decides in which order sums are taken stays as it was (outsize/train/setup.py, FIXED)."""

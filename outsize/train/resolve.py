@@ -23,6 +23,7 @@ from outsize.train.config import (
     RunConfig,
     check,
     config_of,
+    full_name,
     leaf,
     leaves,
     technique_leaves,
@@ -189,8 +190,9 @@ def apply_set(resolved: Resolved, text: str) -> Resolved:
     found = leaf(name)
     if found is None:
         raise _unknown(name, SET)
-    kind = found.kind
     value = load_yaml(raw, f"{SET} {name}")
+    name = full_name(name, value)
+    kind = _leaf(name).kind
     try:
         read_value = read(kind, value, SET, name)
     except OutsizeError:
@@ -226,7 +228,7 @@ def _flatten(found: Any, source: str, inside: str = "") -> Iterator[tuple[str, A
                 yield name, True
             yield from _flatten(value, source, f"{name}.")
         elif leaf(name) is not None:
-            yield name, value
+            yield full_name(name, value), value
         elif not _keys(name):
             raise _unknown(name, source)
         elif value is not None and name in SHORT:

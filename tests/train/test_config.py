@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from outsize.errors import OutsizeError
-from outsize.train.config import SHORT, leaves
+from outsize.registry import TECHNIQUES, Technique, setting
+from outsize.train.config import SHORT, leaves, technique_leaves
 from outsize.train.resolve import Resolved, apply_text, resolve
 from outsize.train.workers import mesh_of
 
@@ -129,3 +131,21 @@ def test_a_run_goes_on_with_the_mesh_it_had(tmp_path: Path, said, started, mesh)
     (tmp_path / "run.yaml").write_text("{data: text, mesh: pipeline=2, workers: 2}")
     values = apply_text(Resolved(), str(said), "said")
     assert str(mesh_of(values, tmp_path, started)) == mesh
+
+
+def test_a_plain_value_under_a_techniques_key_is_its_short_setting(monkeypatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Only:
+        patterns: tuple[str, ...] = setting((), "names")
+
+    made = Technique("train.short", Only, "for this test", short="patterns")
+    monkeypatch.setitem(TECHNIQUES._entries, "train.short", made)
+    technique_leaves.cache_clear()
+    try:
+        for said in ("train.short=[a, b]", "train.short.patterns=[a, b]"):
+            assert resolve(None, [said]).config.technique("train.short") == Only(("a", "b"))
+        found = apply_text(Resolved(), "train: {short: [c]}", "a file")
+        assert found.config.technique("train.short") == Only(("c",))
+        assert resolve(None, ["train.short=true"]).config.technique("train.short") == Only()
+    finally:
+        technique_leaves.cache_clear()
