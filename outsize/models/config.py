@@ -55,7 +55,9 @@ class NormFacts:
 @dataclass(frozen=True)
 class LayerFacts:
     """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes. kind: of the
-    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable."""
+    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable.
+    frozen: its parameters that are not trained; idle: nothing up to it is, so that no gradient
+    reaches it."""
 
     scale: float
     window: int | None = None
@@ -63,6 +65,8 @@ class LayerFacts:
     experts: bool = False
     kind: str = "attention"
     mixing: object = None
+    frozen: frozenset[str] = frozenset()
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class DecoderConfig:
     init_std: float = 0.02
     wiring: Wiring | None = None  # of branches, where they are not one after the other
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
+    frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained
 
     @property
     def rewired(self) -> str:

@@ -203,6 +203,11 @@ class Decoder(nn.Module):
             self.epilogue.head.weight = self.prologue.tokens.weight
         if config.adapter is not None:
             config.adapter.attach(self)
+        for name in config.frozen:
+            self.get_parameter(name).requires_grad_(False)
+        for block, layer in zip(self.blocks, config.layers, strict=True):
+            for name in layer.frozen:
+                block.get_parameter(name).requires_grad_(False)
 
     def context(
         self,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
 from outsize.models.config import DecoderConfig
+from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
 from outsize.train.config import RunConfig
 from outsize.train.resolve import Resolved
@@ -46,7 +47,7 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
         raise OutsizeError(
             f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
-    return resolved, adapted(found, resolved)
+    return resolved, limited(adapted(found, resolved), resolved)
 
 
 def adapter_of(keys: RunConfig) -> Adapter | None:
@@ -73,6 +74,15 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
         )
     config = replace(found.config, adapter=adapter)
     adapter_layout(config)
+    return replace(found, config=config)
+
+
+def limited(found: Subject, resolved: Resolved) -> Subject:
+    """The same with no other parameters trained than the run's techniques say."""
+    config = found.config
+    for own in resolved.config.techniques.values():
+        if isinstance(own, Limiting):
+            config = own.limited(config)
     return replace(found, config=config)
 
 
@@ -143,4 +153,4 @@ def subject_of(checkpoint: Path, resolved: Resolved) -> Subject:
 
     text = BYTES if resolved.get("data.tokenizer") == BYTES else str(checkpoint)
     found = Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
-    return adapted(found, resolved)
+    return limited(adapted(found, resolved), resolved)
