@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -16,6 +15,7 @@ from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.memory.sizes import parse_bytes
+from outsize.models.coding import asked
 from outsize.models.decoder import Decoder
 from outsize.serve.model import Model
 
@@ -26,7 +26,7 @@ def load(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    weights: Literal["required", "random"] = "required",
+    weights: str = "required",
     seed: int = 0,
     *,
     memory: str | int | None = None,
@@ -39,8 +39,10 @@ def load(
 
     dtype None keeps that of the files. device: "auto", "cpu" (None, too) or an accelerator's kind,
     with an index or without. weights="random" takes the config.json alone and draws
-    initial values from `seed`. Memory while loading is the model and one block. Raises OutsizeError
-    naming file and tensor where something is unknown, missing or damaged.
+    initial values from `seed`; "int8", "int4", "nf4", "q8_0", "q4_0" or "q4_k" (int4:32: with
+    groups of 32) has the blocks' matrices as codes of so few bits, quantised while they are read;
+    "plain" as they are, of a run whose base is held so. Memory while loading is the model and one
+    block. Raises OutsizeError naming file and tensor for what is unknown, missing or damaged.
 
     memory ("2GiB"): most bytes of tensors on the device. The model may be larger: its weights stay
     in its files and are read as they are needed, with the same logits and tokens. disk: the
@@ -54,21 +56,23 @@ def load(
     directory, device = model_directory(path), accelerator.named(device)
     if memory is None and (disk is not None or sparse):
         raise OutsizeError("disk and sparse go with memory; pass memory='2GiB' or leave them")
-    if weights != "required" and (memory, mesh) != (None, None):
+    if weights == "random" and (memory, mesh) != (None, None):
         other = "mesh" if memory is None else "memory"
         raise OutsizeError(
             f"weights = {weights!r} with {other}; expected 'required': values are read from files"
         )
+    held = None if weights in ("required", "random") else weights
     if mesh is None and memory is None:
-        if weights == "required":
-            return Model(adapters.load(directory, dtype, device))
-        return Model(hub.load(directory, dtype, device, weights, seed))
+        if weights == "random":
+            return Model(hub.load(directory, dtype, device, "random", seed))
+        config = asked(adapters.read_config(directory), held, "weights")
+        return Model(adapters.load(directory, dtype, device, config))
     from outsize.serve.files import Limits
     from outsize.serve.load import opened
 
     limits = None if memory is None else Limits(parse_bytes(memory), disk, sparse)
     axes = parse_mesh(mesh) if isinstance(mesh, str) else mesh or Mesh()
-    return opened(directory, axes, limits, dtype, device)
+    return opened(directory, axes, limits, dtype, device, held)
 
 
 def generate(

@@ -60,6 +60,7 @@ SUBJECTS: dict[str, Subject] = {
 
 # Names that are plain words too: how code says them.
 WORDS = {
+    "int8": r"quant[./]int8|weights[:=] ?[\"']?int8",
     "expert": r"[\"']expert[\"']|axes[./]expert|(?i:expert[- ]parallel)",
     "context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)",
 }

@@ -19,8 +19,8 @@ from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS
 from outsize.models.build import materialise, segments
+from outsize.models.coding import SAID, asked
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear
@@ -38,7 +38,14 @@ def read_config(path: str | Path) -> DecoderConfig:
     if not (directory / ADAPTER_CONFIG).is_file():
         return hub.read_config(directory)
     said, base = described(directory)
-    return adapted(said, hub.read_config(base))
+    return adapted(said, held(directory, hub.read_config(base)))
+
+
+def held(directory: Path, config: DecoderConfig) -> DecoderConfig:
+    """The model beside which an adapter was trained, as it was held then."""
+    if not (directory / hub.CONFIG).is_file():
+        return config
+    return asked(config, read_json(directory / hub.CONFIG).get(SAID), f"{hub.CONFIG}: {SAID}")
 
 
 def load(
@@ -88,6 +95,8 @@ def described(directory: Path) -> tuple[Mapping[str, Any], Path]:
 
 def adapted(said: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """The config of a model with the adapter that an adapter_config.json says."""
+    from outsize.models.adapter import FORMATS
+
     kind = str(said.get("peft_type"))
     if FORMATS.find(kind) is None:
         raise OutsizeError(
@@ -144,6 +153,13 @@ def merge(model: Decoder) -> Decoder:
     """The plain model that computes what this one computes with its adapter: the same object, whose
     weights have taken up the change; it costs nothing more from then on. A model without an adapter
     stays as it is."""
+    coding = model.config.coding
+    if coding is not None and model.config.adapter is not None:
+        raise OutsizeError(
+            f"merge: the weights are {coding.format.name}, whose steps are coarser than what an"
+            " adapter changes: rounded to them again, most of the change would be lost; merge what"
+            " outsize.load(RUN, weights='plain') gives, or keep the adapter"
+        )
     for one in [module for module in model.modules() if isinstance(module, Linear)]:
         if one.beside is not None:
             change = one.beside.change()

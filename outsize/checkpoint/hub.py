@@ -24,6 +24,7 @@ from outsize.checkpoint.shards import SINGLE, SUMS, Shards, open_shards, sums_js
 from outsize.checkpoint.writing import sync_directory, write_json
 from outsize.errors import OutsizeError
 from outsize.models.build import Fill, build, materialise, rest, segments
+from outsize.models.coding import as_stored
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
@@ -251,7 +252,9 @@ def _check(
         where = f"{header.path}: tensor {entry.name!r}"
         if entry.shape != expected.shape:
             raise OutsizeError(f"{where} has shape {entry.shape}, expected {expected.shape}")
-        if entry.dtype not in WEIGHT_DTYPES:
+        if (entry.dtype == torch.uint8) is not (expected.dtype == torch.uint8) or (
+            entry.dtype not in (torch.uint8, *WEIGHT_DTYPES)
+        ):
             raise OutsizeError(
                 f"{where} has dtype {entry.dtype}, expected one of {_spell(WEIGHT_DTYPES)}: "
                 "load weights that are not quantised"
@@ -288,6 +291,8 @@ def _reader(
         entry = source[name]
         first = shards.entry(names[entry.theirs[0]])
         target = rest(name, dtype or first.dtype)
+        if target == torch.uint8:  # what codes are made of is read as it lies
+            target = first.dtype
         if entry.unchanged:
             out = torch.empty(parameter.shape, dtype=target, device=device)
             return shards.read(first.name, out)
@@ -323,9 +328,10 @@ def check_tied_head(shards: Shards, config: DecoderConfig, tokens: Callable[[], 
 def write(model: Decoder, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """The files of `save`, in a directory that is there."""
     values = {name: x.detach() for name, x in model.named_parameters()}
-    stored = merged(layout(model.config), lambda name: values[name].to("meta"), values.__getitem__)
+    config = model.config if model.config.coding is None else as_stored(model.config)
+    stored = merged(layout(config), lambda name: values[name].to("meta"), values.__getitem__)
     files = write_groups(directory, ((WEIGHTS, *one) for one in stored), max_shard_bytes)
-    write_config(directory, model.config, model.prologue.tokens.weight.dtype)
+    write_config(directory, config, model.prologue.tokens.weight.dtype)
     write_json(directory / SUMS, sums_json(files))
 
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
 @click.option("--no-echo", is_flag=True, help="Print what is new without the prompt.")
 @click.option(
+    "--weights",
+    metavar="FORMAT",
+    help="What the blocks' are held as (outsize keys weights); plain: as they lie in the files.",
+)
+@click.option(
     "--memory",
     metavar="SIZE",
     help="Most bytes of tensors, as 2GiB: weights, keys and values, activations. Weights beyond it"
@@ -80,6 +85,7 @@ def generate(
     stop: tuple[str, ...],
     tokenizer: str | None,
     no_echo: bool,
+    weights: str | None,
     memory: str | None,
     disk: str | None,
     sparse: bool,
@@ -103,6 +109,7 @@ def generate(
     from outsize import accelerator
     from outsize.decode.text import check_prompt
     from outsize.errors import OutsizeError
+    from outsize.models.coding import asked
 
     sampling = drawn.sampling(seed)  # refused before anything is read
     check_prompt(prompt)
@@ -111,9 +118,12 @@ def generate(
     wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
     limits = None if memory is None else _limits(memory, disk, sparse)
     if apart or overlap:
+        if weights is not None:
+            raise OutsizeError("--weights is for one worker; convert the model (outsize convert)")
         _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = _found(directory, tokenizer)
+    config = asked(config, weights, "--weights")
     with _opened(found, config, limits, place) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
 

@@ -70,7 +70,8 @@ class ChunkTable:
     float32 at least, whatever the others are held in; main: the optimizer updates them itself and
     does not leave them to its `rest`; grain: elements of a parameter, counted from its first, that
     are updated together, or WHOLE (outsize/optim/optimizer.py): cuts of the chunk keep to it.
-    copies: who holds these elements too, on the axes along which they are cut."""
+    copies: who holds these elements too, on the axes along which they are cut. codes: its
+    parameters are bytes, which weights are decoded from, whatever weights are held in."""
 
     segment: int
     trainable: bool
@@ -79,6 +80,7 @@ class ChunkTable:
     main: bool = False
     copies: tuple[Copies, ...] = ()
     grain: int = 1
+    codes: bool = False
 
     def on(self, axis: str) -> bool:
         """Whether it is cut along an axis."""
@@ -179,13 +181,14 @@ def tables(
         kinds = {n: _kind(n, p, wide, main, cuts) for n, p in fresh}
         for kind in sorted(set(kinds.values())):
             mine = [(n, p) for n, p in fresh if kinds[n] == kind]
-            frozen, large, other, copies = kind
+            frozen, large, other, copies, codes = kind
             slots, grain = _slots(mine, group_of, cuts), grains[not other]
-            made.append(ChunkTable(index, not frozen, slots, large, not other, copies, grain))
+            table = ChunkTable(index, not frozen, slots, large, not other, copies, grain, codes)
+            made.append(table)
     return tuple(made)
 
 
-Kind = tuple[bool, bool, bool, tuple[Copies, ...]]  # frozen, wide, not main, copies
+Kind = tuple[bool, bool, bool, tuple[Copies, ...], bool]  # frozen, wide, not main, copies, codes
 
 
 def _kind(
@@ -199,7 +202,8 @@ def _kind(
     trainable, copies = parameter.requires_grad, cuts[name].copies if name in cuts else ()
     if not trainable:
         copies = tuple(one._replace(partial=False) for one in copies)
-    return not trainable, name in wide, not (trainable and name in main), copies
+    codes = parameter.dtype == torch.uint8
+    return not trainable, name in wide, not (trainable and name in main), copies, codes
 
 
 def _slots(

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return k_TGK, self.v(x_TD).unflatten(-1, (-1, self.value_size))
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        heads = self.k.weight.shape[0] // self.head_size
+        heads = self.k.sizes[0] // self.head_size
         return keys_and_values(heads, self.head_size, self.value_size, dtype)
 
     def leave(self, x_TD: Tensor, ctx: Context) -> None:
@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         return torch.cat((k_plain, k_rotary), dim=-1), v_THW
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        heads = self.kv.weight.shape[0] // (self.latent.plain + self.value_size)
+        heads = self.kv.sizes[0] // (self.latent.plain + self.value_size)
         return keys_and_values(heads, self.head_size, self.value_size, dtype)
 
     def leave(self, x_TD: Tensor, ctx: Context) -> None:

@@ -10,17 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Adapter
+from outsize.models.coding import CODES, SCALES, encoded, weight_of
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Initial, declarations
 from outsize.models.decoder import Decoder
+from outsize.models.linear import linears
 from outsize.models.names import stays_float32
 from outsize.models.random import fill_normal, fill_uniform
+
+if TYPE_CHECKING:
+    from outsize.models.adapter import Adapter
 
 Fill = Callable[[str, Tensor], Tensor]
 Segments = tuple[tuple[str, tuple[str, ...]], ...]
@@ -91,6 +96,8 @@ def adapt(model: Decoder, adapter: Adapter, seed: int) -> Decoder:
 
 def rest(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of parameter `name` in a model of `dtype`."""
+    if name.endswith((f".{CODES}", f".{SCALES}")):
+        return torch.uint8
     return torch.promote_types(torch.float32, dtype) if stays_float32(name) else dtype
 
 
@@ -129,9 +136,9 @@ def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
 
 def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
     """Writes initial values by parameter name into a tensor of the parameter's shape."""
-    initial = dict(initial_values(model))
+    initial = {weight_of(name): start for name, start in initial_values(model)}
 
-    def draw(name: str, out: Tensor) -> None:
+    def weight(name: str, out: Tensor) -> None:
         start = initial[name]
         assert not isinstance(start.std, str), "said in numbers"
         if start.std:
@@ -141,6 +148,31 @@ def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
         else:
             out.fill_(start.value)
 
+    return coded_draw(model, weight)
+
+
+def coded_draw(
+    model: Decoder, weight: Callable[[str, Tensor], None]
+) -> Callable[[str, Tensor], None]:
+    """Writes values by parameter name: of what is coded those of the weights that `weight` writes
+    under its own name, in float32. model: whole."""
+    every = {name: one for name, one in linears(model) if one.coded is not None}
+    waiting: dict[str, Tensor] = {}
+
+    def draw(name: str, out: Tensor) -> None:
+        module, _, leaf = name.rpartition(".")
+        one = every.get(module)
+        if one is None or one.coded is None or leaf not in (CODES, SCALES):
+            weight(name, out)
+            return
+        if name not in waiting:
+            drawn = torch.empty(sizes[module], dtype=torch.float32, device=out.device)
+            weight(f"{module}.weight", drawn)
+            made = encoded(one.coded.format, drawn, module)
+            waiting.update({f"{module}.{leaf}": codes for leaf, codes in made.items()})
+        out.copy_(waiting.pop(name))
+
+    sizes = {name: one.sizes for name, one in every.items()}  # before it is cut
     return draw
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from outsize.models.adapter import Adapter
+from outsize.models.coding import Coding
 from outsize.models.wiring import Wiring
+
+if TYPE_CHECKING:
+    from outsize.models.adapter import Adapter
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Placement = Literal["before", "after_branch", "around_branch", "after_sum"]
@@ -55,9 +58,7 @@ class NormFacts:
 @dataclass(frozen=True)
 class LayerFacts:
     """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes. kind: of the
-    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable.
-    frozen: its parameters that are not trained; idle: nothing up to it is, so that no gradient
-    reaches it."""
+    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable."""
 
     scale: float
     window: int | None = None
@@ -65,8 +66,6 @@ class LayerFacts:
     experts: bool = False
     kind: str = "attention"
     mixing: object = None
-    frozen: frozenset[str] = frozenset()
-    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class DecoderConfig:
     init_std: float = 0.02
     wiring: Wiring | None = None  # of branches, where they are not one after the other
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
-    frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained
+    coding: Coding | None = None  # of the blocks' Linears, where they hold no weights
 
     @property
     def rewired(self) -> str:

@@ -38,11 +38,13 @@ class Lies:
     """How a parameter lies on the tensor axis. dim, unit: cut along dim between units; None: whole
     on every worker. gradient: "whole" where every worker that holds an element has all of its
     gradient, "partial" where each has a summand, "stream" partial where the activations that it
-    meets are cut by tokens, else whole."""
+    meets are cut by tokens, else whole. groups: so many elements of the unit's dim lie in so many
+    of the parameter's, and are never cut apart."""
 
     dim: int | None = None
     unit: Unit | None = None
     gradient: Literal["whole", "partial", "stream"] = "whole"
+    groups: tuple[int, int] = (1, 1)
 
 
 STREAM = Lies(gradient="stream")  # meets the residual stream
@@ -54,13 +56,12 @@ class Declared:
     """A parameter. file: its name in files, behind that of the Linear that its module is beside;
     such a parameter is an adapter's, and rests in files of its own. None: the family's table has
     its name, or it is called there as it is here. stack: what lies in it along dim 0 one behind
-    another, for axes that deal that out. rate: factor on its learning rate."""
+    another, for axes that deal that out."""
 
     initial: Initial
     lies: Lies
     file: str | None = None
     stack: Stack | None = None
-    rate: float = 1.0
 
 
 @runtime_checkable
@@ -83,15 +84,3 @@ def declarations(model: nn.Module) -> Iterator[tuple[str, Declared]]:
                     " none; expected a method `declare` (outsize/models/declared.py)"
                 )
             yield name, module.declare(leaf)
-
-
-def declared_rates(model: nn.Module) -> dict[str, float]:
-    """By name, the factors on the learning rate that modules declare; of those that declare
-    nothing, none."""
-    found = dict[str, float]()
-    for prefix, module in model.named_modules():
-        names = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        if isinstance(module, Declares):
-            for leaf in names:
-                found[f"{prefix}.{leaf}" if prefix else leaf] = module.declare(leaf).rate
-    return found

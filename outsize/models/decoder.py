@@ -21,10 +21,11 @@ from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Vocabulary
 from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
+from outsize.models.coding import Coding
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
-from outsize.models.linear import Embedding, Linear
+from outsize.models.linear import Embedding, Linear, dense, linears
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
 from outsize.models.seams import (
@@ -201,13 +202,21 @@ class Decoder(nn.Module):
         self.epilogue = Epilogue(config)
         if config.tied:
             self.epilogue.head.weight = self.prologue.tokens.weight
+        if config.coding is not None:
+            self.code(config.coding)
         if config.adapter is not None:
             config.adapter.attach(self)
-        for name in config.frozen:
-            self.get_parameter(name).requires_grad_(False)
-        for block, layer in zip(self.blocks, config.layers, strict=True):
-            for name in layer.frozen:
-                block.get_parameter(name).requires_grad_(False)
+
+    def code(self, coding: Coding) -> None:
+        """Have its blocks' Linears hold codes. OutsizeError for a wiring that multiplies weights in
+        a way of its own."""
+        for name, one in linears(self):
+            if one.product is not dense:
+                raise OutsizeError(
+                    f"weights: {coding.format.name} is decoded for plain products, and this model"
+                    f" has {self.config.rewired}; convert the plain model instead"
+                )
+            one.code(coding, name)
 
     def context(
         self,

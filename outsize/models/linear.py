@@ -13,16 +13,19 @@ weight go to `sink`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.kernels.linear import GradSink, embedding, linear
-from outsize.models.adapter import Beside
+from outsize.models.coding import CODES, SCALES, Coded, Coding, Grid
 from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
+
+if TYPE_CHECKING:
+    from outsize.models.adapter import Beside
 
 Use = Literal["column", "row", "plain"]
 
@@ -37,6 +40,14 @@ class Product(Protocol):
 def dense(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     """The weight as it is, whatever x has before its last dim."""
     return linear(x, one.weight, bias, one.sink)
+
+
+def by_codes(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A weight that is decoded for the product, and again for the gradient of x."""
+    from outsize.kernels.coded import linear as multiply
+
+    y = multiply(x, one.sizes, one.decoded)
+    return y if bias is None else y + bias
 
 
 def without_bias(product: Product) -> Product:
@@ -70,11 +81,45 @@ class Linear(nn.Module):
         self.unit, self.whole = unit, whole
         self.sink: GradSink | None = None
         self.product: Product = dense
+        self.coded: Coded | None = None
 
     @property
     def bytes(self) -> int:
         """Of what it multiplies by, here; what is beside it not counted."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs that are here."""
+        if self.coded is None:
+            d_out, d_in = self.weight.shape
+        else:
+            (d_out, row), form = self.get_parameter(CODES).shape, self.coded.format
+            d_in = row // form.block * form.group
+        return d_out, d_in
+
+    def code(self, coding: Coding, name: str) -> None:
+        """Hold frozen codes in the place of the weight. OutsizeError as of Coding.check."""
+        (d_out, d_in), form = self.sizes, coding.format
+        coding.check(name, d_in)
+        groups, device = d_in // form.group, self.weight.device
+        self.coded = Coded(form, Grid(groups))
+        del self.weight
+        for leaf, shape in (
+            (CODES, (d_out, groups * form.block)),
+            (SCALES, (form.shared(d_out * groups),)),
+        ):
+            if shape[-1]:
+                made = torch.empty(shape, dtype=torch.uint8, device=device)
+                self.register_parameter(leaf, nn.Parameter(made, requires_grad=False))
+        self.product = by_codes
+
+    def decoded(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight that is coded."""
+        assert self.coded is not None, "asked of one that is"
+        shared, form = self._parameters.get(SCALES), self.coded.format
+        rows = self.get_parameter(CODES).detach()[first:last]
+        return form.decode(rows, shared, self.coded.grid.below(first)).to(dtype)
 
     def declare(self, leaf: str) -> Declared:
         start = Initial(std="residual" if self.use == "row" else "model")
@@ -84,8 +129,13 @@ class Linear(nn.Module):
 
     def lies(self, leaf: str) -> Lies:
         """How weight or bias is cut; that of a row weight is added behind the sum."""
+        if leaf == SCALES:
+            return Lies()
         if self.use == "column":
             return Lies(0, self.unit)
+        if self.use == "row" and leaf == CODES:
+            assert self.coded is not None, "it has codes"
+            return Lies(1, self.unit, groups=(self.coded.format.group, self.coded.format.block))
         if self.use == "row":
             return Lies(1, self.unit) if leaf == "weight" else STREAM
         return self.whole
@@ -113,6 +163,15 @@ class Linear(nn.Module):
                 f"model: a weight of shape {tuple(self.weight.shape)} {what}, and cannot have an"
                 " adapter; leave it out of the adapter's targets"
             )
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The Linears of a decoder's blocks by name, those of adapters and routers left out."""
+    for name, module in list(model.named_modules()):
+        own = isinstance(module, Linear) and name.startswith("blocks.") and ".beside." not in name
+        if own and not name.endswith(".router.score"):
+            assert isinstance(module, Linear)
+            yield name, module
 
 
 def redirect(

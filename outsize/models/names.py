@@ -8,13 +8,14 @@ from the decoder itself, so that no parameter can be forgotten.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.models.coding import CODES, SCALES, Coding, decoded, encoded, plain
 from outsize.models.config import DecoderConfig, Fused
 from outsize.models.declared import Declared, declarations
 from outsize.models.decoder import Decoder
@@ -22,6 +23,7 @@ from outsize.models.decoder import Decoder
 Convert = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 PEFT = "base_model.model."  # before the names of a model's modules in peft's files
+LEAVES = (CODES, SCALES)
 BESIDE = ".beside."  # in the name of a parameter, behind that of the Linear it is beside
 
 
@@ -47,11 +49,13 @@ class Stored:
 def layout(config: DecoderConfig) -> tuple[Stored, ...]:
     """All stored tensors of a model in its order; a tied head and an adapter's are not listed."""
     shapes, declared = _known(config)
+    weights = {} if config.coding is None else _known(plain(config))[0]
     done: set[str] = set()
     stored: list[Stored] = []
     for name in shapes:
         if name not in done and declared[name].file is None:
-            entry = _stored(config, name, shapes)
+            entry = _stored(config, name, shapes) if _leaf(name) not in LEAVES else None
+            entry = entry or _coded(config, name, shapes, weights)
             stored.append(entry)
             done.update(entry.ours)
     return tuple(stored)
@@ -122,6 +126,62 @@ def _stored(config: DecoderConfig, name: str, shapes: dict[str, torch.Size]) -> 
     if their_module in names.transposed and leaf == "weight":
         return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _transpose, _transpose)
     return Stored((name,), (f"{prefix}{their_module}.{leaf}",), _same, _same)
+
+
+def _coded(
+    config: DecoderConfig,
+    name: str,
+    shapes: Mapping[str, torch.Size],
+    weights: dict[str, torch.Size],
+) -> Stored:
+    """Codes, which rest as they are, or are made of the weights that rest there. weights: shapes of
+    the plain model's."""
+    assert config.coding is not None, "there are codes"
+    module = name.rpartition(".")[0]
+    if config.coding.stored:
+        scope, inside, _ = _parts(name)
+        their = config.names.block.get(inside, inside)
+        leaves = [leaf for leaf in LEAVES if f"{module}.{leaf}" in shapes]
+        ours, theirs = ([f"{one}.{leaf}" for leaf in leaves] for one in (module, their))
+        prefix = config.names.prefix.format(i=scope)
+        check = _checked(config.coding, name)
+        return Stored(tuple(ours), tuple(f"{prefix}{one}" for one in theirs), check, _same)
+    entry, form = _stored(config, f"{module}.weight", weights), config.coding.format
+    modules = [one.rpartition(".")[0] for one in entry.ours]
+    ours = [f"{one}.{leaf}" for one in modules for leaf in LEAVES if f"{one}.{leaf}" in shapes]
+
+    def split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made: list[Tensor] = []
+        for one, weight in zip(modules, entry.split(tensors), strict=True):
+            made += encoded(form, weight, one).values()
+        return tuple(made)
+
+    def merge(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        each = len(tensors) // len(modules)
+        parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
+        return entry.merge(tuple(decoded(form, x[0], x[1] if each > 1 else None) for x in parts))
+
+    return Stored(tuple(ours), entry.theirs, split, merge)
+
+
+def _checked(coding: Coding, name: str) -> Convert:
+    """Codes as they rest; OutsizeError where their scales are not finite."""
+
+    def split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        codes, *shared = tensors
+        real = codes.dtype == torch.uint8 and not codes.is_meta
+        if real and not coding.format.finite(codes, shared[0] if shared else None):
+            raise OutsizeError(
+                f"{name}: its scales are not finite: the files are damaged, or of another format;"
+                " convert the model again"
+            )
+        return tensors
+
+    return split
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _parts(name: str) -> tuple[int | None, str, str]:

@@ -29,6 +29,8 @@ class Kept:
     def states(self, table: ChunkTable) -> Iterator[tuple[str, torch.dtype]]:
         """The states of a chunk, with their dtypes."""
         own = self.dtypes.parameters
+        if table.codes:
+            own = torch.uint8
         yield PARAMETERS, torch.promote_types(torch.float32, own) if table.wide else own
         if table.trainable:
             yield GRADIENTS, self.dtypes.gradients

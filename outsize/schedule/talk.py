@@ -186,7 +186,7 @@ class Spoken:
         """What is said as the plan has messages written. what: the state of the chunk as which it
         is cut over the group."""
         code = code_of(self.chunks.plan, way)
-        if code is None or len(group.places) == 1:
+        if code is None or len(group.places) == 1 or self.chunks.tables[chunk].codes:
             return said
         spans = (self.chunks.share(chunk, what, place) for place in group.places)
         lengths = [last - first for first, last in spans]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from outsize.checkpoint.hub import describe
+from outsize.checkpoint.hub import describe, read_config
 from outsize.collectives import Lone, Mesh, World, from_environment
+from outsize.models.coding import asked
 from outsize.plan.settings import NONE, Settings
 from outsize.serve.files import InFiles, Limits
 from outsize.serve.meshed import OnMesh
@@ -24,10 +25,12 @@ def on_mesh(
     leave: Callable[[], None] | None = None,
     limits: Limits | None = None,
     settings: Settings = NONE,
+    weights: str | None = None,
 ) -> Model:
     """The model in a Hugging Face directory on this worker of `world`; with limits its part stays
-    in the files. leave: called in the end. settings: of the plan."""
-    found = describe(path)
+    in the files. leave: called in the end. settings: of the plan. weights: what
+    the blocks' are held as; None: as they lie."""
+    found = describe(path, asked(read_config(path), weights, "weights"))
     home: OnMesh | InFiles
     if limits is None:
         home = OnMesh(found, world, dtype, device, leave, settings)
@@ -42,14 +45,15 @@ def opened(
     limits: Limits | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    weights: str | None = None,
 ) -> Model:
     """On one worker, or on those that torchrun has started, whom this one meets and in the end
     leaves."""
     if mesh.size == 1:
-        return on_mesh(path, Lone(), dtype, device, None, limits)
+        return on_mesh(path, Lone(), dtype, device, None, limits, weights=weights)
     world = from_environment(mesh, os.environ, torch.device(device or "cpu").type)
     try:
-        return on_mesh(path, world, dtype, device, world.close, limits)
+        return on_mesh(path, world, dtype, device, world.close, limits, weights=weights)
     except BaseException:
         world.close()
         raise

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from outsize.checkpoint.hub import check_tied_head, describe
+from outsize.models.coding import BESIDE, CODES, PIECE
 from outsize.models.config import DecoderConfig
 from outsize.models.names import Stored, layout
 from outsize.runtime.job import Fill
@@ -67,9 +68,14 @@ def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
     if not entries:
         return Filling()
     found = describe(directory, config)
+    shapes = {name: parameter.shape for name, parameter in found.model.named_parameters()}
 
     def size(entry: Stored) -> int:
         spans = (found.entry(other)[1] for other in entry.theirs)
-        return 2 * sum(span.stop - span.start for span in spans)  # as stored, and converted
+        stored = sum(span.stop - span.start for span in spans)
+        if config.coding is None or not entry.ours[0].endswith(f".{CODES}"):
+            return 2 * stored  # as stored, and converted
+        codes = sum(shapes[name].numel() for name in entry.ours)
+        return stored + codes + BESIDE * min(PIECE, stored)
 
     return Filling(converted={name: size(entry) for entry in entries for name in entry.ours})

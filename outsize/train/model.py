@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
+from outsize.models.coding import KEY, asked
 from outsize.models.config import DecoderConfig
-from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
 from outsize.train.config import RunConfig
 from outsize.train.resolve import Resolved
@@ -47,7 +47,7 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
         raise OutsizeError(
             f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
-    return resolved, limited(adapted(found, resolved), resolved)
+    return resolved, adapted(found, resolved)
 
 
 def adapter_of(keys: RunConfig) -> Adapter | None:
@@ -64,25 +64,24 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
     from outsize.models.names import adapter_layout
 
     keys = resolved.config
-    adapter = adapter_of(keys)
+    adapter, said = adapter_of(keys), keys.technique(KEY)
+    said = None if said is None else said.format
     if adapter is None:
+        held = found.config.coding
+        if said is not None or held is not None:
+            name = said if held is None else held.format.name
+            raise OutsizeError(
+                f"weights of {name} are frozen, and nothing else would be trained; set"
+                " an adapter (outsize keys adapt), or train the model's own weights"
+            )
         return found
     if keys.model.weights != "stored":
         raise OutsizeError(
             f"an adapter trains beside weights that stay as they are, and those of"
             f" {keys.model.name!r} are random; set model to the directory of a trained one"
         )
-    config = replace(found.config, adapter=adapter)
+    config = replace(asked(found.config, said), adapter=adapter)
     adapter_layout(config)
-    return replace(found, config=config)
-
-
-def limited(found: Subject, resolved: Resolved) -> Subject:
-    """The same with no other parameters trained than the run's techniques say."""
-    config = found.config
-    for own in resolved.config.techniques.values():
-        if isinstance(own, Limiting):
-            config = own.limited(config)
     return replace(found, config=config)
 
 
@@ -153,4 +152,4 @@ def subject_of(checkpoint: Path, resolved: Resolved) -> Subject:
 
     text = BYTES if resolved.get("data.tokenizer") == BYTES else str(checkpoint)
     found = Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
-    return limited(adapted(found, resolved), resolved)
+    return adapted(found, resolved)

@@ -19,6 +19,7 @@ from outsize.hardware.shared import shared
 from outsize.memory import format_bytes, parse_bytes
 from outsize.memory.tiers import TierSpec
 from outsize.models.build import build
+from outsize.models.coding import plain
 from outsize.models.config import DecoderConfig
 from outsize.optim import LearningRate
 from outsize.parallel.check.checker import refuse
@@ -166,7 +167,6 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         optimizer=recipe.optimizer,
         clip=recipe.clip,
         techniques=recipe.techniques,
-        rates=recipe.rates,
         budget=None if config.memory is None else parse_bytes(config.memory),
         microbatch_rows=config.plan.microbatch_rows,
         recompute=config.plan.recompute,
@@ -194,7 +194,7 @@ def check_layouts(config: DecoderConfig, request: PlanRequest) -> None:
     if size > 1:
         check(config, size)
         check_wiring(config, size, parallel := bool(request.sequence_parallel))
-        config = config.unwired()
+        config = plain(config.unwired())
         cuts = cuts_of(build(config), size, 0, parallel)
         spread = Spread(cuts, boundaries(parallel))
         refuse(check_decoder(config, size, spread))

@@ -20,7 +20,8 @@ from outsize.collectives import AXES, Mesh, PretendWorld
 from outsize.collectives.axes import CORE
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
-from outsize.models.build import build, initial_values
+from outsize.models.build import build, coded_draw, initial_values
+from outsize.models.coding import weight_of
 from outsize.models.config import DecoderConfig
 from outsize.models.families import parse
 from outsize.models.random import fill_normal
@@ -134,13 +135,14 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
 
 def _values(config: DecoderConfig) -> Fill:
     """No special values anywhere: around those that norms and biases usually start from."""
-    starts = dict(initial_values(build(config)))
+    model = build(config)
+    starts = {weight_of(name): start for name, start in initial_values(model)}
 
     def fill(name: str, out: Tensor) -> None:
         fill_normal(out, 0, name, std=DEVIATION)
         out.add_(starts[name].value)
 
-    return fill
+    return coded_draw(model, fill)
 
 
 def _refuse(case: Case) -> None:

@@ -25,6 +25,7 @@ from outsize.models.attention import Attention, LatentAttention
 from outsize.models.decoder import Decoder
 from outsize.models.dropout import Noise
 from outsize.models.experts import Experts
+from outsize.models.linear import Linear
 from outsize.models.mlp import MLP
 from outsize.models.norm import Norm, Scaled
 from outsize.models.random import bits
@@ -43,7 +44,15 @@ def simple(model: Decoder) -> Decoder:
             module.gating = _gated
         elif isinstance(module, (Attention, LatentAttention)):
             module.rotate = _rotated
+        elif isinstance(module, Linear) and module.coded is not None:
+            module.product = _by_weight
     return model
+
+
+def _by_weight(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """By the whole weight that codes stand for."""
+    y = x @ one.decoded(0, one.sizes[0], x.dtype).T
+    return y if bias is None else y + bias
 
 
 def _normed(norm: Scaled, x: Tensor) -> Tensor:

@@ -235,8 +235,6 @@ ON = {
     "zeroth-order": {"plan.approximate": ["zeroth-order"]},
     "sgd": {"optimizer.name": "sgd"},
     "muon": {"optimizer.name": "muon"},
-    "train.only": {"train.only": "blocks.0"},
-    "optimizer.rates": {"optimizer.rates": ["blocks.1=0.5"]},
 }
 SETTINGS = {
     "adamw8bit.block": 64, "adamw8bit.least": 100, "adapt.lora.rank": 3, "adapt.lora.alpha": 8.0,
@@ -245,8 +243,7 @@ SETTINGS = {
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,
-    "sgd.momentum": 0.5, "muon.momentum": 0.5, "train.only.patterns": ["blocks.1"],
-    "optimizer.rates.factors": ["blocks.0=2"],
+    "sgd.momentum": 0.5, "muon.momentum": 0.5,
 }  # fmt: skip
 
 

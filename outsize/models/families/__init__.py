@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from outsize.errors import OutsizeError, nearest
+from outsize.models import coding
 from outsize.models.config import DecoderConfig
 from outsize.models.families import deepseek, gemma, gpt, llama, mixture
 from outsize.models.families.reading import only
@@ -63,7 +64,6 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: model_type = {kind!r} is not a family that Outsize has "
             f"({', '.join(FAMILIES.names())}){_guess(kind)}"
         )
-    only(config, "quantization_config", None, "load the unquantised weights")
     only(config, "is_encoder_decoder", False, "only decoders are built in")
     only(config, "add_cross_attention", False, "only decoders are built in")
     only(config, "use_bidirectional_attention", False, "attention is causal")
@@ -71,7 +71,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     for key in sorted(filed("wirings") & config.keys()):
         if config[key] is not None:
             facts = WIRES.get(key).read(facts, config)
-    return facts
+    return coding.read(facts)
 
 
 def _guess(kind: str) -> str:

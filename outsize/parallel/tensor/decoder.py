@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective
+from outsize.models.coding import CODES
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear, without_bias
@@ -117,10 +118,12 @@ def keep(model: Decoder, cuts: Mapping[str, Cut]) -> None:
     """Put this worker's part in the place of every parameter that is cut."""
     wholes = {id(p): (p, cuts[name]) for name, p in model.named_parameters() if name in cuts}
     parts = {key: _part(p, cut) for key, (p, cut) in wholes.items() if cut.dim is not None}
-    for module in model.modules():
+    for name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in parts:
                 module.register_parameter(leaf, parts[id(parameter)])
+        if isinstance(module, Linear) and module.coded is not None:
+            module.coded = module.coded.part(cuts[f"{name}.{CODES}"])
 
 
 def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:

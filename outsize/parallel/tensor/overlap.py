@@ -76,11 +76,12 @@ def overlap_of(world: World, chunks: int) -> Overlap:
 
 def fits(module: nn.Module) -> bool:
     """Whether a branch's products are those of column weights on its input, then of its row weight
-    alone: everything that it has is a Linear that is cut, or a norm."""
+    alone: everything that it has is a Linear that is cut and has a weight, or a norm."""
     parts = list(module.children())
     linears = [part for part in parts if isinstance(part, Linear)]
     simple = all(isinstance(part, Linear | Norm) for part in parts)
-    return simple and sorted({one.use for one in linears}) == ["column", "row"]
+    coded = any(one.coded is not None for one in linears)
+    return simple and not coded and sorted({one.use for one in linears}) == ["column", "row"]
 
 
 class Branch:

@@ -78,12 +78,13 @@ def cuts_of(model: Decoder, size: int, rank: int, sequence_parallel: bool) -> di
     """How each parameter of a whole decoder lies on worker `rank` of `size`, by name."""
     having, lies = counts(model.config), layouts(model)
     return {
-        name: _cut(lies[name], tuple(p.shape), having, (size, rank), sequence_parallel)
+        name: _cut(name, lies[name], tuple(p.shape), having, (size, rank), sequence_parallel)
         for name, p in model.named_parameters()
     }
 
 
 def _cut(
+    name: str,
     entry: Lies,
     shape: tuple[int, ...],
     having: dict[Unit, int],
@@ -99,6 +100,14 @@ def _cut(
     count = having[entry.unit]
     shared = max(1, size // count)  # workers that hold the same unit, where there are too few
     offsets = even(0, count, size // shared)
-    each = shape[entry.dim] // count
+    many, held = entry.groups
+    each = shape[entry.dim] // held * many // count
     first, last = (offsets[rank // shared + i] * each for i in (0, 1))
+    if first % many or last % many:
+        raise OutsizeError(
+            f"mesh: tensor is {size}, which cuts {name} at input {first if first % many else last},"
+            f" and groups of {many} weights are never cut; choose weights with smaller groups"
+            " (FORMAT:16), or another tensor"
+        )
+    first, last = (at // many * held for at in (first, last))
     return Cut(shape, entry.dim, ((first, last),), shared, partial or shared > 1)

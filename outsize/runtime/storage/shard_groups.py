@@ -61,7 +61,8 @@ class ShardGroups:
     def gather(self, index: int, mine: Tensor, whole: Tensor) -> None:
         """A chunk's whole parameters from their shards."""
         spans = self._spans(index, PARAMETERS, self.gathering[1])
-        self.gathers.all_gather(mine, spans, whole)
+        exact = self.chunks.tables[index].codes  # bytes are numbers to nobody
+        (self.gathering[0] if exact else self.gathers).all_gather(mine, spans, whole)
 
     def reduce(self, index: int, chunk: Chunk, last: bool) -> None:
         """Sum a chunk's gradients over those that have parts of the sum. last: no more will come

@@ -181,7 +181,9 @@ class States:
         for name, parameter in self.owners.items():
             if name not in views:  # of a stage on other workers: its shape is all that stays
                 if parameter.dtype not in nothing:
-                    nothing[parameter.dtype] = parameter.data.new_full((), float("nan"))
+                    whole = parameter.dtype == torch.uint8  # codes: all bits of their scales
+                    poison = 255 if whole else float("nan")
+                    nothing[parameter.dtype] = parameter.data.new_full((), poison)
                 parameter.data = nothing[parameter.dtype].expand(parameter.shape)
 
     def _master(self, table: ChunkTable) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from outsize.models.adapter import FORMATS
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import INSIDE, Declared, Initial
 from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear, dense
+from outsize.models.linear import Linear, by_codes, dense, linears
 from outsize.models.names import stored_module
 from outsize.registry import setting, technique
 
@@ -68,7 +68,7 @@ class Lora:
                 )
         for name, one in every.items():
             if any(_matches(name, target) for target in self.targets):
-                if one.product is not dense:
+                if one.product not in (dense, by_codes):
                     raise OutsizeError(
                         f"{KEY}: the model has kraken_ways, whose weights are multiplied way by way"
                         " and cannot have adapters; adapt the plain model instead"
@@ -94,7 +94,7 @@ class LowRank(nn.Module):
 
     def __init__(self, one: Linear, rank: int, scale: float) -> None:
         super().__init__()
-        d_out, d_in = one.weight.shape
+        d_out, d_in = one.sizes
         start = Initial(bound=1 / math.sqrt(d_in))  # kaiming_uniform_ with a = sqrt(5)
         row = one.use == "row"
         self.a = _Factor((d_in, rank), one if row else None, start, "lora_A.weight")
@@ -124,15 +124,6 @@ class _Factor(Linear):
 
     def declare(self, leaf: str) -> Declared:
         return Declared(self.start, self.lies(leaf), self.file)
-
-
-def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The Linears of a decoder's blocks by name, those of adapters and routers left out."""
-    for name, module in list(model.named_modules()):
-        own = isinstance(module, Linear) and not isinstance(module, _Factor)
-        if own and name.startswith("blocks.") and not name.endswith(".router.score"):
-            assert isinstance(module, Linear)
-            yield name, module
 
 
 def _inside(name: str) -> str:

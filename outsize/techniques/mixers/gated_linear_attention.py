@@ -90,7 +90,7 @@ class GatedLinearAttention(nn.Module):
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """One matrix for each head, in float32 at least."""
-        heads = self.q.weight.shape[0] // self.key_size
+        heads = self.q.sizes[0] // self.key_size
         wide = torch.promote_types(dtype, torch.float32)
         return (StateSpec("state", (heads, self.key_size, self.value_size), wide, "sequence"),)
 

@@ -1,0 +1,285 @@
+"""The coding seam: a Linear holds codes of few bits in the place of its weight, and no float.
+
+What is stored is a Format's: groups of neighbouring weights of a row become a block of bytes, in
+which the group's scale lies beside its codes. A block is never cut, so that codes pass through
+chunks, pools, files and groups of workers as bytes of their own size. How a product by them is
+taken is outsize/kernels/coded.py's.
+
+O outputs, I inputs, G weights of a group, B bytes of its block, R bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.errors import OutsizeError
+from outsize.registry import Registry
+
+if TYPE_CHECKING:
+    from outsize.models.config import DecoderConfig
+    from outsize.models.cuts import Cut
+
+CODES, SCALES = "codes", "code_scales"  # the parameters of a Linear that is coded
+KEY = "weights"  # of a run
+SAID = "outsize_weights"  # in the config.json of what is trained beside plain files
+STORED, METHOD = "quantization_config", "outsize"  # in that of files which hold codes
+PLAIN = "plain"  # weights as they are
+PIECE = 1 << 18  # weights that are coded at a time
+BESIDE = 24  # bytes for each of these, at most, while they are
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which groups of a weight lie here: row r has those from (row + r) stride + column on."""
+
+    stride: int
+    row: int = 0
+    column: int = 0
+
+    def below(self, rows: int) -> Grid:
+        """That of what is left when so many rows are gone."""
+        return replace(self, row=self.row + rows)
+
+
+class Format(Protocol):
+    """How weights become codes. name: as a run says it; group, block: weights and bytes of one;
+    bits: of a weight, all counted."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def bits(self) -> float: ...
+
+    def shared(self, groups: int) -> int:
+        """Bytes that all groups of a weight share, of so many; 0: none."""
+
+    def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """codes_OR and what groups share, uint8."""
+
+    def decode(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Tensor:
+        """weight_OI in float32, of any rows and blocks of a weight."""
+
+    def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
+        """Whether all scales are."""
+
+
+# By name, what makes a format for groups of a size; None: its own.
+FORMATS: Registry[Callable[[int | None], Format]] = Registry("format of weights")
+
+
+def format_of(name: str, source: str = KEY) -> Format:
+    """The format that a name, or one with groups of a size ("NAME:128"), stands for. OutsizeError
+    for what is none."""
+    plain, colon, size = name.partition(":")
+    try:
+        if colon and not size.isdecimal():
+            raise OutsizeError(f"groups of {size!r}; expected a number of weights, as {plain}:64")
+        return FORMATS.get(plain)(int(size) if colon else None)
+    except OutsizeError as error:
+        raise OutsizeError(f"{source}: {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a decoder's Linears are held. stored: whether its files have them so."""
+
+    format: Format
+    stored: bool = False
+
+    def check(self, name: str, d_in: int) -> None:
+        """OutsizeError where groups do not divide the rows of a weight."""
+        if d_in % self.format.group:
+            raise OutsizeError(
+                f"{KEY}: {self.format.name} has groups of {self.format.group} weights, which do not"
+                f" divide the {d_in} inputs of {name}; choose other groups (FORMAT:32) or another"
+                " format"
+            )
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What a Linear is coded as, and which part of its weight lies here."""
+
+    format: Format
+    grid: Grid
+
+    def part(self, cut: Cut) -> Coded:
+        """What is left where its codes are cut."""
+        if cut.dim is None:
+            return self
+        ((first, _),), grid = cut.spans, self.grid
+        if cut.dim == 0:
+            return replace(self, grid=grid.below(first))
+        column = grid.column + first // self.format.block
+        return replace(self, grid=replace(grid, column=column))
+
+
+def coded(config: DecoderConfig, format: Format, stored: bool = False) -> DecoderConfig:
+    """The same model with its blocks' Linears in a format, and what its config.json says then."""
+    said = {k: v for k, v in config.source.items() if k not in (STORED, SAID)}
+    said |= {STORED: {"quant_method": METHOD, "format": format.name}} if stored else {}
+    said |= {} if stored else {SAID: format.name}
+    return replace(config, coding=Coding(format, stored), source=said)
+
+
+def as_stored(config: DecoderConfig) -> DecoderConfig:
+    """The same model, whose files hold its codes."""
+    assert config.coding is not None, "it is coded"
+    return coded(config, config.coding.format, stored=True)
+
+
+def plain(config: DecoderConfig) -> DecoderConfig:
+    """The same model with weights."""
+    said = {k: v for k, v in config.source.items() if k not in (STORED, SAID)}
+    return replace(config, coding=None, source=said)
+
+
+def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderConfig:
+    """The same model in the format of a name; None: as its files have it. OutsizeError where these
+    have another."""
+    if name is None:
+        return config
+    stored = config.coding is not None and config.coding.stored
+    if name == PLAIN and not stored:
+        return plain(config)
+    format = format_of(name, where)
+    if config.coding is not None and stored:
+        if config.coding.format.name != format.name:
+            raise OutsizeError(
+                f"{where} is {name!r}, but the model's files hold {config.coding.format.name};"
+                " leave it out, or begin with the model before it was converted"
+            )
+        return config
+    return coded(config, format)
+
+
+def read(config: DecoderConfig) -> DecoderConfig:
+    """The model that a config.json says, with the coding that it says. OutsizeError for one that is
+    not known."""
+    said, beside = config.source.get(STORED), config.source.get(SAID)
+    if said is None:
+        return config if beside is None else asked(config, str(beside), f"config.json: {SAID}")
+    method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if method != METHOD or not isinstance(said.get("format"), str):
+        raise OutsizeError(
+            f"config.json: {STORED} has quant_method {method!r}, which is not read; expected"
+            f" {METHOD!r} (outsize convert --weights); load the unquantised weights"
+        )
+    return coded(config, format_of(said["format"], f"config.json: {STORED}"), stored=True)
+
+
+def weight_of(name: str) -> str:
+    """The name of a parameter, or of the weight that it codes."""
+    return f"{name.removesuffix(CODES)}weight" if name.endswith(f".{CODES}") else name
+
+
+def encoded(format: Format, weight: Tensor, name: str) -> dict[str, Tensor]:
+    """The parameters of a Linear in the place of its weight, by leaf. OutsizeError for a weight
+    with numbers that are not finite."""
+    codes, shared = format.encode(weight)
+    if not codes.is_meta and not format.finite(codes, shared):
+        raise OutsizeError(
+            f"{name}: its scales are not finite; expected a weight of finite numbers"
+        )
+    return {CODES: codes} if shared is None else {CODES: codes, SCALES: shared}
+
+
+def decoded(format: Format, codes_OR: Tensor, shared: Tensor | None) -> Tensor:
+    """The whole weight of whole codes, float32."""
+    return format.decode(codes_OR, shared, Grid(codes_OR.shape[1] // format.block))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A Format all of whose bytes lie in the groups' blocks. pack: blocks (N, B) of groups (N, G)
+    in float32; unpack: the way back; scales: of blocks, as numbers."""
+
+    name: str
+    group: int
+    block: int
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor], Tensor]
+    scales: Callable[[Tensor], Tensor]
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.block / self.group
+
+    def shared(self, groups: int) -> int:
+        return 0
+
+    def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, inputs = weight_OI.shape
+        wide = inputs // self.group * self.block
+        codes_OR = torch.empty(rows, wide, dtype=torch.uint8, device=weight_OI.device)
+        for first, last in pieces(rows, inputs):
+            groups_NG = weight_OI[first:last].to(torch.float32).reshape(-1, self.group)
+            codes_OR[first:last] = self.pack(groups_NG).view(-1, wide)
+        return codes_OR, None
+
+    def decode(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Tensor:
+        values: Tensor = self.unpack(codes_OR.reshape(-1, self.block))
+        return values.view(len(codes_OR), -1)
+
+    def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
+        return bool(self.scales(codes_OR.reshape(-1, self.block)).isfinite().all())
+
+
+def pieces(rows: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows that are coded at a time."""
+    step = max(1, PIECE // inputs)
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes (..., n) as numbers in float32, wherever they lie."""
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype).to(torch.float32)
+
+
+def raw(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers (..., n) as bytes."""
+    return values.to(dtype).contiguous().view(torch.uint8)
+
+
+def over(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale, 0 where the scale is."""
+    return torch.where(scale == 0, 0.0, values / scale)
+
+
+def halves(codes_NG: Tensor) -> Tensor:
+    """Codes of 4 bits (uint8), the first half of a group in the lower bits of its bytes."""
+    low, high = codes_NG.chunk(2, -1)
+    return low | (high << 4)
+
+
+def nibbles(bytes_NH: Tensor) -> Tensor:
+    """The way back."""
+    return torch.cat((bytes_NH & 15, bytes_NH >> 4), -1)
+
+
+def groups_of(size: int | None, usual: int, allowed: tuple[int, ...], name: str) -> int:
+    """The groups that were asked for. OutsizeError for a size that the format does not have."""
+    if size is None:
+        return usual
+    if size not in allowed:
+        raise OutsizeError(
+            f"{name} has groups of {size}; expected one of {', '.join(map(str, allowed))}"
+        )
+    return size
+
+
+def spelled(name: str, group: int, usual: int) -> str:
+    """As a run says it."""
+    return name if group == usual else f"{name}:{group}"
