@@ -3,7 +3,8 @@ cursor that goes on exactly; validation batches in one fixed order.
 
 Samples are rows, numbered over the whole run: sample k is row k mod R of epoch k // R, where R is
 the rows of an epoch. Step t has the samples t * rows .. (t + 1) * rows - 1, so sample k is the
-same row for any batch size and any number of data-parallel readers.
+same row for any batch size and any number of data-parallel readers. A run that goes on with other
+rows a step, or other data, counts from the step and sample at which it does.
 """
 
 from __future__ import annotations
@@ -72,13 +73,19 @@ class TrainStream:
             )
         self._layouts: dict[int, Layout | Whole] = {}
         self._lock = threading.Lock()
+        self._from = (0, 0)  # a step, and the first of its samples
 
     def batch(self, step: int, own: Span | None = None) -> Batch:
         """The batch of a step (0, 1, ...); own: of its rows, the first and the end of those that
         are wanted."""
         start, stop = own or (0, self.rows)
-        first = step * self.rows
+        first = self.sample(step)
         return _collate([self.row(sample) for sample in range(first + start, first + stop)])
+
+    def sample(self, step: int) -> int:
+        """The first sample of a step."""
+        then, sample = self._from
+        return sample + (step - then) * self.rows
 
     def row(self, sample: int) -> Row:
         """Row number `sample` of the run."""
@@ -88,24 +95,22 @@ class TrainStream:
 
     def cursor(self, step: int) -> Cursor:
         """The cursor after `step` steps (before batch number `step`)."""
-        sample = step * self.rows
+        sample = self.sample(step)
         return Cursor(
             sample, sample // self.rows_per_epoch, self.seed, self.sequence, self.data.fingerprint
         )
 
-    def resume(self, cursor: Cursor) -> int:
-        """The step to go on with. Raises OutsizeError when going on would not read the same rows,
-        or when the cursor lies inside one of this stream's steps."""
-        self._same("training data", cursor.data, self.data.fingerprint, "bring back the data")
+    def resume(self, cursor: Cursor, step: int, other: bool = False) -> None:
+        """Go on at `step` with the row that a cursor says, however many rows a step had before.
+        other: the run says that its data are others from here on, which then begin at their first
+        row. OutsizeError where going on would not read the rows that come next."""
         self._same("seed", cursor.seed, self.seed, "set it back")
         self._same("sequence length", cursor.sequence, self.sequence, "set it back")
-        step, inside = divmod(cursor.sample, self.rows)
-        if inside:
-            raise OutsizeError(
-                f"data cursor at row {cursor.sample} is not between steps of {self.rows} rows: "
-                "set the batch size back or to a divisor of it"
-            )
-        return step
+        if other and cursor.data != self.data.fingerprint:
+            self._from = (step, 0)
+            return
+        self._same("training data", cursor.data, self.data.fingerprint, "bring back the data")
+        self._from = (step, cursor.sample)
 
     @contextmanager
     def prefetch(

@@ -7,6 +7,7 @@ cut over workers (meshed.py) by one that stays.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -95,13 +96,23 @@ class Model(Decoder):
                 " (tokens,), of at least one token"
             )
         length = input_ids.shape[-1]
-        rows = input_ids.numel() // length
-        session = self.home.ready_for_rows(rows, length)
-        device = self.prologue.tokens.weight.device
-        positions_T = torch.arange(length, device=device).repeat(rows)
-        bounds = tuple(range(0, rows * length + 1, length))
-        logits_TV = session.steps.logits(input_ids.flatten().cpu(), positions_T, bounds)
+        bounds = tuple(range(0, input_ids.numel() + 1, length))
+        logits_TV = self.logits(input_ids.flatten().cpu(), bounds)
         return logits_TV.view(*input_ids.shape, logits_TV.shape[-1])
+
+    @torch.no_grad()
+    def logits(self, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """logits_TV of tokens laid flat, wherever the weights are. ids_T: int64, in the host's
+        memory; bounds: cumulative offsets (0, ..., T) of the documents, which see nothing of one
+        another."""
+        sizes = [stop - first for first, stop in itertools.pairwise(bounds)]
+        device = self.prologue.tokens.weight.device
+        positions_T = torch.cat([torch.arange(size, device=device) for size in sizes])
+        if self.home is not None:
+            session = self.home.ready_for_rows(len(sizes), max(sizes))
+            return session.steps.logits(ids_T, positions_T, bounds)
+        with Session(self) as session:
+            return session.steps.logits(ids_T, positions_T, bounds)
 
     @torch.no_grad()
     def generate(
@@ -113,12 +124,16 @@ class Model(Decoder):
         tokenizer: str | Path | Tokenizer | None = None,
         on_text: Callable[[str], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
+        ends: Collection[int] | None = None,
     ) -> str | list[int]:
-        """What follows a prompt, as outsize.generate has it, with its draws as one thing. on_ready:
-        called before the first token, with a line about where the weights are, "" for those in
-        memory."""
-        if isinstance(prompt, str):
+        """What follows a prompt, as outsize.generate has it, with its draws as one thing; text for
+        token ids too, where on_text is given. on_ready: called before the first token, with a line
+        about where the weights are, "" for those in memory. ends: tokens that end a text, by
+        default the tokenizer's eos."""
+        text = None
+        if isinstance(prompt, str) or on_text is not None:
             text = tokenizer_of(self, tokenizer)
+        if text is not None and isinstance(prompt, str):
             ids: Sequence[int] = prompt_ids(text, prompt)
         else:
             ids = _ids(prompt)
@@ -127,11 +142,11 @@ class Model(Decoder):
         with self._session(request) as (session, at_once):
             if on_ready is not None:
                 on_ready("" if self.home is None else str(self.home))
-            if not isinstance(prompt, str):
+            if text is None:
                 return generate(self, ids, max_tokens, sampling, (), None, session, at_once)
             pieces = []
             for piece in stream_text(
-                self, text, ids, max_tokens, sampling, stop, step=session, prefill_tokens=at_once
+                self, text, ids, max_tokens, sampling, stop, ends, session, at_once
             ):
                 pieces.append(piece)
                 if on_text is not None:

@@ -257,6 +257,18 @@ def may_change(name: str) -> bool:
     return found is not None and found.may_change
 
 
+# What a run may go on with otherwise though its numbers are others from there on; it says so.
+RESTATED = ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "learning_rate.",
+    "train.batch_tokens", "train.clip", "train.dropout", "train.label_smoothing", "train.z_loss",
+    "data.")  # fmt: skip
+_KEPT = ("data.tokenizer",)
+
+
+def restated(name: str) -> bool:
+    """Whether a resumed run may change a key that has a say in its numbers."""
+    return name.startswith(RESTATED) and name not in _KEPT and not may_change(name)
+
+
 def _techniques(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of every technique of which something is said, and which is not switched off."""
     found: dict[str, Any] = {}

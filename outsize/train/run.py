@@ -20,6 +20,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,7 +43,7 @@ from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here
 from outsize.screen import say, show
 from outsize.texts import read_text, write_text
-from outsize.train.config import may_change
+from outsize.train.config import may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
 from outsize.train.loop import Loop, resume_command
@@ -51,7 +52,7 @@ from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
 from outsize.train.opening import Ready, data_of, ready_of, show_plan, streamed
 from outsize.train.recipe import options_of, recipe_of
-from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values
+from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values, shown
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
 from outsize.train.state import Place, first_values, place_of, restore, same_run
@@ -129,11 +130,11 @@ def _go_on(
     console: Console,
     worker_group: WorkerGroup,
 ) -> int:
-    directory, model = store.directory, None
+    directory, model, changed = store.directory, None, dict[str, tuple[Any, Any]]()
     if found is not None:
         for passed in found.passed_over:
             say(console, f"passed over: {passed}")
-        same_run(found, resolved)
+        changed = same_run(found, resolved)
         if place_of(found).step >= resolved.get("train.steps"):
             say(console, _finished(found, directory))
             no_pace(worker_group)
@@ -144,8 +145,11 @@ def _go_on(
         _refuse_lost(store, resolved)
         say(console, f"no step of the run in {directory} was saved: it begins anew")
     _tell_threads(recorded, resolved, console)
-    setup = set_up(resolved, from_yaml(read_text(directory / PLAN)), model)
+    plan = None if "train.batch_tokens" in changed else from_yaml(read_text(directory / PLAN))
+    setup = set_up(resolved, plan, model)
     ready = ready_of(setup, console, worker_group)
+    for name, (then, now) in changed.items():
+        say(console, f"from here on {name} is {shown(now)}, where the run had {shown(then)}")
     write_text(ready.setup.resolved.to_yaml(), directory / RUN)
     write_text(to_yaml(replace(setup.plan, budget=None)), directory / PLAN)
     _say(ready, store, found, worker_group)
@@ -192,7 +196,7 @@ def _changed(
     for name, value, origin in changes:
         if name == "output" or value == recorded.get(name):
             continue
-        if not may_change(name):
+        if not may_change(name) and not restated(name):
             raise OutsizeError(
                 f"{name} is {value!r} ({origin}), but the run in {directory} was started with"
                 f" {recorded.get(name)!r}: set it back, or start a new run in another directory"
@@ -263,7 +267,8 @@ def _train(
         job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:
             place = replace(restore(found, job), steps=keys.steps)
-            assert stream.resume(place.cursor) == place.step
+            other = any(name.startswith("data.") for name in same_run(found, setup.resolved))
+            stream.resume(place.cursor, place.step, other)
             console.print(f"going on from step {place.step} of {place.steps}", markup=False)
         saved = None if found is None else found.step
         measure = Measure(ledger, place.step, place.steps)

@@ -31,7 +31,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill, Job
-from outsize.train.config import MOVED, RENAMED, RunConfig, may_change
+from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.first_values import filling, hub_fill
 from outsize.train.resolve import Resolved
@@ -160,20 +160,25 @@ def place_of(checkpoint: Checkpoint) -> Place:
     return Place(checkpoint.step, steps, tokens, Cursor.from_json(meta.get("cursor")))
 
 
-def same_run(checkpoint: Checkpoint, resolved: Resolved) -> None:
-    """Refuse to go on with values that would give other numbers. Names the first that differs."""
+def same_run(checkpoint: Checkpoint, resolved: Resolved) -> dict[str, tuple[Any, Any]]:
+    """What a run goes on with otherwise though it changes numbers, by key, with what it was and is.
+    OutsizeError, naming the first, for what cannot change."""
     then = checkpoint.meta.get("config")
     if not isinstance(then, dict):
         raise OutsizeError(f"{checkpoint.path} is not the checkpoint of a training run")
-    steps = resolved.get("train.steps")
+    steps, changed = resolved.get("train.steps"), dict[str, tuple[Any, Any]]()
     then = {RENAMED.get(name, MOVED.get(name, name)): value for name, value in then.items()}
     for name, now in _values(resolved).items():
         derived = name == "learning_rate.warmup" and now == warmup_now(then, steps)
-        if not may_change(name) and then.get(name) != now and not derived:
+        if may_change(name) or then.get(name) == now or derived:
+            continue
+        if not restated(name):
             raise OutsizeError(
                 f"{name} is {now!r}, but the checkpoint {checkpoint.path} was trained with"
                 f" {then.get(name)!r}: set it back, or start a new run in another directory"
             )
+        changed[name] = (then.get(name), now)
+    return changed
 
 
 def _values(resolved: Resolved) -> dict[str, JSON]:

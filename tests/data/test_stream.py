@@ -95,29 +95,44 @@ def test_going_on_from_a_cursor_gives_the_same_batches(step: int) -> None:
     whole = [stream().batch(number) for number in range(step + 5)]
     text = json.dumps(stream().cursor(step).to_json())
     other = stream()
-    begin = other.resume(Cursor.from_json(json.loads(text)))
-    with other.prefetch(begin, step + 5) as ahead:
+    other.resume(Cursor.from_json(json.loads(text)), step)
+    with other.prefetch(step, step + 5) as ahead:
         rest = list(ahead)
     assert len(rest) == 5
     assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True))
 
 
-def test_a_cursor_goes_on_with_another_batch_size_where_steps_meet() -> None:
-    cursor = stream(rows=6).cursor(2)
-    assert stream(rows=4).resume(cursor) == 3
-    with pytest.raises(OutsizeError, match="row 12 is not between steps of 5 rows"):
-        stream(rows=5).resume(cursor)
+def test_a_cursor_goes_on_with_the_next_row_whatever_the_rows_of_a_step() -> None:
+    plain, other = stream(rows=1), stream(rows=5)
+    other.resume(stream(rows=6).cursor(2), 2)
+    rows = [plain.batch(12 + index) for index in range(10)]
+    ids = torch.cat([other.batch(2).ids_BS, other.batch(3).ids_BS])
+    assert torch.equal(ids, torch.cat([row.ids_BS for row in rows]))
+    again = stream(rows=3)
+    again.resume(other.cursor(4), 4)
+    wanted = torch.cat([plain.batch(25 + index).ids_BS for index in range(3)])
+    assert other.cursor(4).sample == 22 and torch.equal(again.batch(5).ids_BS, wanted)
+
+
+def test_other_data_begin_at_their_first_row_where_the_run_says_so() -> None:
+    own, _ = text_data(seed=4)
+    made, cursor = TrainStream(own, 0, 4, S), stream().cursor(3)
+    made.resume(cursor, 3, other=True)
+    assert same(made.batch(4), TrainStream(own, 0, 4, S).batch(1))
+    kept = stream()
+    kept.resume(cursor, 3, other=True)  # another name of the same data
+    assert same(kept.batch(3), stream().batch(3))
 
 
 def test_a_cursor_of_other_data_seed_or_sequence_is_refused() -> None:
     cursor = stream().cursor(3)
     other, _ = text_data(seed=4)
     with pytest.raises(OutsizeError, match="training data"):
-        TrainStream(other, 0, 4, S).resume(cursor)
+        TrainStream(other, 0, 4, S).resume(cursor, 3)
     with pytest.raises(OutsizeError, match=r"seed is 1, .* with 0"):
-        stream(seed=1).resume(cursor)
+        stream(seed=1).resume(cursor, 3)
     with pytest.raises(OutsizeError, match=r"sequence length is 8, .* with 16"):
-        TrainStream(text_data()[0], 0, 4, 8).resume(cursor)
+        TrainStream(text_data()[0], 0, 4, 8).resume(cursor, 3)
 
 
 @pytest.mark.parametrize(

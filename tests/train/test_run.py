@@ -183,7 +183,7 @@ def test_another_run_of_the_same_directory_is_refused_meanwhile(runs) -> None:
     ("change", "complaint"),
     [
         ("model.name=small", "model.name is 'small'"),
-        ("optimizer.lr=0.5", "optimizer.lr is 0.5"),
+        ("train.sequence=32", "train.sequence is 32"),
         ("train.seed=5", "train.seed is 5"),
         ("precision=bfloat16", "precision is 'bfloat16'"),
     ],
@@ -192,6 +192,36 @@ def test_going_on_with_other_numbers_is_refused(runs, change: str, complaint: st
     runs.train(train__steps=2)
     with pytest.raises(OutsizeError, match=complaint):
         runs.resume(runs.home / "run", "train.steps=4", change)
+
+
+def test_a_run_goes_on_with_another_rate_and_batch_and_says_so(runs) -> None:
+    runs.train(train__steps=4, optimizer__lr=0.01)
+    run, cut = runs.home / "run", runs.home / "cut"
+    changes = ("train.steps=8", "optimizer.lr=0.001", "train.batch_tokens=192")
+    printed = runs.resume(run, *changes, "train.save_every=3")
+    assert "from here on optimizer.lr is 0.001, where the run had 0.01" in printed
+    assert "from here on train.batch_tokens is 192, where the run had 256" in printed
+    made = [record for record in read_metrics(run) if "lr" in record]
+    assert [record["tokens"] for record in made] == [256, 512, 768, 1024, 1216, 1408, 1600, 1792]
+    assert max(record["lr"] for record in made[4:]) <= 0.001 < made[2]["lr"]
+    shutil.copytree(run, cut)  # and once more in the middle, with nothing said
+    shutil.rmtree(cut / "step-00000008")
+    (cut / "latest").write_text((cut / "latest").read_text().replace("8", "6"))
+    again = runs.resume(cut)
+    assert "going on from step 6 of 8" in again and "from here on" not in again
+    assert files_of(cut) == files_of(run)
+
+
+def test_a_run_goes_on_with_other_data_where_it_says_so(runs) -> None:
+    runs.train(train__steps=2)
+    other = runs.home / "other"
+    other.mkdir()
+    (other / "0.txt").write_text("something else\n" * 500)
+    printed = runs.resume(runs.home / "run", "train.steps=4", f"data.path={other}")
+    assert "from here on data.path is" in printed and "going on from step 2 of 4" in printed
+    with pytest.raises(OutsizeError, match="bring back the data"):
+        (other / "0.txt").write_text("changed in silence\n" * 500)
+        runs.resume(runs.home / "run", "train.steps=6")
 
 
 def test_an_edited_run_file_is_refused(runs) -> None:
