@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outsize.plan import Plan
     from outsize.schedule.program import Program
     from outsize.serve.model import Model
+    from outsize.techniques.callbacks import Callback
     from outsize.trace.trace import Trace
     from outsize.train.planned import plan, simulate
     from outsize.train.prepare import prepare
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Hardware",
     "Model",
     "OutsizeError",

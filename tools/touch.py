@@ -61,6 +61,8 @@ SUBJECTS: dict[str, Subject] = {
 # Names that are plain words too: how code says them.
 WORDS = {
     "int8": r"quant[./]int8|weights[:=] ?[\"']?int8",
+    "callbacks": r"techniques(\.| import )callbacks|[\"']callbacks[\"']",
+    "epochs": r"train\.epochs|techniques(\.| import )(callbacks, )?epochs",
     "expert": r"[\"']expert[\"']|axes[./]expert|(?i:expert[- ]parallel)",
     "context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)",
 }

@@ -6,6 +6,7 @@ What has no valid manifest is no checkpoint. One process at a time may write.
 
     runs/mine/.lock                held by the writing process
     runs/mine/latest               "step-00000042"
+    runs/mine/best                 a link to a checkpoint that is kept under this name
     runs/mine/step-00000042/       config.json model.safetensors optimizer.safetensors manifest.json
 """
 
@@ -32,7 +33,7 @@ OnDamage = Literal["refuse", "previous"]
 POINTER_NAME, LOCK_NAME = "latest", ".lock"
 SHARD_BYTES = 1 << 30  # tensors made for the occasion are held until their shard is written
 _STEP = re.compile(r"step-([0-9]{8,15})")
-_LEFT_BEHIND = re.compile(r"\.(saving|removing|latest)-[0-9]{8,15}-[0-9]+")
+_LEFT_BEHIND = re.compile(r"\.(saving|removing|latest|link)-[0-9]{8,15}-[0-9]+")
 
 
 class Store:
@@ -196,6 +197,20 @@ class Store:
         self._remove_old()
         return self.path(step)
 
+    def keep(self, step: int, name: str) -> None:
+        """Keep the checkpoint of a step under a name, as a link, until another one has it."""
+        link = self.directory / f".link-{step:08d}-{os.getpid()}"
+        try:
+            link.symlink_to(_step_name(step), target_is_directory=True)
+            os.rename(link, self.directory / name)
+            sync_directory(self.directory)
+        except OSError as error:
+            remove(link)
+            raise OutsizeError(
+                f"cannot keep step {step} as {self.directory / name}: {error.strerror}; it is saved"
+            ) from error
+        self._remove_old()
+
     def _clear_place(self, step: int) -> None:
         """Refuse to save over a whole checkpoint; set anything else under its name aside."""
         place = self.path(step)
@@ -229,7 +244,8 @@ class Store:
     def _remove_old(self) -> None:
         if self.keep_last is None:
             return
-        for step in self.steps()[: -self.keep_last]:
+        named = _named(self.directory)
+        for step in (one for one in self.steps()[: -self.keep_last] if one not in named):
             # renamed first: what a kill leaves of it must not look like a damaged checkpoint
             going = self.directory / f".removing-{step:08d}-{os.getpid()}"
             try:
@@ -271,6 +287,12 @@ class Store:
                 return _step_of(file.read(64).decode("ascii", "replace").rstrip("\n"))
         except OSError:
             return None
+
+
+def _named(directory: Path) -> set[int]:
+    """The steps that are kept under a name."""
+    found = (_step_of(os.readlink(link)) for link in directory.iterdir() if link.is_symlink())
+    return {step for step in found if step is not None}
 
 
 def _step_name(step: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,8 +68,11 @@ class TrainKeys:
     evaluate_tokens: int | None = setting(
         None, "validation tokens that are looked at each time", least=1, may_change=True
     )
-    save_every: int | None = setting(
-        None, "steps between checkpoints; 0: only at the end", least=0, may_change=True
+    save_every: int | str | None = setting(
+        None,
+        "steps between checkpoints, or a time, as 10min; 0: only at the end",
+        least=0,
+        may_change=True,
     )
     keep: int | None = setting(2, "checkpoints kept; null: all", least=1, may_change=True)
 
@@ -302,6 +306,9 @@ def check(name: str, value: Any, source: str) -> None:
     checked where they are used."""
     if name == "optimizer.name" and OPTIMIZERS.find(value) is None:
         raise OutsizeError(f"{source}: {name}: {value!r}{nearest(value, OPTIMIZERS.names())}")
+    if name == "train.save_every" and isinstance(value, str):
+        seconds_of(value, source)
+        return
     allowed = leaf(name)
     if allowed is None or not allowed.range or value is None or isinstance(value, tuple):
         return
@@ -310,3 +317,16 @@ def check(name: str, value: Any, source: str) -> None:
     upper = "" if allowed.most == float("inf") else f" and at most {allowed.most:g}"
     text = f"{value:g}" if isinstance(value, int) and abs(value) > 10**15 else str(value)
     raise OutsizeError(f"{source}: {name}: {text}; expected at least {allowed.least:g}{upper}")
+
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds_of(text: str, source: str = "train.save_every") -> float:
+    """The seconds of a time as "90s", "10min", "2h". OutsizeError for another text."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
+    if found is None or not float(found[1]):
+        raise OutsizeError(
+            f"{source}: train.save_every: {text!r}; expected steps, or a time as 90s, 10min, 2h"
+        )
+    return float(found[1]) * _UNITS[found[2]]

@@ -20,6 +20,8 @@ from outsize.hardware.host import memory
 from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
 from outsize.runtime import Job, Report
+from outsize.techniques.callbacks import Running, Told
+from outsize.train.config import seconds_of
 from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Metrics, Unwritten
 from outsize.train.progress import Progress, Speed, Status, progress, resident
@@ -40,8 +42,8 @@ def resume_command(directory: Path) -> str:
 class Loop:
     """A run between its first step and its last.
 
-    place:
-    where it is, kept up to date. saved: the step of the last checkpoint of this run.
+    place: where it is, kept up to date. saved: the step of the last checkpoint of this run; clock:
+    when that was. told: the callbacks. ended: whether one of them has ended the run.
     """
 
     setup: Setup
@@ -59,6 +61,9 @@ class Loop:
     limit: int = field(default_factory=lambda: memory().total)  # bytes that the process may hold
     look: float = 0.0  # when to look at it again
     peak: int = 0  # bytes that it had held by then
+    told: Told = field(default_factory=lambda: Told(Running(Path(), {}, ())))
+    ended: bool = False
+    clock: float = field(default_factory=time.monotonic)
 
     @property
     def rows_index(self) -> int:
@@ -80,8 +85,12 @@ class Loop:
                 progress(console, self.place.steps, self.place.step) as show,
                 self.stream.prefetch(self.place.step, self.place.steps, own=self.rows) as batches,
             ):
+                self.told.tell("begin", self.told.run)
                 self._steps(batches, show, stop)
             self._save()
+            self.told.tell("end", self.place.step)
+            if self.told.failed is not None:
+                raise self.told.failed
         except OutsizeError as error:
             if self.saved is None:
                 raise
@@ -91,7 +100,7 @@ class Loop:
     def _steps(self, batches: Iterator[Batch], show: Progress, stop: Stop) -> None:
         keys, pulse = self.setup.config.train, self.worker_group.pulse
         self._agree(stop, 0)
-        if stop.asked():
+        if stop.asked() or self.ended:
             return
         pulse.during(f"step {self.place.step + 1}")
         pulse.at("reading a batch")
@@ -101,23 +110,33 @@ class Loop:
             step, last = self.place.step, self.place.finished
             if last or _due(step, keys.evaluate_every):
                 self._evaluate(show)
-            if _due(step, keys.save_every) and not last:
+            over, save = self._agree(stop, 0 if last else self._over_limit())
+            if save or (_due(step, keys.save_every) and not last):
                 self._save()
-            over = self._agree(stop, 0 if last else self._over_limit())
-            if stop.asked():
+            if name := self.told.taken():
+                self.store.keep(step, name)
+            if stop.asked() or self.ended:
                 return
             if over:
                 self._refuse(over)
             pulse.during(f"step {step + 1}")
             pulse.at("reading a batch")
 
-    def _agree(self, stop: Stop, over: int) -> int:
-        """Whatever worker was asked to stop, all are; gives the most that any of them is over its
-        limit. Every worker comes here after every step."""
-        said = torch.tensor([stop.signal or 0, over], dtype=torch.float64, device=self.setup.device)
-        signal, most = everyone(self.worker_group.world).all_reduce(said, "max").tolist()
-        stop.agreed = int(signal) or None
-        return int(most)
+    def _agree(self, stop: Stop, over: int) -> tuple[int, bool]:
+        """Whatever worker was asked to stop, all are, and what the first one's callbacks and clock
+        want all do; gives the most that any of them is over its limit, and whether to save. Every
+        worker comes here after every step."""
+        late = self.worker_group.first and self._late(self.setup.config.train.save_every)
+        save = late or bool(self.told.run.name)
+        said = (stop.signal or 0, over, save, self.told.ending)
+        asked = torch.tensor(said, dtype=torch.float64, device=self.setup.device)
+        agreed = everyone(self.worker_group.world).all_reduce(asked, "max").tolist()
+        stop.agreed, self.ended = int(agreed[0]) or None, bool(agreed[3])
+        return int(agreed[1]), bool(agreed[2])
+
+    def _late(self, every: int | str | None) -> bool:
+        """Whether a checkpoint is due by the clock."""
+        return isinstance(every, str) and time.monotonic() - self.clock >= seconds_of(every)
 
     def _step(self, batch: Batch, show: Progress) -> None:
         step, config = self.place.step, self.setup.config
@@ -146,7 +165,8 @@ class Loop:
         scaled = {} if scaling is None else {
             "loss_scale": scaling.factor, "skipped_steps": scaling.skipped
         }  # fmt: skip
-        self.metrics.write(
+        self._write(
+            "step",
             {
                 "step": step,
                 "tokens": self.place.tokens,
@@ -161,11 +181,16 @@ class Loop:
                 "resident_peak_bytes": peak,
                 **moved,
                 **scaled,
-            }
+            },
         )
         left = self.speed.left(self.place.steps - step)
         speed = self.speed.tokens_per_second
         show.update(Status(step, report.loss, speed, now, peak, left, sum(moved.values())))
+
+    def _write(self, what: str, record: Mapping[str, float | int]) -> None:
+        """Keep a record, and tell the callbacks."""
+        self.metrics.write(record)
+        self.told.tell(what, record)
 
     def _memory(self) -> tuple[int, int]:
         """Bytes now and at the peak: of the device, or of this process on a CPU."""
@@ -190,13 +215,14 @@ class Loop:
             nats, weight = nats + total, weight + targets
         self.bits_per_byte = float(held.bits_per_byte(nats))
         step = self.place.step
-        self.metrics.write(
+        self._write(
+            "evaluated",
             {
                 "step": step,
                 "validation_loss": nats / weight,
                 "validation_bits_per_byte": self.bits_per_byte,
                 "validation_bytes": round(held.bytes),
-            }
+            },
         )
         show.say(
             f"step {step}: validation {self.bits_per_byte:.3f} bits per byte"
@@ -234,7 +260,8 @@ class Loop:
             save(self.store, self.job, config, resolved, self.place)
         else:
             join_saving(self.job, config)
-        self.saved = self.place.step
+        self.saved, self.clock = self.place.step, time.monotonic()
+        self.told.tell("saved", self.saved, self.store.path(self.saved))
 
 
 def moved_by(job: Job) -> dict[str, int]:
@@ -250,5 +277,5 @@ def moved_by(job: Job) -> dict[str, int]:
     return found
 
 
-def _due(step: int, every: int | None) -> bool:
-    return bool(every) and step % (every or 1) == 0
+def _due(step: int, every: int | str | None) -> bool:
+    return isinstance(every, int) and every > 0 and step % every == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -10,6 +10,7 @@ from outsize.data import Data, Dataset, TrainStream, open_data
 from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
+from outsize.techniques import epochs
 from outsize.train.recipe import data_config, stream_of
 from outsize.train.setup import Setup, settled
 from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
@@ -47,12 +48,28 @@ class Ready:
 def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready:
     data = data_of(setup, console, worker_group)
     stream = streamed(setup, data).stream
+    setup = _long_enough(setup, stream)
     with console.status("predicting the time of a step"):
         setup = settled(calibrated(setup, stream, worker_group))
     show_plan(setup, console)
     parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
     say(console, f"data: {'; '.join((*parts, data.skipped.summary()))}")
     return Ready(setup, data, stream)
+
+
+def read_length(setup: Setup, console: Console) -> Setup:
+    """The same with the steps of its epochs, for which its data are read where that is needed."""
+    if setup.config.technique(epochs.KEY) is None:
+        return setup
+    return _long_enough(setup, streamed(setup, data_of(setup, console, WorkerGroup())).stream)
+
+
+def _long_enough(setup: Setup, stream: TrainStream) -> Setup:
+    """The same with the steps of its epochs, where that is how its length is said."""
+    own = setup.config.technique(epochs.KEY)
+    if own is None:
+        return setup
+    return replace(setup, resolved=setup.resolved.derive("train.steps", *own.steps(stream)))
 
 
 def _size(data: Dataset) -> str:

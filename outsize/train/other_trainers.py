@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_EPOCHS = "train.steps, train.tokens or train.minutes: data are read again while the run lasts"
+_EPOCHS = "train.epochs; or train.steps, train.tokens, train.minutes"
 _BATCH = "train.batch_tokens, tokens of a step over all workers"
 _ROWS = "plan.microbatch_rows, rows at a time; a step is train.batch_tokens whatever it is"
-_STOP = "missing: a run ends after train.steps, and Ctrl-C saves and stops it before"
+_STOP = "callbacks: [early-stopping], with callbacks.patience"
 _SHAPE = "learning_rate.shape: constant, linear, cosine or wsd"
 _WARMUP = "learning_rate.warmup, in steps"
 _TENSOR = "mesh, as tensor=2"
@@ -53,8 +53,9 @@ OTHERS: Mapping[str, str] = MappingProxyType(
         "savetotallimit": "train.keep", "modelname": "model.name",
         "modelnameorpath": "model.name", "tokenizername": "data.tokenizer",
         "resumefromcheckpoint": _RESUME, "resume": _RESUME,
-        "reportto": "missing: metrics.jsonl and TensorBoard files lie in output",
-        "wandb": "missing: metrics.jsonl and TensorBoard files lie in output",
+        "reportto": "callbacks: [wandb] or [mlflow]; TensorBoard files lie in output anyway",
+        "wandb": "callbacks: [wandb]", "mlflow": "callbacks: [mlflow]",
+        "loadbestmodelatend": "callbacks: [keep-best]", "savetime": "train.save_every, as 10min",
     }
 )  # fmt: skip
 

@@ -275,6 +275,7 @@ def _unknown(name: str, source: str) -> OutsizeError:
 def _one_length(resolved: Resolved) -> None:
     said = [n for n in ("train.steps", "train.tokens", "train.minutes") if resolved.given(n)]
     said = [name for name in said if resolved.get(name) is not None]
+    said += ["train.epochs"] * ("train.epochs" in resolved.config.techniques)
     if len(said) > 1:
         raise OutsizeError(
             f"{' and '.join(said)} are given together; expected one of them to say how long"

@@ -42,6 +42,8 @@ from outsize.runtime.job import Job
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here
 from outsize.screen import say, show
+from outsize.techniques import callbacks
+from outsize.techniques.callbacks import Running, Told
 from outsize.texts import read_text, write_text
 from outsize.train.config import may_change, restated
 from outsize.train.derive import warmup_now
@@ -50,7 +52,7 @@ from outsize.train.loop import Loop, resume_command
 from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
-from outsize.train.opening import Ready, data_of, ready_of, show_plan, streamed
+from outsize.train.opening import Ready, data_of, read_length, ready_of, show_plan, streamed
 from outsize.train.recipe import options_of, recipe_of
 from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values, shown
 from outsize.train.setup import Setup, set_up, settled
@@ -66,7 +68,7 @@ NOTHING = ""  # what the first worker says where there is nothing to do
 
 def explain(resolved: Resolved, console: Console) -> None:
     """Print every value and where it came from, and the plan; start nothing."""
-    setup = settled(set_up(resolved))
+    setup = settled(read_length(set_up(resolved), console))
     show(console, values_table(setup.resolved))
     show_plan(setup, console)
 
@@ -216,8 +218,9 @@ def _changed(
 def _refuse_lost(store: Checkpoints, resolved: Resolved) -> None:
     """Refuse to begin anew where steps were saved once and are gone."""
     made = max((int(record["step"]) for record in read_metrics(store.directory)), default=0)
-    every = resolved.get("train.save_every") or 0
-    if store.pointed is not None or 0 < every < made:
+    every = resolved.get("train.save_every")
+    due = isinstance(every, int) and 0 < every < made
+    if store.pointed is not None or due:
         raise OutsizeError(
             f"the run in {store.directory} made {counted(max(made, store.pointed or 0), 'step')},"
             " and none of"
@@ -287,14 +290,28 @@ def _train(
                 stream,
                 saved,
                 worker_group,
+                told=_told(ready.setup, store, place.step, worker_group),
             )
             with closing(job):
                 loop.run(console, stop)
-                if not loop.place.finished:
+                if loop.ended and loop.told.run.reason:
+                    say(console, f"ended after step {loop.place.step}: {loop.told.run.reason}")
+                elif not loop.place.finished and not loop.ended:
                     say_stopped(loop, console)
                     return stop.code
                 finish(loop, console)
     return 0
+
+
+def _told(setup: Setup, store: Checkpoints, step: int, worker_group: WorkerGroup) -> Told:
+    """The callbacks of a run that stands behind `step`. OutsizeError for one that is not there."""
+    resolved = setup.resolved
+    own = resolved.config.technique(callbacks.KEY)
+    found = callbacks.made(own) if own is not None and worker_group.first else []
+    before = (record for record in read_metrics(store.directory) if callbacks.MEASURE in record)
+    records = [record for record in before if record["step"] <= step]
+    values = {name: resolved.get(name) for name, *_ in resolved.rows()}
+    return Told(Running(store.directory, values, records), found)
 
 
 def _job(

@@ -53,9 +53,9 @@ def test_unknown_names_are_refused_with_the_nearest(name, said) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("epochs: 3", "epochs: unknown key; here it is train.steps"),
+        ("epochs: 3", "epochs: unknown key; here it is train.epochs"),
         ("train: {gradient_accumulation: 4}", "here it is plan.microbatch_rows"),
-        ("train: {early-stop: true}", "here it is missing: a run ends after train.steps"),
+        ("train: {early-stop: true}", "here it is callbacks: [early-stopping]"),
         ("lora: {r: 8}", "lora: unknown key; here it is adapt: {lora: {rank: 16}}"),
         ("lora.rank: 3", "lora.rank: unknown key; here it is adapt: {lora: {rank: 16}}"),
         ("learning_rate: 0.001", "expected a mapping of shape, warmup, final, decay; 0.001 itself"),

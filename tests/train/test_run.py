@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from functools import partial
@@ -85,6 +86,18 @@ def test_a_second_start_in_the_same_directory_is_refused(runs) -> None:
     runs.train(train__steps=2)
     with pytest.raises(OutsizeError, match=r"holds a run already \(step 2\).*--resume"):
         runs.train(train__steps=2)
+
+
+def test_a_run_of_epochs_reads_every_row_so_often(runs) -> None:
+    printed = runs.train(train__epochs="2", train__steps="null")
+    run = runs.home / "run"
+    found = recorded_values(run)
+    every = int(re.search(r"data: .*?([\d,]+) tokens;", printed)[1].replace(",", "")) // 64
+    steps = -(-2 * every // 4)
+    assert found.get("train.steps") == steps and found.get("train.epochs.count") == 2
+    assert [r["step"] for r in read_metrics(run) if "loss" in r][-1] == steps
+    with pytest.raises(OutsizeError, match=r"train.steps and train.epochs are given together"):
+        runs.train(train__epochs="2", output=runs.home / "other")
 
 
 def test_a_finished_run_says_so_and_can_go_on_for_longer(runs) -> None:
