@@ -126,14 +126,14 @@ class Model(Decoder):
         on_ready: Callable[[str], None] | None = None,
         ends: Collection[int] | None = None,
     ) -> str | list[int]:
-        """What follows a prompt, as outsize.generate has it, with its draws as one thing; text for
-        token ids too, where on_text is given. on_ready: called before the first token, with a line
-        about where the weights are, "" for those in memory. ends: tokens that end a text, by
-        default the tokenizer's eos."""
-        text = None
-        if isinstance(prompt, str) or on_text is not None:
-            text = tokenizer_of(self, tokenizer)
-        if text is not None and isinstance(prompt, str):
+        """What follows a prompt, as outsize.generate has it, with its draws as one thing. on_ready:
+        called before the first token, with a line about where the weights are, "" for those in
+        memory. ends: tokens that end a text, by default the tokenizer's eos; with them, text
+        follows token ids too."""
+        as_text = isinstance(prompt, str) or ends is not None
+        text = tokenizer_of(self, tokenizer) if as_text else None
+        if isinstance(prompt, str):
+            assert text is not None
             ids: Sequence[int] = prompt_ids(text, prompt)
         else:
             ids = _ids(prompt)
