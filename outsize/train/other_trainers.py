@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_EPOCHS = "train.epochs; or train.steps, train.tokens, train.minutes"
+_EPOCHS = "train.epochs, or train.steps, train.tokens, train.minutes"
 _BATCH = "train.batch_tokens, tokens of a step over all workers"
 _ROWS = "plan.microbatch_rows, rows at a time; a step is train.batch_tokens whatever it is"
 _STOP = "callbacks: [early-stopping], with callbacks.patience"
