@@ -64,6 +64,7 @@ WORDS = {
     "callbacks": r"techniques(\.| import )callbacks|[\"']callbacks[\"']",
     "epochs": r"train\.epochs|techniques(\.| import )(callbacks, )?epochs",
     "expert": r"[\"']expert[\"']|axes[./]expert|(?i:expert[- ]parallel)",
+    "chat": r"data[./]chat\b|\bChat(Source)?\b",
     "context": r"[\"']context[\"']|axes[./]context|(?i:context[- ]parallel)",
 }
 

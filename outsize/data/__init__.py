@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outsize.data.dataset import Dataset
     from outsize.data.files import check_paths
     from outsize.data.open import Data, DataConfig, open_data
-    from outsize.data.source import SOURCES, Document, Given, Source, SourceKind, sourced
+    from outsize.data.source import SOURCES, Document, Given, Source, SourceKind, detected, sourced
     from outsize.data.stream import Cursor, TrainStream, ValidationStream
     from outsize.data.tokenizer import (
         ByteTokenizer,

@@ -37,7 +37,7 @@ from outsize.data.source import Source
 from outsize.data.sources import ReadLog, Skip
 from outsize.errors import OutsizeError, counted
 
-VERSION = 1  # of the files and of what is in them; an entry of another version is never read
+VERSION = 2  # of the files and of what is in them; an entry of another version is never read
 HASHED_BYTES = 64 * 2**20  # up to here files are known by content: reading takes a moment
 CHECKED_BYTES = 2**30  # up to here an entry's checksums are verified when it is opened
 STALE_SECONDS = 24 * 3600  # a temporary directory this old belongs to a process that was killed
@@ -74,14 +74,15 @@ def key(source: Source) -> str:
     return hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
 
 
-def _identity(file: SourceFile, content: bool) -> tuple[str, str, bool, int, int | str]:
+def _identity(file: SourceFile, content: bool) -> tuple[str | int, ...]:
     state: int | str = file.mtime
     if content:
         try:
             state = hashlib.blake2b(file.path.read_bytes(), digest_size=16).hexdigest()
         except OSError:  # reading will skip and report it
             state = "unreadable"
-    return os.path.abspath(file.path), file.kind, file.named, file.size, state
+    path = os.path.abspath(file.path)
+    return path, file.kind, file.named, file.size, state, file.packed, file.part
 
 
 def _build(source: Source, entry: Path, progress: Progress) -> Opened:

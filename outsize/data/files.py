@@ -1,4 +1,5 @@
-"""Which files a data path stands for: files, directories and the Python standard library.
+"""Which files a data path stands for: files, directories, patterns as `shards/*.jsonl.gz`, and the
+Python standard library.
 
 A file that the user names is refused at once when it cannot be what it should be (missing,
 binary). A file met inside a directory is skipped and reported instead: one stray file among
@@ -7,18 +8,20 @@ thousands should not stop a run.
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from outsize.data.unpacked import PACKED, Packed, opened
 from outsize.errors import OutsizeError
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "json", "csv", "parquet"]
 STDLIB = "stdlib"
 SNIFF_BYTES = 8192  # how much of a file is looked at to tell text from binary
 
@@ -28,19 +31,24 @@ _TEXT = """txt text md markdown rst tex adoc org html htm xml py pyi pyx c h cc 
 SUFFIXES: dict[Kind, frozenset[str]] = {
     "text": frozenset(f".{name}" for name in _TEXT.split()),
     "jsonl": frozenset({".jsonl", ".ndjson"}),
+    "json": frozenset({".json"}),
+    "csv": frozenset({".csv", ".tsv"}),
     "parquet": frozenset({".parquet", ".pq"}),
 }
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read. `named`: the user wrote its path (a fault is an error, not a skip)."""
+    """A file to read. named: the user wrote its path (a fault is an error, not a skip). packed: how
+    it is compressed. part: which of the data paths it is of, from 0."""
 
     path: Path
     kind: Kind
     named: bool
-    size: int  # bytes
+    size: int  # bytes, as it lies on disk
     mtime: int  # nanoseconds
+    packed: Packed = ""
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,13 @@ def find_files(paths: tuple[str, ...], kind: Kind | None = None) -> Found:
         raise OutsizeError("data.path is empty: expected files, directories or 'stdlib'")
     files: dict[Path, SourceFile] = {}
     ignored: Counter[str] = Counter()
-    for text in paths:
+    for part, text in enumerate(paths):
         for file in _expand(text, kind, ignored):
-            files.setdefault(file.path.resolve(), file)
+            files.setdefault(file.path.resolve(), replace(file, part=part))
     if not files:
         counts = sorted(ignored.items())
         seen = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in counts)
-        wanted = "text, .jsonl or .parquet files" if kind is None else f"{kind} files"
+        wanted = "text, .jsonl, .json, .csv or .parquet files" if kind is None else f"{kind} files"
         raise OutsizeError(
             f"no data in {', '.join(paths)}: expected {wanted}, found {seen or 'no files'}; "
             "name the files themselves or give another directory"
@@ -79,14 +87,26 @@ def find_files(paths: tuple[str, ...], kind: Kind | None = None) -> Found:
 def check_paths(paths: tuple[str, ...]) -> None:
     """Refuse a path that is not there, before anything is read or measured."""
     for text in paths:
-        if text != STDLIB and not Path(text).expanduser().exists():
-            raise OutsizeError(f"data path {text} does not exist: check the path (in {Path.cwd()})")
+        if text != STDLIB and not (_here(text).exists() or _matches(text)):
+            what = "matches no file" if glob.has_magic(text) else "does not exist"
+            raise OutsizeError(f"data path {text} {what}: check the path (in {Path.cwd()})")
 
 
-def looks_binary(path: Path) -> bool:
+def looks_binary(path: Path, packed: Packed = "") -> bool:
     """Whether there are NUL bytes at the start of the file, which UTF-8 text never has."""
-    with path.open("rb") as file:
+    with opened(path, packed) as file:
         return b"\0" in file.read(SNIFF_BYTES)
+
+
+def _here(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _matches(text: str) -> list[Path]:
+    """What a pattern stands for, in order; nothing for a path that is none."""
+    if not glob.has_magic(text):
+        return []
+    return [Path(found) for found in sorted(glob.glob(str(_here(text)), recursive=True))]
 
 
 def _expand(text: str, kind: Kind | None, ignored: Counter[str]) -> Iterator[SourceFile]:
@@ -94,19 +114,21 @@ def _expand(text: str, kind: Kind | None, ignored: Counter[str]) -> Iterator[Sou
         yield from _stdlib()
         return
     check_paths((text,))
-    path = Path(text).expanduser()
-    if path.is_dir():
-        yield from _directory(path, _suffixes(kind), ignored)
-    elif path.is_file():
-        yield _named(path, kind)
-    else:
-        raise OutsizeError(f"data path {text}: expected a file or a directory, found neither")
+    path = _here(text)
+    for one in [path] if path.exists() else _matches(text):
+        if one.is_dir():
+            yield from _directory(one, _suffixes(kind), ignored)
+        elif one.is_file():
+            yield _named(one, kind)
+        else:
+            raise OutsizeError(f"data path {one}: expected a file or a directory, found neither")
 
 
 def _named(path: Path, kind: Kind | None) -> SourceFile:
-    own = kind or _suffixes(None).get(path.suffix.lower(), "text")
+    suffix, packed = _suffix(path)
+    own = kind or _suffixes(None).get(suffix, "text")
     try:
-        binary = own != "parquet" and looks_binary(path)
+        binary = own != "parquet" and looks_binary(path, packed)
     except OSError as error:
         raise OutsizeError(f"data file {path} cannot be read: {error.strerror}") from None
     if binary:
@@ -114,7 +136,14 @@ def _named(path: Path, kind: Kind | None) -> SourceFile:
             f"data file {path} is binary (NUL bytes at its start): expected UTF-8 text"
             f"{' lines of JSON' if own == 'jsonl' else ''}; convert it or leave it out"
         )
-    return _source(path, own, named=True)
+    return _source(path, own, packed, named=True)
+
+
+def _suffix(path: Path) -> tuple[str, Packed]:
+    """ ".jsonl" and "gz" of a.jsonl.gz."""
+    last = path.suffix.lower()
+    packed = PACKED.get(last)
+    return (last, "") if packed is None else (path.with_suffix("").suffix.lower(), packed)
 
 
 def _suffixes(kind: Kind | None) -> dict[str, Kind]:
@@ -138,16 +167,17 @@ def _directory(
         folders[:] = [one for one in folders if not one.startswith(".") and one not in leave]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     for path in sorted(found, key=lambda path: path.relative_to(root).parts):
-        own = table.get(path.suffix.lower())
+        suffix, packed = _suffix(path)
+        own = table.get(suffix)
         if own is None or not path.is_file():
             ignored[path.suffix.lower()] += 1
         else:
-            yield _source(path, own, named=False)
+            yield _source(path, own, packed, named=False)
 
 
-def _source(path: Path, kind: Kind, named: bool) -> SourceFile:
+def _source(path: Path, kind: Kind, packed: Packed, named: bool) -> SourceFile:
     status = path.stat()
-    return SourceFile(path, kind, named, status.st_size, status.st_mtime_ns)
+    return SourceFile(path, kind, named, status.st_size, status.st_mtime_ns, packed)
 
 
 def _stdlib() -> Iterator[SourceFile]:

@@ -24,7 +24,7 @@ class DataConfig:
     """What to train on.
 
     path: files, directories, or "stdlib", the text of the Python standard library;
-    kind: "text", "jsonl", "parquet", or "auto" to go by the files' suffixes;
+    kind: "text", "jsonl", "json", "csv", "parquet", or "auto" to go by the files' suffixes;
     field: the field of a JSON line, or the Parquet column, that holds the text;
     tokenizer: "bytes", or a directory with a tokenizer.json;
     validation: the part of the documents that is held out, 0 to 0.5;
@@ -34,7 +34,7 @@ class DataConfig:
     """
 
     path: str | tuple[str, ...] = STDLIB
-    kind: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    kind: Literal["auto", "text", "jsonl", "json", "csv", "parquet"] = "auto"
     field: str = "text"
     tokenizer: str = BYTES
     validation: float = 0.03

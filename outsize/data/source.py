@@ -7,13 +7,14 @@ run's file, and whoever opens data asks `sourced` which one a run has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.data.files import SourceFile
+from outsize.data.files import STDLIB, SourceFile, find_files
+from outsize.data.records import records
 from outsize.data.sources import ReadLog
 from outsize.data.tokenizer import Ids, Tokenizer
 from outsize.errors import OutsizeError
@@ -25,13 +26,28 @@ class Document:
     """One document of N tokens. ids: (N,) with all that begins and ends it, but for the start token
     of plain text. validation: held out. bytes: of its text. weights: (N,) float32, what the loss of
     saying each token is times, 0 for no target; None where each one is a target. widths: (N,) the
-    UTF-8 bytes that each stands for; None where nobody measures them."""
+    UTF-8 bytes that each stands for; None where nobody measures them. where: "file:line", where it
+    is known. part: which of the data paths it is of, from 0."""
 
     ids: Ids
     validation: bool
     bytes: int
     weights: NDArray[np.float32] | None = None
     widths: Ids | None = None
+    where: str = ""
+    part: int = 0
+
+    @property
+    def targets(self) -> int:
+        return len(self.ids) if self.weights is None else int(np.count_nonzero(self.weights))
+
+    def first(self, count: int) -> Document:
+        """Its first tokens; `widths` are known."""
+        assert self.widths is not None
+        widths = self.widths[:count]
+        weights = None if self.weights is None else self.weights[:count]
+        size = int(widths.sum())
+        return replace(self, ids=self.ids[:count], bytes=size, weights=weights, widths=widths)
 
 
 @dataclass(frozen=True)
@@ -76,10 +92,14 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class SourceKind:
     """A registered source. open: makes it of the technique's settings; weighed: as Source has it,
-    known before anything is read."""
+    known before anything is read. takes: whether a record (of a file without any word of what it
+    is) is one of its own, by a name for what it is. files: by name, those that a model trained on
+    it has beside its tokenizer's."""
 
     open: Callable[[Any, Given], Source]
     weighed: bool
+    takes: Callable[[Any], str | None] = lambda record: None
+    files: Callable[[Any], Mapping[str, str]] = lambda settings: {}
 
 
 SOURCES: Registry[SourceKind] = Registry("source")  # by the technique's key
@@ -93,6 +113,24 @@ def sourced(techniques: Mapping[str, Any]) -> tuple[SourceKind, Any] | None:
         both = " and ".join(key for key, _ in found)
         raise OutsizeError(f"{both}: each says what a document is; switch one of them off")
     return next(((kind, techniques[key]) for key, kind in found), None)
+
+
+def detected(paths: tuple[str, ...], field: str) -> tuple[str, str, SourceFile] | None:
+    """The key of the source that the first record of some files is of, the name of its form, and
+    the file; None for text, and for files that cannot be read, of which whoever reads them tells.
+    field: a record that has it is text."""
+    try:
+        for file in find_files(tuple(path for path in paths if path != STDLIB)).files:
+            if file.kind == "text":
+                continue
+            for _, record in records(file, lambda count: None):
+                if isinstance(record, dict) and isinstance(record.get(field), str):
+                    return None
+                found = ((key, kind.takes(record)) for key, kind in SOURCES.items())
+                return next(((key, form, file) for key, form in found if form), None)
+    except (OutsizeError, OSError):
+        return None
+    return None
 
 
 def held_out(digest: bytes, fraction: float) -> bool:

@@ -1,4 +1,4 @@
-"""Documents from files: text, JSON lines, Parquet. What cannot be read is skipped and reported.
+"""Documents from files: text, and a field of records. What cannot be read is skipped and reported.
 
 A run over much data meets broken records. None of them stops it: each is counted and remembered
 with its file and line, and the caller shows the report.
@@ -6,15 +6,15 @@ with its file and line, and the caller shows the report.
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from outsize.data.files import SourceFile, looks_binary
-from outsize.errors import OutsizeError
+from outsize.data.records import BadRecordError, parquet_for, records
+from outsize.data.unpacked import opened
+from outsize.errors import OutsizeError, counted
 
 # A text file beyond this is read as several documents, cut at the ends of lines: one string of a
 # whole dump, and its encoding, would not fit in memory. Far longer than any context.
@@ -35,7 +35,9 @@ class ReadLog:
     """What reading files has left out, collected by one thread, and how far it is. `skips` holds
     the first SKIPS_KEPT of `bad` broken records; ignored: files of a directory whose suffix no
     reader takes; long, cut: documents longer than a row that were left out, or of which a row's
-    length was kept; done: bytes of the files."""
+    length was kept; lost: targets that were cut off; answers, unended: turns of an assistant, and
+    those that end in no token which ends a turn; apart: turns in samples of their own; done: bytes
+    of the files."""
 
     skips: list[Skip] = field(default_factory=list)
     bad: int = 0
@@ -44,7 +46,14 @@ class ReadLog:
     ignored: int = 0
     long: int = 0
     cut: int = 0
+    lost: int = 0
+    answers: int = 0
+    unended: int = 0
+    apart: int = 0
     done: int = 0
+
+    def told(self, count: int) -> None:
+        self.done += count
 
     def skip(self, where: str, why: str) -> None:
         self.bad += 1
@@ -63,19 +72,35 @@ class ReadLog:
         )
         said = [f"{count} {what}" for count, what in counts if count]
         skipped = f"skipped {', '.join(said)}" if said else "nothing skipped"
-        return f"{skipped}; {self.cut} cut to the length of a row" if self.cut else skipped
+        targets = f" ({counted(self.lost, 'target', ',')} lost)" if self.lost else ""
+        return f"{skipped}; {self.cut} cut to the length of a row{targets}" if self.cut else skipped
+
+    def warnings(self) -> Iterator[str]:
+        """What a user should know of before training, a line each."""
+        if self.unended:
+            none = self.unended == self.answers
+            how = "no answer ends in" if none else f"{self.unended} of {self.answers} answers lack"
+            yield (
+                f"data: {how} a token that ends a turn, so the model does not learn to stop there;"
+                " take a template that writes special tokens of the tokenizer"
+            )
+        if self.apart:
+            yield (
+                f"data: {counted(self.apart, 'answer')} in samples of their own, since the chat"
+                " template writes them otherwise once others follow"
+            )
 
 
 def read_documents(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
     """The documents of a file, in order; never empty ones. `column` names the field that holds
-    the text of a JSON line or a Parquet row.
+    the text of a record.
 
     Raises OutsizeError for a named file that is no Parquet, or when pyarrow is missing.
     """
-    readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}
+    readers = {"text": _text, "parquet": _parquet}
     end = log.done + file.size
     try:
-        for text in readers[file.kind](file, column, log):
+        for text in readers.get(file.kind, _records)(file, column, log):
             if text:
                 yield text
             else:
@@ -86,19 +111,18 @@ def read_documents(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]
 
 
 def _text(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
-    if looks_binary(file.path):
+    if looks_binary(file.path, file.packed):
         log.skip(str(file.path), "binary (NUL bytes at its start), expected UTF-8 text")
         return
     if not file.size:
         yield ""
     line, rest = 1, b""
-    with file.path.open("rb") as stream:
+    with opened(file.path, file.packed, log.told) as stream:
         while chunk := stream.read(PIECE_BYTES):
             raw = rest + chunk
             cut = _cut(raw) if len(chunk) == PIECE_BYTES else len(raw)
             piece, rest = raw[:cut], raw[cut:]
             text = _decode(piece, file.path, line, log)
-            log.done += len(chunk)
             line += piece.count(b"\n")
             if text is not None:
                 yield text
@@ -123,33 +147,10 @@ def _decode(raw: bytes, path: Path, line: int, log: ReadLog) -> str | None:
         return None
 
 
-class BadRecordError(Exception):
-    """Why a record cannot be read."""
-
-
-def json_lines(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that hold something, each with "file:line"."""
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            log.done += len(line)
-            if line.strip():
-                yield f"{file.path}:{number}", line
-
-
-def from_json(line: bytes) -> Any:
-    """What a line says. BadRecordError where it is not JSON."""
-    try:
-        return json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-    except UnicodeDecodeError:
-        raise BadRecordError("not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRecordError(f"not JSON ({str(error)[:80]})") from None
-
-
-def _jsonl(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
-    for where, line in json_lines(file, log):
+def _records(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
+    for where, record in records(file, log.told):
         try:
-            text = _field(from_json(line), column)
+            text = _field(record, column)
         except BadRecordError as error:
             log.skip(where, str(error))
         else:
@@ -157,11 +158,16 @@ def _jsonl(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
 
 
 def _field(record: Any, column: str) -> str:
+    if isinstance(record, BadRecordError):
+        raise record
     if not isinstance(record, dict):
         raise BadRecordError(f"expected a JSON object, found {type(record).__name__}")
     if column not in record:
         fields = ", ".join(map(repr, record))
-        raise BadRecordError(f"no field {column!r} (fields: {fields[:120]})")
+        raise BadRecordError(
+            f"no field {column!r} (fields: {fields[:120]}); data.field names the one that has the"
+            " text"
+        )
     return _checked(record[column], column)
 
 
@@ -173,18 +179,6 @@ def _checked(value: Any, column: str) -> str:
     except UnicodeEncodeError:
         raise BadRecordError(f"{column!r} holds half a surrogate pair") from None
     return value
-
-
-def parquet_for(file: SourceFile) -> tuple[Any, type[Exception]]:
-    """pyarrow's module for a Parquet file, and what it raises for a damaged one. OutsizeError with
-    what to install where there is none."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-        return parquet, importlib.import_module("pyarrow").lib.ArrowException
-    except ImportError:
-        raise OutsizeError(
-            f"data file {file.path} is Parquet, which needs pyarrow: pip install 'outsize[data]'"
-        ) from None
 
 
 def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
@@ -201,7 +195,7 @@ def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
                 else:
                     yield text
     except (broken, BadRecordError) as error:
-        why = " ".join(f"not readable as Parquet: {error}".split())[:200]
+        why = " ".join(f"not readable as Parquet: {error}".split())[:240]
         if file.named and not row:
             raise OutsizeError(f"data file {file.path} {why}") from None
         log.skip(f"{file.path}:{row + 1}", why)
@@ -210,6 +204,9 @@ def _parquet(file: SourceFile, column: str, log: ReadLog) -> Iterator[str]:
 def _column(table: Any, column: str) -> Iterator[Any]:
     names = table.schema_arrow.names
     if column not in names:
-        raise BadRecordError(f"no column {column!r} (columns: {', '.join(names)[:120]})")
+        raise BadRecordError(
+            f"no column {column!r} (columns: {', '.join(names)[:120]}); data.field names the one"
+            " that has the text"
+        )
     for batch in table.iter_batches(batch_size=1024, columns=[column]):
         yield from batch.column(0).to_pylist()

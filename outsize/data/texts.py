@@ -33,6 +33,7 @@ class Part:
 
     text: str
     validation: bool
+    part: int
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class TextSource:
                 ended = np.append(ids, np.uint32(tokenizer.eos))
                 wide = None if widths is None else np.append(widths, np.uint32(0))
                 size = len(part.text.encode())
-                yield Document(ended, part.validation, size, widths=wide)
+                yield Document(ended, part.validation, size, widths=wide, part=part.part)
 
 
 def read_parts(given: Given, log: ReadLog) -> Iterator[Part]:
     """The documents of all files in order, each text once, given to train or validation."""
     files, fraction = given.files, given.fraction
-    few = all(file.kind == "text" for file in files) and len(files) * fraction < 2
+    few = all(file.kind == "text" for file in files) and len(files) * fraction < 2 and fraction < 1
     seen: set[bytes] = set()
     for file in files:
         for text in read_documents(file, given.field, log):
@@ -72,18 +73,18 @@ def read_parts(given: Given, log: ReadLog) -> Iterator[Part]:
                 continue
             seen.add(digest)
             if few:
-                yield from _tail_held_out(text, fraction)
+                yield from _tail_held_out(text, fraction, file.part)
             else:
-                yield Part(text, held_out(digest, fraction))
+                yield Part(text, held_out(digest, fraction), file.part)
 
 
-def _tail_held_out(text: str, fraction: float) -> Iterator[Part]:
+def _tail_held_out(text: str, fraction: float, part: int) -> Iterator[Part]:
     """Cut near the wanted place: after a line if one ends in the tail, else where it falls."""
     cut = len(text) - math.floor(len(text) * fraction)
     cut = text.find("\n", cut - 1) + 1 or cut
     for piece, validation in ((text[:cut], False), (text[cut:], True)):
         if piece:
-            yield Part(piece, validation)
+            yield Part(piece, validation, part)
 
 
 def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:

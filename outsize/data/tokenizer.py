@@ -201,6 +201,10 @@ class FileTokenizer:
         added = self._inner.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
+    def text_of(self, token: int) -> str:
+        """How a token is written, special ones too."""
+        return str(self._inner.id_to_token(token))
+
     def fingerprint(self) -> str:
         return f"{self._digest}/{self.start}/{self.eos}"
 

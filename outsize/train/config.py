@@ -33,7 +33,9 @@ class ModelKeys:
 @dataclass(frozen=True)
 class DataKeys:
     path: str | tuple[str, ...] = setting("stdlib", "files and directories, or stdlib")
-    kind: Literal["auto", "text", "jsonl", "parquet"] = setting("auto", "auto goes by the suffix")
+    kind: Literal["auto", "text", "jsonl", "json", "csv", "parquet"] = setting(
+        "auto", "auto goes by the suffix"
+    )
     field: str = setting("text", "the JSON field or Parquet column that holds the text")
     tokenizer: str | None = setting(None, "a directory with a tokenizer.json, or bytes")
     validation: float = setting(0.03, "part of the documents that is held out", least=0, most=0.5)

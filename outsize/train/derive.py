@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outsize.data import SOURCES, DataConfig, detected
 from outsize.errors import OutsizeError
 from outsize.hardware import Device
 from outsize.models.config import DecoderConfig
-from outsize.train.resolve import Resolved
+from outsize.train.resolve import DERIVED, Resolved
 
 MINUTES = 1.0  # of training, where nothing says how long
 SEQUENCE = 512  # tokens of a row, or fewer where the model has fewer positions
@@ -31,6 +32,18 @@ EVALUATED = 0.05  # validation tokens of one evaluation, as a part of all traini
 FORWARD = 1 / 3  # of a step's time a token: backward takes twice the operations of forward
 LEAST_EVALUATED, MOST_EVALUATED = 4096, 1 << 20  # tokens
 SAVE_SECONDS = 60.0  # predicted, between checkpoints
+
+
+def source(resolved: Resolved) -> Resolved:
+    """Fill in what a document is, where the records of the data say it and the user does not."""
+    if resolved.get("data.kind") == "text" or any(map(resolved.said, SOURCES.names())):
+        return resolved
+    paths = DataConfig(path=resolved.get("data.path")).paths()
+    found = detected(paths, resolved.get("data.field"))
+    if found is None:
+        return resolved
+    key, form, file = found
+    return resolved.with_value(key, True, f"{DERIVED}{file.path} has chats ({form})")
 
 
 def before_plan(resolved: Resolved, config: DecoderConfig, device: Device) -> Resolved:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from outsize.data import Data, Dataset, TrainStream, open_data
+from outsize.data import SOURCES, Data, Dataset, TrainStream, open_data
 from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
 from outsize.techniques import epochs
 from outsize.train.recipe import data_config, stream_of
+from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
 from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
 from outsize.train.timing import calibrated
@@ -53,7 +55,8 @@ def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready
         setup = settled(calibrated(setup, stream, worker_group))
     show_plan(setup, console)
     parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
-    say(console, f"data: {'; '.join((*parts, data.skipped.summary()))}")
+    say(console, *_found(setup), f"data: {'; '.join((*parts, data.skipped.summary()))}")
+    say(console, *data.skipped.warnings())
     return Ready(setup, data, stream)
 
 
@@ -70,6 +73,13 @@ def _long_enough(setup: Setup, stream: TrainStream) -> Setup:
     if own is None:
         return setup
     return replace(setup, resolved=setup.resolved.derive("train.steps", *own.steps(stream)))
+
+
+def _found(setup: Setup) -> Iterator[str]:
+    """What the run found out itself of its data."""
+    for key in filter(setup.resolved.is_derived, SOURCES.names()):
+        why = setup.resolved.origins[key].removeprefix(DERIVED)
+        yield f"data: {why}, which {key} trains on as such; {key}: false reads them as text"
 
 
 def _size(data: Dataset) -> str:

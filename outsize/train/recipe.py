@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from outsize.data import Data, DataConfig, TrainStream, sourced
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
@@ -59,6 +61,12 @@ def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
         source=sourced(config.techniques),
         sequence=config.train.sequence,
     )
+
+
+def files_of(config: RunConfig) -> Mapping[str, str]:
+    """By name, the files that a model trained on a run's data has beside its tokenizer's."""
+    found = sourced(config.techniques)
+    return {} if found is None else found[0].files(found[1])
 
 
 def weighed(config: RunConfig) -> bool:

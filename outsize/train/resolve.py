@@ -57,6 +57,10 @@ class Resolved:
         """Whether somebody said it (a file, --set, or a derivation)."""
         return name in self.values
 
+    def said(self, key: str) -> bool:
+        """Whether anybody said that a technique is on or off, or anything of it."""
+        return any(name == key or name.startswith(f"{key}.") for name in self.values)
+
     def is_derived(self, name: str) -> bool:
         """Whether its value was filled in rather than said."""
         return self.origins.get(name, "").startswith(DERIVED)

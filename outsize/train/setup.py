@@ -99,7 +99,7 @@ def set_up(
     torch.set_num_threads(resolved.get("threads"))
     again = model is not None  # of a checkpoint, whose weights are stored
     if model is None:
-        resolved, model = subject(resolved)
+        resolved, model = subject(derive.source(resolved))
     count = near(resolved.config)
     specs = declared(resolved.config, count)
     if hardware is None:

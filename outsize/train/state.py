@@ -31,9 +31,11 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
 from outsize.runtime.job import Fill, Job
+from outsize.texts import write_text
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.first_values import filling, hub_fill
+from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
 
@@ -68,6 +70,8 @@ def save(
     def files(directory: Path) -> None:
         write_model(directory, job, config, Path(resolved.get("model.name")).expanduser())
         write_tokenizer(resolved.get("data.tokenizer"), directory)
+        for name, text in files_of(resolved.config).items():
+            write_text(text, directory / name)
 
     return store.save(place.step, tensors_of(job, config), _meta(job, resolved, place), files)
 

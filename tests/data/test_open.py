@@ -151,7 +151,14 @@ def test_every_fact_of_a_source_is_in_its_key(tmp_path: Path) -> None:
         (tmp_path / name).write_text("xy")
     (tmp_path / "c").write_text("xyz")
     file = SourceFile(tmp_path / "a", "text", False, 2, 7)
-    files = {"path": tmp_path / "b", "kind": "jsonl", "named": True, "size": 3}
+    files = {
+        "path": tmp_path / "b",
+        "kind": "jsonl",
+        "named": True,
+        "size": 3,
+        "packed": "gz",
+        "part": 1,
+    }
     said = {
         "files": ((), (file, file), *((dataclasses.replace(file, **{k: v}),)
                                       for k, v in files.items())),
@@ -163,7 +170,8 @@ def test_every_fact_of_a_source_is_in_its_key(tmp_path: Path) -> None:
     assert {f.name for f in dataclasses.fields(Given)} == {*said, *reported}
     assert {f.name for f in dataclasses.fields(SourceFile)} == {*files, "mtime"}
     template = Template("own", "{{ a }}", {"eos": "<e>"}, ())
-    chats = {"settings": [Chat(field="talk"), Chat(long="leave")], "template": [
+    chats = {"settings": [Chat(field="talk"), Chat(long="leave"), Chat(form="alpaca")],
+             "template": [
         dataclasses.replace(template, text="{{ b }}"),
         dataclasses.replace(template, special={"eos": "<f>"}),
     ]}  # fmt: skip
@@ -357,7 +365,7 @@ def test_many_threads_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert texts_of(data.train) == texts
     size = (tmp_path / "in" / "d.jsonl").stat().st_size
-    assert done == sorted(done) and len(done) > 50 and done[-1] == (size, size)
+    assert done == sorted(done) and len(done) >= 3 and done[-1] == (size, size)
 
 
 @pytest.mark.parametrize(

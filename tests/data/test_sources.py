@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.data import sources
+from outsize.data import records, sources, unpacked
 from outsize.data.files import find_files
 from outsize.data.sources import ReadLog, read_documents
 from outsize.errors import OutsizeError
@@ -155,7 +155,7 @@ def test_parquet(tmp_path: Path) -> None:
     texts, report = read(path)
     assert texts == ["one", "four"] and report.empty == 1
     assert places(report) == ["d.parquet:2: 'text' is NoneType, expected a string"]
-    with pytest.raises(OutsizeError, match=r"no column 'body' \(columns: text, n\)"):
+    with pytest.raises(OutsizeError, match=r"no column 'body' \(columns: text, n\); data\.field"):
         read(path, field="body")
     assert "'n' is int" in places(read(path, field="n")[1])[0]
 
@@ -176,7 +176,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(sources.importlib, "import_module", missing)
+    monkeypatch.setattr(records.importlib, "import_module", missing)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(OutsizeError, match=r"pip install 'outsize\[data\]'"):
         read(tmp_path / "a.parquet")
@@ -190,6 +190,99 @@ def test_a_file_that_goes_away_is_skipped(tmp_path: Path) -> None:
     log = ReadLog()
     texts = [text for file in found.files for text in read_documents(file, "text", log)]
     assert texts == ["two"] and log.bad == 1 and "cannot be read" in log.skips[0].why
+
+
+RECORDS = [{"text": "one", "n": 1}, {"text": 'naïve, "two"\nlines'}, {"text": "€ three [4]"}]
+
+
+@pytest.mark.parametrize("piece", [3, 2**20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_json_is_read_as_its_records(tmp_path, monkeypatch, indent, piece) -> None:
+    monkeypatch.setattr(records, "PIECE_BYTES", piece)
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS, indent=indent, ensure_ascii=False))
+    found = read(tmp_path / "a.json")
+    assert found[0] == [one["text"] for one in RECORDS] == read(tmp_path)[0] and not found[1].bad
+    (tmp_path / "a.json").write_text("\n".join(json.dumps(one) for one in RECORDS))
+    assert read(tmp_path / "a.json")[0] == [one["text"] for one in RECORDS]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"text": "a"},\n{"text": "b"', "a.json:2: not JSON"),
+        ('[{"text": "a"}\n{"text": "b"}]', "a.json:2: not JSON (no ',' or ']' behind)"),
+        ('[{"text": "a"},\n\n7]', "a.json:3: expected a JSON object, found int"),
+        ('[{"text": "a"},\n{"body": "b", "id": 1}]',
+         "a.json:2: no field 'text' (fields: 'body', 'id'); data.field names the one"),
+        (b'[{"text": "a"},\n{"text": "\xff"}]', "a.json:2: not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_an_array_has_its_line(tmp_path, text, said) -> None:
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "a.json").write_bytes(content)
+    texts, report = read(tmp_path / "a.json")
+    assert texts == ["a"] and report.bad == 1 and places(report)[0].startswith(said)
+
+
+def test_rows_of_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('\ufefftext,n\r\n"a ""b"",\nc",1\r\nd,2\r\ne\r\n', newline="")
+    (tmp_path / "b.tsv").write_text("n\ttext\n1\tx, y\n")
+    texts, report = read(tmp_path)
+    assert texts == ['a "b",\nc', "d", "x, y"]
+    assert places(report) == ["a.csv:4: not 2 cells, as the first row has"]
+
+
+@pytest.mark.parametrize("packed", ["gz", "zst"])
+def test_compressed_files_are_what_is_in_them(tmp_path: Path, packed: str) -> None:
+    def pack(name: str, content: bytes) -> None:
+        if packed == "gz":
+            import gzip
+
+            made = gzip.compress(content[:7]) + gzip.compress(content[7:])
+        else:
+            zstandard = pytest.importorskip("zstandard")
+            press = zstandard.ZstdCompressor().compress
+            made = press(content[:7]) + press(content[7:])
+        (tmp_path / f"{name}.{packed}").write_bytes(made)
+
+    pack("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
+    pack("b.json", b'[{"text": "three"}]')
+    pack("c.csv", b"text\nfour\n")
+    pack("d.txt", "fünf\n".encode())
+    pack("e.tar", b"\0" * 99)
+    texts, report = read(tmp_path)
+    assert texts == ["one", "two", "three", "four", "fünf\n"] and report.ignored == 1
+    with pytest.raises(OutsizeError, match=rf"e\.tar\.{packed} is binary"):
+        read(tmp_path / f"e.tar.{packed}")
+    path = tmp_path / f"a.jsonl.{packed}"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(OutsizeError, match=r"a\.jsonl.* cannot be read: not readable as"):
+        read(path)
+    texts, report = read(tmp_path)
+    assert texts[-3:] == ["three", "four", "fünf\n"]
+    assert report.bad == 1 and "not readable as" in places(report)[0]
+
+
+def test_zstandard_without_its_package_says_what_to_install(tmp_path, monkeypatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(unpacked.importlib, "import_module", missing)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(OutsizeError, match=r"zstandard: pip install 'outsize\[data\]'"):
+        read(tmp_path / "a.jsonl.zst")
+
+
+def test_a_pattern_stands_for_its_files_in_order(tmp_path: Path) -> None:
+    for name in ("b-1.jsonl", "a/b-0.jsonl", "c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    assert read(tmp_path / "b-*.jsonl")[0] == ["b-1.jsonl"]
+    assert read(tmp_path / "**/b-?.jsonl")[0] == ["a/b-0.jsonl", "b-1.jsonl"]
+    (tmp_path / "[x].jsonl").write_text('{"text": "brackets"}')
+    assert read(tmp_path / "[x].jsonl")[0] == ["brackets"]
+    with pytest.raises(OutsizeError, match=r"z-\*\.txt matches no file"):
+        read(tmp_path / "z-*.txt")
 
 
 def test_stdlib_is_megabytes_of_real_text() -> None:

@@ -24,6 +24,7 @@ from outsize.data import (
     TrainStream,
     ValidationStream,
     open_data,
+    sandbox,
 )
 from outsize.errors import OutsizeError
 from outsize.models.build import build
@@ -127,7 +128,7 @@ BAD = {
     "no messages": ({"text": "a"}, r"no field 'messages' \(fields: 'text'\); expected a chat"),
     "a list": ([1], "expected a JSON object, found list"),
     "nothing in it": ({"messages": []}, r"messages is \[\]; expected a list of messages"),
-    "a role": (said(("bot", "a")), "message 1 has the role 'bot'"),
+    "a role": (said(("narrator", "a")), "message 1 has the role 'narrator'"),
     "no role": ({"messages": [{"content": "a"}]}, "message 1 has the role None"),
     "a content": (said(("user", 7)), "message 1 has the content 7; expected a string"),
     "empty": (said(("user", "a"), ("assistant", " \n")), "message 2 is the assistant's and empty"),
@@ -161,16 +162,22 @@ def test_a_line_that_is_not_json(tmp_path):
     directory = chats.tokenizer(tmp_path / "tokenizer", template("chatml"))
     path = tmp_path / "broken.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n{\xff\n")
-    with pytest.raises(OutsizeError, match=r"broken\.jsonl:3: not UTF-8; expected a chat"):
+    with pytest.raises(OutsizeError, match=r"broken\.jsonl:3: not UTF-8; expected chats"):
         opened(tmp_path, str(path), directory)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        # As Qwen 3: earlier answers lose what the last one keeps.
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loop.last %}!{% endif %}"
-         "{% endfor %}", "does not write the first 2 messages as the beginning"),
+         "{% endfor %}", "writes the messages before number 4 in another way"),
+        ("{{ messages|length }}{% for m in messages %}{{ m.content|upper }}{% endfor %}",
+         "writes the messages before number 4 in another way"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+         "it does not end, or makes more text"),
+        ("{{ 'a' * 10000000000 }}", "it does not end, or makes more text"),
+        ("{{ 'a'.ljust(10000000000) }}", "it asks for 10000000000 of something"),
+        ("{{ cycler.__init__.__globals__ }}", "fails: access to attribute '__init__'"),
         ("{{ raise_exception('never') }}", "fails: never"),
         ("{{ messages[7]['content'].split(None) }}", "fails: "),
         ("{{ messages.__class__ }}{{ messages.append(1) }}", "fails: "),
@@ -179,7 +186,8 @@ def test_a_line_that_is_not_json(tmp_path):
         ("{% if false %}{% generation %}{% endgeneration %}{% endif %}", "marks no answer"),
     ],
 )  # fmt: skip
-def test_a_template_that_does_not_serve(tmp_path, text, message):
+def test_a_template_that_does_not_serve(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr(sandbox, "ALLOWANCE", 10**6)
     directory = chats.tokenizer(tmp_path / "tokenizer", text)
     with pytest.raises(OutsizeError, match=message):
         opened(tmp_path, [{"messages": messages(CHATS[2])}], directory)
@@ -201,13 +209,15 @@ def test_long_chats(tmp_path):
     row = len(whole[1]) - 4
     assert len(whole[0]) <= row
     with pytest.raises(OutsizeError, match=rf"jsonl:2: the chat has {row + 4} tokens, more than a"):
-        opened(tmp_path, records, directory, row)
+        opened(tmp_path, records, directory, row, long="refuse")
     left = opened(tmp_path, records, directory, row, long="leave")
     assert [ids for ids, _ in documents(left.train)] == whole[:1]
     assert left.skipped.summary() == "skipped 2 longer than a row"
-    cut = opened(tmp_path, records, directory, row, long="truncate")
+    cut = opened(tmp_path, records, directory, row)
     assert [ids for ids, _ in documents(cut.train)] == [whole[0], whole[1][: row + 1]]
-    assert cut.skipped.summary() == "skipped 1 longer than a row; 1 cut to the length of a row"
+    assert cut.skipped.summary() == (
+        "skipped 1 longer than a row; 1 cut to the length of a row (2 targets lost)"
+    )
 
 
 # -- rows ------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ ON = {
 SETTINGS = {
     "adamw8bit.block": 64, "adamw8bit.least": 100, "adapt.lora.rank": 3, "adapt.lora.alpha": 8.0,
     "adapt.lora.targets": ["mlp"], "adapt.lora.rank_stabilised": True,
-    "data.chat.field": "talk", "data.chat.long": "truncate", "data.chat.template": "chatml",
+    "data.chat.form": "alpaca", "data.chat.field": "talk", "data.chat.long": "leave",
+    "data.chat.template": "chatml",
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,

@@ -11,8 +11,11 @@ from run_files import DeathError, assert_same_run
 from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
+from outsize.train import derive
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
+from outsize.train.recipe import files_of
+from outsize.train.resolve import resolve
 
 WEIGHTS = (1, 0.5, 0, 2)
 
@@ -82,12 +85,46 @@ def test_the_first_loss_is_that_of_transformers(runs, subject):
     )  # fmt: skip
     data = open_data(config).train
     rows = TrainStream(data, 0, 1, 128).rows_per_epoch
+    del keys["data__chat"]  # the records say it
     printed = runs.train(**keys | {"train__batch_tokens": 128 * rows, "train__steps": 1})
+    assert "chats.jsonl has chats (messages), which data.chat trains on as such" in printed
     share = f"{data.targets / data.tokens:.1%} of them targets"
     assert f"data: 30 documents, {data.tokens:,} tokens ({share})" in printed
     (first,) = [one for one in read_metrics(runs.home / "run") if "loss" in one]
     assert first["loss"] == pytest.approx(loss_of(model, directory, records), rel=1e-10)
     assert (runs.home / "run" / "step-00000001" / "chat_template.jinja").is_file()
+
+
+def test_records_say_what_they_are_unless_the_user_does(tmp_path):
+    """A chat's fields; not where there is a text beside them, and not where the user says no."""
+    chat = {"instruction": "a", "output": "b"}
+    jsonl(tmp_path / "chats.jsonl", [chat])
+    jsonl(tmp_path / "texts.jsonl", [chat | {"text": "a b"}])
+    (tmp_path / "text.txt").write_text("a b")
+
+    def source(*sets):
+        return derive.source(resolve(None, sets)).values.get("data.chat")
+
+    path = f"data={tmp_path}/chats.jsonl"
+    assert source(path) is True is source(f"data=[{tmp_path}/text.txt, {tmp_path}/chats.jsonl]")
+    assert source(path, "data.chat=false") is False and source(path, "data.kind=text") is None
+    assert source(path, "data.field=output") is None
+    assert source(path, "data.chat.long=leave") is None, "it is on already"
+    for other in ("texts.jsonl", "text.txt", "nowhere"):
+        assert source(f"data={tmp_path}/{other}") is None
+    assert source() is None
+
+
+def test_a_template_by_name_or_file_goes_into_the_checkpoint(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")
+    configs = [
+        resolve(None, [f"data.chat.template={one}"]).config for one in ("own", "zephyr", file)
+    ]
+    said = [files_of(config).get("chat_template.jinja") for config in configs]
+    assert said[0] is None and "<|assistant|>" in said[1] and said[2] == file.read_text()
+    with pytest.raises(OutsizeError, match=r"neither a file nor one of .* did you mean 'zephyr'"):
+        files_of(resolve(None, ["data.chat.template=zefyr"]).config)
 
 
 def test_a_run_on_chats_that_died_goes_on_bitwise(runs, subject, monkeypatch):

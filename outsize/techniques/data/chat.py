@@ -1,56 +1,46 @@
 """Supervised fine-tuning on chats: only what the assistant says is a target.
 
-A line of JSON (or a Parquet row) is a chat in OpenAI's form, {"messages": [{"role", "content"}]}.
-An assistant's message may have a "weight" (0 or more), which the loss of its tokens is times.
-The chat template of the model's own tokenizer writes it out, rendered as transformers renders it.
-
-What the assistant says is what the template marks ({% generation %}). Where it marks nothing, the
-answer is found by rendering beginnings of the chat: the messages before it with the prompt for an
-answer, and those with it, must be beginnings of the whole; between their ends is the answer with
-the token that ends it. White space that the template puts behind that token is no target.
+A record is a chat in one of the forms of outsize/data/chats.py. An assistant's message may have a
+"weight" (0 or more), which the loss of its tokens is times. The chat template of the model's own
+tokenizer writes it out, or one that is named; outsize/data/targets.py says which of its tokens are
+targets.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from outsize.data import SOURCES, Document, Given, Source, SourceKind
+from outsize.data.chats import Form, Turns, form_of, turns_of
 from outsize.data.files import SourceFile
+from outsize.data.records import BadRecordError, records
 from outsize.data.source import held_out
-from outsize.data.sources import BadRecordError, ReadLog, from_json, json_lines, parquet_for
-from outsize.data.template import Span, Template, template_of
-from outsize.errors import OutsizeError, nearest
+from outsize.data.sources import ReadLog
+from outsize.data.targets import Sample, placed, samples
+from outsize.data.template import NAMED, OWN, Template, template_of, template_text
+from outsize.errors import OutsizeError
 from outsize.registry import setting, technique
 
 KEY = "data.chat"
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True)
 class Chat:
+    form: Literal["auto", "messages", "sharegpt", "completion", "alpaca"] = setting(
+        "auto", "of the records; auto: each one's fields say it"
+    )
     field: str = setting("messages", "the JSON field or Parquet column that holds the messages")
-    long: Literal["refuse", "truncate", "leave"] = setting(
-        "refuse", "a chat that is longer than a row: refuse it, truncate it, or leave it out"
+    long: Literal["truncate", "leave", "refuse"] = setting(
+        "truncate", "a chat longer than a row: keep its beginning, leave it out, or refuse it"
     )
-    template: Literal["own", "chatml"] = setting(
-        "own", "the tokenizer's own chat template, or ChatML for a tokenizer that has none"
+    template: str = setting(
+        OWN, f"own: the tokenizer's; else a file of Jinja, or one of {', '.join(NAMED)}"
     )
-
-
-@dataclass(frozen=True)
-class Turns:
-    """A chat that was checked. weights: of the assistant's messages, in order."""
-
-    where: str
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
-    weights: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -66,175 +56,102 @@ class ChatSource:
     def identity(self) -> Mapping[str, Any]:
         own, template = self.settings, self.template
         return {
-            "source": KEY, "field": own.field, "long": own.long, "template": template.text,
-            "special": dict(template.special), "sequence": self.given.sequence,
-            "fraction": self.given.fraction,
+            "source": KEY, "field": own.field, "form": own.form, "long": own.long,
+            "template": template.text, "special": dict(template.special),
+            "sequence": self.given.sequence, "fraction": self.given.fraction,
         }  # fmt: skip
 
     def documents(self, log: ReadLog) -> Iterator[Document]:
         for file in self.given.files:
-            for where, record in records(file, log):
-                document = self._fitted(where, self.document(turns_of(where, record, self)), log)
-                if document is not None:
-                    yield document
+            for turns in self._chats(file, log):
+                made = samples(turns, self.template, self.given.tokenizer)
+                log.apart += len(made) - 1
+                first = made[-1].text  # of the whole chat: all of it is in one split
+                for one in made:
+                    document = self._fitted(self._document(turns.where, one, first, log), log)
+                    if document is not None:
+                        yield replace(document, part=file.part)
 
-    def document(self, turns: Turns) -> Document:
-        """A chat as tokens, with the weight of each."""
-        text, spans = self.template.spans(turns.where, turns.messages, turns.tools)
-        placed = self.given.tokenizer.encode_placed(text)
-        weights = np.zeros(len(placed.ids), dtype=np.float32)
-        for (start, stop), weight in zip(spans, _by_span(turns, spans), strict=True):
-            weights[(placed.starts < stop) & (placed.ends > start)] = weight
+    def _chats(self, file: SourceFile, log: ReadLog) -> Iterator[Turns]:
+        """The chats of a file. A file of a directory that has none is left out."""
+        own, end = self.settings, log.done + file.size
+        if file.kind == "text":
+            if file.named:
+                raise OutsizeError(
+                    f"data file {file.path} is text; {KEY} reads chats from .jsonl, .json, .csv and"
+                    " .parquet files"
+                )
+            log.ignored += 1
+            return
+        form: Form | None = None if own.form == "auto" else own.form
+        try:
+            for number, (where, record) in enumerate(records(file, log.told)):
+                if isinstance(record, BadRecordError):
+                    raise OutsizeError(f"{where}: {record}; expected chats, each a JSON object")
+                if not (number or file.named or form or form_of(record, own.field)):
+                    log.skip(where, "not a chat, so the file is left out")
+                    break
+                yield turns_of(where, record, own.field, form)
+        except OSError as error:
+            why = error.strerror or error
+            raise OutsizeError(f"data file {file.path} cannot be read: {why}") from None
+        log.done = end
+
+    def _document(self, where: str, sample: Sample, whole: str, log: ReadLog) -> Document:
+        """A text as tokens, with the weight of each."""
+        tokens = placed(self.given.tokenizer, sample.text)
+        weights = np.zeros(len(tokens.ids), dtype=np.float32)
+        for (start, stop), weight in sample.spans:
+            weights[(tokens.starts < stop) & (tokens.ends > start)] = weight
+            log.answers += 1
+            log.unended += not sample.text[start:stop].rstrip().endswith(self.template.ends)
         weights[:1] = 0.0  # nothing is there to say it from
         if not weights.any():
             raise OutsizeError(
-                f"{turns.where}: no token of the chat is a target; what {self.template.name} marks"
+                f"{where}: no token of the chat is a target; what {self.template.name} marks"
                 " as the assistant's is empty"
             )
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(whole.encode(), digest_size=16).digest()
         validation = held_out(digest, self.given.fraction)
-        return Document(placed.ids, validation, len(text.encode()), weights, placed.widths)
+        size = len(sample.text.encode())
+        return Document(tokens.ids, validation, size, weights, tokens.widths, where)
 
-    def _fitted(self, where: str, document: Document, log: ReadLog) -> Document | None:
+    def _fitted(self, document: Document, log: ReadLog) -> Document | None:
         """A document that fits in a row, None for one that is left out."""
         most = self.given.sequence + 1  # the first token is read, the last one is said
-        if len(document.ids) > most:
-            if self.settings.long == "refuse":
-                raise OutsizeError(
-                    f"{where}: the chat has {len(document.ids)} tokens, more than a row takes"
-                    f" ({most}); raise train.sequence, or set {KEY}.long to truncate or leave"
-                )
-            document = _first(document, most)
-            if self.settings.long == "leave" or not document.weights.any():  # type: ignore[union-attr]
-                log.long += 1
-                return None
-            log.cut += 1
-        return document
-
-
-def _first(document: Document, count: int) -> Document:
-    """The first tokens of a document."""
-    assert document.weights is not None and document.widths is not None
-    widths = document.widths[:count]
-    return Document(
-        document.ids[:count], document.validation, int(widths.sum()), document.weights[:count],
-        widths,
-    )  # fmt: skip
-
-
-def _by_span(turns: Turns, spans: Sequence[Span]) -> Sequence[float]:
-    """The weight of each span: they are the assistant's messages, in order."""
-    if len(spans) == len(turns.weights):
-        return turns.weights
-    if len(set(turns.weights)) == 1:
-        return turns.weights[:1] * len(spans)
-    raise OutsizeError(
-        f"{turns.where}: the chat template marks {len(spans)} answers, and the assistant's messages"
-        f" are {len(turns.weights)}, with weights of their own; expected as many, or one weight"
-    )
-
-
-# -- records ---------------------------------------------------------------------------------------
-
-
-def records(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, Any]]:
-    """What is in a file, each with "file:line" (for Parquet, "file:row")."""
-    if file.kind == "text":
-        raise OutsizeError(
-            f"data file {file.path} is text; {KEY} reads chats from .jsonl and .parquet files"
-        )
-    end = log.done + file.size
-    yield from _lines(file, log) if file.kind == "jsonl" else _rows(file)
-    log.done = end
-
-
-def _lines(file: SourceFile, log: ReadLog) -> Iterator[tuple[str, Any]]:
-    for where, line in json_lines(file, log):
-        try:
-            yield where, from_json(line)
-        except BadRecordError as error:
-            raise OutsizeError(f"{where}: {error}; expected a chat a line of JSON") from None
-
-
-def _rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
-    parquet, broken = parquet_for(file)
-    row = 0
-    try:
-        with parquet.ParquetFile(file.path) as table:
-            for batch in table.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"{file.path}:{row}", record
-    except broken as error:
-        why = " ".join(str(error).split())[:160]
-        raise OutsizeError(f"data file {file.path} not readable as Parquet: {why}") from None
-
-
-def turns_of(where: str, record: Any, source: ChatSource) -> Turns:
-    """A record as a chat. OutsizeError for whatever is not one."""
-    field = source.settings.field
-    if not isinstance(record, dict):
-        raise OutsizeError(f"{where}: expected a JSON object, found {type(record).__name__}")
-    if field not in record:
-        has = ", ".join(map(repr, record))[:120]
-        raise OutsizeError(
-            f"{where}: no field {field!r} (fields: {has}); expected a chat,"
-            f' {{"{field}": [{{"role": "user", "content": ...}}, ...]}}, or set {KEY}.field'
-        )
-    messages = record[field]
-    if not isinstance(messages, list) or not messages:
-        raise OutsizeError(f"{where}: {field} is {_short(messages)}; expected a list of messages")
-    checked = [_message(f"{where}: message {i}", one) for i, one in enumerate(messages, start=1)]
-    weights = tuple(weight for message, weight in checked if message["role"] == "assistant")
-    if not any(weights):
-        what = "all messages of the assistant have weight 0" if weights else "no assistant message"
-        raise OutsizeError(f"{where}: {what}; expected one to train on, or leave the chat out")
-    return Turns(where, [message for message, _ in checked], record.get("tools") or None, weights)
-
-
-def _message(where: str, message: Any) -> tuple[dict[str, Any], float]:
-    """A message without its weight, and that."""
-    if not isinstance(message, dict):
-        raise OutsizeError(
-            f"{where} is {_short(message)}; expected an object with role and content"
-        )
-    said = {name: value for name, value in message.items() if value is not None}
-    role, weight = said.get("role"), said.pop("weight", None)
-    if role not in ROLES:
-        raise OutsizeError(f"{where} has the role {_short(role)}{nearest(str(role), ROLES)}")
-    content = said.get("content")
-    if content is None and said.get("tool_calls"):
-        content = "(calls)"
-    if not isinstance(content, str):
-        raise OutsizeError(f"{where} has the content {_short(content)}; expected a string")
-    if role != "assistant":
-        if weight is not None:
-            raise OutsizeError(f"{where} is the {role}'s and has a weight; only the assistant's do")
-        return said, 0.0
-    if not content.strip():
-        raise OutsizeError(f"{where} is the assistant's and empty; expected what it should say")
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (number and math.isfinite(weight) and weight >= 0):
-        raise OutsizeError(
-            f"{where} has the weight {_short(weight)}; expected a finite number, 0 or more"
-        )
-    return said, 1.0 if weight is None else float(weight)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60]
+        if not self.given.sequence or len(document.ids) <= most:
+            return document
+        if self.settings.long == "refuse":
+            raise OutsizeError(
+                f"{document.where}: the chat has {len(document.ids)} tokens, more than a row takes"
+                f" ({most}); raise train.sequence, or set {KEY}.long to truncate or leave"
+            )
+        first = document.first(most)
+        if self.settings.long == "leave" or not first.targets:
+            log.long += 1
+            return None
+        log.cut += 1
+        log.lost += document.targets - first.targets
+        return first
 
 
 def _open(settings: Chat, given: Given) -> Source:
-    template = template_of(given.directory, given.tokenizer, settings.template == "chatml")
+    template = template_of(given.directory, given.tokenizer, settings.template)
     if template is None:
         raise OutsizeError(
             f"tokenizer {given.directory or 'bytes'} has no chat template (chat_template.jinja, or"
             f" chat_template in tokenizer_config.json); put one there, or set {KEY}.template to"
-            " chatml"
+            f" one of {', '.join(NAMED)}, or to a file"
         )
     return ChatSource(given, settings, template)
 
 
-technique(KEY, Chat, "chats (OpenAI messages), of which only the assistant's tokens are targets")
-SOURCES.add(KEY, SourceKind(_open, weighed=True))
+def _files(settings: Chat) -> Mapping[str, str]:
+    """A named template goes with the model that was trained on it."""
+    own = settings.template == OWN
+    return {} if own else {"chat_template.jinja": template_text(settings.template)}
+
+
+technique(KEY, Chat, "chats (OpenAI messages, ShareGPT, Alpaca, prompt and completion), of which"
+          " only the assistant's tokens are targets")  # fmt: skip
+SOURCES.add(KEY, SourceKind(_open, weighed=True, takes=form_of, files=_files))
