@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.models.cuts import NO_CUTS, Copies, Cut
-from outsize.optim.declared import WHOLE
+from outsize.optim.declared import WHOLE, StateSpec
 
 
 def is_layer(name: str, dims: int) -> bool:
@@ -39,6 +39,7 @@ class Slot:
     group: int  # index of the optimizer's parameter group
     # Elements of what each of its cuts is of, of the whole parameter first; () where all lie here.
     cut_of: tuple[int, ...] = ()
+    whole_shape: tuple[int, ...] = ()  # of the whole parameter; () where all of it lies here
 
     @cached_property
     def numel(self) -> int:
@@ -54,10 +55,10 @@ class Slot:
         """Whether others have the rest of the parameter."""
         return self.whole != self.numel
 
-    def elements(self, per: int) -> int:
-        """How many a state has here that has one for each `per` of a parameter's: one of the
-        parameter's shape is cut as it is, any other is whole on every worker."""
-        return self.numel if per == 1 else -(-self.whole // per)
+    def elements(self, state: StateSpec) -> int:
+        """How many a state has here: one of the parameter's shape is cut as it is, any other is
+        whole on every worker."""
+        return self.numel if state.shaped else state.elements(self.whole_shape or self.shape)
 
     def of(self, flat: Tensor) -> Tensor:
         """The view of this parameter in a flat buffer."""
@@ -109,20 +110,20 @@ class ChunkTable:
         """Where parameters begin that may be cut, at multiples of the grain in them."""
         return frozenset(slot.offset for slot in self.slots if not self.whole(slot))
 
-    def before(self, place: int, per: int) -> int:
-        """Elements before an element of the chunk, of a state that has one for each `per` of a
-        parameter's. The place is one at which cuts may be."""
-        if per == 1:
+    def before(self, place: int, state: StateSpec) -> int:
+        """Elements of a state before an element of the chunk, one at which cuts may be."""
+        if state.shaped:
             return place
         ends = ((slot, place - slot.offset) for slot in self.slots if slot.offset < place)
-        return sum(s.elements(per) if at >= s.numel else at // per for s, at in ends)
+        return sum(s.elements(state) if at >= s.numel else at // state.per for s, at in ends)
 
-    def part(self, slot: Slot, flat: Tensor, per: int) -> Tensor:
-        """The view of a parameter's part of a whole state: in its shape at `per` 1, else 1-D."""
-        if per == 1:
+    def part(self, slot: Slot, flat: Tensor, state: StateSpec) -> Tensor:
+        """The view of a parameter's part of a whole state: in its shape where it has that, else
+        1-D."""
+        if state.shaped:
             return slot.of(flat)
-        first = self.before(slot.offset, per)
-        return flat[first : first + slot.elements(per)]
+        first = self.before(slot.offset, state)
+        return flat[first : first + slot.elements(state)]
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -214,8 +215,10 @@ def _slots(
     # Large first within a group: sizes of matrices keep what follows aligned without padding. By
     # their whole sizes: workers whose parts are uneven have them in one order all the same.
     def slot(name: str, parameter: nn.Parameter) -> Slot:
-        cut_of = tuple(prod(cut.shape) for cut in cuts[name].levels) if name in cuts else ()
-        return Slot(name, tuple(parameter.shape), 0, group_of[name], cut_of)
+        own = (name, tuple(parameter.shape), 0, group_of[name])
+        if name not in cuts:
+            return Slot(*own)
+        return Slot(*own, tuple(prod(cut.shape) for cut in cuts[name].levels), cuts[name].whole)
 
     slots = sorted((slot(*item) for item in named), key=lambda s: (s.group, -s.whole))
     offsets = accumulate((s.numel for s in slots), initial=0)

@@ -25,11 +25,13 @@ from outsize.torch_private import fused_adamw_
 
 
 class Rates(NamedTuple):
-    """Of one update. step: 1 at the first of these weights."""
+    """Of one update. step: 1 at the first of these weights. name: of the parameter that is updated
+    as a whole; of a range, of the first in it."""
 
     step: int
     lr: float
     weight_decay: float
+    name: str = ""
 
 
 class Optimizer(Protocol):

@@ -28,6 +28,8 @@ class Common:
 # From what a run says of any optimizer, and the settings under the name of this one (None: none).
 Maker = Callable[[Common, Any], Optimizer]
 OPTIMIZERS: Registry[Maker] = Registry("optimizer")
+# Learning rates that a run has where it says none, from what AdamW would have.
+RATES: Registry[Callable[[float], float]] = Registry("learning rate of the optimizer")
 
 
 def parse(

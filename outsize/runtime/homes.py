@@ -72,7 +72,7 @@ class Homes:
     def _runs(self, chunk: int, what: str) -> Iterator[tuple[int, int]]:
         """What of a state has a place of its own: all of it where parts of the update begin a
         checksum in it, as in states of the weights' size, else each part."""
-        if self._chunks.kept.spec(self._chunks.tables[chunk], what).per == 1:
+        if self._chunks.kept.spec(self._chunks.tables[chunk], what).shaped:
             yield self._chunks.share(chunk, what)
         else:
             yield from self._parts(chunk, what)

@@ -122,8 +122,8 @@ class Chunks:
     def within(self, chunk: int, what: str, first: int, last: int) -> tuple[int, int]:
         """Of a state's own elements those that belong to the elements [first, last) of a chunk."""
         table = self.tables[chunk]
-        per = self.kept.spec(table, what).per
-        return table.before(first, per), table.before(last, per)
+        state = self.kept.spec(table, what)
+        return table.before(first, state), table.before(last, state)
 
     def share(self, chunk: int, what: str, index: int | None = None) -> tuple[int, int]:
         """Of a state's own elements those that this worker holds between uses. index: of another

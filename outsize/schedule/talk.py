@@ -266,7 +266,7 @@ class Spoken:
         (outsize/parallel/whole.py)."""
         table, dtypes = self.chunks.tables[piece.chunk], dict(self.chunks.held(piece.chunk))
         main = MASTER if MASTER in dtypes else PARAMETERS
-        shaped = [s.name for s in self.chunks.kept.specs(table) if s.per == 1]
+        shaped = [s.name for s in self.chunks.kept.specs(table) if s.shaped]
         for slot in table.joint:
             if piece.first <= slot.offset < piece.last:
                 for what in (main, *shaped, GRADIENTS):

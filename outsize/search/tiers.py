@@ -84,7 +84,9 @@ def states_of(placement: Placement) -> States:
     places: dict[int, int] = {}
     for index, table in enumerate(placement.chunks.tables):
         mine = 0
-        runs = -(-table.numel // PART) * sum(s.per > 1 for s in placement.chunks.kept.specs(table))
+        runs = -(-table.numel // PART) * sum(
+            not s.shaped for s in placement.chunks.kept.specs(table)
+        )
         places[table.segment] = places.get(table.segment, 0) + runs
         for what, dtype in placement.chunks.held(index):
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER

@@ -14,6 +14,7 @@ from outsize.data import SOURCES, DataConfig, detected
 from outsize.errors import OutsizeError
 from outsize.hardware import Device
 from outsize.models.config import DecoderConfig
+from outsize.optim.parse import RATES
 from outsize.train.resolve import DERIVED, Resolved
 
 MINUTES = 1.0  # of training, where nothing says how long
@@ -88,12 +89,16 @@ def _learning_rate(resolved: Resolved, config: DecoderConfig) -> Resolved:
         return resolved.derive("optimizer.lr", ZEROTH_LR, "zeroth-order")
     if resolved.get("optimizer.name") == "sgd":
         return resolved.derive("optimizer.lr", SGD_LR, "sgd")
-    if resolved.get("model.weights") == "stored":
-        return resolved.derive("optimizer.lr", STORED_LR, "adamw from trained weights")
-    lr = float(f"{FRESH_LR * FRESH_WIDTH / config.hidden:.3g}")
-    reason = (
-        f"adamw from random weights, {FRESH_LR:g} x {FRESH_WIDTH} / hidden size {config.hidden}"
-    )
+    lr, reason = STORED_LR, "adamw from trained weights"
+    if resolved.get("model.weights") != "stored":
+        lr = float(f"{FRESH_LR * FRESH_WIDTH / config.hidden:.3g}")
+        reason = (
+            f"adamw from random weights, {FRESH_LR:g} x {FRESH_WIDTH} / hidden size {config.hidden}"
+        )
+    name = resolved.get("optimizer.name")
+    own = RATES.find(name)
+    if own is not None:
+        lr, reason = own(lr), f"{name}, where it would be {lr:g} for {reason}"
     return resolved.derive("optimizer.lr", lr, reason)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from outsize.errors import OutsizeError
 from outsize.kernels.blockwise import table
 from outsize.optim import SGD, AdamW, Muon, Optimizer
+from outsize.optim.optimizer import Rates
 from outsize.techniques.optim.adamw8bit import AdamW8Bit
 from outsize.verify.rounding import Rounding, at, roundoff
 
@@ -39,7 +40,7 @@ def updater(
 
     matrices: names of those that a matrix optimizer takes; rounding: moves what is computed in
     bfloat16 whatever the weights are; begun: None from first values. OutsizeError for an optimizer
-    that PyTorch has no twin of, and for one that cannot be begun in the middle.
+    that cannot be begun in the middle.
     """
     parts, rest, others = list[Update](), weights, optimizer
     if optimizer.rest is not None:
@@ -65,6 +66,8 @@ def _stepping(
 ) -> Update:
     if not weights:
         return lambda _: None
+    if not isinstance(optimizer, AdamW | SGD):
+        return _itself(optimizer, weights, decay, begun)
     groups = [
         {"params": [w for w in weights.values() if w.ndim >= 2], "weight_decay": decay},
         {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
@@ -90,7 +93,7 @@ def _state(optimizer: Optimizer, name: str, weight: Tensor, begun: Begun) -> dic
     return {"step": torch.tensor(float(begun.updates.get(name, 0))), **found}
 
 
-def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+def _made(optimizer: AdamW | SGD, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     match optimizer:
         case AdamW():
             return torch.optim.AdamW(
@@ -98,7 +101,6 @@ def _made(optimizer: Optimizer, groups: list[dict[str, object]]) -> torch.optim.
             )
         case SGD():
             return torch.optim.SGD(groups, lr=1.0, momentum=optimizer.momentum, foreach=False)
-    raise _without_twin(optimizer)
 
 
 def _own(optimizer: Optimizer, weights: Mapping[str, Tensor], rounding: Rounding | None) -> Update:
@@ -107,14 +109,37 @@ def _own(optimizer: Optimizer, weights: Mapping[str, Tensor], rounding: Rounding
             return _muon(optimizer, weights, rounding)
         case AdamW8Bit():
             return _in_8_bits(optimizer, weights)
-    raise _without_twin(optimizer)
+    return _itself(optimizer, weights, optimizer.weight_decay, None)
 
 
-def _without_twin(optimizer: Optimizer) -> OutsizeError:
-    return OutsizeError(
-        f"verify: optimizer {type(optimizer).__name__} has no twin in plain PyTorch; expected"
-        " AdamW, SGD, Muon or AdamW8Bit"
-    )
+def _itself(
+    optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float, begun: Begun | None
+) -> Update:
+    """One without a twin here, by its own update of whole parameters: what is compared is where
+    its states are cut and rest and what workers sum; its maths are its own test's."""
+    steps = {} if begun is None else dict(begun.updates)
+    kept: dict[str, dict[str, Tensor]] = {}
+
+    def first(name: str, weight: Tensor) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for spec in optimizer.states:
+            shape = weight.shape if spec.shaped else (spec.elements(tuple(weight.shape)),)
+            dtype = spec.dtype or weight.dtype
+            found[spec.name] = torch.full(tuple(shape), spec.initial, dtype=dtype)
+            if begun is not None:
+                found[spec.name].copy_(begun.states[f"{name}.{spec.name}"])
+        return found
+
+    def update(rate: float) -> None:
+        for name, weight in weights.items():
+            if weight.grad is None:
+                continue
+            steps[name] = steps.get(name, 0) + 1
+            states = kept.setdefault(name, first(name, weight) if name not in kept else {})
+            rates = Rates(steps[name], rate, decay if weight.ndim > 1 else 0.0, name)
+            optimizer.update(weight.detach(), weight.grad, states, rates)
+
+    return update
 
 
 def _muon(optimizer: Muon, weights: Mapping[str, Tensor], rounding: Rounding | None) -> Update:

@@ -25,7 +25,7 @@ from outsize.kernels.blockwise import Moments, Rates, plain, table, update
 from outsize.memory import Ledger
 from outsize.memory.chunk import ChunkTable, Slot
 from outsize.memory.tiers import TierSpec
-from outsize.optim import AdamW
+from outsize.optim import AdamW, StateSpec
 from outsize.parallel.divide import divide
 from outsize.parallel.shards import at_borders
 from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stream, zero
@@ -195,20 +195,21 @@ def test_what_is_not_finite_reaches_the_weights_and_nothing_else():
 # Of 1000, 900 and 300 elements; of the last one half lies here. Blocks of 64.
 SLOTS = (
     Slot("a", (1000,), 0, 0),
-    Slot("b", (30, 30), 1000, 0, (900,)),
-    Slot("c", (150,), 1900, 0, (300,)),
+    Slot("b", (30, 30), 1000, 0),
+    Slot("c", (150,), 1900, 0, (300,), (300,)),
 )
 TABLE = ChunkTable(0, True, SLOTS, main=True, grain=64)
+PER = StateSpec("scale", per=64)
 BORDERS = {*range(0, 1000, 64), *range(1000, 1900, 64), 1900, 2050}
 
 
 def test_elements_of_a_state_by_blocks():
-    assert [slot.elements(64) for slot in SLOTS] == [16, 15, 5], "the last is whole everywhere"
-    assert [TABLE.before(place, 64) for place in (0, 64, 960, 1000, 1064, 1900, 2050)] == [
+    assert [slot.elements(PER) for slot in SLOTS] == [16, 15, 5], "the last is whole everywhere"
+    assert [TABLE.before(place, PER) for place in (0, 64, 960, 1000, 1064, 1900, 2050)] == [
         0, 1, 15, 16, 17, 31, 36,
     ]  # fmt: skip
     flat = torch.arange(36)
-    parts = [TABLE.part(slot, flat, 64).tolist() for slot in SLOTS]
+    parts = [TABLE.part(slot, flat, PER).tolist() for slot in SLOTS]
     assert parts == [list(range(16)), list(range(16, 31)), list(range(31, 36))]
 
 

@@ -20,6 +20,7 @@ from outsize.data.packing import permutation
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
+from outsize.optim import OPTIMIZERS
 from outsize.plan import from_yaml
 from outsize.registry import TECHNIQUES
 from outsize.search import planner
@@ -235,6 +236,12 @@ ON = {
     "zeroth-order": {"plan.approximate": ["zeroth-order"]},
     "sgd": {"optimizer.name": "sgd"},
     "muon": {"optimizer.name": "muon"},
+    **{
+        name: {"optimizer.name": name, "plan.approximate": [name][TECHNIQUES.get(name).exact :]}
+        for name in ("lion", "adafactor", "galore", "fira", "apollo", "frugal")
+    },
+    "train.only": {"train.only": "blocks.0"},
+    "optimizer.rates": {"optimizer.rates": ["blocks.1=0.5"]},
 }
 SETTINGS = {
     "adamw8bit.block": 64, "adamw8bit.least": 100, "adapt.lora.rank": 3, "adapt.lora.alpha": 8.0,
@@ -244,7 +251,14 @@ SETTINGS = {
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,
-    "sgd.momentum": 0.5, "muon.momentum": 0.5,
+    "sgd.momentum": 0.5, "muon.momentum": 0.5, "train.only.patterns": ["blocks.1"],
+    "optimizer.rates.factors": ["blocks.0=2"], "lion.betas": [0.9, 0.95],
+    "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
+    "galore.rank": 3, "galore.gap": 9, "galore.scale": 1.0,
+    "fira.rank": 3, "fira.gap": 9, "fira.growth": 1.1,
+    "apollo.rank": 3, "apollo.gap": 9, "apollo.scale": 2.0, "apollo.growth": 1.1,
+    "apollo.scaling": "matrix", "frugal.rank": 3, "frugal.gap": 9, "frugal.others": 0.5,
+    "frugal.subspace": "svd",
 }  # fmt: skip
 
 
@@ -263,7 +277,7 @@ def test_a_setting_of_a_technique_is_in_what_the_run_is_made_of(home, key):
     before, after = made(one), made([*one, f"{key}={spelled(value)}"])
     value = tuple(value) if isinstance(value, list) else value
     assert before != after
-    if name in ("adamw8bit", "sgd", "muon", "zeroth-order"):
+    if name == "zeroth-order" or OPTIMIZERS.find(name) is not None:
         assert before[0].optimizer != after[0].optimizer
     elif name == "adapt.lora":
         assert getattr(after[1], field) == value

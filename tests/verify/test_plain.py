@@ -84,9 +84,14 @@ def test_muon_is_torchs(shape, scale):
     assert apart < 0.1 * moved and moved > 1e-3
 
 
-def test_an_optimizer_without_a_twin_is_refused():
-    with pytest.raises(OutsizeError, match="optimizer Kept has no twin"):
-        updater(Kept(SGD(1e-2)), {"w": torch.zeros(2, 2)}, frozenset())
+def test_an_optimizer_without_a_twin_is_played_by_its_own_update():
+    weight, grown = (torch.ones(2, 2, dtype=torch.float64) for _ in range(2))
+    own, theirs = (updater(x, {"w": weight}, frozenset()) for x in (Kept(SGD(1e-2)), SGD(1e-2)))
+    weight.grad = grown
+    own(0.5)
+    moved = weight.clone()
+    theirs(0.5)
+    assert torch.allclose(weight, 2 * moved - 1, rtol=1e-12) and float(moved[0, 0]) == 0.5
 
 
 def test_a_master_copy_keeps_what_bfloat16_loses():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +59,9 @@ class States:
     def _whole(self, table: ChunkTable, slot: Slot, what: str, flat: Tensor) -> Tensor:
         """The whole of a parameter's state, of a whole state of its chunk: in the parameter's shape
         where it has one element for each, else 1-D."""
-        per = self.weight_pool.placement.chunks.kept.spec(table, what).per
-        mine = table.part(slot, flat, per)
-        return self.whole_tensors.whole(slot.name, mine) if per == 1 else mine
+        spec = self.weight_pool.placement.chunks.kept.spec(table, what)
+        mine = table.part(slot, flat, spec)
+        return self.whole_tensors.whole(slot.name, mine) if spec.shaped else mine
 
     def _read(self, table: ChunkTable, what: str) -> Tensor:
         """A whole state of a chunk, of this worker or of the first that has it."""
@@ -74,7 +73,7 @@ class States:
             flat = self.weight_pool.read(placement.chunks.tables.index(table), what)
         else:  # not into a copy that this worker has: reading mends nothing
             dtype = dict(placement.chunks.kept.states(table))[what]
-            numel = table.before(table.numel, placement.chunks.kept.spec(table, what).per)
+            numel = table.before(table.numel, placement.chunks.kept.spec(table, what))
             flat = torch.empty(numel, dtype=dtype, device=self.weight_pool.device)
         return self.line.broadcast(flat, first)
 
@@ -122,7 +121,7 @@ class States:
         table = next(t for t in self._every if any(slot.name == name for slot in t.slots))
         spec, shape = placement.chunks.kept.spec(table, state), self.shape(name)
         dtype = spec.dtype or placement.chunks.kept.dtypes.optimizer
-        return (shape if spec.per == 1 else (spec.elements(prod(shape)),)), dtype
+        return (shape if spec.shaped else (spec.elements(shape),)), dtype
 
     def load(self, value: Fill | None, state: Fill) -> None:
         """Replace every weight (value None: they stay) and every optimizer state, one at a time.
@@ -137,7 +136,7 @@ class States:
             chunks = self.weight_pool.placement.chunks
             table = chunks.tables[index]
             for what in chunks.kept.names(table):
-                shaped = chunks.kept.spec(table, what).per == 1
+                shaped = chunks.kept.spec(table, what).shaped
                 state_here = self.whole_tensors.cutting(state, f".{what}") if shaped else state
                 self.replace(index, (what,), f".{what}", state_here)
 
@@ -151,10 +150,10 @@ class States:
         flats = self.weight_pool.staged(index, whats)
         first, *others = flats.values()
         table = self.weight_pool.chunks[index].table
-        per = self.weight_pool.placement.chunks.kept.spec(table, whats[0]).per
+        spec = self.weight_pool.placement.chunks.kept.spec(table, whats[0])
         with torch.no_grad():
             for slot in table.slots:
-                fill(f"{slot.name}{suffix}", table.part(slot, first, per))
+                fill(f"{slot.name}{suffix}", table.part(slot, first, spec))
             for flat in others:
                 flat.copy_(first)
         for what, flat in flats.items():

@@ -140,7 +140,7 @@ class Updates:
             if key not in cut:
                 cut[key] = _slices(table, optimizer.states, held, piece, key)
             mine = cut[key]
-            rates = Rates(step, lr * settings.lr, settings.weight_decay)
+            rates = Rates(step, lr * settings.lr, settings.weight_decay, parameter)
             if shape == (-1,) or self.whole_tensors is None:
                 optimizer.update(*mine, rates)
             else:
@@ -166,7 +166,7 @@ class Updates:
         whole_tensors = self.whole_tensors
         assert whole_tensors is not None
         whole = whole_tensors.whole(name, weights)
-        shaped = {spec.name for spec in optimizer.states if spec.per == 1}
+        shaped = {spec.name for spec in optimizer.states if spec.shaped}
         every = {
             state: whole_tensors.whole(name, mine)
             if state in shaped
@@ -244,7 +244,7 @@ def _slices(
     span = slice(first - piece.first, last - piece.first)
     here = {
         spec.name: _own(table, spec, held[spec.name], piece, (first, last)).view(
-            shape if spec.per == 1 else (-1,)
+            shape if spec.shaped else (-1,)
         )
         for spec in states
     }
@@ -256,7 +256,7 @@ def _own(
     table: ChunkTable, spec: StateSpec, flat: Tensor, piece: Piece, span: tuple[int, int]
 ) -> Tensor:
     """The elements of a piece's state that belong to a range of it. flat: those of the piece."""
-    begin, first, last = (table.before(place, spec.per) for place in (piece.first, *span))
+    begin, first, last = (table.before(place, spec) for place in (piece.first, *span))
     return flat[first - begin : last - begin]
 
 

@@ -322,7 +322,7 @@ def _state_bytes(optimizer: Optimizer, sizes: Precision) -> int:
     """The least that an optimizer keeps of a parameter; states of less than one element for each
     are not counted."""
     own = BYTES[sizes.optimizer]
-    return sum(s.dtype.itemsize if s.dtype else own for s in optimizer.states if s.per == 1)
+    return sum(s.dtype.itemsize if s.dtype else own for s in optimizer.states if s.shaped)
 
 
 def refuse_small_budget(model: nn.Module, optimizer: Optimizer, settings: Settings) -> None:
