@@ -58,7 +58,9 @@ class NormFacts:
 @dataclass(frozen=True)
 class LayerFacts:
     """What may differ from layer to layer; rope names an entry of DecoderConfig.ropes. kind: of the
-    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable."""
+    mixer (outsize/models/seams.py); mixing: what else one of this kind needs to know, hashable.
+    frozen: its parameters that are not trained; idle: nothing up to it is, so that no gradient
+    reaches it."""
 
     scale: float
     window: int | None = None
@@ -66,6 +68,8 @@ class LayerFacts:
     experts: bool = False
     kind: str = "attention"
     mixing: object = None
+    frozen: frozenset[str] = frozenset()
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class DecoderConfig:
     wiring: Wiring | None = None  # of branches, where they are not one after the other
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
     coding: Coding | None = None  # of the blocks' Linears, where they hold no weights
+    frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained
 
     @property
     def rewired(self) -> str:

@@ -56,12 +56,13 @@ class Declared:
     """A parameter. file: its name in files, behind that of the Linear that its module is beside;
     such a parameter is an adapter's, and rests in files of its own. None: the family's table has
     its name, or it is called there as it is here. stack: what lies in it along dim 0 one behind
-    another, for axes that deal that out."""
+    another, for axes that deal that out. rate: factor on its learning rate."""
 
     initial: Initial
     lies: Lies
     file: str | None = None
     stack: Stack | None = None
+    rate: float = 1.0
 
 
 @runtime_checkable
@@ -84,3 +85,15 @@ def declarations(model: nn.Module) -> Iterator[tuple[str, Declared]]:
                     " none; expected a method `declare` (outsize/models/declared.py)"
                 )
             yield name, module.declare(leaf)
+
+
+def declared_rates(model: nn.Module) -> dict[str, float]:
+    """By name, the factors on the learning rate that modules declare; of those that declare
+    nothing, none."""
+    found = dict[str, float]()
+    for prefix, module in model.named_modules():
+        names = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, Declares):
+            for leaf in names:
+                found[f"{prefix}.{leaf}" if prefix else leaf] = module.declare(leaf).rate
+    return found

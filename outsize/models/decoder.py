@@ -206,6 +206,11 @@ class Decoder(nn.Module):
             self.code(config.coding)
         if config.adapter is not None:
             config.adapter.attach(self)
+        for name in config.frozen:
+            self.get_parameter(name).requires_grad_(False)
+        for block, layer in zip(self.blocks, config.layers, strict=True):
+            for name in layer.frozen:
+                block.get_parameter(name).requires_grad_(False)
 
     def code(self, coding: Coding) -> None:
         """Have its blocks' Linears hold codes. OutsizeError for a wiring that multiplies weights in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from zlib import crc32
 
@@ -13,11 +13,13 @@ from outsize.collectives import Collective, World
 from outsize.errors import Everywhere, OutsizeError, nearest
 from outsize.memory.chunk import Dtypes
 from outsize.models.cuts import NO_CUTS, Cut
+from outsize.models.declared import declared_rates
+from outsize.models.patterns import rate_of
 from outsize.optim import AdamW, Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
-from outsize.runtime.recipe import Recipe
+from outsize.runtime.recipe import Group, Recipe
 from outsize.schedule.action import State
 from outsize.schedule.chunks import LINE
 from outsize.schedule.kept import GRADIENTS, PARAMETERS
@@ -189,9 +191,17 @@ def check_same(placement: Placement, line: Collective) -> None:
         )
 
 
-def by_shape(owners: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The usual groups: matrices, and everything else."""
-    return {name: int(p.ndim < 2) for name, p in owners.items()}
+def grouped(flow: Flow, recipe: Recipe) -> tuple[Mapping[str, int], Sequence[Group]]:
+    """By parameter its group, and the groups, those that decay first."""
+    if recipe.groups is not None and recipe.group_of is not None:
+        return recipe.group_of, recipe.groups
+    factors = declared_rates(flow.model)
+    named = chain.from_iterable(params for _, params in flow.segments)
+    kinds = {n: (p.ndim < 2, rate_of(n, recipe.rates) * factors.get(n, 1.0)) for n, p in named}
+    every = sorted(set(kinds.values()))
+    decay = recipe.optimizer.weight_decay
+    groups = [Group(0.0 if vector else decay, rate) for vector, rate in every]
+    return {name: every.index(kind) for name, kind in kinds.items()}, groups
 
 
 def taken_by(flow: Flow, optimizer: Optimizer, cuts: Mapping[str, Cut] = NO_CUTS) -> frozenset[str]:

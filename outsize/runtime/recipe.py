@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -14,6 +14,15 @@ from outsize.memory import Meter
 from outsize.memory.store import Store
 from outsize.optim import Optimizer
 from outsize.registry import TECHNIQUES
+
+
+@runtime_checkable
+class Rated(Protocol):
+    """Settings of a technique that say how fast parameters are trained."""
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Factors on the learning rate by patterns of names (outsize/models/patterns.py)."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,10 @@ class Group:
 @dataclass(frozen=True)
 class Recipe:
     """How a model is trained, whatever its plan. clip: largest gradient norm. groups and group_of:
-    settings by parameter name; matrices decay, vectors do not, where none are given. techniques:
-    settings, by name, of those that the plan's `approximate` names. seed: of what these draw."""
+    settings by parameter name; where none are given matrices decay, vectors do not, and each has
+    the factors on its learning rate that it declares (outsize/models/declared.py) and that `rates`
+    has by patterns of names. techniques: settings, by name, of those that the plan's `approximate`
+    names. seed: of what these draw."""
 
     optimizer: Optimizer
     clip: float | None = None
@@ -36,6 +47,7 @@ class Recipe:
     group_of: Mapping[str, int] | None = None
     techniques: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, name: str) -> Any:
         """The settings of a technique, its defaults where none are said."""

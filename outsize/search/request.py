@@ -49,9 +49,9 @@ class PlanRequest(Extended):
     weighed: whether targets have weights.
     mesh, shards, sequence_parallel: the workers, as a plan has them. pipeline: its schedule, with
     its cuts where it is a plan's own; None: one with a stage for each worker. filling: how the
-    model's first values come. techniques: as Recipe has them. tiled: whether a block's tokens can
-    be computed in parts, as those of somebody's own module cannot. tokens: of a row of such a
-    module, if it was seen to run in chunks of them, else 0. few: microbatches are as said,
+    model's first values come. techniques, rates: as Recipe has them. tiled: whether a block's
+    tokens can be computed in parts, as those of somebody's own module cannot. tokens: of a row of
+    such a module, if it was seen to run in chunks of them, else 0. few: microbatches are as said,
     even if there are more workers. settings: those of plans that are fixed. apart: the device has
     memory of its own, to which microbatches are copied. kind: of device, whose operators are
     rehearsed; grain: bytes of which it gives whole multiples.
@@ -81,6 +81,7 @@ class PlanRequest(Extended):
     pipeline: str | Pipelined | None = None
     filling: Filling = field(default_factory=Filling)
     techniques: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
     tiled: bool = True
     tokens: int = 0
     few: bool = False
@@ -112,7 +113,7 @@ class PlanRequest(Extended):
     @property
     def recipe(self) -> Recipe:
         """How the job trains that is planned."""
-        return Recipe(self.optimizer, self.clip, techniques=self.techniques)
+        return Recipe(self.optimizer, self.clip, techniques=self.techniques, rates=self.rates)
 
     def ledger(self) -> Ledger:
         """Counts what a rehearsal holds."""

@@ -25,8 +25,9 @@ class Sample:
 
 
 def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
-    """The smallest model that has every sort of layer, as the plan runs it. Beside an adapter the
-    first of a sort is apart: it may be the first that learns, whose backward pass ends there.
+    """The smallest model that has every sort of layer, as the plan runs it. Where some
+    parameters are frozen the first of a sort is apart: it may be the first that learns, whose
+    backward pass ends there.
 
     split: weights' gradients may come apart from their inputs'. Then the first layer is apart: its
     input goes with them, while that of any other is the output of the layer before, which has it.
@@ -35,7 +36,8 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     """
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
     alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
-    firsts = {alike.index(sort) for sort in set(alike)} if config.adapter is not None else set()
+    frozen = config.adapter is not None or config.frozen or any(x.frozen for x in config.layers)
+    firsts = {alike.index(sort) for sort in set(alike)} if frozen else set()
     wiring, places = config.wiring, range(len(alike))
     firsts |= {0} if split or wiring is not None else set()
     if wiring is not None and len({wiring.width(i, 1) for i in places}) > 1:

@@ -10,6 +10,7 @@ from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
 from outsize.models.coding import KEY, asked
 from outsize.models.config import DecoderConfig
+from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
 from outsize.train.config import RunConfig
 from outsize.train.resolve import Resolved
@@ -47,7 +48,7 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
         raise OutsizeError(
             f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
-    return resolved, adapted(found, resolved)
+    return resolved, limited(adapted(found, resolved), resolved)
 
 
 def adapter_of(keys: RunConfig) -> Adapter | None:
@@ -82,6 +83,15 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
         )
     config = replace(asked(found.config, said), adapter=adapter)
     adapter_layout(config)
+    return replace(found, config=config)
+
+
+def limited(found: Subject, resolved: Resolved) -> Subject:
+    """The same with no other parameters trained than the run's techniques say."""
+    config = found.config
+    for own in resolved.config.techniques.values():
+        if isinstance(own, Limiting):
+            config = own.limited(config)
     return replace(found, config=config)
 
 
@@ -152,4 +162,4 @@ def subject_of(checkpoint: Path, resolved: Resolved) -> Subject:
 
     text = BYTES if resolved.get("data.tokenizer") == BYTES else str(checkpoint)
     found = Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
-    return adapted(found, resolved)
+    return limited(adapted(found, resolved), resolved)

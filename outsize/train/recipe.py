@@ -11,7 +11,7 @@ from outsize.models.dropout import Noise
 from outsize.plan import Plan
 from outsize.registry import TECHNIQUES
 from outsize.runtime.method import method_of
-from outsize.runtime.recipe import Recipe
+from outsize.runtime.recipe import Rated, Recipe
 from outsize.train.config import RunConfig
 from outsize.train.resolve import optimizer_of
 
@@ -26,8 +26,15 @@ def recipe_of(config: RunConfig) -> Recipe:
                 f"{key} is set, and plan.approximate is {list(names)}: it changes the maths; name"
                 f" {key} there, or leave its settings out"
             )
-    recipe = Recipe(optimizer_of(config), config.train.clip, None, None, said, config.train.seed)
+    seed, rates = config.train.seed, rates_of(config)
+    recipe = Recipe(optimizer_of(config), config.train.clip, None, None, said, seed, rates)
     return method_of(names).recipe(recipe)
+
+
+def rates_of(config: RunConfig) -> dict[str, float]:
+    """Factors on the learning rate that a run's techniques say, by patterns of parameters."""
+    rated = (one for one in config.techniques.values() if isinstance(one, Rated))
+    return {pattern: factor for one in rated for pattern, factor in one.rates.items()}
 
 
 def options_of(config: RunConfig) -> LossOptions:

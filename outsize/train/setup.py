@@ -167,6 +167,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
         optimizer=recipe.optimizer,
         clip=recipe.clip,
         techniques=recipe.techniques,
+        rates=recipe.rates,
         budget=None if config.memory is None else parse_bytes(config.memory),
         microbatch_rows=config.plan.microbatch_rows,
         recompute=config.plan.recompute,

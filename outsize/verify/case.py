@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.models.adopt import find_blocks
 from outsize.models.build import rest, shells
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import declared_rates
 from outsize.models.decoder import Decoder
+from outsize.models.patterns import rate_of
 from outsize.optim import Optimizer
 from outsize.plan import Plan, Precision
 from outsize.plan.approximate import PARTIAL
@@ -34,7 +36,7 @@ class Case:
     """batch: of a step, counted from 0, with all of the plan's rows. resume_at: the step before
     which the job is made anew from its saved states; 0: never. rate: the learning rate, or what
     gives that of a step; None: the optimizer's own. device: of the plan's run, by name; the plain
-    run is on the CPU."""
+    run is on the CPU. factors: on the rate, by patterns of parameters."""
 
     subject: Subject
     plan: Plan
@@ -45,6 +47,7 @@ class Case:
     rate: float | Callable[[int], float] | None = None
     resume_at: int = 0
     device: str = "cpu"
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -54,7 +57,8 @@ class Case:
         matrices = frozenset[str]()
         if self.optimizer.rest is not None:
             matrices = self.subject.matrices()
-        return Recipe(self.optimizer, rates, self.clip, matrices)
+        factors = self.subject.factors(self.factors)
+        return Recipe(self.optimizer, rates, self.clip, matrices, factors=factors)
 
     def plain(self, precision: Precision) -> Plain:
         """The plain model, its rows on the ways that the plan sends them."""
@@ -114,6 +118,10 @@ class Native:
         """Names of the parameters of blocks that are matrices, or stacks of matrices."""
         named = self._shell(torch.float32).named_parameters()
         return frozenset(n for n, p in named if n.startswith("blocks.") and _is_matrix(p))
+
+    def factors(self, patterns: Mapping[str, float]) -> dict[str, float]:
+        """By name, the factors on the learning rate that patterns and the modules say."""
+        return _factors(self._shell(torch.float32), patterns)
 
     def narrow(self, batch: Batch) -> tuple[str, ...]:
         """Modules that compute in fewer bits than float64, whatever they are given: none, since a
@@ -183,6 +191,9 @@ class Adopted:
         named = self.model.named_parameters()
         return frozenset(n for n, p in named if n.startswith(inside) and _is_matrix(p))
 
+    def factors(self, patterns: Mapping[str, float]) -> dict[str, float]:
+        return _factors(self.model, patterns)
+
     def narrow(self, batch: Any) -> tuple[str, ...]:
         model = self._copy(torch.float64)
         whole = _typed(batch, torch.float64)
@@ -190,6 +201,14 @@ class Adopted:
 
 
 Subject = Native | Adopted  # what is trained, in both ways
+
+
+def _factors(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
+    """Those that are not 1."""
+    own = declared_rates(model)
+    names = (name for name, _ in model.named_parameters())
+    found = {name: own.get(name, 1.0) * rate_of(name, patterns) for name in names}
+    return {name: factor for name, factor in found.items() if factor != 1}
 
 
 def _is_matrix(parameter: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,21 @@ from torch import Tensor, nn
 from outsize.optim import Optimizer
 from outsize.plan import Precision
 from outsize.verify.rounding import Rounding, at
-from outsize.verify.updates import Begun, updater
+from outsize.verify.updates import Begun, by_factor
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How both train. rates: the learning rate of each step; clip: largest norm of the gradient;
-    matrices: names of what a matrix optimizer updates as wholes; begun: None from first values."""
+    matrices: names of what a matrix optimizer updates as wholes; begun: None from first values;
+    factors: by name, those on the learning rate that are not 1."""
 
     optimizer: Optimizer
     rates: tuple[float, ...]
     clip: float | None = None
     matrices: frozenset[str] = frozenset()
     begun: Begun | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def steps(
     if rounding is not None:
         rounding.begin(plain.model, plain.masters)
     how = (recipe.matrices, rounding, recipe.begun)
-    update = updater(recipe.optimizer, plain.masters, *how)
+    update = by_factor(recipe.factors, recipe.optimizer, plain.masters, *how)
     for batch, rate in zip(batches, recipe.rates, strict=True):
         with rounding or nullcontext():
             found = _step(plain, recipe.clip, batch, partial(update, rate), rounding)

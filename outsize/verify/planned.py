@@ -108,7 +108,7 @@ def judging(name: str, workers: int) -> str:
 
 def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
     """The job of one worker."""
-    recipe = Recipe(Kept(case.optimizer), case.clip)
+    recipe = Recipe(Kept(case.optimizer), case.clip, rates=case.factors)
     trainable = case.subject.trainable(case.plan, accelerator.find(case.device))
     job = make_job(trainable, case.plan, recipe, Here(world, stores=stores))
     for _ in job.weights():

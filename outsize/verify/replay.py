@@ -29,7 +29,7 @@ from outsize.plan import Precision
 from outsize.runtime.job import Fill
 from outsize.train.metrics import read_metrics
 from outsize.train.model import Subject, subject, subject_of
-from outsize.train.recipe import data_config
+from outsize.train.recipe import data_config, rates_of
 from outsize.train.resolve import recorded_values
 from outsize.train.state import OPTIMIZER, UPDATES, first_values, place_of
 from outsize.verify import plain
@@ -207,7 +207,9 @@ def _played(run: Run, count: int, seed: int | None) -> Iterator[Numbers]:
     assert isinstance(made.model, Decoder)
     rates = tuple(read.rate(step) for step in range(first, first + count))
     matrices = native.matrices() if read.optimizer.rest is not None else frozenset[str]()
-    recipe = Recipe(read.optimizer, rates, read.config.train.clip, matrices, _begun(run.found))
+    factors = native.factors(rates_of(read.config))
+    clip, begun = read.config.train.clip, _begun(run.found)
+    recipe = Recipe(read.optimizer, rates, clip, matrices, begun, factors)
     rounding = None if seed is None else Rounding(run.precision, seed)
     batches = (read.batch(step) for step in range(first, first + count))
     held, step = read.held_out(), first

@@ -119,6 +119,7 @@ def run_case(wanted: Wanted) -> Case:
         _rates(setup),
         _resume_at(wanted),
         wanted.device,
+        recipe.rates,
     )
 
 

@@ -29,6 +29,31 @@ class Begun:
     states: Mapping[str, Tensor]
 
 
+def by_factor(
+    factors: Mapping[str, float],
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    matrices: frozenset[str],
+    rounding: Rounding | None = None,
+    begun: Begun | None = None,
+) -> Update:
+    """`updater` for weights that have factors on their learning rate: 1 where none is named."""
+    each = {
+        factor: updater(
+            optimizer,
+            {n: w for n, w in weights.items() if factors.get(n, 1.0) == factor},
+            *(matrices, rounding, begun),
+        )
+        for factor in sorted({factors.get(name, 1.0) for name in weights})
+    }
+
+    def update(rate: float) -> None:
+        for factor, part in each.items():
+            part(rate * factor)
+
+    return update
+
+
 def updater(
     optimizer: Optimizer,
     weights: Mapping[str, Tensor],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,11 +15,11 @@ from outsize.models.cuts import Cut
 from outsize.optim import taker
 from outsize.plan import Plan
 from outsize.runtime.checks import (
-    by_shape,
     check_pipeline,
     check_trained,
     dtypes_of,
     grains_of,
+    grouped,
     taken_by,
 )
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded, Ran
@@ -36,7 +35,7 @@ from outsize.runtime.handlers.update import Update
 from outsize.runtime.loss_scale import NOTES, LossScale, recalled
 from outsize.runtime.method import Method, Notes
 from outsize.runtime.microbatches import Microbatches
-from outsize.runtime.recipe import Group, Here, Recipe
+from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.spill import Spills
 from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.storage.update import Updates
@@ -59,7 +58,7 @@ class Training(Method):
 
     def __init__(self, job: Job) -> None:
         watch, weight_pool, passing, recipe = job.watch, job.weight_pool, job.passing, job.recipe
-        groups = recipe.groups or (Group(recipe.optimizer.weight_decay), Group(0.0))
+        _, groups = grouped(job.flow, recipe)
         self._optimizer, self._flow = recipe.optimizer, job.flow
         self.updates = Updates(weight_pool, recipe.optimizer, groups, job.whole_tensors)
         self.gradients = gradients = Gradients(job.chunks, job.owners)
@@ -103,7 +102,7 @@ class Training(Method):
     ) -> Placement:
         """Where weights, gradients and optimizer states rest."""
         optimizer, named = recipe.optimizer, [params for _, params in flow.segments]
-        group_of = recipe.group_of or by_shape(dict(chain.from_iterable(named)))
+        group_of, _ = grouped(flow, recipe)
         layout = tables(
             named, group_of, flow.wide, taken_by(flow, optimizer, cuts), cuts, grains_of(optimizer)
         )

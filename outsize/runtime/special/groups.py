@@ -176,10 +176,10 @@ def _refusals(model: Decoder) -> Iterator[str]:
             f"groups end in plain blocks, but the model is wired as {config.rewired} says; leave"
             " that out, or the approximation"
         )
-    if config.adapter is not None:
+    if config.adapter is not None or not all(p.requires_grad for p in model.parameters()):
         yield (
-            "each group learns with a head of its own, and beside an adapter all but the adapter is"
-            " frozen; leave the adapter out, or the approximation"
+            "each group learns with a head of its own, and beside an adapter (or train.only) other"
+            " parameters are frozen; leave that out, or the approximation"
         )
     if config.tied:
         yield (

@@ -28,6 +28,7 @@ from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN
 from outsize.memory import tables
 from outsize.models.cuts import Cut
+from outsize.models.declared import declared_rates
 from outsize.plan import Plan
 from outsize.runtime.checks import check_trained, dtypes_of
 from outsize.runtime.engine import Deed, Engine, Handler, Hook, Loaded, Ran
@@ -115,6 +116,11 @@ class Losses(Method):
     @staticmethod
     def recipe(said: Recipe) -> Recipe:
         own, usual = said.of(NAME), said.optimizer
+        if said.rates:
+            raise OutsizeError(
+                f"optimizer.rates is {dict(said.rates)}, and {NAME} moves all weights along one"
+                " direction; leave it out"
+            )
         return Recipe(Zeroth(usual.lr, own.epsilon, usual.weight_decay, said.seed))
 
     @staticmethod
@@ -135,6 +141,11 @@ class Losses(Method):
             raise OutsizeError(
                 f"plan: approximate holds {NAME}, whose steps the optimizer of this job does not"
                 " make; use outsize.runtime.special.forwards.Zeroth, or leave the name out"
+            )
+        if any(rate != 1 for rate in declared_rates(flow.model).values()):
+            raise OutsizeError(
+                f"model: some parameters declare a learning rate of their own, and {NAME} moves all"
+                " weights along one direction; leave what declares it out, or the approximation"
             )
         named = [params for _, params in flow.segments]
         group_of = {name: 0 for params in named for name, _ in params}
