@@ -240,6 +240,7 @@ ON = {
         name: {"optimizer.name": name, "plan.approximate": [name][TECHNIQUES.get(name).exact :]}
         for name in ("lion", "adafactor", "galore", "fira", "apollo", "frugal")
     },
+    "weights": {"model.weights": "stored", "adapt.lora": True, "weights": "int4"},
     "train.only": {"train.only": "blocks.0"},
     "optimizer.rates": {"optimizer.rates": ["blocks.1=0.5"]},
 }
@@ -252,6 +253,7 @@ SETTINGS = {
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,
     "sgd.momentum": 0.5, "muon.momentum": 0.5, "train.only.patterns": ["blocks.1"],
+    "weights.format": "nf4",
     "optimizer.rates.factors": ["blocks.0=2"], "lion.betas": [0.9, 0.95],
     "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
     "galore.rank": 3, "galore.gap": 9, "galore.scale": 1.0,
@@ -304,6 +306,9 @@ ELSEWHERE = {
     "workers": "tests/cli/test_workers.py",
     "plan_file": "tests/train/test_given_plan.py",
     "output": "tests/train/test_run.py",
+    "callbacks.names": "tests/train/test_callbacks.py",
+    "callbacks.patience": "tests/train/test_callbacks.py",
+    "train.epochs.count": "tests/train/test_run.py",
 }
 
 
