@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from outsize.cli.convert import convert
+from outsize.cli.export import export
+from outsize.cli.formats import formats
 from outsize.cli.generate import generate
 from outsize.cli.keys import keys
 from outsize.cli.plan import plan
@@ -50,5 +52,7 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (train, generate, convert, plan, keys, schedule, trace, verify):
+for command in (
+    train, generate, convert, formats, export, plan, keys, schedule, trace, verify,
+):  # fmt: skip
     main.add_command(command)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.coding import CODES, SCALES, encoded, weight_of
+from outsize.models.coding import CODES, SCALES, encoded, plain, weight_of
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Initial, declarations
 from outsize.models.decoder import Decoder
@@ -91,6 +91,16 @@ def adapt(model: Decoder, adapter: Adapter, seed: int) -> Decoder:
         return out
 
     _place(model, set(_names(model)) - before, fill)
+    return model
+
+
+def uncoded(model: Decoder) -> Decoder:
+    """The same model, whose coded weights are plain ones from now on, in its dtype."""
+    dtype = model.prologue.tokens.weight.dtype
+    for _, one in linears(model):
+        if one.coded is not None:
+            one.uncode(dtype)
+    model.config = plain(model.config)
     return model
 
 

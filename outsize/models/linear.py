@@ -114,6 +114,13 @@ class Linear(nn.Module):
                 self.register_parameter(leaf, nn.Parameter(made, requires_grad=False))
         self.product = by_codes
 
+    def uncode(self, dtype: torch.dtype) -> None:
+        """Hold the weight that codes stand for."""
+        weight = self.decoded(0, self.sizes[0], dtype)
+        for leaf in (CODES, SCALES):
+            self._parameters.pop(leaf, None)
+        self.weight, self.coded, self.product = nn.Parameter(weight), None, dense
+
     def decoded(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Rows of the weight that is coded."""
         assert self.coded is not None, "asked of one that is"

@@ -23,8 +23,8 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained. directory: of the Hugging Face model, or of the checkpoint that it comes
-    from; None for a preset. text: how data names the tokenizer."""
+    """What is trained. directory: of the Hugging Face model, or of the checkpoint that all weights
+    come from; None for a preset. text: how data names the tokenizer."""
 
     config: DecoderConfig
     directory: Path | None
@@ -83,7 +83,7 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
         )
     config = replace(asked(found.config, said), adapter=adapter)
     adapter_layout(config)
-    return replace(found, config=config)
+    return replace(found, config=config, directory=Path(keys.model.name).expanduser())
 
 
 def limited(found: Subject, resolved: Resolved) -> Subject:

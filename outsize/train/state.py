@@ -22,6 +22,7 @@ from outsize.checkpoint.contents import Named, merged
 from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
+from outsize.checkpoint.shards import fingerprint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import Later, write_json
 from outsize.data import Cursor
@@ -41,6 +42,7 @@ from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER, UPDATES = "weights", "optimizer", "updates"
 KIND = "outsize training run"
+BASE = "base"  # in a checkpoint: the fingerprint of what its adapter is beside
 Read = Callable[[str, str | None], Tensor]  # by a parameter's name and that of a state of it
 
 
@@ -73,7 +75,10 @@ def save(
         for name, text in files_of(resolved.config).items():
             write_text(text, directory / name)
 
-    return store.save(place.step, tensors_of(job, config), _meta(job, resolved, place), files)
+    meta = dict(_meta(job, resolved, place))
+    if config.adapter is not None:
+        meta[BASE] = fingerprint(Path(resolved.get("model.name")).expanduser())
+    return store.save(place.step, tensors_of(job, config), meta, files)
 
 
 def write_model(directory: Path, job: Job, config: DecoderConfig, base: Path | None) -> None:
@@ -263,8 +268,19 @@ def first_values(model: Decoder, keys: RunConfig, found: Checkpoint | None) -> F
             return weights_of(found, config)
         return initial_draw(model, keys.train.seed) if drawn else hub_fill(directory, config)
     if found is not None:
+        _check_base(found, directory)
         return beside(config, directory, weights_of(found, config))
     return beside(config, directory, initial_draw(model, keys.train.seed))
+
+
+def _check_base(found: Checkpoint, directory: Path) -> None:
+    """Refuse to go on beside other weights than those that the adapter was trained beside."""
+    then = found.meta.get(BASE)
+    if then is not None and then != fingerprint(directory):
+        raise OutsizeError(
+            f"{directory} holds other weights than those that the adapter of {found.path} was"
+            " trained beside; bring these back, or start a new run in another directory"
+        )
 
 
 def beside(config: DecoderConfig, directory: Path, trained: Fill) -> Fill:

@@ -231,3 +231,30 @@ def test_initial_values_are_those_of_the_plain_model():
         found = one.decoded(0, one.sizes[0], torch.float32)
         torch.testing.assert_close(found, first[name].weight, rtol=0, atol=1e-3)
     assert torch.equal(model.prologue.tokens.weight, whole.prologue.tokens.weight)
+
+
+def test_a_run_goes_on_beside_its_own_base_alone(directory):
+    """Its checkpoint has no weights of the base, and knows them."""
+    (directory / "text.txt").write_text("A few words, again and again. " * 40)
+    keys = {
+        "model": directory / "llama", "adapt.lora.rank": 2, "weights": "nf4", "train.steps": 1,
+        "train.sequence": 16, "train.batch_tokens": 32, "train.evaluate_every": 0,
+        "sample.tokens": 0, "data": directory / "text.txt", "data.validation": 0,
+        "data.tokenizer": "bytes", "output": directory / "run",
+    }  # fmt: skip
+    sets = [x for name, value in keys.items() for x in ("--set", f"{name}={value}")]
+    found = CliRunner().invoke(main, ["train", *sets])
+    assert found.exit_code == 0, found.output
+    assert not (directory / "run" / "step-00000001" / "model.safetensors").exists()
+    assert outsize.load(directory / "run").config.coding.format.name == "nf4"
+    merged = outsize.merge(outsize.load(directory / "run", weights="plain"))
+    assert merged.config.adapter is None and merged.config.coding is None
+    file = directory / "llama" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-300:] = bytes(300)
+    file.write_bytes(raw)
+    again = CliRunner().invoke(
+        main, ["train", "--resume", str(directory / "run"), "--set", "train.steps=2"]
+    )
+    assert again.exit_code == 2
+    assert "holds other weights than those that the adapter" in again.output

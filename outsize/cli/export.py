@@ -1,0 +1,23 @@
+"""`outsize export`: a model as other programs read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from outsize.cli.command import Command
+
+
+@click.command(cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--to", "kind", required=True, help="hf, peft, or gguf:TYPE (F16 if left out).")
+@click.option("--into", required=True, type=click.Path(path_type=Path), help="A new path.")
+def export(directory: Path, kind: str, into: Path) -> None:
+    """Write the model in DIRECTORY, a run, a checkpoint or a model, as a plain Hugging Face
+    directory (an adapter is merged, codes are decoded), its adapter as peft has it, or one GGUF
+    file for llama.cpp."""
+    from outsize.serve.export import export as write
+
+    for line in write(directory, kind, into):
+        click.echo(line, err=line.startswith("warning"))

@@ -1,0 +1,95 @@
+"""A model as other programs read it: a Hugging Face directory, peft's adapter, a GGUF file.
+
+What is written as a directory is read back, and its logits are compared with the model's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from outsize.checkpoint import adapters, gguf
+from outsize.checkpoint.hub import CONFIG, whole_directory, write
+from outsize.errors import OutsizeError
+from outsize.models.build import uncoded
+from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.train.tokenizer_files import COPIED
+
+KINDS = ("hf", "peft", "gguf")
+PROBE = 16  # tokens whose logits are compared
+
+
+def export(directory: Path, to: str, into: Path) -> list[str]:
+    """Write the model of a directory (a run's, a checkpoint's, a model's) as `to`: hf, peft, gguf
+    or gguf:TYPE; gives what there is to say of it. OutsizeError for what cannot be."""
+    kind, _, inner = to.partition(":")
+    if kind not in KINDS or (inner and kind != "gguf"):
+        raise OutsizeError(f"--to {to!r} is not known; expected hf, peft, or gguf:F16")
+    found = adapters.model_directory(directory)
+    config = adapters.read_config(found)
+    if kind == "peft":
+        return _peft(found, config, into)
+    if kind == "gguf":
+        gguf.check(config, inner or "F16")
+    # What it computes: an adapter that was trained beside codes goes into what these stand for.
+    model = adapters.merge(uncoded(adapters.load(found, config=config)))
+    tokenizer = found / "tokenizer.json"
+    if kind == "gguf":
+        said = _file(model, into, inner or "F16", tokenizer, directory.name)
+        return [f"{into}: {inner or 'F16'}", *said]
+
+    def files(place: Path) -> None:
+        write(model, place)
+        for name in COPIED:
+            if (found / name).is_file():
+                shutil.copyfile(found / name, place / name)
+
+    whole_directory(into, files)
+    return [f"{into}: {config.family}", *compared(model, into)]
+
+
+def _peft(found: Path, config: DecoderConfig, into: Path) -> list[str]:
+    if config.adapter is None:
+        raise OutsizeError(f"--to peft: {found} has no adapter; expected a run that trained one")
+    model = adapters.load(found, config=config)
+    adapters.save(model, into)
+    again = adapters.held(found, adapters.read_config(into))
+    other = adapters.load(into, config=again)
+    return [f"{into}: adapter beside {adapters.base_of(model)}", *differing(model, other, into)]
+
+
+def _file(model: Decoder, into: Path, kind: str, tokenizer: Path, name: str) -> list[str]:
+    """A GGUF file under its name when it is whole."""
+    if into.exists():
+        raise OutsizeError(f"{into} exists already; choose another path")
+    part = into.with_name(f".{into.name}.{os.getpid()}.part")
+    try:
+        into.parent.mkdir(parents=True, exist_ok=True)
+        said = gguf.write(model, part, kind, tokenizer, name)
+        os.rename(part, into)
+    except OSError as error:
+        raise OutsizeError(f"cannot write {into}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return said
+
+
+def compared(model: Decoder, into: Path) -> list[str]:
+    """A line where a directory that was written gives other logits than its model; else nothing."""
+    assert (into / CONFIG).is_file(), "it was written"
+    return differing(model, adapters.load(into), into)
+
+
+@torch.no_grad()
+def differing(model: Decoder, other: Decoder, into: Path) -> list[str]:
+    vocab = model.config.vocab
+    ids = torch.arange(PROBE).mul_(vocab // PROBE + 1).remainder_(vocab).unsqueeze(0)
+    ours, theirs = model(ids), other(ids)
+    if torch.equal(ours, theirs):
+        return []
+    most = float((ours.float() - theirs.float()).abs().max())
+    return [f"warning: {into}, read back, has other logits than the model: by {most:.3g} at most"]

@@ -1,0 +1,200 @@
+"""Models as other programs read them, and what each format of weights costs."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import outsize
+from outsize.cli.main import main
+from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.coding import decoded, format_of
+from outsize.models.families import parse
+from outsize.serve import export as exporting
+from outsize.serve.export import export
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 257, "max_position_embeddings": 64,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 256,
+}  # fmt: skip
+
+
+def saved(folder: Path, family: str, **facts: object) -> Path:
+    model = build(parse({"model_type": family, **SIZES, **facts}), 3)
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.dim() == 1:
+                one.add_(torch.rand(one.shape, generator=torch.Generator().manual_seed(5)))
+    outsize.save(model, folder / family)
+    return folder / family
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    """A GGUF file by its specification: facts, and (shape, type, bytes) of the tensors."""
+    raw, at = path.read_bytes(), 4
+
+    def number(form: str):
+        nonlocal at
+        (value,) = struct.unpack_from(form, raw, at)
+        at += struct.calcsize(form)
+        return value
+
+    def text() -> str:
+        nonlocal at
+        size = number("<Q")
+        at += size
+        return raw[at - size : at].decode()
+
+    def value(kind: int):
+        if kind == 8:
+            return text()
+        if kind == 9:
+            inner = number("<I")
+            return [value(inner) for _ in range(number("<Q"))]
+        return number({4: "<I", 5: "<i", 6: "<f", 7: "<?"}[kind])
+
+    assert raw[:4] == b"GGUF" and number("<I") == 3
+    tensors, facts = number("<Q"), number("<Q")
+    said = {}
+    for _ in range(facts):
+        name = text()
+        said[name] = value(number("<I"))
+    spans = {}
+    for _ in range(tensors):
+        name = text()
+        shape = tuple(number("<Q") for _ in range(number("<I")))[::-1]
+        spans[name] = (shape, number("<I"), number("<Q"))
+    start = -(-at // 32) * 32
+    ends = sorted([offset for *_, offset in spans.values()] + [len(raw) - start])
+    held = {}
+    for name, (shape, kind, offset) in spans.items():
+        end = ends[ends.index(offset) + 1]
+        held[name] = (shape, kind, raw[start + offset : start + end])
+    return said, held
+
+
+def floats(held: tuple) -> torch.Tensor:
+    shape, kind, raw = held
+    dtype = {0: torch.float32, 1: torch.float16}[kind]
+    count = torch.Size(shape).numel()
+    return torch.frombuffer(bytearray(raw), dtype=dtype)[:count].float().view(shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_gguf_file_has_the_models_facts_and_weights(family, tmp_path):
+    directory = saved(tmp_path, family, tie_word_embeddings=family == "qwen2")
+    (directory / "tokenizer.json").write_text(exporting_bytes())
+    said = export(directory, "gguf:Q8_0", tmp_path / "m.gguf")
+    assert said == [f"{tmp_path / 'm.gguf'}: Q8_0"]
+    facts, held = read(tmp_path / "m.gguf")
+    assert facts["general.architecture"] == family
+    assert facts[f"{family}.attention.head_count_kv"] == 2
+    assert facts[f"{family}.rope.dimension_count"] == 16
+    assert len(facts["tokenizer.ggml.tokens"]) == 257
+    assert (
+        facts["tokenizer.ggml.token_type"][256] == 3 and facts["tokenizer.ggml.eos_token_id"] == 256
+    )
+    model = outsize.load(directory)
+    assert ("output.weight" in held) is (family == "llama")
+    assert torch.equal(floats(held["blk.1.ffn_norm.weight"]), model.blocks[1].mlp_norm.weight)
+    shape, kind, raw = held["blk.1.attn_q.weight"]
+    q = model.blocks[1].attention.q.weight.detach()
+    if family == "llama":  # features that turn together lie in pairs there
+        q = torch.stack((q.view(4, 2, 8, 64)[:, 0], q.view(4, 2, 8, 64)[:, 1]), 2).reshape(64, 64)
+    form = format_of("q8_0")
+    codes = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(64, -1)
+    assert (shape, kind) == ((64, 64), 8)
+    assert torch.equal(codes, form.encode(q)[0])
+
+
+def exporting_bytes() -> str:
+    from outsize.train.tokenizer_files import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_transformers_reads_the_file_to_the_same_logits(family, tmp_path):
+    pytest.importorskip("gguf")
+    import transformers
+
+    directory = saved(tmp_path, family)
+    export(directory, "gguf:F32", tmp_path / "m.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    )
+    ids = torch.randint(0, 257, (2, 9), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        theirs(ids).logits, outsize.load(directory)(ids), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_gguf_has_no_name_for_is_refused(tmp_path):
+    rope = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    directory = saved(tmp_path, "gemma2", head_dim=16, query_pre_attn_scalar=16)
+    with pytest.raises(OutsizeError, match="no name here for the family gemma2"):
+        export(directory, "gguf", tmp_path / "m.gguf")
+    with pytest.raises(OutsizeError, match="has llama3, which is not written"):
+        export(saved(tmp_path, "llama", rope_scaling=rope), "gguf", tmp_path / "m.gguf")
+    for kind, words in (("gguf:Q5", "gguf:Q5 is not known"), ("onnx", "'onnx' is not known")):
+        with pytest.raises(OutsizeError, match=words):
+            export(directory, kind, tmp_path / "m")
+    with pytest.raises(OutsizeError, match="has no adapter"):
+        export(directory, "peft", tmp_path / "m")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_codes_are_exported_as_what_they_stand_for(tmp_path, monkeypatch):
+    directory = saved(tmp_path, "llama")
+    outsize.save(outsize.load(directory, weights="int4:16"), tmp_path / "int4")
+    assert len(export(tmp_path / "int4", "hf", tmp_path / "hf")) == 1
+    plain, form = outsize.load(tmp_path / "hf"), format_of("int4:16")
+    wanted = decoded(form, *form.encode(outsize.load(directory).blocks[0].mlp.up.weight.detach()))
+    assert torch.equal(plain.blocks[0].mlp.up.weight, wanted)
+    assert "quantization_config" not in plain.config.source
+    real = exporting.write
+
+    def damaged(model, place):
+        with torch.no_grad():
+            model.epilogue.norm.weight.mul_(1.5)
+        real(model, place)
+        with torch.no_grad():
+            model.epilogue.norm.weight.div_(1.5)
+
+    monkeypatch.setattr(exporting, "write", damaged)
+    found = CliRunner().invoke(
+        main, ["export", str(directory), "--to", "hf", "--into", str(tmp_path / "other")]
+    )
+    assert found.exit_code == 0 and "has other logits than the model" in found.output
+
+
+def test_formats_are_a_table_of_bytes_and_bits(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(f"The {i}th of forty short texts.\n")
+    directory = saved(tmp_path, "llama")
+    asked = ["formats", str(directory), "--on", str(text), "--tokens", "64"]
+    found = CliRunner().invoke(main, asked)
+    assert found.exit_code == 0, found.output
+    rows = {line.split()[0]: line.split() for line in found.output.splitlines() if line.strip()}
+    assert set(rows) >= {"plain", "int8:32", "int4:32", "nf4:32", "q8_0", "q4_0"}
+    assert "q4_k is left out: weights: q4_k has groups of 256" in found.output
+    assert rows["plain"][3] == "32.000"
+    blocks, rest = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96), 2 * 257 * 64 + 5 * 64
+    bits = (blocks * 4.5 + rest * 32) / (blocks + rest)
+    assert float(rows["q4_0"][3]) == pytest.approx(bits, abs=1e-3)
+    model = outsize.load(directory, weights="int4:32")
+    assert float(rows["int4:32"][1]) == pytest.approx(
+        sum(p.nbytes for p in model.parameters()) / 1024, abs=0.01
+    )
+    assert float(rows["plain"][4]) > 6 and abs(float(rows["q8_0"][5].rstrip("%"))) < 5
