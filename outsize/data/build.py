@@ -6,6 +6,7 @@ import hashlib
 import os
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ _SHOWN = 200  # calls of a Progress, at most
 
 @dataclass(frozen=True)
 class Written:
-    """What a split came to. `checksums`: crc32 of each file by name; `sizes`: bytes."""
+    """What a split came to. `checksums`: crc32 of each file by name; `sizes`: bytes. counts:
+    documents of each data path."""
 
     documents: int
     tokens: int
@@ -32,6 +34,7 @@ class Written:
     fingerprint: str
     sizes: dict[str, int]
     checksums: dict[str, int]
+    counts: list[int]
 
 
 def build(source: Source, folder: Path, log: ReadLog, progress: Progress) -> dict[str, Written]:
@@ -70,6 +73,7 @@ class SplitWriter:
         self._hash = hashlib.blake2b(f"{tokenizer.start}".encode(), digest_size=16)
         self._ends = array("q")
         self._tokens = self._bytes = 0
+        self._counts: Counter[int] = Counter()
 
     def add(self, document: Document) -> None:
         content = document.ids.astype(self._dtype).tobytes()
@@ -86,6 +90,7 @@ class SplitWriter:
         self._tokens += len(document.ids)
         self._bytes += document.bytes
         self._ends.append(self._tokens)
+        self._counts[document.part] += 1
 
     def written(self) -> Written:
         """What was written; after the writer has been closed."""
@@ -97,6 +102,7 @@ class SplitWriter:
             fingerprint=self._hash.hexdigest(),
             sizes={names[kind]: size for kind, size in self._sizes.items()},
             checksums={names[kind]: crc for kind, crc in self._checksums.items()},
+            counts=[self._counts[part] for part in range(max(self._counts, default=-1) + 1)],
         )
 
     def _write(self, kind: str, content: bytes) -> None:

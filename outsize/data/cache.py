@@ -180,6 +180,7 @@ def _map(entry: Path, name: str, split: dict[str, Any], source: Source) -> Datas
         fingerprint=split["fingerprint"],
         weights_N=array("weights", "<f4"),
         whole=source.whole,
+        counts=tuple(split["counts"]),
     )
 
 
@@ -190,11 +191,12 @@ def _array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _refuse_empty(source: Source, written: dict[str, Written], log: ReadLog) -> None:
-    if written["train"].documents:
+    wanted = "validation" if source.given.fraction == 1 else "train"
+    if written[wanted].documents:
         return
     first, more = source.given.files[0].path, len(source.given.files) - 1
     paths = f"{first} and {more} more" if more else f"{first}"
-    if written["validation"].documents:
+    if written["validation"].documents and wanted == "train":
         raise OutsizeError(
             f"data in {paths}: validation takes all of it,"
             f" {counted(written['validation'].documents, 'document')}; give more documents, or set"

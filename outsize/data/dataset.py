@@ -6,7 +6,8 @@ model reads (each document shifted by one, behind a start token) follows from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +25,8 @@ class Dataset:
     kept for validation data only; bytes: of all the text; fingerprint: a hash of tokens, ends and
     weights. weights_N: float32, what the loss of saying each token is times, None for 1. whole: no
     document is cut over rows, and its first token is read, not said (outsize/data/whole.py).
+    counts: documents of each data path, in order. shares: of the rows, that each path's documents
+    have (outsize/data/mixture.py); empty where all documents are one lot.
     """
 
     tokens_N: Tokens
@@ -34,6 +37,8 @@ class Dataset:
     fingerprint: str
     weights_N: NDArray[np.float32] | None = None
     whole: bool = False
+    counts: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
 
     @property
     def documents(self) -> int:
@@ -43,6 +48,21 @@ class Dataset:
     def tokens(self) -> int:
         """All tokens, eos of every document included."""
         return len(self.tokens_N)
+
+    def parts(self) -> Iterator[Dataset]:
+        """The documents of each data path by themselves; views of the same arrays."""
+        edges = np.append(0, self.ends)
+        first = 0
+        for count in self.counts:
+            start, stop = int(edges[first]), int(edges[first + count])
+            here = slice(start, stop)
+            ends = self.ends[first : first + count] - start
+            yield replace(
+                self, tokens_N=self.tokens_N[here], ends=ends, counts=(count,), shares=(),
+                widths_N=None if self.widths_N is None else self.widths_N[here],
+                weights_N=None if self.weights_N is None else self.weights_N[here],
+            )  # fmt: skip
+            first += count
 
     @cached_property
     def targets(self) -> int:

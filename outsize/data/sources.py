@@ -7,7 +7,7 @@ with its file and line, and the caller shows the report.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,15 @@ class ReadLog:
         self.bad += 1
         if len(self.skips) < SKIPS_KEPT:
             self.skips.append(Skip(where, why))
+
+    def plus(self, other: ReadLog) -> ReadLog:
+        """Both together."""
+        counts = {
+            one.name: getattr(self, one.name) + getattr(other, one.name)
+            for one in fields(self)
+            if one.name != "skips"
+        }
+        return ReadLog([*self.skips, *other.skips], **counts)
 
     def summary(self) -> str:
         """One line for people; "nothing skipped" when that is so."""

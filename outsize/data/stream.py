@@ -3,7 +3,9 @@ cursor that goes on exactly; validation batches in one fixed order.
 
 Samples are rows, numbered over the whole run: sample k is row k mod R of epoch k // R, where R is
 the rows of an epoch. Step t has the samples t * rows .. (t + 1) * rows - 1, so sample k is the
-same row for any batch size and any number of data-parallel readers. A run that goes on with other
+same row for any batch size and any number of data-parallel readers. In a mixture each data path has
+rows of its own; which path a sample is of depends on seed and sample too (outsize/data/mixture.py).
+A run that goes on with other
 rows a step, or other data, counts from the step and sample at which it does.
 """
 
@@ -24,6 +26,7 @@ import torch
 from outsize import typed
 from outsize.data.batch import IGNORE, Batch, Span
 from outsize.data.dataset import Dataset
+from outsize.data.mixture import Mixture
 from outsize.data.packing import Layout, Row, layout
 from outsize.data.whole import Whole, pack
 from outsize.errors import OutsizeError, counted
@@ -61,8 +64,12 @@ class TrainStream:
         if rows < 1 or sequence < 1:
             raise OutsizeError(f"rows {rows} of {sequence} tokens: expected at least 1 of 1")
         self.data, self.seed, self.rows, self.sequence = data, seed, rows, sequence
-        self._whole = pack(data, seed, sequence) if data.whole else None
-        self.rows_per_epoch = (
+        self._mixture = Mixture(data.shares, seed) if data.shares else None
+        self._parts: list[TrainStream] = [
+            _part(number, part, seed, rows, sequence) for number, part in enumerate(_parts(data))
+        ]
+        self._whole = pack(data, seed, sequence) if data.whole and not self._parts else None
+        self.rows_per_epoch: int = sum(part.rows_per_epoch for part in self._parts) or (
             data.tokens // sequence if self._whole is None else len(self._whole.documents)
         )
         if not self.rows_per_epoch:
@@ -89,6 +96,9 @@ class TrainStream:
 
     def row(self, sample: int) -> Row:
         """Row number `sample` of the run."""
+        if self._mixture is not None:
+            part, sample = self._mixture.place(sample)
+            return self._parts[part].row(sample)
         epoch, index = divmod(sample, self.rows_per_epoch)
         order = self._layout(epoch)
         return order.read(self.data, int(order.rows[index]), self.sequence)
@@ -210,6 +220,18 @@ class ValidationStream:
 
     def _row(self, row: int) -> Row:
         return self._layout.read(self.data, row, self.sequence)
+
+
+def _parts(data: Dataset) -> Iterator[Dataset]:
+    return data.parts() if data.shares else iter(())
+
+
+def _part(number: int, data: Dataset, seed: int, rows: int, sequence: int) -> TrainStream:
+    """The rows of one data path of a mixture."""
+    try:
+        return TrainStream(data, seed, rows, sequence)
+    except OutsizeError as error:
+        raise OutsizeError(f"number {number + 1} of data.path: {error}") from None
 
 
 def _collate(rows: list[Row]) -> Batch:

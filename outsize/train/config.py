@@ -32,7 +32,9 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class DataKeys:
-    path: str | tuple[str, ...] = setting("stdlib", "files and directories, or stdlib")
+    path: str | tuple[str, ...] | Mapping[str, float] = setting(
+        "stdlib", "files, directories, patterns, or stdlib; {a: 3, b: 1}: shares of the rows"
+    )
     kind: Literal["auto", "text", "jsonl", "json", "csv", "parquet"] = setting(
         "auto", "auto goes by the suffix"
     )

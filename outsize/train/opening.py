@@ -56,7 +56,7 @@ def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready
     show_plan(setup, console)
     parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
     say(console, *_found(setup), f"data: {'; '.join((*parts, data.skipped.summary()))}")
-    say(console, *data.skipped.warnings())
+    say(console, *_shares(setup), *data.skipped.warnings())
     return Ready(setup, data, stream)
 
 
@@ -73,6 +73,13 @@ def _long_enough(setup: Setup, stream: TrainStream) -> Setup:
     if own is None:
         return setup
     return replace(setup, resolved=setup.resolved.derive("train.steps", *own.steps(stream)))
+
+
+def _shares(setup: Setup) -> Iterator[str]:
+    own = data_config(setup.config, setup.subject.text)
+    said = [f"{share:.1%} from {p}" for p, share in zip(own.paths(), own.shares(), strict=False)]
+    if said:
+        yield f"data: of the rows {', '.join(said)}"
 
 
 def _found(setup: Setup) -> Iterator[str]:

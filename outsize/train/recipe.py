@@ -57,7 +57,7 @@ def stream_of(config: RunConfig, data: Data, plan: Plan) -> TrainStream:
 
 def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
     """tokenizer: a directory, or bytes. The row length of the run is settled."""
-    own = config.data
+    own, held = config.data, config.technique("data.evaluation")
     return DataConfig(
         path=own.path,
         kind=own.kind,
@@ -67,6 +67,7 @@ def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
         cache=own.cache,
         source=sourced(config.techniques),
         sequence=config.train.sequence,
+        evaluation=() if held is None else held.paths,
     )
 
 

@@ -29,7 +29,7 @@ from outsize import typed
 from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
-from outsize.data import DataConfig, check_paths
+from outsize.data import check_paths
 from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
@@ -53,7 +53,7 @@ from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
 from outsize.train.model import subject_of
 from outsize.train.opening import Ready, data_of, read_length, ready_of, show_plan, streamed
-from outsize.train.recipe import options_of, recipe_of
+from outsize.train.recipe import data_config, options_of, recipe_of
 from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values, shown
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
@@ -80,7 +80,8 @@ def start(resolved: Resolved, console: Console, worker_group: WorkerGroup | None
     """
     worker_group = worker_group or WorkerGroup()
     worker_group.pulse.at("planning")
-    check_paths(DataConfig(path=resolved.config.data.path).paths())
+    own = data_config(resolved.config, "bytes")
+    check_paths((*own.paths(), *own.evaluation))
     check_prompt(resolved.config.sample.prompt)
     setup = set_up(resolved)
     ready = ready_of(setup, console, worker_group)

@@ -78,7 +78,7 @@ class Read:
         """All rows of a step."""
         keys, data = self.config.train, self.data.train
         noise = Noise(keys.dropout, keys.seed, step) if keys.dropout else None
-        if data.whole:  # rows of a source whose documents stay whole are what it says
+        if data.whole or data.shares:  # of whole documents, of a mixture: rows as they are said
             made = TrainStream(data, keys.seed, self.rows, self.sequence).batch(step)
             return Batch(made.ids_BS, made.targets_BS, made.bounds, noise, made.weights_BS)
         count = data.tokens // self.sequence

@@ -202,6 +202,7 @@ DATA = {
     "data.field": lambda home: "text",
     "data.tokenizer": lambda home: home.home / "tokens",
     "data.validation": lambda home: 0.5,
+    "data.evaluation.path": lambda home: home.home / "other",
 }
 
 
