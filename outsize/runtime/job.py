@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,6 +16,7 @@ from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
 from outsize.memory import Meter
 from outsize.models.cuts import NO_CUTS, Cut
+from outsize.optim import taker
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import Plan
 from outsize.runtime.checks import check, check_rate, check_same, check_weight, check_world
@@ -58,12 +60,21 @@ class Job(Stateful):
     ) -> None:
         self.flow, self.plan, self.recipe, self.optimizer = flow, plan, recipe, recipe.optimizer
         self.world, self.stores, self.rows = here.world, here.stores, flow.rows
-        self.watch, method = Watch(here.ledger, here.at), method_of(plan.approximate)
+        self.watch = Watch(here.ledger, here.at)
         check_world(plan, self.world, cuts)
         check(flow, plan, recipe)
         self.owners = {name: p for _, params in flow.segments for name, p in params}
+        self.trainable = frozenset(n for n, p in self.owners.items() if p.requires_grad)
         self.place = plan.mesh.rows_index(self.world.rank)
-        self.placement = method.placement(flow, plan, recipe, here, cuts)
+        method_of(plan.approximate).freeze(flow, plan, recipe)
+        self._made = here, cuts
+        self._lay_out(fill)
+
+    def _lay_out(self, fill: Fill | None) -> None:
+        """Place the states of what is trained, and make their buffers and lists."""
+        (here, cuts), flow, plan = self._made, self.flow, self.plan
+        method = method_of(plan.approximate)
+        self.placement = method.placement(flow, plan, self.recipe, here, cuts)
         self.program = method.program(flow, self.placement)
         prove(self.program)
         device = next(iter(self.owners.values())).device
@@ -86,6 +97,35 @@ class Job(Stateful):
         self.loaded = self.playable(self.program.own)
         self._evaluations: dict[int, Loaded] = {}
         self.evaluated: Sequence[Ran] = ()  # the actions that evaluated last
+        self.__dict__.pop("tokens", None)
+
+    def anew(self, trained: Collection[str]) -> None:
+        """Train other parameters from here on; where all states rest on the device, and whole
+        parameters with them. What goes on has the states that it had, what begins the optimizer's
+        first ones, and what ends none. Every worker calls it."""
+        goes_on = {n for n, p in self.owners.items() if p.requires_grad and n in trained}
+        states = self.optimizer_state()
+        kept = {name: s.clone() for name, s in states if name.rpartition(".")[0] in goes_on}
+        counts, notes = self.update_counts(), self.method.notes()
+        self.close()
+        del self.method, self.engine, self.loaded, self.chunks, self.held, self.weight_pool
+        gc.collect()  # what refers to itself goes now, and its buffers with it
+        for name, parameter in self.owners.items():
+            parameter.requires_grad_(name in trained)
+        self._lay_out(None)
+
+        both = (taker(self.optimizer, main) for main in (False, True))
+        initial = {spec.name: spec.initial for one in both for spec in one.states}
+
+        def give(name: str, out: Tensor) -> None:
+            if name in kept:
+                out.copy_(kept[name])
+            else:
+                out.fill_(initial[name.rpartition(".")[2]])
+
+        self.load(None, give)
+        self.restore_counts({name: n for name, n in counts.items() if name in goes_on})
+        self.method.recall(notes)
 
     @property
     def ledger(self) -> Meter | None:
@@ -132,6 +172,9 @@ class Job(Stateful):
         begin = time.perf_counter()
         check_rate(lr)
         self.method.check()
+        others = self.method.due()
+        if others is not None:
+            self.anew(others)
         weight, count = self.totals.count(self.flow.count(batch))
         check_weight(weight)
         self.ready(batch, weight, lr)

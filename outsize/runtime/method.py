@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -64,6 +64,10 @@ class Method(Protocol):
         return model, plan
 
     @staticmethod
+    def freeze(flow: Flow, plan: Plan, recipe: Recipe) -> None:
+        """Freeze what the first steps do not train."""
+
+    @staticmethod
     def placement(
         flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
     ) -> Placement:
@@ -81,6 +85,10 @@ class Method(Protocol):
     def check(self) -> None:
         """Refuse a step on weights of which some have moved and some have not, or of which others
         are trained than the job was made for."""
+
+    def due(self) -> Collection[str] | None:
+        """The names of all parameters that the next step trains, where those are others."""
+        return None
 
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None

@@ -96,12 +96,9 @@ class NativeFlow:
             parts.insert(at, (f"{AUXILIARY} {i}", tuple(own)))
             self.blocks.insert(at - 1, module)  # type: ignore[arg-type]
         self.segments = tuple(parts)
+        self._trainable_from = self._first_trained()
         self.aside = frozenset(n for at in heads for n, _ in parts[at][1])
         self.wide = frozenset(n for _, params in parts for n, _ in params if stays_float32(n))
-        self._trainable_from = next(
-            (i for i, (_, ps) in enumerate(self.segments) if any(p.requires_grad for _, p in ps)),
-            len(self.segments),
-        )
         head, ends = model.epilogue.head.weight, ends_of(plan.pipeline)
         self.rows = None if ends is None else ROWS.get(ends.name)(model, ends)
         shared = ends is None and any(head is p for _, p in self.segments[0][1])
@@ -110,8 +107,13 @@ class NativeFlow:
         self._sink: Gradients | None = None
         self._columns = () if self.loss is None else tuple(self.loss.columns)
 
+    def _first_trained(self) -> int:
+        """The segment, or their number where none is."""
+        learns = (any(p.requires_grad for _, p in params) for _, params in self.segments)
+        return next((i for i, one in enumerate(learns) if one), len(self.segments))
+
     def attach(self, sink: Gradients | None) -> None:
-        self._sink = sink
+        self._sink, self._trainable_from = sink, self._first_trained()
         for module in chain.from_iterable(m.modules() for m in (self.model, *self.heads.values())):
             if "sink" in module.__dict__:
                 module.sink = sink  # type: ignore[assignment]

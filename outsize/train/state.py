@@ -120,9 +120,9 @@ def restore_states(checkpoint: Checkpoint, job: Job, weights: Fill | None) -> No
     """Put a checkpoint's optimizer states and counts into a job, and the weights that `weights`
     writes; None: they stay. OutsizeError, naming the tensor, for one of another optimizer."""
     where = f"checkpoint {checkpoint.path}"
+    job.method.recall(checkpoint.meta)  # which may train other parameters then
     check_names(where, OPTIMIZER, checkpoint.names(OPTIMIZER), set(job.state_names()))
     job.load(weights, partial(checkpoint.tensor, OPTIMIZER))
-    job.method.recall(checkpoint.meta)
     job.restore_counts(_counts(checkpoint.meta.get(UPDATES), job.owners))
 
 
