@@ -21,6 +21,7 @@ from outsize.optim.optimizer import AdamW, Optimizer, Rates
 
 # Of the quintic whose slope at zero is steepest while singular values end near 1 (Jordan's).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+QUICK = {"cpu": torch.float32}  # what directions are computed in, where it is not bfloat16
 _FLOOR = 1e-7  # of the norm that a direction is divided by
 
 Scale = Literal["original", "match_rms_adamw"]
@@ -35,8 +36,9 @@ class Muon:
     decay are not used: a job gives both optimizers those of its groups.
 
     Keeps one buffer for matrices where AdamW keeps two. Orthogonal directions are computed in
-    bfloat16; in float64 for weights in float64, so that layouts can be compared. An update needs
-    1.5 to 2 times the bytes of one float32 matrix beside it.
+    bfloat16; on processors, of which many multiply that far slower, in float32; in float64 for
+    weights in float64, so that layouts can be compared. An update needs 1.5 to 2 times the bytes of
+    one matrix of that dtype beside it.
     """
 
     lr: float = 3e-4
@@ -69,7 +71,8 @@ class Muon:
         gradients = gradients.to(mean.dtype)
         mean.lerp_(gradients, 1 - self.momentum)
         direction = gradients.lerp(mean, self.momentum) if self.nesterov else mean
-        dtype = torch.float64 if weights.dtype == torch.float64 else torch.bfloat16
+        quick = QUICK.get(weights.device.type, torch.bfloat16)
+        dtype = torch.float64 if weights.dtype == torch.float64 else quick
         rate = rates.lr * self._factor(*weights.shape[-2:])
         weights.mul_(1 - rates.lr * rates.weight_decay)
         shape = (-1, *weights.shape[-2:])
