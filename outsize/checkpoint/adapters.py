@@ -93,6 +93,13 @@ def described(directory: Path) -> tuple[Mapping[str, Any], Path]:
     return said, Path(base).expanduser()
 
 
+def tokenizer_directory(directory: Path) -> Path:
+    """Where the tokenizer of a model lies: with it, or with the model that an adapter is beside."""
+    if (directory / "tokenizer.json").is_file() or not (directory / ADAPTER_CONFIG).is_file():
+        return directory
+    return described(directory)[1]
+
+
 def adapted(said: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """The config of a model with the adapter that an adapter_config.json says."""
     from outsize.models.adapter import FORMATS

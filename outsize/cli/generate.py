@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--prompt", default="", help="What the text begins with.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A prompt a line, or records with prompt or messages (.jsonl, .json, .csv, .parquet); one"
+    " line of JSON is printed for each.",
+)
+@click.option(
+    "--template",
+    default="own",
+    help="Of prompts that are messages: the model's own, a file of Jinja, or chatml, llama3, ...",
+)
 @drawing
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
@@ -80,6 +93,8 @@ def generate(
     ctx: click.Context,
     directory: Path,
     prompt: str,
+    prompts: Path | None,
+    template: str,
     drawn: Drawing,
     seed: int,
     stop: tuple[str, ...],
@@ -113,19 +128,55 @@ def generate(
 
     sampling = drawn.sampling(seed)  # refused before anything is read
     check_prompt(prompt)
+    if prompt and prompts is not None:
+        raise OutsizeError("--prompt and --prompts are given together; expected one of them")
+    listed = None if prompts is None else _listed(prompts)
     if memory is None and (disk is not None or sparse):
         raise OutsizeError("--disk and --sparse go with --memory; give --memory SIZE")
-    wanted = _Wanted(prompt, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing)
-    limits = None if memory is None else _limits(memory, disk, sparse)
+    wanted = _Wanted(
+        prompt, listed, template, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing
+    )
+    limits = None if memory is None else limits_of(memory, disk, sparse)
     if apart or overlap:
         if weights is not None:
             raise OutsizeError("--weights is for one worker; convert the model (outsize convert)")
         _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
-    found, config, text = _found(directory, tokenizer)
+    found, config, text = found_in(directory, tokenizer)
     config = asked(config, weights, "--weights")
-    with _opened(found, config, limits, place) as model:
+    with opened(found, config, limits, place) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
+
+
+Listed = list[str | list[dict[str, Any]]]
+
+
+def _listed(path: Path) -> Listed:
+    """The prompts of a file. OutsizeError, naming the line, for one that is none."""
+    from outsize.data.files import find_files
+    from outsize.data.records import BadRecordError, records
+    from outsize.decode.text import check_prompt
+    from outsize.errors import OutsizeError
+    from outsize.texts import read_text
+
+    (file,) = find_files((str(path),)).files if path.is_file() else (None,)
+    if file is None:
+        raise OutsizeError(f"--prompts {path} is no file; expected prompts, a line each")
+    found: Listed = []
+    if file.kind == "text":
+        found += [line for line in read_text(path).splitlines() if line.strip()]
+    for where, record in records(file, lambda count: None) if file.kind != "text" else ():
+        own = record if isinstance(record, dict) else {}
+        said = own.get("messages", own.get("prompt"))
+        if isinstance(record, BadRecordError) or not isinstance(said, str | list) or not said:
+            raise OutsizeError(f"{where}: expected a record with a text prompt, or messages")
+        found.append(said)
+    for one in found:
+        if isinstance(one, str):
+            check_prompt(one)
+    if not found:
+        raise OutsizeError(f"--prompts {path} has no prompt in it")
+    return found
 
 
 @dataclass(frozen=True)
@@ -141,9 +192,12 @@ class _Mesh:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is generated, whatever the model lies on."""
+    """What is generated, whatever the model lies on. listed: prompts of a file, as texts or as
+    lists of messages."""
 
     prompt: str
+    listed: Listed | None
+    template: str
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
@@ -159,6 +213,9 @@ class _Wanted:
     ) -> None:
         """Generate; on_text None: another worker says it."""
         model.counts = self.timing
+        if self.listed is not None:
+            self._all(model, text, self.listed, on_text)
+            return
         own = (self.prompt, self.max_tokens, self.sampling, self.stop, text)
         if on_text is None:
             model.generate(*own)
@@ -167,6 +224,33 @@ class _Wanted:
         click.echo()
         if self.timing:
             click.echo(model.timing, err=True)
+
+    def _all(
+        self,
+        model: Model,
+        text: Tokenizer,
+        listed: Listed,
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        """One after another, the answer to each with it as a line of JSON."""
+        from outsize.cli.chat import template_in
+        from outsize.serve.talk import Talk
+
+        talk = None
+        if any(isinstance(one, list) for one in listed):
+            assert model.origin is not None
+            talk = Talk(model, text, template_in(model.origin, text, self.tokenizer, self.template))
+        for one in listed:
+            if isinstance(one, str):
+                name, said = (
+                    "prompt",
+                    model.generate(one, self.max_tokens, self.sampling, self.stop, text),
+                )
+            else:
+                assert talk is not None
+                name, said = "messages", talk.answer(one, self.max_tokens, self.sampling)
+            if on_text is not None:
+                on_text(json.dumps({name: one, "text": said}, ensure_ascii=False) + "\n")
 
     def _ready(self, plan: str) -> None:
         """Say before the first token the plan, if there is one, and the prompt."""
@@ -183,7 +267,7 @@ class _Wanted:
 
     def facts(self) -> dict[str, str]:
         """What all workers must have been asked alike."""
-        names = ("prompt", "max_tokens", "sampling", "stop", "tokenizer")
+        names = ("prompt", "listed", "template", "max_tokens", "sampling", "stop", "tokenizer")
         return {name: repr(getattr(self, name)) for name in names}
 
 
@@ -197,7 +281,7 @@ def _on_workers(ctx: click.Context, on: _Mesh, wanted: _Wanted, directory: Path)
     asked = Asked(on.mesh, on.workers, facts, on.limits, settings, on.device)
     asked.check()
     if several(asked):
-        found = partial(_found, directory, wanted.tokenizer)
+        found = partial(found_in, directory, wanted.tokenizer)
         ctx.exit(run_workers(asked, lambda: found()[0], wanted.meet))
 
 
@@ -212,7 +296,7 @@ def _printing(pulse: Heartbeat) -> Callable[[str], None]:
     return on_text
 
 
-def _found(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, Tokenizer]:
+def found_in(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, Tokenizer]:
     """Where a model lies, its config and the tokenizer that goes with it, each read once."""
     from outsize.checkpoint.adapters import model_directory, read_config
 
@@ -223,21 +307,22 @@ def _found(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, Tok
 
 def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokenizer:
     """The tokenizer that was named, or the model's, if it is one for the model."""
+    from outsize.checkpoint.adapters import tokenizer_directory
     from outsize.data.tokenizer import check_vocabulary, open_tokenizer
 
-    text = open_tokenizer(named or str(found))
+    text = open_tokenizer(named or str(tokenizer_directory(found)))
     check_vocabulary(text, config.vocab)
     return text
 
 
-def _limits(memory: str, disk: str | None, sparse: bool) -> Limits:
+def limits_of(memory: str, disk: str | None, sparse: bool) -> Limits:
     from outsize.memory.sizes import parse_bytes
     from outsize.serve.files import Limits
 
     return Limits(parse_bytes(memory), disk, sparse)
 
 
-def _opened(
+def opened(
     found: Path, config: DecoderConfig, limits: Limits | None, device: torch.device
 ) -> Model:
     from outsize.serve.model import Model

@@ -6,11 +6,14 @@ from typing import Any
 
 import click
 
+from outsize.cli.chat import chat
 from outsize.cli.convert import convert
+from outsize.cli.evaluate import evaluate
 from outsize.cli.export import export
 from outsize.cli.formats import formats
 from outsize.cli.generate import generate
 from outsize.cli.keys import keys
+from outsize.cli.merge import merge
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
 from outsize.cli.trace import trace
@@ -52,7 +55,6 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-for command in (
-    train, generate, convert, formats, export, plan, keys, schedule, trace, verify,
-):  # fmt: skip
+_MODELS = (train, generate, chat, evaluate, convert, merge, formats, export)
+for command in (*_MODELS, plan, keys, schedule, trace, verify):
     main.add_command(command)

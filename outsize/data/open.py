@@ -104,17 +104,17 @@ def open_data(
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
     own, cache = config.evaluation, config.cache_directory()
-    source = _source(config, tokenizer, config.paths(), 0.0 if own else config.validation)
+    source = source_of(config, tokenizer, config.paths(), 0.0 if own else config.validation)
     train, validation, skipped = open_cached(source, cache, progress)
     if own:
-        _, validation, left = open_cached(_source(config, tokenizer, own, 1.0), cache, progress)
+        _, validation, left = open_cached(source_of(config, tokenizer, own, 1.0), cache, progress)
         skipped = skipped.plus(left)
     if config.shares():
         train = _mixed(train, config)
     return Data(train, validation, skipped, tokenizer)
 
 
-def _source(
+def source_of(
     config: DataConfig, tokenizer: Tokenizer, paths: tuple[str, ...], fraction: float
 ) -> Source:
     """What gives the documents of some paths. fraction: of them for validation."""

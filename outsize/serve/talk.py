@@ -1,0 +1,82 @@
+"""A conversation with a model: its template writes it out, what ends an answer ends the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from outsize.data.chats import Message
+from outsize.data.targets import placed
+from outsize.data.template import Template
+from outsize.data.tokenizer import Tokenizer
+from outsize.decode.samplers import Sampler
+from outsize.serve.model import Model
+
+_ASKED, _SAID = "Is it so?", "It is so."  # what templates are tried on
+_WHERE = "the conversation"
+
+
+@dataclass
+class Talk:
+    """messages: so far, as OpenAI has them."""
+
+    model: Model
+    text: Tokenizer
+    template: Template
+    messages: list[Message] = field(default_factory=list)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids that ask for an answer. OutsizeError for what the template refuses."""
+        written, _ = self.template.render(_WHERE, messages, None, True)
+        return [int(token) for token in placed(self.text, written).ids]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer: the tokenizer's eos, and the special one that the template
+        writes behind an answer."""
+        said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
+        written, _ = self.template.render(_WHERE, said, None, False)
+        behind = written[written.rfind(_SAID) + len(_SAID) :].lstrip()
+        found = [one for one in self.template.ends if one and behind.startswith(one)]
+        own = {self.text.eos}
+        if found:
+            ids = placed(self.text, max(found, key=len)).ids
+            own |= {int(ids[0])} if len(ids) == 1 else set()
+        return frozenset(own)
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int,
+        sampling: Sampler,
+        on_text: Callable[[str], None] | None = None,
+        on_ready: Callable[[str], None] | None = None,
+    ) -> str:
+        """What the model says to messages."""
+        said = self.model.generate(
+            self.prompt(messages), max_tokens, sampling, (), self.text, on_text, on_ready, self.ends
+        )
+        assert isinstance(said, str)
+        return said
+
+    def say(
+        self,
+        words: str,
+        max_tokens: int,
+        sampling: Sampler,
+        on_text: Callable[[str], None] | None = None,
+        broken: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Go on with the user's words, and keep them with the answer; where it fails nothing is
+        kept. broken: asked before each token whether that is to be the end."""
+        asked: list[Message] = [*self.messages, {"role": "user", "content": words}]
+
+        def draw(logits_V: Tensor, index: int) -> int:
+            return self.text.eos if broken() else sampling(logits_V, index)
+
+        said = self.answer(asked, max_tokens, draw, on_text)
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        return said
