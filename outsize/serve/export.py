@@ -42,14 +42,40 @@ def export(directory: Path, to: str, into: Path) -> list[str]:
         said = _file(model, into, inner or "F16", tokenizer, directory.name)
         return [f"{into}: {inner or 'F16'}", *said]
 
+    _directory(model, found, into)
+    return [f"{into}: {config.family}", *compared(model, into)]
+
+
+@torch.no_grad()
+def merge(directory: Path, into: Path, dtype: torch.dtype | None = None) -> list[str]:
+    """Write the plain model that computes what one with an adapter does; gives what there is to say
+    of it, what rounding to `dtype` (None: the base's) moves among it. Codes are decoded: a change
+    that small would be lost in them. OutsizeError for a model without an adapter."""
+    found = adapters.model_directory(directory)
+    config = adapters.read_config(found)
+    if config.adapter is None:
+        raise OutsizeError(f"{found} has no adapter; there is nothing to merge")
+    model = adapters.load(found, dtype, config=config)
+    ids = probe(model)
+    before = model(ids)
+    model = adapters.merge(uncoded(model))
+    moved, size = float((model(ids) - before).abs().max()), float(before.abs().max())
+    _directory(model, found, into)
+    rounding = f"rounding moved logits by {moved:.2g} at most, of {size:.3g}"
+    return [f"{into}: the adapter of {found} is in the weights; {rounding}", *compared(model, into)]
+
+
+def _directory(model: Decoder, found: Path, into: Path) -> None:
+    """Write a plain model with the tokenizer of the one it came from."""
+    beside = adapters.tokenizer_directory(found)
+
     def files(place: Path) -> None:
         write(model, place)
         for name in COPIED:
-            if (found / name).is_file():
-                shutil.copyfile(found / name, place / name)
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, place / name)
 
     whole_directory(into, files)
-    return [f"{into}: {config.family}", *compared(model, into)]
 
 
 def _peft(found: Path, config: DecoderConfig, into: Path) -> list[str]:
@@ -86,10 +112,15 @@ def compared(model: Decoder, into: Path) -> list[str]:
 
 @torch.no_grad()
 def differing(model: Decoder, other: Decoder, into: Path) -> list[str]:
-    vocab = model.config.vocab
-    ids = torch.arange(PROBE).mul_(vocab // PROBE + 1).remainder_(vocab).unsqueeze(0)
+    ids = probe(model)
     ours, theirs = model(ids), other(ids)
     if torch.equal(ours, theirs):
         return []
     most = float((ours.float() - theirs.float()).abs().max())
     return [f"warning: {into}, read back, has other logits than the model: by {most:.3g} at most"]
+
+
+def probe(model: Decoder) -> torch.Tensor:
+    """(1, PROBE) ids that two models are compared on."""
+    vocab = model.config.vocab
+    return torch.arange(PROBE).mul_(vocab // PROBE + 1).remainder_(vocab).unsqueeze(0)

@@ -106,13 +106,16 @@ class Model(Decoder):
         memory; bounds: cumulative offsets (0, ..., T) of the documents, which see nothing of one
         another."""
         sizes = [stop - first for first, stop in itertools.pairwise(bounds)]
-        device = self.prologue.tokens.weight.device
-        positions_T = torch.cat([torch.arange(size, device=device) for size in sizes])
         if self.home is not None:
-            session = self.home.ready_for_rows(len(sizes), max(sizes))
-            return session.steps.logits(ids_T, positions_T, bounds)
+            return self._laid(self.home.ready_for_rows(len(sizes), max(sizes)), ids_T, bounds)
         with Session(self) as session:
-            return session.steps.logits(ids_T, positions_T, bounds)
+            return self._laid(session, ids_T, bounds)
+
+    def _laid(self, session: Session, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        device = self.prologue.tokens.weight.device  # known once its home is ready
+        sizes = (stop - first for first, stop in itertools.pairwise(bounds))
+        positions_T = torch.cat([torch.arange(size, device=device) for size in sizes])
+        return session.steps.logits(ids_T, positions_T, bounds)
 
     @torch.no_grad()
     def generate(
