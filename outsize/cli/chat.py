@@ -29,7 +29,7 @@ HELP = "/clear begins anew, /system TEXT sets what the model is told first, /exi
 @click.option("--system", default="", help="What the model is told first.")
 @click.option("--template", default="own", help="own, a file of Jinja, chatml, llama3, plain, ...")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
-@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices as int4, nf4, int8.")
+@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB.")
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
 def chat(

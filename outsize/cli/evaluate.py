@@ -26,7 +26,7 @@ SEQUENCE = 1024  # tokens that are read at once, where the model has as many pos
 )
 @click.option("--sequence", type=click.IntRange(2), help="Tokens that are read at once.")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
-@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices as int4, nf4, int8.")
+@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB.")
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON.")

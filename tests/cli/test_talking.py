@@ -22,13 +22,28 @@ SIZES = {
     "num_key_value_heads": 1, "intermediate_size": 48, "vocab_size": 304,
     "max_position_embeddings": 128, "initializer_range": 0.4, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
+WORDS = (
+    "the cat?",
+    "naïve",
+    "two",
+    "日本",
+    "be brief",
+    "on the mat",
+    "€5",
+    "spaces",
+    "main",
+    "a b",
+)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A model with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("models") / "model"
-    outsize.save(build(parse(SIZES), 3), path)
+    made = build(parse(SIZES), 3)
+    with torch.no_grad():
+        made.epilogue.head.weight[2] *= 1.8  # so that answers end
+    outsize.save(made, path)
     chats.tokenizer(path, chats.template("chatml", chats.PLAIN))
     return path
 
@@ -89,12 +104,12 @@ def test_an_answer_matches_exactly_where_generation_gives_all_of_it(
 ) -> None:
     _, tokenizer = theirs
     records = []
-    for words in ("the cat?", "naïve", "two", "日本"):
+    for words in WORDS:
         asked = [{"role": "user", "content": words}]
         shown = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(shown, add_special_tokens=False).input_ids
         said = tokenizer.decode(continued(theirs, ids, 12))
-        answer = said if words != "two" else "something else"
+        answer = said if said.strip() else "something else"
         records.append({"messages": [*asked, {"role": "assistant", "content": answer}]})
     wanted = 0
     for record in records:  # what is read back is what counts: tokens, and the end behind them
@@ -107,13 +122,13 @@ def test_an_answer_matches_exactly_where_generation_gives_all_of_it(
         said = whole[len(prompt) :]
         now = continued(theirs, prompt, len(said))
         wanted += now + [tokenizer.eos_token_id] * (len(now) < len(said)) == said
-    assert 0 < wanted < 4
+    assert 0 < wanted < len(WORDS)
     file = chats.jsonl(tmp_path / "chats.jsonl", records)
     done = invoke("eval", model, "--on", file, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["exact_match"] == wanted / 4
+    assert json.loads(done.stdout)["exact_match"] == wanted / len(WORDS)
     said = invoke("eval", model, "--on", file).stdout
-    assert "4 chats, " in said and f"{wanted} answered exactly" in said
+    assert f"{len(WORDS)} chats, " in said and f"{wanted} answered exactly" in said
 
 
 @pytest.mark.parametrize(
