@@ -124,21 +124,32 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
     adapters.save(model, path, max_shard_bytes)
 
 
-def adapt(model: Decoder, adapter: Mapping[str, Mapping[str, object]], seed: int = 0) -> Decoder:
-    """Freeze a model and put an adapter beside its weights, as a run's file says it: `prepare` then
-    trains the adapter alone. Gives the same object.
+def adapt(
+    model: Decoder,
+    adapter: str | Mapping[str, Mapping[str, object]],
+    seed: int = 0,
+    **settings: object,
+) -> Decoder:
+    """Freeze a model and put an adapter beside its weights, which `prepare` then trains alone.
+    Gives the same object.
 
-    adapter: {"lora": {"rank": 16}}; `outsize keys adapt` lists what there is. seed: of the initial
-    values. OutsizeError for unknown settings and for a model that cannot be adapted.
+    adapter: "lora", its settings by name (rank=16), or as a run's file says it, {"lora": {"rank":
+    16}}; `outsize keys adapt` lists what there is. seed: of the initial values. OutsizeError for
+    unknown settings and for a model that cannot be adapted.
     """
     from outsize.models.build import adapt as adapted
     from outsize.train.model import adapter_of
     from outsize.train.resolve import Resolved, apply_values
 
     _check_decoder(model, "adapt")
-    found = adapter_of(apply_values(Resolved(), {"adapt": adapter}, "adapt").config)
+    if not isinstance(adapter, str) and settings:
+        raise OutsizeError(
+            f"adapt: {next(iter(settings))!r} is beside a mapping of settings; expected it in there"
+        )
+    said = {adapter: settings or True} if isinstance(adapter, str) else adapter
+    found = adapter_of(apply_values(Resolved(), {"adapt": said}, "adapt").config)
     if found is None:
-        raise OutsizeError(f"adapt: {adapter!r} names no adapter; expected {{'lora': {{}}}}")
+        raise OutsizeError(f"adapt: {adapter!r} names no adapter; expected 'lora'")
     return adapted(model, found, seed)
 
 

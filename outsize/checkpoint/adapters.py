@@ -169,8 +169,10 @@ def merge(model: Decoder) -> Decoder:
         )
     for one in [module for module in model.modules() if isinstance(module, Linear)]:
         if one.beside is not None:
-            change = one.beside.change()
-            one.weight.copy_(one.weight.to(change.dtype) + change)
+            wide = torch.promote_types(one.weight.dtype, torch.float32)
+            one.weight.copy_(one.beside.merged(one.weight.to(wide)))
+            if one.bias is not None:
+                one.bias.copy_(one.beside.shift(one.bias))
             one.beside = None
     if model.config.adapter is not None:
         model.origin = base_of(model)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,14 +32,90 @@ class Adapter(Protocol):
         """What its adapter_config.json says, as peft reads it."""
 
 
+class Weighed(Protocol):
+    """A linear layer, as what is beside it sees it: a weight (d_out, d_in), and how that is cut."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """d_out and d_in, of what is here."""
+
+    @property
+    def use(self) -> str: ...
+
+    @property
+    def unit(self) -> Unit | None: ...
+
+    def matrix(self) -> Tensor:
+        """The weight as it is multiplied by."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        """x (..., d_in) -> (..., d_out): the product by the weight alone, without the bias."""
+
+
 class Beside(Protocol):
-    """What an adapter puts beside a Linear, a module: as a change of its weight."""
+    """What an adapter puts beside a Linear, a module: a change of its product that is one of its
+    weight. Of a row weight that is cut it makes of a summand a summand."""
 
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """x (..., d_in) -> (..., d_out), to be added to the product."""
+    @property
+    def enters(self) -> bool:
+        """Whether it reads x before the product is made: until then tokens of it may be on their
+        way from other workers."""
 
-    def change(self) -> Tensor:
-        """(d_out, d_in), float32 at least: added to the weight it gives the same products."""
+    def __call__(self, one: Weighed, x: Tensor, /) -> Tensor:
+        """x (..., d_in) -> (..., d_out), in the place of one.plain(x)."""
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight (d_out, d_in), float32 at least, that alone gives the same products."""
+
+    def shift(self, bias: Tensor) -> Tensor:
+        """What the layer adds in the place of its bias (d_out)."""
+
+
+@runtime_checkable
+class Begins(Protocol):
+    """What is beside a Linear, where its first values depend on the weight."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The names of those of its parameters, in it."""
+
+    @property
+    def room(self) -> int:
+        """How many tensors of the weight's size are there at once while they are made."""
+
+    def begin(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """Their values by those names, in their shapes; any float dtype."""
+
+
+class Squares(nn.Module):
+    """Sums of squares of the rows of weight + b a, (d_out), float32 at least; that matrix is not
+    made. weight (d_out, d_in), a (rank, d_in), b (d_out, rank).
+
+    cut: d_in is cut over workers; `total` sums over them.
+    """
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.cut = cut
+        self.total: Callable[[Tensor], Tensor] = lambda x: x
+
+    @torch.no_grad()
+    def forward(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        weight, wide = weight.to(a.dtype), torch.promote_types(a.dtype, torch.float32)
+        own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+        both, b = (weight @ a.t()).to(wide), b.to(wide)
+        gram = (a @ a.t()).to(wide)
+        return self.total(own + ((2 * both + b @ gram) * b).sum(1))
+
+
+def along_output(one: Weighed, dim: int) -> Lies:
+    """How a parameter lies whose `dim` is the output of a linear layer."""
+    return Lies(dim, one.unit) if one.use == "column" else INSIDE
+
+
+def along_input(one: Weighed, dim: int) -> Lies:
+    """The same of its input."""
+    return Lies(dim, one.unit) if one.use == "row" else INSIDE
 
 
 # By what adapter_config.json calls its peft_type: makes the adapter of such a file for a model.

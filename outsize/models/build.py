@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.coding import CODES, SCALES, encoded, plain, weight_of
+from outsize.models.coding import CODES, SCALES, Format, decoded, encoded, plain, weight_of
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Initial, declarations
 from outsize.models.decoder import Decoder
 from outsize.models.linear import linears
-from outsize.models.names import stays_float32
+from outsize.models.names import BESIDE, stays_float32
 from outsize.models.random import fill_normal, fill_uniform
 
 if TYPE_CHECKING:
-    from outsize.models.adapter import Adapter
+    from outsize.models.adapter import Adapter, Begins
 
 Fill = Callable[[str, Tensor], Tensor]
 Segments = tuple[tuple[str, tuple[str, ...]], ...]
@@ -82,7 +82,8 @@ def adapt(model: Decoder, adapter: Adapter, seed: int) -> Decoder:
     like, before = model.prologue.tokens.weight, set(_names(model))
     adapter.attach(model)
     model.config = replace(model.config, adapter=adapter)
-    draw = initial_draw(model, seed)
+    every = dict(linears(model))
+    draw = initial_draw(model, seed, lambda name: every[name].matrix())
 
     def fill(name: str, parameter: Tensor) -> Tensor:
         out = torch.empty(parameter.shape, dtype=like.dtype, device=like.device)
@@ -144,11 +145,34 @@ def initial_fill(model: Decoder, seed: int, device: torch.device | str) -> Fill:
     return fill
 
 
-def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
-    """Writes initial values by parameter name into a tensor of the parameter's shape."""
+def initial_draw(
+    model: Decoder, seed: int, matrix: Callable[[str], Tensor] | None = None
+) -> Callable[[str, Tensor], None]:
+    """Writes initial values by parameter name into a tensor of the parameter's shape. matrix: gives
+    the weight of a Linear, by its name, where what is beside it begins by that; drawn, where it is
+    None."""
     initial = {weight_of(name): start for name, start in initial_values(model)}
+    begins = dict(beginning(model))
+    waiting: dict[str, Tensor] = {}  # begun with one that was asked for: they come together
+    held = {name: (one.sizes, one.coded) for name, one in linears(model)}  # before it is cut
 
-    def weight(name: str, out: Tensor) -> None:
+    def drawn(name: str) -> Tensor:
+        sizes, coded = held[name]
+        out = torch.empty(sizes, dtype=torch.float64 if coded is None else torch.float32)
+        plain(f"{name}.weight", out)
+        return out if coded is None else as_held(coded.format, out, name)
+
+    def draw(name: str, out: Tensor) -> None:
+        if name not in begins:
+            plain(name, out)
+            return
+        if name not in waiting:
+            path, module = begins[name]
+            values = module.begin((matrix or drawn)(linear_of(path)).detach())
+            waiting.update({f"{path}.{leaf}": x for leaf, x in values.items()})
+        out.copy_(waiting.pop(name))
+
+    def plain(name: str, out: Tensor) -> None:
         start = initial[name]
         assert not isinstance(start.std, str), "said in numbers"
         if start.std:
@@ -158,7 +182,7 @@ def initial_draw(model: Decoder, seed: int) -> Callable[[str, Tensor], None]:
         else:
             out.fill_(start.value)
 
-    return coded_draw(model, weight)
+    return coded_draw(model, draw)
 
 
 def coded_draw(
@@ -184,6 +208,26 @@ def coded_draw(
 
     sizes = {name: one.sizes for name, one in every.items()}  # before it is cut
     return draw
+
+
+def as_held(format: Format, weight: Tensor, name: str) -> Tensor:
+    """A weight as codes give it back. name: of its Linear, for errors."""
+    made = encoded(format, weight, name)
+    return decoded(format, made[CODES], made.get(SCALES))
+
+
+def beginning(model: nn.Module) -> Iterator[tuple[str, tuple[str, Begins]]]:
+    """The parameters that begin by a weight, with the module that says how and its name."""
+    from outsize.models.adapter import Begins
+
+    for path, module in model.named_modules():
+        if isinstance(module, Begins):
+            yield from ((f"{path}.{leaf}", (path, module)) for leaf in module.begins)
+
+
+def linear_of(name: str) -> str:
+    """The Linear that a parameter or module of this name is beside."""
+    return f"{name}.".partition(BESIDE)[0]
 
 
 def initial_values(model: Decoder) -> Iterator[tuple[str, Initial]]:

@@ -5,10 +5,10 @@
 their input, giving partial sums), "plain" ones stay whole.
 
 The model says `y = linear(x)` and reads no weight. How the weight is multiplied is its `product`:
-the plain one, one of many ways, with chunks of tokens on their way to other workers, without the
-bias that is added behind a sum. Products nest: what makes one takes the one that was there. What
-other modules add to the product, as an adapter of low rank does, is `beside` it. Gradients of the
-weight go to `sink`.
+the plain one, one of many ways, with chunks of tokens on their way to other workers. Products nest:
+what makes one takes the one that was there. What other modules make of the product, as an adapter
+does, is `beside` it. A bias that is added behind a sum is left to who takes that
+(`adds_bias`). Gradients of the weight go to `sink`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,12 @@ def by_codes(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def without_bias(product: Product) -> Product:
-    """The same product, its bias left out: others add it."""
-    return lambda one, x, bias: product(one, x, None)
-
-
 class Linear(nn.Module):
     """x (..., d_in) -> (..., d_out); weight (d_out, d_in).
 
     unit: between what a column or row weight may be cut. whole: how one lies that never is. beside:
-    what is added to the product, (..., d_in) -> (..., d_out); it takes the x of the
-    product, and by linearity a worker's part of one is beside its part of the other.
+    what has the product's place; by linearity a worker's part of one is beside its part of the
+    other.
     """
 
     def __init__(
@@ -82,6 +77,7 @@ class Linear(nn.Module):
         self.sink: GradSink | None = None
         self.product: Product = dense
         self.coded: Coded | None = None
+        self.adds_bias = True  # else others do
 
     @property
     def bytes(self) -> int:
@@ -128,6 +124,12 @@ class Linear(nn.Module):
         rows = self.get_parameter(CODES).detach()[first:last]
         return form.decode(rows, shared, self.coded.grid.below(first)).to(dtype)
 
+    def matrix(self) -> Tensor:
+        """The weight (d_out, d_in); of codes what they stand for, float32."""
+        if self.coded is None:
+            return self.weight
+        return self.decoded(0, self.sizes[0], torch.float32)
+
     def declare(self, leaf: str) -> Declared:
         start = Initial(std="residual" if self.use == "row" else "model")
         if leaf == "bias":
@@ -148,8 +150,15 @@ class Linear(nn.Module):
         return self.whole
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(self, x, self.bias)
-        return y if self.beside is None else y + self.beside(x)
+        bias = self.bias if self.adds_bias else None
+        if self.beside is None:
+            return self.product(self, x, bias)
+        y = self.beside(self, x)
+        return y if bias is None else y + self.beside.shift(bias)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The product by the weight alone: nothing beside it, no bias."""
+        return self.product(self, x, None)
 
     def wide(self, x: Tensor) -> Tensor:
         """The product in float32 at least, without bias, whatever weight and x are held in."""

@@ -28,7 +28,7 @@ from outsize import accelerator
 from outsize.collectives import Collective, World, along
 from outsize.collectives.courier import Courier, Flight
 from outsize.models.decoder import Block
-from outsize.models.linear import Linear, without_bias
+from outsize.models.linear import Linear
 from outsize.models.seams import Context, Past
 from outsize.models.wiring import AnyBlock
 from outsize.parallel.sums import Crossing, cross
@@ -113,7 +113,7 @@ class Halves:
             if isinstance(row, Linear) and row.use == "row" and row.bias is not None
         ]
         for row in rows:
-            row.product = without_bias(row.product)
+            row.adds_bias = False
         self.branches += 1
 
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

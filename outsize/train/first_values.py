@@ -6,15 +6,21 @@ each and puts them where they rest, so that starting takes no more than training
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from outsize.checkpoint.hub import check_tied_head, describe
-from outsize.models.coding import BESIDE, CODES, PIECE
+from outsize.checkpoint.hub import Described, check_tied_head, describe
+from outsize.models.build import beginning, linear_of
+from outsize.models.coding import BESIDE, CODES, PIECE, SCALES, decoded
 from outsize.models.config import DecoderConfig
+from outsize.models.decoder import Decoder
+from outsize.models.linear import linears
 from outsize.models.names import Stored, layout
 from outsize.runtime.job import Fill
 from outsize.schedule.starting import Filling
@@ -59,14 +65,37 @@ def hub_fill(directory: Path, config: DecoderConfig) -> Fill:
     return filling(found.stored, read)
 
 
+def reading(directory: Path, config: DecoderConfig) -> Callable[[str], Tensor]:
+    """Gives the weights of the Linears of a Hugging Face directory by these' names, float32 at
+    least, as they are held. Nothing is read before one is asked for."""
+
+    @cache
+    def known() -> tuple[Described, dict[str, Stored]]:
+        found = describe(directory, config)
+        return found, {name: entry for entry in found.stored for name in entry.ours}
+
+    def weight(name: str) -> Tensor:
+        found, entries = known()
+        entry = entries.get(f"{name}.weight") or entries[f"{name}.{CODES}"]
+        theirs = tuple(found.shards.read(found.names[other]) for other in entry.theirs)
+        made = dict(zip(entry.ours, entry.split(theirs), strict=True))
+        if (weight := made.get(f"{name}.weight")) is not None:
+            return weight.to(torch.promote_types(weight.dtype, torch.float32))
+        assert config.coding is not None, "it has codes"
+        return decoded(config.coding.format, made[f"{name}.{CODES}"], made.get(f"{name}.{SCALES}"))
+
+    return weight
+
+
 def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
     """What a job holds beside a parameter while its values come from a directory's files, or (None)
     are drawn."""
     if directory is None:
         return Filling()
     entries = [entry for entry in layout(config) if not entry.unchanged]
+    begun = {} if config.adapter is None else _begun(config)
     if not entries:
-        return Filling()
+        return Filling(converted=begun)
     found = describe(directory, config)
     shapes = {name: parameter.shape for name, parameter in found.model.named_parameters()}
 
@@ -78,4 +107,15 @@ def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
         codes = sum(shapes[name].numel() for name in entry.ours)
         return stored + codes + BESIDE * min(PIECE, stored)
 
-    return Filling(converted={name: size(entry) for entry in entries for name in entry.ours})
+    return Filling(converted={n: size(entry) for entry in entries for n in entry.ours} | begun)
+
+
+def _begun(config: DecoderConfig) -> dict[str, int]:
+    """By parameter that begins by a weight, the bytes of what it is made from, in float32."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    every = dict(linears(model))
+    return {
+        name: 4 * module.room * prod(every[linear_of(name)].sizes)
+        for name, (_, module) in beginning(model)
+    }

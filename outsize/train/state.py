@@ -35,7 +35,7 @@ from outsize.runtime.job import Fill, Job
 from outsize.texts import write_text
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
-from outsize.train.first_values import filling, hub_fill
+from outsize.train.first_values import filling, hub_fill, reading
 from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
@@ -270,7 +270,9 @@ def first_values(model: Decoder, keys: RunConfig, found: Checkpoint | None) -> F
     if found is not None:
         _check_base(found, directory)
         return beside(config, directory, weights_of(found, config))
-    return beside(config, directory, initial_draw(model, keys.train.seed))
+    return beside(
+        config, directory, initial_draw(model, keys.train.seed, reading(directory, config))
+    )
 
 
 def _check_base(found: Checkpoint, directory: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.models.linear import Linear, dense, without_bias
+from outsize.models.linear import Linear, dense
 from outsize.runtime.intercept import intercept
 
 
@@ -22,17 +22,37 @@ def made(bias: bool = True) -> Linear:
     return one
 
 
+class Twice(nn.Module):
+    """What is beside has the product's place, and a say in the bias."""
+
+    enters = False
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Parameter(torch.ones(4))
+
+    def forward(self, one, x):
+        return 2 * one.plain(x) + self.more
+
+    def merged(self, weight):
+        raise AssertionError
+
+    def shift(self, bias):
+        return 3 * bias
+
+
 def test_products_nest_and_what_is_beside_is_added():
     one, x = made(), torch.randn(7, 5, dtype=torch.float64)
     assert one.bias is not None and one.bytes == (20 + 4) * 8
     plain = x @ one.weight.T + one.bias
     torch.testing.assert_close(one(x), plain)
     doubled = one.product
-    one.product = without_bias(lambda linear, x, bias: 2 * doubled(linear, x, bias))
+    one.product = lambda linear, x, bias: 2 * doubled(linear, x, bias)
+    one.adds_bias = False
     torch.testing.assert_close(one(x), 2 * (plain - one.bias))
-    one.product, one.beside = dense, nn.Linear(5, 4, dtype=torch.float64)
-    torch.testing.assert_close(one(x), plain + one.beside(x))
-    assert set(dict(one.named_parameters())) == {"weight", "bias", "beside.weight", "beside.bias"}
+    one.product, one.adds_bias, one.beside = dense, True, Twice().double()
+    torch.testing.assert_close(one(x), 2 * (plain - one.bias) + one.beside.more + 3 * one.bias)
+    assert set(dict(one.named_parameters())) == {"weight", "bias", "beside.more"}
 
 
 def test_a_wide_product_sends_the_gradient_to_the_weights_own_sink():

@@ -230,7 +230,10 @@ def test_a_key_of_data_changes_what_is_read(home, key):
 # Settings of techniques: what switches the technique on, and a value.
 ON = {
     "adamw8bit": {"optimizer.name": "adamw8bit", "plan.approximate": ["adamw8bit"]},
-    "adapt.lora": {"model.weights": "stored", "adapt.lora": True},
+    **{
+        f"adapt.{name}": {"model.weights": "stored", f"adapt.{name}": True}
+        for name in ("dora", "ia3", "loha", "lokr", "lora", "oft")
+    },
     "data.chat": {"data.chat": True},
     "frozen-by-dynamics": {"plan.approximate": ["frozen-by-dynamics"]},
     "local-learning": {"plan.approximate": ["local-learning"]},
@@ -252,6 +255,11 @@ SETTINGS = {
     "adapt.lora.targets": ["mlp"], "adapt.lora.rank_stabilised": True,
     "data.chat.form": "alpaca", "data.chat.field": "talk", "data.chat.long": "leave",
     "data.chat.template": "chatml",
+    "adapt.dora.rank": 3, "adapt.dora.alpha": 8.0, "adapt.dora.targets": ["mlp"],
+    "adapt.dora.rank_stabilised": True, "adapt.loha.rank": 3, "adapt.loha.alpha": 3.0,
+    "adapt.loha.targets": ["mlp"], "adapt.lokr.rank": 3, "adapt.lokr.alpha": 3.0,
+    "adapt.lokr.targets": ["mlp"], "adapt.ia3.outputs": ["mlp.up"], "adapt.ia3.inputs": ["mlp.up"],
+    "adapt.oft.block": 4, "adapt.oft.targets": ["mlp"],
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,
@@ -285,7 +293,7 @@ def test_a_setting_of_a_technique_is_in_what_the_run_is_made_of(home, key):
     assert before != after
     if name == "zeroth-order" or OPTIMIZERS.find(name) is not None:
         assert before[0].optimizer != after[0].optimizer
-    elif name == "adapt.lora":
+    elif name.startswith("adapt."):
         assert getattr(after[1], field) == value
     elif name == "data.chat":
         assert getattr(after[2][1], field) == value

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from outsize.models.adapter import Squares
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
@@ -33,7 +34,7 @@ from outsize.parallel.check.cuts import counted, layout_of
 from outsize.parallel.check.graph import Graph, Site
 from outsize.parallel.check.infer import Found
 from outsize.parallel.check.trace import Recorder, trace
-from outsize.parallel.layouts import Exchange, Laid, Layout, Sharded
+from outsize.parallel.layouts import REPLICATED, Exchange, Laid, Layout, Sharded
 from outsize.parallel.tensor import declared as tables
 
 FEATURES = Sharded(1)
@@ -125,19 +126,21 @@ def _exchanges(
 
 
 def _sites(module: nn.Module, name: str, edge: str) -> Iterator[Site]:
-    """Biases of row weights come behind the sum: it is of the product, and of what is beside it."""
+    """Biases of row weights come behind the sum: it is of the product, or of what has its place."""
     for child, part in module.named_children():
         if edge == "output" and isinstance(part, Linear) and part.use == "row":
-            yield f"{name}.{child}", "product"
-            if part.beside is not None:
-                yield f"{name}.{child}.beside", "output"
+            beside = part.beside is not None
+            yield (f"{name}.{child}.beside", "output") if beside else (f"{name}.{child}", "product")
             return
     yield name, edge
 
 
 def _wide_norms(model: Decoder, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Known]]:
-    """Norms that are cut, over all heads at once, and take their statistic over the axis."""
+    """Norms that are cut, over all heads at once or of weights' rows, and take their statistic over
+    the axis."""
     for name, module in model.named_modules():
+        if isinstance(module, Squares) and module.cut:
+            yield name, Known(Sharded(1), REPLICATED)
         if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
             cut = cuts[f"{name}.weight"]
             if cut.dim is not None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from outsize.collectives import Collective
+from outsize.models.adapter import Squares
 from outsize.models.coding import CODES
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear, without_bias
+from outsize.models.linear import Linear
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
 from outsize.models.wiring import AnyBlock
@@ -136,9 +137,12 @@ def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 
 def _widen(model: Decoder, axis: Collective) -> None:
-    """Norms that are cut, over all heads at once, take their statistic over the axis."""
+    """Norms that are cut, over all heads at once, take their statistic over the axis, and those of
+    weights' rows theirs."""
     having = counts(model.config)
     for module in model.modules():
+        if isinstance(module, Squares) and module.cut:
+            module.total = axis.all_reduce
         if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
             copies = max(1, axis.size // having[module.lies.unit])
             module.run = partial(wide_norm, axis=axis, copies=copies)
@@ -194,7 +198,7 @@ def _is_row(module: nn.Module) -> bool:
 def _without_bias(row: nn.Module) -> Callable[[Tensor], Tensor]:
     """Leave the bias out of a row weight's product; gives what adds it to the sum."""
     assert isinstance(row, Linear)
-    row.product = without_bias(row.product)
+    row.adds_bias = False
 
     def add(y: Tensor) -> Tensor:
         assert row.bias is not None

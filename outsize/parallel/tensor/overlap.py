@@ -76,12 +76,15 @@ def overlap_of(world: World, chunks: int) -> Overlap:
 
 def fits(module: nn.Module) -> bool:
     """Whether a branch's products are those of column weights on its input, then of its row weight
-    alone: everything that it has is a Linear that is cut and has a weight, or a norm."""
+    alone: everything that it has is a Linear that is cut and has a weight, or a norm, and what is
+    beside one reads no input of which tokens are on their way."""
     parts = list(module.children())
     linears = [part for part in parts if isinstance(part, Linear)]
     simple = all(isinstance(part, Linear | Norm) for part in parts)
     coded = any(one.coded is not None for one in linears)
-    return simple and not coded and sorted({one.use for one in linears}) == ["column", "row"]
+    waits = all(one.beside is None or not one.beside.enters for one in linears)
+    uses = sorted({one.use for one in linears})
+    return simple and waits and not coded and uses == ["column", "row"]
 
 
 class Branch:
@@ -100,6 +103,7 @@ class Branch:
         self._run: Arrivals | None = None
         linears = [child for child in module.children() if isinstance(child, Linear)]
         (self.row,) = (one for one in linears if one.use == "row")
+        self.row.adds_bias = False
         for one in linears:
             one.product = self._row if one is self.row else self._column
         module.register_forward_pre_hook(self._enter)

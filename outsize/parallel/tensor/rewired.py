@@ -19,7 +19,7 @@ from outsize.collectives.courier import Flight
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Unit
 from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear, without_bias
+from outsize.models.linear import Linear
 from outsize.models.wiring import Launch, Launching, Wiring
 from outsize.parallel.sums import Crossing
 from outsize.parallel.tensor.beside import Beside
@@ -86,7 +86,7 @@ def first_counts(branch: nn.Module, axis: Collective) -> None:
     bias is not at hand."""
     for row in branch.children():
         if isinstance(row, Linear) and row.use == "row" and row.bias is not None and axis.rank:
-            row.product = without_bias(row.product)
+            row.adds_bias = False
 
 
 def flying(axis: Collective, beside: Beside | None, crossing: Crossing) -> Launch:

@@ -101,8 +101,15 @@ def _cut(
     shared = max(1, size // count)  # workers that hold the same unit, where there are too few
     offsets = even(0, count, size // shared)
     many, held = entry.groups
-    each = shape[entry.dim] // held * many // count
-    first, last = (offsets[rank // shared + i] * each for i in (0, 1))
+    width = shape[entry.dim] // held * many
+    ends = [divmod(offsets[rank // shared + i] * width, count) for i in (0, 1)]
+    if any(rest for _, rest in ends):
+        raise OutsizeError(
+            f"mesh: tensor is {size}, but {name} has {width} blocks for the model's {count}"
+            f" {_NAMES[entry.unit]}, which end elsewhere than the workers' parts; expected smaller"
+            " blocks, or another size of the axis"
+        )
+    first, last = (end for end, _ in ends)
     if first % many or last % many:
         raise OutsizeError(
             f"mesh: tensor is {size}, which cuts {name} at input {first if first % many else last},"

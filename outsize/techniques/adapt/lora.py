@@ -14,30 +14,35 @@ cut and B is whole, so that what is beside a worker's part of a product is in th
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS
+from outsize.models.adapter import FORMATS, Weighed, along_input, along_output
 from outsize.models.config import DecoderConfig
-from outsize.models.declared import INSIDE, Declared, Initial
-from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear, by_codes, dense, linears
-from outsize.models.names import stored_module
+from outsize.models.declared import INSIDE, Declared, Initial, Lies
+from outsize.models.linear import Linear
+from outsize.models.targets import (
+    ALL,
+    TARGETS,
+    attach,
+    check_rank,
+    freeze,
+    number,
+    refuse_others,
+    stored,
+    targets_of,
+)
 from outsize.registry import setting, technique
 
-KEY, FORMAT, ALL = "adapt.lora", "LORA", "all-linear"
-# What peft may say in adapter_config.json that changes what is computed, beside what is read here.
+KEY, FORMAT = "adapt.lora", "LORA"
+MAGNITUDES = "use_dora"  # in a file: it is another method's
+# What peft may say that changes what is computed, beside what is read here.
 OTHERS = {
-    "bias": "none", "use_dora": False, "rank_pattern": {}, "alpha_pattern": {},
-    "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None,
-    "exclude_modules": None, "trainable_token_indices": None, "target_parameters": None,
-    "lora_bias": False, "layer_replication": None,
+    "bias": "none", "trainable_token_indices": None, "lora_bias": False, "layer_replication": None,
 }  # fmt: skip
 
 
@@ -47,137 +52,98 @@ class Lora:
 
     rank: int = setting(16, "rank of the update of each weight", least=1)
     alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
-    targets: tuple[str, ...] = setting(
-        (ALL,), "all-linear; or parts of blocks: attention, mlp; or weights: q, v, mlp.up"
-    )
+    targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+        return scale(self.alpha, self.rank, self.rank_stabilised)
+
+    def beside(self, name: str, one: Linear) -> LowRank:
+        """What a Linear of this name has beside it."""
+        check_rank(f"{KEY}.rank", self.rank, name, one)
+        return LowRank(one, self.rank, self.scale)
 
     def attach(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        every = {name: one for name, one in linears(model)}
-        for target in self.targets:
-            if not any(_matches(name, target) for name in every):
-                raise OutsizeError(
-                    f"{KEY}.targets: {target!r} is no part of this model's blocks; expected {ALL},"
-                    f" or some of {', '.join(dict.fromkeys(map(_inside, every)))}"
-                )
-        for name, one in every.items():
-            if any(_matches(name, target) for target in self.targets):
-                if one.product not in (dense, by_codes):
-                    raise OutsizeError(
-                        f"{KEY}: the model has kraken_ways, whose weights are multiplied way by way"
-                        " and cannot have adapters; adapt the plain model instead"
-                    )
-                one.beside = LowRank(one, self.rank, self.scale)
+        freeze(model)
+        attach(model, f"{KEY}.targets", self.targets, self.beside)
 
     def to_json(self, config: DecoderConfig) -> dict[str, Any]:
-        with torch.device("meta"):
-            model = Decoder(config)
-        adapted = [name for name, one in linears(model) if one.beside is not None]
-        theirs = dict.fromkeys(_stored_inside(config, name) for name in adapted)
-        transposed = [one for one in theirs if one in config.names.transposed]
-        return {
-            "peft_type": FORMAT, "task_type": "CAUSAL_LM", "inference_mode": True,
-            "r": self.rank, "lora_alpha": self.alpha, "lora_dropout": 0.0,
-            "use_rslora": self.rank_stabilised, "init_lora_weights": True,
-            "target_modules": list(theirs), "fan_in_fan_out": bool(transposed), **OTHERS,
-        }  # fmt: skip
+        return stored(config, FORMAT, said(self), lambda one: isinstance(one.beside, LowRank))
+
+
+def scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
+    """What an update of low rank counts."""
+    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
+
+
+def said(one: Any) -> dict[str, Any]:
+    """What a file says of settings that have rank, alpha and rank_stabilised."""
+    return {
+        "r": one.rank, "lora_alpha": one.alpha, "lora_dropout": 0.0, MAGNITUDES: False,
+        "use_rslora": one.rank_stabilised, "init_lora_weights": True, **OTHERS,
+    }  # fmt: skip
 
 
 class LowRank(nn.Module):
-    """x (..., d_in) -> scale B A x (..., d_out), beside a Linear."""
+    """W x + scale B A x, beside a Linear of weight W."""
 
-    def __init__(self, one: Linear, rank: int, scale: float) -> None:
+    enters = False
+
+    def __init__(self, one: Weighed, rank: int, scale: float) -> None:
         super().__init__()
         d_out, d_in = one.sizes
         start = Initial(bound=1 / math.sqrt(d_in))  # kaiming_uniform_ with a = sqrt(5)
-        row = one.use == "row"
-        self.a = _Factor((d_in, rank), one if row else None, start, "lora_A.weight")
-        self.b = _Factor((rank, d_out), None if row else one, Initial(), "lora_B.weight")
+        self.a = Factor((d_in, rank), along_input(one, 1), start, "lora_A.weight")
+        self.b = Factor((rank, d_out), along_output(one, 0), Initial(), "lora_B.weight")
         self.scale = scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, one: Weighed, x: Tensor) -> Tensor:
+        return one.plain(x) + self.update(x)
+
+    def update(self, x: Tensor) -> Tensor:
+        """scale B A x."""
         y: Tensor = self.b(self.a(x) * self.scale)
         return y
 
     def change(self) -> Tensor:
+        """scale B A, float32 at least."""
         wide = torch.promote_types(self.a.weight.dtype, torch.float32)
         return (self.b.weight.to(wide) @ self.a.weight.to(wide)) * self.scale
 
+    def merged(self, weight: Tensor) -> Tensor:
+        return weight + self.change()
 
-class _Factor(Linear):
-    """A or B. like: the Linear that it is cut as; None: it is whole on every worker."""
+    def shift(self, bias: Tensor) -> Tensor:
+        return bias
 
-    def __init__(
-        self, shape: tuple[int, int], like: Linear | None, start: Initial, file: str
-    ) -> None:
-        if like is None or like.use == "plain":
-            super().__init__(*shape, whole=INSIDE)
-        else:
-            super().__init__(*shape, use=like.use, unit=like.unit)
-        self.start, self.file = start, file
+
+class Factor(Linear):
+    """A or B: a Linear that lies and begins as it is told."""
+
+    def __init__(self, shape: tuple[int, int], lies: Lies, start: Initial, file: str) -> None:
+        super().__init__(*shape, whole=INSIDE)
+        self.declared = Declared(start, lies, file)
 
     def declare(self, leaf: str) -> Declared:
-        return Declared(self.start, self.lies(leaf), self.file)
+        return self.declared
 
 
-def _inside(name: str) -> str:
-    """Of the name of a Linear, what is behind that of its block."""
-    return name.split(".", 2)[2]
-
-
-def _matches(name: str, target: str) -> bool:
-    inside = f".{_inside(name)}."
-    return target == ALL or inside.startswith(f".{target}.") or inside.endswith(f".{target}.")
-
-
-def _stored_inside(config: DecoderConfig, name: str) -> str:
-    """The same of its name in files."""
-    layer = name.split(".")[1]
-    return stored_module(config, f"{name}.weight").removeprefix(config.names.prefix.format(i=layer))
-
-
-def read(said: Mapping[str, Any], config: DecoderConfig) -> Lora:
+def read(found: Mapping[str, Any], config: DecoderConfig) -> Any:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    for key, plain in OTHERS.items():
-        if said.get(key, plain) not in (plain, None, [], {}):
-            raise OutsizeError(
-                f"adapter_config.json: {key} is {said[key]!r}; expected {plain!r}: what else peft"
-                " can do is not read"
-            )
-    with torch.device("meta"):
-        names = [name for name, _ in linears(Decoder(config))]
-    targets = _targets(said.get("target_modules"), names, config)
-    rank, alpha = said.get("r"), said.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise OutsizeError(
-            f"adapter_config.json: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers"
-        )
-    return Lora(rank, float(alpha), targets, bool(said.get("use_rslora", False)))
+    if found.get(MAGNITUDES):
+        return FORMATS.get(f"{FORMAT} {MAGNITUDES}")(found, config)
+    return Lora(*read_settings(found, config))
 
 
-def _targets(said: object, names: Iterable[str], config: DecoderConfig) -> tuple[str, ...]:
-    """What target_modules names: ends of modules' names, or one expression for whole names."""
-    wanted, others = set[str](), set[str]()
-    for name in names:
-        full = stored_module(config, f"{name}.weight")
-        if isinstance(said, list):
-            found = any(full == one or full.endswith(f".{one}") for one in said)
-        else:
-            found = said == ALL or re.fullmatch(str(said), full) is not None
-        (wanted if found else others).add(_inside(name))
-    if not wanted or wanted & others:
-        raise OutsizeError(
-            f"adapter_config.json: target_modules is {said!r}, which names"
-            f" {'weights of some layers alone' if wanted else 'no weight of the blocks'}; expected"
-            " weights of all layers"
-        )
-    return tuple(sorted(wanted))
+def read_settings(
+    found: Mapping[str, Any], config: DecoderConfig
+) -> tuple[int, float, tuple[str, ...], bool]:
+    """Rank, alpha, targets and whether the scale is the rank-stabilised one."""
+    refuse_others(found, OTHERS)
+    targets = targets_of(found.get("target_modules"), config)
+    stabilised = bool(found.get("use_rslora", False))
+    return number(found, "r"), number(found, "lora_alpha", float), targets, stabilised
 
 
 FORMATS.add(FORMAT, read)

@@ -286,7 +286,7 @@ def test_somebodys_own_loop_trains_saves_and_goes_on(tmp_path):
 
 REFUSED = {
     "no such part": (Lora(targets=("nose",)), {}, "'nose' is no part of this model's blocks"),
-    "kraken": (Lora(), {"kraken_ways": 2}, "kraken_ways"),
+    "kraken": (Lora(4), {"kraken_ways": 2}, "kraken_ways"),
 }
 
 
@@ -298,23 +298,23 @@ def test_what_cannot_be_adapted_is_refused(name):
 
 
 def test_local_learning_is_refused():
-    model = build(replace(config_of("llama, untied"), adapter=Lora()), seed=1)
+    model = build(replace(config_of("llama, untied"), adapter=Lora(4)), seed=1)
     plan = base_plan("float32", approximate=("local-learning",))
-    with pytest.raises(OutsizeError, match="leave the adapter out"):
+    with pytest.raises(OutsizeError, match="beside an adapter"):
         make_job(NativeModel(model), plan, Recipe(AdamW()))
 
 
 def test_what_files_hold_fused_is_refused_with_its_name():
     with pytest.raises(OutsizeError, match=r"attention.q with others in attn.c_attn"):
-        adapter_layout(replace(config_of("gpt2"), adapter=Lora()))
+        adapter_layout(replace(config_of("gpt2"), adapter=Lora(4)))
     assert adapter_layout(replace(config_of("gpt2"), adapter=Lora(targets=("mlp",))))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"peft_type": "XLORA"}, "peft_type is 'XLORA'; expected one of IA3, LOHA"),
         ({"base_model_name_or_path": "/nowhere"}, "is no directory here"),
         ({"target_modules": ["nose"]}, "names no weight of the blocks"),
         ({"r": 3}, "lora_A.weight' has shape"),
