@@ -17,7 +17,7 @@ from outsize.errors import OutsizeError
 from outsize.lazy import importing
 
 if TYPE_CHECKING:
-    from outsize.api import adapt, generate, load, merge, save
+    from outsize.api import adapt, generate, load, merge, remove_adapter, save
     from outsize.hardware import Hardware
     from outsize.plan import Plan
     from outsize.schedule.program import Program
@@ -45,6 +45,7 @@ __all__ = [
     "merge",
     "plan",
     "prepare",
+    "remove_adapter",
     "save",
     "simulate",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
 from outsize import accelerator
 from outsize.checkpoint import adapters, hub
-from outsize.checkpoint.adapters import model_directory
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, model_directory
 from outsize.collectives.mesh import Mesh, parse_mesh
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampling
@@ -19,7 +21,12 @@ from outsize.models.coding import asked
 from outsize.models.decoder import Decoder
 from outsize.serve.model import Model
 
-__all__ = ["Model", "adapt", "generate", "load", "merge", "save"]
+if TYPE_CHECKING:
+    from outsize.models.adapter import Adapter
+
+__all__ = ["Model", "adapt", "generate", "load", "merge", "remove_adapter", "save"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def load(
@@ -106,18 +113,32 @@ def generate(
     return able.generate(prompt, max_tokens, sampling, stop, tokenizer, on_text)
 
 
-def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_BYTES) -> None:
+def save(
+    model: nn.Module,
+    path: str | Path,
+    max_shard_bytes: int = hub.MAX_SHARD_BYTES,
+    *,
+    adapter_only: bool = False,
+) -> None:
     """Write a model that `load` gave as a Hugging Face directory, with checksums in outsize.json
     beside it; of a model with an adapter the adapter alone, as peft has it (`merge` makes a plain
     model of it). The directory appears complete or not at all.
 
-    OutsizeError for one that exists and is not empty, for other modules, and where the system
-    refuses.
+    adapter_only: what any module has of `adapt`, and nothing else. OutsizeError for a directory
+    that exists and is not empty, for other modules, and where the system refuses.
     """
+    if adapter_only and isinstance(model, Decoder) and model.config.adapter is None:
+        raise OutsizeError("save: the model has no adapter; expected one of outsize.adapt")
+    if adapter_only and not isinstance(model, Decoder):
+        from outsize.checkpoint import plugged
+
+        plugged.save(model, path)
+        return
     if not isinstance(model, Decoder):
         raise OutsizeError(
             f"save: model is a {type(model).__name__}; expected a decoder of outsize.load. What"
-            " outsize.prepare trains is written by job.save(path), other modules by torch.save"
+            " outsize.prepare trains is written by job.save(path), other modules by torch.save,"
+            " what outsize.adapt put into them with adapter_only=True"
         )
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int):
         raise OutsizeError(f"max_shard_bytes is {max_shard_bytes!r}; expected a number of bytes")
@@ -125,44 +146,105 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
 
 
 def adapt(
-    model: Decoder,
-    adapter: str | Mapping[str, Mapping[str, object]],
+    model: M,
+    adapter: str | Path | Mapping[str, Mapping[str, object]],
     seed: int = 0,
     **settings: object,
-) -> Decoder:
+) -> M:
     """Freeze a model and put an adapter beside its weights, which `prepare` then trains alone.
-    Gives the same object.
+    Gives the same object. Any module will do: its linear layers are named by their paths (targets=
+    ["*.q_proj"]) where a decoder of `load` has parts of its blocks (targets=["attention"]).
 
     adapter: "lora", its settings by name (rank=16), or as a run's file says it, {"lora": {"rank":
-    16}}; `outsize keys adapt` lists what there is. seed: of the initial values. OutsizeError for
-    unknown settings and for a model that cannot be adapted.
+    16}}; `outsize keys adapt` lists what there is. Or a directory of a trained one, as `save` and
+    peft write it. seed: of the initial values. OutsizeError for unknown settings and for a model
+    that cannot be adapted.
     """
-    from outsize.models.build import adapt as adapted
-    from outsize.train.model import adapter_of
-    from outsize.train.resolve import Resolved, apply_values
-
-    _check_decoder(model, "adapt")
+    _check_module(model, "adapt")
+    directory = Path(adapter) if isinstance(adapter, str | Path) else None
+    if directory is not None and (directory / ADAPTER_CONFIG).is_file():
+        _put(model, directory)
+        return model
     if not isinstance(adapter, str) and settings:
         raise OutsizeError(
             f"adapt: {next(iter(settings))!r} is beside a mapping of settings; expected it in there"
         )
-    said = {adapter: settings or True} if isinstance(adapter, str) else adapter
+    if isinstance(adapter, Path):
+        raise OutsizeError(f"adapt: {adapter} holds no {ADAPTER_CONFIG}; expected an adapter")
+    found = _adapter({adapter: settings or True} if isinstance(adapter, str) else adapter)
+    if isinstance(model, Decoder):
+        from outsize.models.build import adapt as adapted
+
+        hub.check_here(model)
+        adapted(model, found, seed)
+        return model
+    from outsize.models.adapter import Changes
+    from outsize.models.plugged import plug
+
+    if not isinstance(found, Changes):
+        raise OutsizeError(
+            f"adapt: {adapter!r} changes more than linear layers, which a"
+            f" {type(model).__name__} cannot have; expected a decoder of outsize.load"
+        )
+    plug(model, found, seed)
+    return model
+
+
+def _put(model: nn.Module, directory: Path) -> None:
+    if isinstance(model, Decoder):
+        adapters.put(model, directory)
+        return
+    from outsize.checkpoint import plugged
+
+    plugged.load(model, directory)
+
+
+def _adapter(said: Mapping[str, object]) -> Adapter:
+    from outsize.train.model import adapter_of
+    from outsize.train.resolve import Resolved, apply_values
+
     found = adapter_of(apply_values(Resolved(), {"adapt": said}, "adapt").config)
     if found is None:
-        raise OutsizeError(f"adapt: {adapter!r} names no adapter; expected 'lora'")
-    return adapted(model, found, seed)
+        raise OutsizeError(f"adapt: {said!r} names no adapter; expected 'lora'")
+    return found
 
 
-def merge(model: Decoder) -> Decoder:
+def merge(model: M) -> M:
     """The plain model that computes what a model with an adapter does: the same object, its weights
     changed. It generates at the cost of the plain model, and `save` writes all of it."""
-    _check_decoder(model, "merge")
-    return adapters.merge(model)
+    if isinstance(model, Decoder):
+        hub.check_here(model)
+        adapters.merge(model)
+        return model
+    from outsize.models import plugged
+
+    _check_adapted(model, "merge")
+    plugged.merge(model)
+    return model
 
 
-def _check_decoder(model: object, what: str) -> None:
-    if not isinstance(model, Decoder):
+def remove_adapter(model: M) -> M:
+    """Take an adapter out of a model: the same object, every bit of it as it was before `adapt`."""
+    if isinstance(model, Decoder):
+        adapters.remove(model)
+        return model
+    from outsize.models import plugged
+
+    _check_adapted(model, "remove_adapter")
+    plugged.unplug(model)
+    return model
+
+
+def _check_adapted(model: nn.Module, what: str) -> None:
+    from outsize.models.plugged import record_of
+
+    _check_module(model, what)
+    if record_of(model) is None:
         raise OutsizeError(
-            f"{what}: model is a {type(model).__name__}; expected a decoder of outsize.load"
+            f"{what}: the {type(model).__name__} has no adapter; expected one of outsize.adapt"
         )
-    hub.check_here(model)
+
+
+def _check_module(model: object, what: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise OutsizeError(f"{what}: model is a {type(model).__name__}; expected an nn.Module")

@@ -80,7 +80,7 @@ class Registry(Generic[T]):
 class Technique:
     """A published technique as a user meets it.
 
-    key: its place in a run's file, as "data.chat". settings: a frozen dataclass of its settings,
+    key: its place in a run's file, as "adapt.NAME". settings: a frozen dataclass of its settings,
     fields made by `setting`. meaning: what it does, in a line. exact: the numbers are those of the
     plain run; else `approximate` must name it. touches: what it changes the meaning of ("optimizer
     states", "the backward pass", ...): two that touch the same thing do not go together. clashes:

@@ -6,10 +6,11 @@ The directory holds what is trained alone; the model that it is beside lies wher
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
-from outsize.models.build import materialise, segments
+from outsize.models.build import attach, materialise, segments
 from outsize.models.coding import SAID, asked
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Linear
 from outsize.models.names import adapter_layout
+
+if TYPE_CHECKING:
+    from outsize.models.adapter import Adapter, Beside, Naming
 
 ADAPTER_CONFIG = "adapter_config.json"
 GROUP = "adapter_model"  # of a checkpoint's tensors; the stem of their file
@@ -53,11 +57,17 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     config: DecoderConfig | None = None,
+    adapters: Sequence[tuple[str | Path, float]] = (),
 ) -> Decoder:
     """The model in a Hugging Face directory, or that of an adapter's directory with the adapter
-    beside it, in `dtype` (None: the model's own). config: where it is known already. OutsizeError
+    beside it, in `dtype` (None: the model's own). config: where it is known already. adapters:
+    directories of some, and what each counts; the weights take up what they change. OutsizeError
     as of outsize.checkpoint.hub.load, and for an adapter whose tensors are another's."""
     directory, config = Path(path), config or read_config(path)
+    if adapters:
+        model = load(directory, dtype, device, config)
+        combine(merge(model), adapters)
+        return model
     if config.adapter is None:
         return hub.load(directory, dtype, device, config=config)
     base = described(directory)[1]
@@ -102,27 +112,40 @@ def tokenizer_directory(directory: Path) -> Path:
 
 def adapted(said: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """The config of a model with the adapter that an adapter_config.json says."""
+    from outsize.models.targets import targets_of
+
+    return replace(config, adapter=reader_of(said)(said, partial(targets_of, config)))
+
+
+def reader_of(said: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Naming], Adapter]:
+    """What reads an adapter_config.json. OutsizeError for a method that is not known."""
     from outsize.models.adapter import FORMATS
 
-    kind = str(said.get("peft_type"))
-    if FORMATS.find(kind) is None:
+    found = FORMATS.find(str(said.get("peft_type")))
+    if found is None:
         raise OutsizeError(
             f"{ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}; expected one of"
-            f" {', '.join(FORMATS.names())}"
+            f" {', '.join(name for name in FORMATS.names() if ' ' not in name)}"
         )
-    return replace(config, adapter=FORMATS.get(kind)(said, config))
+    return found
 
 
 def _names(header: Header, config: DecoderConfig) -> dict[str, str]:
     """The name in the file of each of the adapter's parameters."""
     names = {entry.ours[0]: entry.theirs[0] for entry in adapter_layout(config)}
-    for name in sorted(set(names.values()) ^ set(header.entries)):
-        what = "lacks" if name not in header.entries else "has an unexpected"
-        raise OutsizeError(
-            f"{header.path} {what} tensor {name!r}; expected the adapter that its"
-            f" {ADAPTER_CONFIG} describes"
-        )
+    check_names(header, set(names.values()))
     return names
+
+
+def check_names(header: Header, wanted: Set[str]) -> None:
+    """OutsizeError where an adapter's file has other tensors than a model wants of it."""
+    lost, lacking = header.entries.keys() - wanted, wanted - header.entries.keys()
+    if lost or lacking:
+        raise OutsizeError(
+            f"{header.path}: {len(lost)} of its {len(header.entries)} tensors were not used and"
+            f" {len(lacking)} are missing, as {min(lost or lacking)!r}; expected the adapter that"
+            f" its {ADAPTER_CONFIG} describes, of this model"
+        )
 
 
 def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_BYTES) -> None:
@@ -144,8 +167,11 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
 
 def to_json(config: DecoderConfig, base: Path | None) -> dict[str, Any]:
     """What the adapter_config.json of a model says. base: the directory of its frozen weights."""
+    from outsize.models import targets
+
     assert config.adapter is not None, "asked of a model that has one"
-    return {**config.adapter.to_json(config), BASE: None if base is None else str(base.resolve())}
+    said = config.adapter.to_json(targets.adapted(config))
+    return {**said, BASE: None if base is None else str(base.resolve())}
 
 
 def base_of(model: Decoder) -> Path | None:
@@ -173,16 +199,95 @@ def merge(model: Decoder) -> Decoder:
             one.weight.copy_(one.beside.merged(one.weight.to(wide)))
             if one.bias is not None:
                 one.bias.copy_(one.beside.shift(one.bias))
-            one.beside = None
-    if model.config.adapter is not None:
-        model.origin = base_of(model)
-        model.config = replace(model.config, adapter=None)
-        with torch.device("meta"):
-            plain = Decoder(model.config)
-        trained = {name: p.requires_grad for name, p in plain.named_parameters()}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained[name])
+    return remove(model)
+
+
+def remove(model: Decoder) -> Decoder:
+    """The same object without its adapter, its weights as they are: trained again are those that a
+    plain model trains. A model without an adapter stays as it is."""
+    if model.config.adapter is None:
+        return model
+    for one in [module for module in model.modules() if isinstance(module, Linear)]:
+        one.beside = None
+    model.origin = base_of(model)
+    model.config = replace(model.config, adapter=None)
+    with torch.device("meta"):
+        plain = Decoder(model.config)
+    trained = {name: p.requires_grad for name, p in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
     return model
+
+
+def put(model: Decoder, path: str | Path) -> None:
+    """Put the adapter of a directory beside a decoder that has none, in the dtype and on the device
+    of its weights. OutsizeError for one that has an adapter, for an adapter of another model, and
+    as of `load`."""
+    directory = Path(path).expanduser()
+    said = read_json(directory / ADAPTER_CONFIG)
+    config = adapted(said, model.config)
+    assert config.adapter is not None
+    _check_base(model.config, said, directory)
+    header = read_header(directory / f"{GROUP}.safetensors")
+    names = _names(header, config)
+    _check_shapes(header, names, config)
+
+    def write(name: str, out: Tensor) -> None:
+        read_tensor(header, names[name], out)
+
+    attach(model, config.adapter, lambda: write)
+
+
+def _check_base(config: DecoderConfig, said: Mapping[str, Any], directory: Path) -> None:
+    """OutsizeError where the model that an adapter names is here, and is another."""
+    base = Path(str(said.get(BASE))).expanduser()
+    if (base / hub.CONFIG).is_file() and hub.read_config(base) != config:
+        raise OutsizeError(
+            f"{directory}: the adapter is of {base}, whose config.json is not this model's;"
+            " expected an adapter of this one"
+        )
+
+
+def _check_shapes(header: Header, names: Mapping[str, str], config: DecoderConfig) -> None:
+    """OutsizeError for a tensor of another shape than the model's adapter has."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+    for ours, theirs in names.items():
+        if (found := tuple(header.entries[theirs].shape)) != shapes[ours]:
+            raise OutsizeError(
+                f"{header.path}: tensor {theirs!r} has shape {found}; expected {shapes[ours]}, as"
+                " this model's weights have it"
+            )
+
+
+@torch.no_grad()
+def combine(model: Decoder, adapters: Sequence[tuple[str | Path, float]]) -> None:
+    """Have the weights of a plain decoder take up what several adapters change, each times its
+    weight: W + the sum of weight * (W as the adapter has it - W). Beside the adapters one weight is
+    in memory twice at a time. OutsizeError as of `put`, and for an adapter that changes nothing;
+    the model is then as it was."""
+    linears = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
+    found: list[tuple[float, dict[str, Beside]]] = []
+    for path, weight in adapters:
+        put(model, path)
+        besides = {n: one.beside for n, one in linears.items() if one.beside is not None}
+        remove(model)
+        if not any(_changes(linears[name], beside) for name, beside in besides.items()):
+            raise OutsizeError(f"{path}: the adapter changes no output; expected a trained one")
+        found.append((weight, besides))
+    for name, one in linears.items():
+        own = [(weight, besides[name]) for weight, besides in found if name in besides]
+        wide = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))
+        one.weight.copy_(wide + sum(weight * (each.merged(wide) - wide) for weight, each in own))
+        if one.bias is not None:
+            bias = one.bias.to(wide.dtype)
+            one.bias.copy_(bias + sum(weight * (each.shift(bias) - bias) for weight, each in own))
+
+
+def _changes(one: Linear, beside: Beside) -> bool:
+    """Whether what is beside a Linear changes what it gives."""
+    wide = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))
+    return not torch.equal(beside.merged(wide), wide)
 
 
 def model_directory(path: str | Path) -> Path:

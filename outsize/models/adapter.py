@@ -8,7 +8,8 @@ no optimizer states, and its values stay in the files that they came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,44 @@ from torch import Tensor, nn
 from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.registry import Registry
 
-if TYPE_CHECKING:
-    from outsize.models.config import DecoderConfig
-
 
 @runtime_checkable
 class Adapter(Protocol):
     """What is put beside a model's Linears: the settings of a technique, or read from a file."""
 
     def attach(self, model: nn.Module) -> None:
-        """Freeze the parameters of a whole model, and give its Linears what is beside them. Raises
-        OutsizeError for a model that it cannot adapt."""
+        """Freeze the parameters of a whole decoder, and give its Linears what is beside them.
+        Raises OutsizeError for a model that it cannot adapt."""
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
         """What its adapter_config.json says, as peft reads it."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an adapter has changed: by the names in files of Linears (behind a block's, where those
+    of all blocks are alike), what is beside them. transposed: files hold such weights (in, out)."""
+
+    beside: Mapping[str, Beside]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the Linears that an adapter changes. key: the setting that says which; make: gives
+    what is beside one of them, from its name and itself."""
+
+    key: str
+    targets: tuple[str, ...]
+    make: Callable[[str, Weighed], Beside]
+
+
+@runtime_checkable
+class Changes(Adapter, Protocol):
+    """An adapter that changes Linears alone, whosever they are."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]: ...
 
 
 class Weighed(Protocol):
@@ -44,6 +69,9 @@ class Weighed(Protocol):
 
     @property
     def unit(self) -> Unit | None: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
     def matrix(self) -> Tensor:
         """The weight as it is multiplied by."""
@@ -118,5 +146,13 @@ def along_input(one: Weighed, dim: int) -> Lies:
     return Lies(dim, one.unit) if one.use == "row" else INSIDE
 
 
+class Naming(Protocol):
+    """How a model's Linears are called in files."""
+
+    def __call__(self, said: object, key: str = "target_modules", /) -> tuple[str, ...]:
+        """The targets that peft's way of naming modules says: ends of names, or one expression for
+        whole names. OutsizeError where it names none. key: that said it."""
+
+
 # By what adapter_config.json calls its peft_type: makes the adapter of such a file for a model.
-FORMATS: Registry[Callable[[Mapping[str, Any], DecoderConfig], Adapter]] = Registry("adapter")
+FORMATS: Registry[Callable[[Mapping[str, Any], Naming], Adapter]] = Registry("adapter")

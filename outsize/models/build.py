@@ -77,22 +77,31 @@ def shells(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str
 def adapt(model: Decoder, adapter: Adapter, seed: int) -> Decoder:
     """The same model, frozen, with an adapter that begins with initial values, in the dtype and on
     the device of its weights. OutsizeError for one that has an adapter already."""
+    every = dict(linears(model))
+    attach(model, adapter, lambda: initial_draw(model, seed, lambda name: every[name].matrix()))
+    return model
+
+
+def attach(
+    model: Decoder, adapter: Adapter, writing: Callable[[], Callable[[str, Tensor], None]]
+) -> None:
+    """Freeze a decoder and put an adapter beside it, in the dtype and on the device of its weights.
+    writing: gives, once it is there, what writes the values of its parameters by name. OutsizeError
+    for one that has an adapter."""
     if model.config.adapter is not None:
         raise OutsizeError("model: it has an adapter already; merge that one before, or leave it")
     like, before = model.prologue.tokens.weight, set(_names(model))
     adapter.attach(model)
     model.config = replace(model.config, adapter=adapter)
-    every = dict(linears(model))
-    draw = initial_draw(model, seed, lambda name: every[name].matrix())
+    write = writing()
 
     def fill(name: str, parameter: Tensor) -> Tensor:
         out = torch.empty(parameter.shape, dtype=like.dtype, device=like.device)
         if not out.is_meta:
-            draw(name, out)
+            write(name, out)
         return out
 
     _place(model, set(_names(model)) - before, fill)
-    return model
 
 
 def uncoded(model: Decoder) -> Decoder:
@@ -159,12 +168,12 @@ def initial_draw(
     def drawn(name: str) -> Tensor:
         sizes, coded = held[name]
         out = torch.empty(sizes, dtype=torch.float64 if coded is None else torch.float32)
-        plain(f"{name}.weight", out)
+        written(f"{name}.weight", out)
         return out if coded is None else as_held(coded.format, out, name)
 
     def draw(name: str, out: Tensor) -> None:
         if name not in begins:
-            plain(name, out)
+            written(name, out)
             return
         if name not in waiting:
             path, module = begins[name]
@@ -172,15 +181,8 @@ def initial_draw(
             waiting.update({f"{path}.{leaf}": x for leaf, x in values.items()})
         out.copy_(waiting.pop(name))
 
-    def plain(name: str, out: Tensor) -> None:
-        start = initial[name]
-        assert not isinstance(start.std, str), "said in numbers"
-        if start.std:
-            fill_normal(out, seed, name, std=start.std)
-        elif start.bound:
-            fill_uniform(out, seed, name, start.bound)
-        else:
-            out.fill_(start.value)
+    def written(name: str, out: Tensor) -> None:
+        write_initial(initial[name], out, seed, name)
 
     return coded_draw(model, draw)
 
@@ -214,6 +216,17 @@ def as_held(format: Format, weight: Tensor, name: str) -> Tensor:
     """A weight as codes give it back. name: of its Linear, for errors."""
     made = encoded(format, weight, name)
     return decoded(format, made[CODES], made.get(SCALES))
+
+
+def write_initial(start: Initial, out: Tensor, seed: int, name: str) -> None:
+    """Fill `out` with the initial values, in numbers, of a parameter of this name."""
+    assert not isinstance(start.std, str), "said in numbers"
+    if start.std:
+        fill_normal(out, seed, name, std=start.std)
+    elif start.bound:
+        fill_uniform(out, seed, name, start.bound)
+    else:
+        out.fill_(start.value)
 
 
 def beginning(model: nn.Module) -> Iterator[tuple[str, tuple[str, Begins]]]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Beside
+from outsize.models.adapter import Adapted, Beside, Part, Weighed
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
-from outsize.models.linear import Linear, by_codes, dense, linears
+from outsize.models.linear import by_codes, dense, linears
 from outsize.models.names import stored_module
 
 ALL = "all-linear"
-TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, v, mlp.up"
+TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*"
 _FILE = "adapter_config.json"
+_SHOWN = 16  # names of layers in a message
 # What peft may say of every method that changes what is computed, and is not read here.
 _OTHERS: Mapping[str, Any] = {
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
@@ -26,39 +28,53 @@ _OTHERS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def freeze(model: nn.Module) -> None:
-    """Nothing of a model is trained from here on but what is added to it."""
+def attach(model: nn.Module, parts: Iterable[Part]) -> None:
+    """Freeze a decoder and give its Linears what an adapter puts beside them. OutsizeError as of
+    `chosen`, and for a model whose weights are multiplied otherwise."""
+    every = dict(linears(model))
+    found = list(chosen(parts, every, inside))
+    for key, name, _ in found:
+        if every[name].product not in (dense, by_codes):
+            raise OutsizeError(
+                f"{key}: the model has kraken_ways, whose weights are multiplied way by way"
+                " and cannot have adapters; adapt the plain model instead"
+            )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for _, name, beside in found:
+        every[name].beside = beside
 
 
-def attach(
-    model: nn.Module, key: str, targets: Collection[str], make: Callable[[str, Linear], Beside]
-) -> None:
-    """Give the Linears that the setting `key` names what `make` makes of their name in a block and
-    themselves. OutsizeError for a target that names none, and for one that cannot be adapted."""
-    every = dict(linears(model))
-    for target in targets:
-        if not any(_matches(name, target) for name in every):
-            raise OutsizeError(
-                f"{key}: {target!r} is no part of this model's blocks; expected {ALL}, or some of"
-                f" {', '.join(dict.fromkeys(map(inside, every)))}"
-            )
-    for name, one in every.items():
-        if any(_matches(name, target) for target in targets):
-            if one.product not in (dense, by_codes):
+def chosen(
+    parts: Iterable[Part], every: Mapping[str, Weighed], shown: Callable[[str], str]
+) -> Iterator[tuple[str, str, Beside]]:
+    """(setting, name of a layer, what is beside it) of what an adapter changes of all linear layers
+    of a model. shown: of a name, what targets see and users are told. OutsizeError for a target
+    that names none, for a layer that is named twice, and for one that cannot be adapted."""
+    done = set[str]()
+    for part in parts:
+        for target in part.targets:
+            if not any(_matches(shown(name), target) for name in every):
                 raise OutsizeError(
-                    f"{key}: the model has kraken_ways, whose weights are multiplied way by way"
-                    " and cannot have adapters; adapt the plain model instead"
+                    f"{part.key}: {target!r} names no linear layer of this model; expected {ALL},"
+                    f" or some of {_some(map(shown, every))}"
                 )
-            if one.beside is not None:
-                raise OutsizeError(
-                    f"{key}: {inside(name)} is named twice; expected each weight in one place"
-                )
-            one.beside = make(inside(name), one)
+        for name, one in every.items():
+            if any(_matches(shown(name), target) for target in part.targets):
+                if name in done:
+                    raise OutsizeError(
+                        f"{part.key}: {shown(name)} is named twice; expected each in one place"
+                    )
+                done.add(name)
+                yield part.key, name, part.make(shown(name), one)
 
 
-def check_rank(key: str, rank: int, name: str, one: Linear) -> None:
+def _some(names: Iterable[str]) -> str:
+    every = list(dict.fromkeys(names))
+    return ", ".join(every[:_SHOWN]) + (", ..." if len(every) > _SHOWN else "")
+
+
+def check_rank(key: str, rank: int, name: str, one: Weighed) -> None:
     """OutsizeError for a rank that a weight cannot have."""
     if rank > (most := min(one.sizes)):
         raise OutsizeError(
@@ -71,33 +87,31 @@ def inside(name: str) -> str:
     return name.split(".", 2)[2]
 
 
-def _matches(name: str, target: str) -> bool:
-    own = f".{inside(name)}."
-    return target == ALL or own.startswith(f".{target}.") or own.endswith(f".{target}.")
+def _matches(path: str, target: str) -> bool:
+    own = f".{path}."
+    plain = own.startswith(f".{target}.") or own.endswith(f".{target}.")
+    return plain or target == ALL or fnmatchcase(path, target)
 
 
 # -- as peft's files have it -----------------------------------------------------------------------
 
 
-def stored(
-    config: DecoderConfig, kind: str, said: Mapping[str, Any], chosen: Callable[[Linear], bool]
-) -> dict[str, Any]:
-    """What every method says in its adapter_config.json. kind: its peft_type; said: its own;
-    chosen: whether a Linear of the model with its adapter is one that it changes."""
-    theirs = stored_names(config, chosen)
-    transposed = {"fan_in_fan_out": True} if set(theirs) & set(config.names.transposed) else {}
+def stored(kind: str, adapted: Adapted, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What every method says in its adapter_config.json. kind: its peft_type; said: its own."""
     return {
         "peft_type": kind, "task_type": "CAUSAL_LM", "inference_mode": True,
-        "target_modules": theirs, **transposed, **said,
+        "target_modules": list(adapted.beside),
+        **({"fan_in_fan_out": True} if adapted.transposed else {}), **said,
     }  # fmt: skip
 
 
-def stored_names(config: DecoderConfig, chosen: Callable[[Linear], bool]) -> list[str]:
-    """Of the Linears that an adapter changes in some way, the names in files, behind a block's."""
+def adapted(config: DecoderConfig) -> Adapted:
+    """What the adapter of a decoder changes."""
     with torch.device("meta"):
         model = Decoder(config)
-    adapted = [name for name, one in linears(model) if one.beside is not None and chosen(one)]
-    return list(dict.fromkeys(_stored_inside(config, name) for name in adapted))
+    pairs = ((_stored_inside(config, n), one.beside) for n, one in linears(model))
+    found = {name: beside for name, beside in pairs if beside is not None}
+    return Adapted(found, bool(found.keys() & config.names.transposed))
 
 
 def _stored_inside(config: DecoderConfig, name: str) -> str:
@@ -126,24 +140,14 @@ def number(said: Mapping[str, Any], key: str, kind: type = int) -> Any:
     return kind(found)
 
 
-def targets_of(said: object, config: DecoderConfig, key: str = "target_modules") -> tuple[str, ...]:
-    """What target_modules names: ends of modules' names, or one expression for whole names."""
+def targets_of(config: DecoderConfig, said: object, key: str = "target_modules") -> tuple[str, ...]:
+    """The Naming of a decoder, by its config."""
     with torch.device("meta"):
         names = [name for name, _ in linears(Decoder(config))]
-    return _targets(said, names, config, key)
-
-
-def _targets(
-    said: object, names: Iterable[str], config: DecoderConfig, key: str
-) -> tuple[str, ...]:
     wanted, others = set[str](), set[str]()
     for name in names:
         full = stored_module(config, f"{name}.weight")
-        if isinstance(said, list):
-            found = any(full == one or full.endswith(f".{one}") for one in said)
-        else:
-            found = said == ALL or re.fullmatch(str(said), full) is not None
-        (wanted if found else others).add(inside(name))
+        (wanted if named(full, said) else others).add(inside(name))
     if not wanted or wanted & others:
         raise OutsizeError(
             f"{_FILE}: {key} is {said!r}, which names"
@@ -151,3 +155,10 @@ def _targets(
             " weights of all layers"
         )
     return tuple(sorted(wanted))
+
+
+def named(full: str, said: object) -> bool:
+    """Whether peft's target_modules names a module of this full name."""
+    if isinstance(said, list):
+        return any(full == one or full.endswith(f".{one}") for one in said)
+    return said == ALL or re.fullmatch(str(said), full) is not None

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import FORMATS, Squares, Weighed, along_output
-from outsize.models.config import DecoderConfig
+from outsize.models.adapter import FORMATS, Adapted, Naming, Part, Squares, Weighed, along_output
 from outsize.models.declared import Declared, Initial
-from outsize.models.linear import Linear
-from outsize.models.targets import ALL, TARGETS, attach, check_rank, freeze, stored
+from outsize.models.targets import ALL, TARGETS, attach, check_rank, stored
 from outsize.registry import setting, technique
 from outsize.techniques.adapt.lora import FORMAT, MAGNITUDES, LowRank, read_settings, said, scale
 
@@ -36,18 +34,21 @@ class Dora:
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
 
-    def beside(self, name: str, one: Linear) -> Directed:
-        """What a Linear of this name has beside it."""
+    def beside(self, name: str, one: Weighed) -> Directed:
+        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Directed(one, self.rank, scale(self.alpha, self.rank, self.rank_stabilised))
 
-    def attach(self, model: nn.Module) -> None:
-        freeze(model)
-        attach(model, f"{KEY}.targets", self.targets, self.beside)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(f"{KEY}.targets", self.targets, self.beside),)
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
+    def attach(self, model: nn.Module) -> None:
+        attach(model, self.parts)
+
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {**said(self), MAGNITUDES: True}
-        return stored(config, FORMAT, own, lambda one: isinstance(one.beside, Directed))
+        return stored(FORMAT, adapted, own)
 
 
 class Directed(nn.Module):
@@ -89,9 +90,9 @@ class Directed(nn.Module):
         return bias
 
 
-def read(found: Mapping[str, Any], config: DecoderConfig) -> Dora:
+def read(found: Mapping[str, Any], naming: Naming) -> Dora:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
-    return Dora(*read_settings(found, config))
+    return Dora(*read_settings(found, naming))
 
 
 FORMATS.add(f"{FORMAT} {MAGNITUDES}", read)

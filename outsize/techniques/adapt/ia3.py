@@ -17,19 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS, Weighed, along_input, along_output
-from outsize.models.config import DecoderConfig
-from outsize.models.declared import Declared, Initial
-from outsize.models.linear import Linear
-from outsize.models.targets import (
-    TARGETS,
-    attach,
-    freeze,
-    refuse_others,
-    stored,
-    stored_names,
-    targets_of,
+from outsize.models.adapter import (
+    FORMATS,
+    Adapted,
+    Naming,
+    Part,
+    Weighed,
+    along_input,
+    along_output,
 )
+from outsize.models.declared import Declared, Initial
+from outsize.models.targets import TARGETS, attach, refuse_others, stored
 from outsize.registry import setting, technique
 
 KEY, FORMAT = "adapt.ia3", "IA3"
@@ -43,20 +41,21 @@ class Ia3:
     outputs: tuple[str, ...] = setting(OUTPUTS, f"what gives is scaled: {TARGETS}")
     inputs: tuple[str, ...] = setting(INPUTS, "what takes is scaled, named alike")
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        entering = Part(f"{KEY}.inputs", self.inputs, lambda _, one: Scaled(one, enters=True))
+        return (Part(f"{KEY}.outputs", self.outputs, given), entering)
+
     def attach(self, model: nn.Module) -> None:
-        freeze(model)
-        attach(model, f"{KEY}.outputs", self.outputs, given)
-        attach(model, f"{KEY}.inputs", self.inputs, lambda _, one: Scaled(one, enters=True))
+        attach(model, self.parts)
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
-        def taking(one: Linear) -> bool:
-            return one.beside is not None and one.beside.enters
-
-        own = {"feedforward_modules": stored_names(config, taking), "init_ia3_weights": True}
-        return stored(config, FORMAT, own, lambda one: isinstance(one.beside, Scaled))
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
+        taking = [name for name, beside in adapted.beside.items() if beside.enters]
+        own = {"feedforward_modules": taking, "init_ia3_weights": True}
+        return stored(FORMAT, adapted, own)
 
 
-def given(name: str, one: Linear) -> Scaled:
+def given(name: str, one: Weighed) -> Scaled:
     """Scales what a Linear gives. OutsizeError where its bias is added behind a sum over workers,
     and would not be scaled."""
     if one.use == "row" and one.bias is not None:
@@ -92,12 +91,11 @@ class Scaled(nn.Module):
         return bias if self.enters else bias * self.scale.flatten()
 
 
-def read(found: Mapping[str, Any], config: DecoderConfig) -> Ia3:
+def read(found: Mapping[str, Any], naming: Naming) -> Ia3:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, {})
-    every = targets_of(found.get("target_modules"), config)
-    key = "feedforward_modules"
-    inputs = targets_of(found[key], config, key) if found.get(key) else ()
+    every, key = naming(found.get("target_modules")), "feedforward_modules"
+    inputs = naming(found[key], key) if found.get(key) else ()
     return Ia3(tuple(one for one in every if one not in inputs), inputs)
 
 

@@ -18,20 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import FORMATS, Weighed, along_input, along_output
-from outsize.models.config import DecoderConfig
+from outsize.models.adapter import (
+    FORMATS,
+    Adapted,
+    Naming,
+    Part,
+    Weighed,
+    along_input,
+    along_output,
+)
 from outsize.models.declared import INSIDE, Declared, Initial
-from outsize.models.linear import Linear
 from outsize.models.targets import (
     ALL,
     TARGETS,
     attach,
     check_rank,
-    freeze,
     number,
     refuse_others,
     stored,
-    targets_of,
 )
 from outsize.registry import setting, technique
 
@@ -50,18 +54,21 @@ class Lokr:
     alpha: float = setting(8.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
-    def beside(self, name: str, one: Linear) -> Kronecker:
-        """What a Linear of this name has beside it."""
+    def beside(self, name: str, one: Weighed) -> Kronecker:
+        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return Kronecker(one, self.rank, self.alpha / self.rank)
 
-    def attach(self, model: nn.Module) -> None:
-        freeze(model)
-        attach(model, f"{KEY}.targets", self.targets, self.beside)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(f"{KEY}.targets", self.targets, self.beside),)
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
+    def attach(self, model: nn.Module) -> None:
+        attach(model, self.parts)
+
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {"r": self.rank, "alpha": self.alpha, "init_weights": True, **OTHERS}
-        return stored(config, FORMAT, own, lambda one: isinstance(one.beside, Kronecker))
+        return stored(FORMAT, adapted, own)
 
 
 def factors(size: int) -> tuple[int, int]:
@@ -114,10 +121,10 @@ class Kronecker(nn.Module):
         return bias
 
 
-def read(found: Mapping[str, Any], config: DecoderConfig) -> Lokr:
+def read(found: Mapping[str, Any], naming: Naming) -> Lokr:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     refuse_others(found, OTHERS)
-    targets = targets_of(found.get("target_modules"), config)
+    targets = naming(found.get("target_modules"))
     return Lokr(number(found, "r"), number(found, "alpha", float), targets)
 
 

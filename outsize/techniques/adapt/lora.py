@@ -21,8 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.models.adapter import FORMATS, Weighed, along_input, along_output
-from outsize.models.config import DecoderConfig
+from outsize.models.adapter import (
+    FORMATS,
+    Adapted,
+    Naming,
+    Part,
+    Weighed,
+    along_input,
+    along_output,
+)
 from outsize.models.declared import INSIDE, Declared, Initial, Lies
 from outsize.models.linear import Linear
 from outsize.models.targets import (
@@ -30,11 +37,9 @@ from outsize.models.targets import (
     TARGETS,
     attach,
     check_rank,
-    freeze,
     number,
     refuse_others,
     stored,
-    targets_of,
 )
 from outsize.registry import setting, technique
 
@@ -59,17 +64,20 @@ class Lora:
     def scale(self) -> float:
         return scale(self.alpha, self.rank, self.rank_stabilised)
 
-    def beside(self, name: str, one: Linear) -> LowRank:
-        """What a Linear of this name has beside it."""
+    def beside(self, name: str, one: Weighed) -> LowRank:
+        """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
         return LowRank(one, self.rank, self.scale)
 
-    def attach(self, model: nn.Module) -> None:
-        freeze(model)
-        attach(model, f"{KEY}.targets", self.targets, self.beside)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(f"{KEY}.targets", self.targets, self.beside),)
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
-        return stored(config, FORMAT, said(self), lambda one: isinstance(one.beside, LowRank))
+    def attach(self, model: nn.Module) -> None:
+        attach(model, self.parts)
+
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
+        return stored(FORMAT, adapted, said(self))
 
 
 def scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
@@ -129,19 +137,19 @@ class Factor(Linear):
         return self.declared
 
 
-def read(found: Mapping[str, Any], config: DecoderConfig) -> Any:
+def read(found: Mapping[str, Any], naming: Naming) -> Any:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     if found.get(MAGNITUDES):
-        return FORMATS.get(f"{FORMAT} {MAGNITUDES}")(found, config)
-    return Lora(*read_settings(found, config))
+        return FORMATS.get(f"{FORMAT} {MAGNITUDES}")(found, naming)
+    return Lora(*read_settings(found, naming))
 
 
 def read_settings(
-    found: Mapping[str, Any], config: DecoderConfig
+    found: Mapping[str, Any], naming: Naming
 ) -> tuple[int, float, tuple[str, ...], bool]:
     """Rank, alpha, targets and whether the scale is the rank-stabilised one."""
     refuse_others(found, OTHERS)
-    targets = targets_of(found.get("target_modules"), config)
+    targets = naming(found.get("target_modules"))
     stabilised = bool(found.get("use_rslora", False))
     return number(found, "r"), number(found, "lora_alpha", float), targets, stabilised
 

@@ -18,19 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import FORMATS, Weighed, along_input
-from outsize.models.config import DecoderConfig
+from outsize.models.adapter import FORMATS, Adapted, Naming, Part, Weighed, along_input
 from outsize.models.declared import Declared, Initial
-from outsize.models.linear import Linear
 from outsize.models.targets import (
     ALL,
     TARGETS,
     attach,
-    freeze,
     number,
     refuse_others,
     stored,
-    targets_of,
 )
 from outsize.registry import setting, technique
 
@@ -50,8 +46,8 @@ class Oft:
     block: int = setting(32, "features that turn together; divides what a weight takes", least=2)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
 
-    def beside(self, name: str, one: Linear) -> Turned:
-        """What a Linear of this name has beside it. OutsizeError where blocks do not fit."""
+    def beside(self, name: str, one: Weighed) -> Turned:
+        """What a linear layer of this name has beside it. OutsizeError where blocks do not fit."""
         if (d_in := one.sizes[1]) % self.block:
             raise OutsizeError(
                 f"{KEY}.block: {self.block} does not divide the {d_in} features that {name} takes;"
@@ -59,13 +55,16 @@ class Oft:
             )
         return Turned(one, self.block)
 
-    def attach(self, model: nn.Module) -> None:
-        freeze(model)
-        attach(model, f"{KEY}.targets", self.targets, self.beside)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(f"{KEY}.targets", self.targets, self.beside),)
 
-    def to_json(self, config: DecoderConfig) -> dict[str, Any]:
+    def attach(self, model: nn.Module) -> None:
+        attach(model, self.parts)
+
+    def to_json(self, adapted: Adapted) -> dict[str, Any]:
         own = {**OTHERS, "oft_block_size": self.block, "init_weights": True, "peft_version": SERIES}
-        return stored(config, FORMAT, own, lambda one: isinstance(one.beside, Turned))
+        return stored(FORMAT, adapted, own)
 
 
 class Turned(nn.Module):
@@ -111,7 +110,7 @@ class Turned(nn.Module):
         return bias
 
 
-def read(found: Mapping[str, Any], config: DecoderConfig) -> Oft:
+def read(found: Mapping[str, Any], naming: Naming) -> Oft:
     """The adapter that an adapter_config.json says. OutsizeError for what is not read here."""
     said = {**found, "r": 0} if found.get("oft_block_size") else found
     version = str(found.get("peft_version", "0")).split("@")[0].split(".")
@@ -121,7 +120,7 @@ def read(found: Mapping[str, Any], config: DecoderConfig) -> Oft:
             " or later: before, OFT had another series"
         )
     refuse_others(said, OTHERS)
-    return Oft(number(found, "oft_block_size"), targets_of(found.get("target_modules"), config))
+    return Oft(number(found, "oft_block_size"), naming(found.get("target_modules")))
 
 
 FORMATS.add(FORMAT, read)

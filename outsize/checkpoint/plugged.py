@@ -1,0 +1,70 @@
+"""Adapters of modules that nobody here wrote, in peft's layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from outsize.checkpoint import hub
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, check_names, reader_of
+from outsize.checkpoint.files import read_header, read_json, read_tensor
+from outsize.checkpoint.writing import write_json, write_tensors
+from outsize.errors import OutsizeError
+from outsize.models.adapter import Changes
+from outsize.models.declared import declarations
+from outsize.models.names import PEFT
+from outsize.models.plugged import adapted, plug, plugged_layers, record_of, targets_of, unplug
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write the adapter of a module, as peft has it. OutsizeError for a module without one, and as
+    of outsize.checkpoint.hub.save."""
+    record = record_of(model)
+    if record is None:
+        raise OutsizeError("save: the model has no adapter; expected one of outsize.adapt")
+    said = record.adapter.to_json(adapted(model))
+    base: Any = getattr(model, "name_or_path", None)
+    values = {theirs: model.get_parameter(ours) for ours, theirs in _names(model).items()}
+
+    def write(directory: Path) -> None:
+        write_tensors(directory / f"{GROUP}.safetensors", GROUP, values)
+        write_json(directory / ADAPTER_CONFIG, {**said, BASE: base or None})
+
+    hub.whole_directory(Path(path), write)
+
+
+def load(model: nn.Module, directory: Path) -> None:
+    """Plug the adapter of a directory into a module. OutsizeError for a method that is not known,
+    for tensors that are another's, and for an adapter that no weight of the module fits; the module
+    is then as it was."""
+    said = read_json(directory / ADAPTER_CONFIG)
+    adapter = reader_of(said)(said, partial(targets_of, model))
+    if not isinstance(adapter, Changes):
+        raise OutsizeError(
+            f"{directory / ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}, which changes"
+            " more than linear layers; expected an adapter of linear layers"
+        )
+    header = read_header(directory / f"{GROUP}.safetensors")
+    plug(model, adapter, seed=0)
+    try:
+        names = _names(model)
+        check_names(header, set(names.values()))
+        for ours, theirs in names.items():
+            own = model.get_parameter(ours)
+            read_tensor(header, theirs, own.data)
+    except BaseException:
+        unplug(model)
+        raise
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """By name of a plugged parameter, that in files."""
+    return {
+        f"{path}.beside.{name.removeprefix('.')}": f"{PEFT}{path}.{declared.file}"
+        for path, _, beside in plugged_layers(model)
+        if isinstance(beside, nn.Module)
+        for name, declared in declarations(beside)
+    }
