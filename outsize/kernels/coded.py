@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outsize.kernels import product
 
-PIECE = 1 << 22  # weights that are decoded at a time
+PIECE = 1 << 20  # weights that are decoded at a time
 Decode = Callable[[int, int, torch.dtype], Tensor]  # rows [first, last) of the weight in a dtype
 
 

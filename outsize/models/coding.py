@@ -68,8 +68,14 @@ class Format(Protocol):
     def encode(self, weight_OI: Tensor) -> tuple[Tensor, Tensor | None]:
         """codes_OR and what groups share, uint8."""
 
-    def decode(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Tensor:
-        """weight_OI in float32, of any rows and blocks of a weight."""
+    def decode(
+        self,
+        codes_OR: Tensor,
+        shared: Tensor | None,
+        grid: Grid,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """weight_OI of any rows and blocks of a weight: numbers of float32, rounded to `dtype`."""
 
     def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
         """Whether all scales are."""
@@ -204,13 +210,13 @@ def decoded(format: Format, codes_OR: Tensor, shared: Tensor | None) -> Tensor:
 @dataclass(frozen=True)
 class Blocks:
     """A Format all of whose bytes lie in the groups' blocks. pack: blocks (N, B) of groups (N, G)
-    in float32; unpack: the way back; scales: of blocks, as numbers."""
+    in float32; unpack: the way back, rounded to a dtype; scales: of blocks, as numbers."""
 
     name: str
     group: int
     block: int
     pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, torch.dtype], Tensor]
     scales: Callable[[Tensor], Tensor]
 
     @property
@@ -229,8 +235,14 @@ class Blocks:
             codes_OR[first:last] = self.pack(groups_NG).view(-1, wide)
         return codes_OR, None
 
-    def decode(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Tensor:
-        values: Tensor = self.unpack(codes_OR.reshape(-1, self.block))
+    def decode(
+        self,
+        codes_OR: Tensor,
+        shared: Tensor | None,
+        grid: Grid,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        values: Tensor = self.unpack(codes_OR.reshape(-1, self.block), dtype)
         return values.view(len(codes_OR), -1)
 
     def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
@@ -262,11 +274,6 @@ def halves(codes_NG: Tensor) -> Tensor:
     """Codes of 4 bits (uint8), the first half of a group in the lower bits of its bytes."""
     low, high = codes_NG.chunk(2, -1)
     return low | (high << 4)
-
-
-def nibbles(bytes_NH: Tensor) -> Tensor:
-    """The way back."""
-    return torch.cat((bytes_NH & 15, bytes_NH >> 4), -1)
 
 
 def groups_of(size: int | None, usual: int, allowed: tuple[int, ...], name: str) -> int:

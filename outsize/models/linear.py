@@ -122,7 +122,7 @@ class Linear(nn.Module):
         assert self.coded is not None, "asked of one that is"
         shared, form = self._parameters.get(SCALES), self.coded.format
         rows = self.get_parameter(CODES).detach()[first:last]
-        return form.decode(rows, shared, self.coded.grid.below(first)).to(dtype)
+        return form.decode(rows, shared, self.coded.grid.below(first), dtype)
 
     def matrix(self) -> Tensor:
         """The weight (d_out, d_in); of codes what they stand for, float32."""

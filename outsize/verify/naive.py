@@ -51,7 +51,8 @@ def simple(model: Decoder) -> Decoder:
 
 def _by_weight(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     """By the whole weight that codes stand for."""
-    y = x @ one.decoded(0, one.sizes[0], x.dtype).T
+    weight = one.decoded(0, one.sizes[0], x.dtype) * 1  # a number that is rounded, as results are
+    y = x @ weight.T
     return y if bias is None else y + bias
 
 

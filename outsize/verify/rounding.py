@@ -116,6 +116,8 @@ class Rounding(DispatchMode):
         y.add_(moved.nan_to_num_(0.0, 0.0, 0.0))
 
     def _move(self, y: Tensor, unit: float) -> None:
+        if not y.is_floating_point():  # codes, which nothing rounds
+            return
         y.mul_(self._draw(y).mul_(unit * USUAL).add_(1))
 
     def _draw(self, y: Tensor) -> Tensor:

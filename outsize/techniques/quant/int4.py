@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outsize.kernels.codes import decoded
 from outsize.models.coding import (
     FORMATS,
     Blocks,
     groups_of,
     halves,
-    nibbles,
     numbers,
     over,
     raw,
@@ -33,9 +33,9 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((scale_N2, halves(codes_NG.to(torch.uint8))), -1)
 
 
-def unpack(blocks_NB: Tensor) -> Tensor:
-    codes_NG = nibbles(blocks_NB[:, 2:]).to(torch.float32)
-    return codes_NG.sub_(ZERO).mul_(scales(blocks_NB))
+def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    steps = torch.arange(-float(ZERO), ZERO, device=blocks_NB.device, dtype=torch.float32)
+    return decoded(blocks_NB, scales(blocks_NB), steps, "halves", 2, dtype)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outsize.kernels.codes import decoded
 from outsize.models.coding import FORMATS, Blocks, groups_of, numbers, over, raw, spelled
 
 NAME, GROUP, GROUPS = "int8", 64, (16, 32, 64, 128, 256)
@@ -21,9 +22,8 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((scale_N2, codes_NG.to(torch.int8).view(torch.uint8)), -1)
 
 
-def unpack(blocks_NB: Tensor) -> Tensor:
-    codes_NG = blocks_NB[:, 2:].contiguous().view(torch.int8)
-    return codes_NG.to(torch.float32).mul_(scales(blocks_NB))
+def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    return decoded(blocks_NB, scales(blocks_NB), None, "bytes", 2, dtype)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels.blockwise import table
+from outsize.kernels.codes import decoded
 from outsize.models.coding import FORMATS, Grid, groups_of, numbers, pieces, raw, spelled
 
 NAME, GROUP, GROUPS, NESTED = "nf4", 64, (16, 32, 64, 128, 256), 256
@@ -71,15 +72,19 @@ class NormalFloat:
         codes[..., 0] = nested.view(rows, stride)
         return codes.view(rows, -1), raw(torch.cat((mean.view(1), second)), torch.float32)
 
-    def decode(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Tensor:
+    def decode(
+        self,
+        codes_OR: Tensor,
+        shared: Tensor | None,
+        grid: Grid,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         assert shared is not None, "its second scales"
-        blocks = codes_OR.view(len(codes_OR), -1, self.block)
-        device, (rows, columns) = codes_OR.device, blocks.shape[:2]
-        values = torch.tensor(VALUES, device=device)
-        here = blocks[..., 1:]
-        both = torch.stack((here >> 4, here & 15), -1).to(torch.int32)
-        found = values.index_select(0, both.flatten()).view(rows, columns, self.group)
-        return found.mul_(self._largest(blocks, shared, grid).unsqueeze(-1)).view(rows, -1)
+        blocks = codes_OR.reshape(len(codes_OR), -1, self.block)
+        values = torch.tensor(VALUES, device=codes_OR.device)
+        largest = self._largest(blocks, shared, grid).view(-1, 1)
+        found = decoded(blocks.reshape(-1, self.block), largest, values, "pairs", 1, dtype)
+        return found.view(len(codes_OR), -1)
 
     def _largest(self, blocks: Tensor, shared: Tensor, grid: Grid) -> Tensor:
         """The magnitude of each group, (rows, columns)."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.models.coding import FORMATS, Blocks, groups_of, halves, nibbles, numbers, raw
+from outsize.kernels.codes import decoded
+from outsize.models.coding import FORMATS, Blocks, groups_of, halves, numbers, raw
 
 NAME, GROUP = "q4_0", 32
 
@@ -22,8 +23,9 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((raw(scale_N1, torch.float16), halves(codes_NG)), -1)
 
 
-def unpack(blocks_NB: Tensor) -> Tensor:
-    return nibbles(blocks_NB[:, 2:]).to(torch.float32).sub_(8).mul_(scales(blocks_NB))
+def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    steps = torch.arange(-8.0, 8, device=blocks_NB.device, dtype=torch.float32)
+    return decoded(blocks_NB, scales(blocks_NB), steps, "halves", 2, dtype)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:

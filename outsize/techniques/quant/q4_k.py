@@ -40,14 +40,14 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((*heads, _six_bits(*six), packed.flatten(1)), -1)
 
 
-def unpack(blocks_NB: Tensor) -> Tensor:
+def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
     wide_N2 = scales(blocks_NB)
     steps_NP, lowest_NP = _from_six_bits(blocks_NB[:, 4:HEAD])
     step_NP1 = (wide_N2[:, :1] * steps_NP).unsqueeze(-1)
     least_NP1 = (wide_N2[:, 1:] * lowest_NP).unsqueeze(-1)
     packed = blocks_NB[:, HEAD:].view(-1, PARTS // 2, 1, GROUP // PARTS)
     codes = torch.cat((packed & 15, packed >> 4), 2).view(-1, PARTS, GROUP // PARTS)
-    return (codes.to(torch.float32).mul_(step_NP1).sub_(least_NP1)).flatten(1)
+    return codes.to(torch.float32).mul_(step_NP1).sub_(least_NP1).flatten(1).to(dtype)
 
 
 def _six_bits(steps_NP: Tensor, lowest_NP: Tensor) -> Tensor:

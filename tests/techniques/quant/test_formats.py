@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outsize.errors import OutsizeError
+from outsize.kernels import codes
 from outsize.kernels.coded import linear
 from outsize.models.coding import FORMATS, Grid, decoded, encoded, format_of
 from outsize.techniques.quant import nf4
@@ -159,6 +160,20 @@ def test_rows_and_blocks_of_codes_are_those_of_the_weight(name):
     some = codes[:, (stride // 2) * form.block :]
     part = form.decode(some, shared, Grid(stride, column=stride // 2))
     assert torch.equal(part, whole[:, 256:])
+
+
+@pytest.mark.parametrize("order", ["bytes", "halves", "pairs"])
+@pytest.mark.parametrize("group", [16, 32, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pass_in_c_is_its_twin_bit_for_bit(order, group, dtype):
+    draw = torch.Generator().manual_seed(1)
+    size = 3 + (group if order == "bytes" else group // 2)
+    blocks = torch.randint(0, 256, (77, size), dtype=torch.uint8, generator=draw)
+    scales = torch.randn(77, 1, generator=draw)
+    table = None if order == "bytes" else torch.randn(16, generator=draw)
+    found = codes.decoded(blocks, scales, table, order, 3, dtype)
+    wanted = codes.plain(blocks, scales, table, order, 3).to(dtype)
+    assert found.shape == (77, group) and torch.equal(found, wanted)
 
 
 def test_products_by_pieces_are_those_of_the_weight(monkeypatch):

@@ -58,8 +58,8 @@ def quantised(family: str, name: str, **sizes) -> DecoderConfig:
     return coded(config_of(family, **sizes), format_of(name))
 
 
-def case_of(config: DecoderConfig, **plan) -> Case:
-    made = base_plan(**plan)
+def case_of(config: DecoderConfig, named: str = "float64", **plan) -> Case:
+    made = base_plan(named, **plan)
     data = batches(3, made.rows, SEQUENCE, VOCAB)
     config = replace(config, adapter=Lora(3, 5.0))
     values = lambda: coded_draw(build(config), fill)  # noqa: E731
@@ -82,7 +82,6 @@ def test_a_plan_trains_as_plain_pytorch_beside_the_decoded_weights(plan):
 @pytest.mark.parametrize(
     ("family", "name", "sizes", "axis"),
     [
-        ("llama", "nf4", WIDE, 2),
         ("gpt2", "int8:16", GPT, 3),
         ("gemma2", "q8_0", {**SIZES, "head_dim": 16}, 2),
     ],
@@ -90,6 +89,12 @@ def test_a_plan_trains_as_plain_pytorch_beside_the_decoded_weights(plan):
 def test_a_tensor_axis_cuts_codes_between_groups(family, name, sizes, axis):
     config = quantised(family, name, **sizes)
     assert verify(case_of(config, mesh=Mesh(tensor=axis)), own=False).holds
+
+
+def test_in_bfloat16_no_number_is_farther_off_than_rounding_explains():
+    """Decoded weights are rounded to it, as those of a plain run are."""
+    found = verify(case_of(quantised("llama", "nf4:16", **SIZES), "bfloat16"))
+    assert found.holds, found
 
 
 def test_codes_of_a_worker_are_a_part_of_the_whole_weights():
