@@ -33,7 +33,8 @@ class Subject:
 SUBJECTS: dict[str, Subject] = {
     "vocabulary cut over a pipeline": Subject(
         r"piped|EMBED|OUTPUT_[ST]|with_vocabulary|techniques[./]vocabulary|cut vocabulary"
-        r"|\b(pipeline|line|said|schedule|request)\.vocabulary\b|\bvocabulary=|[\"'](--)?vocabulary[\"']",
+        r"|\b(pipeline|line|said|schedule|request)\.vocabulary\b|\bvocabulary="
+        r"|[\"'](--)?vocabulary[\"'](?!, required)",  # but a tokenizer's
         ("techniques/vocabulary",),
     ),
     "overlap": Subject(

@@ -8,6 +8,7 @@ import click
 
 from outsize.cli.chat import chat
 from outsize.cli.convert import convert
+from outsize.cli.data import data
 from outsize.cli.evaluate import evaluate
 from outsize.cli.export import export
 from outsize.cli.formats import formats
@@ -56,5 +57,5 @@ def main() -> None:
 
 
 _MODELS = (train, generate, chat, evaluate, convert, merge, formats, export)
-for command in (*_MODELS, plan, keys, schedule, trace, verify):
+for command in (*_MODELS, data, plan, keys, schedule, trace, verify):
     main.add_command(command)

@@ -62,6 +62,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; start, eos and other special tokens say nothing."""
 
+    def written(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens written out."""
+
     def stream(self) -> TextStream: ...
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """`encode` of every text, (tokens,) uint32 each; many at once, off the interpreter lock."""
@@ -106,6 +109,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+    def written(self, ids: Sequence[int]) -> str:
+        raw = (bytes((one,)) if one < 256 else b"<|end|>" for one in ids)
+        return b"".join(raw).decode("utf-8", "replace")
 
     def stream(self) -> TextStream:
         return _ByteStream()
@@ -175,6 +182,9 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def written(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def stream(self) -> TextStream:
         return _FileStream(self)

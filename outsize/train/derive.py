@@ -47,6 +47,15 @@ def source(resolved: Resolved) -> Resolved:
     return resolved.with_value(key, True, f"{DERIVED}{file.path} has chats ({form})")
 
 
+def row_of(resolved: Resolved, directory: Path) -> Resolved:
+    """Fill in the tokens of a row, of a model of which nothing but its config is read."""
+    from outsize.checkpoint.hub import read_config
+
+    has = (directory / "config.json").is_file()
+    positions = read_config(directory).positions if has else SEQUENCE
+    return resolved.derive("train.sequence", min(SEQUENCE, positions), "the model's positions")
+
+
 def before_plan(resolved: Resolved, config: DecoderConfig, device: Device) -> Resolved:
     """Fill in what the plan needs: sequence, batch, precision, learning rate."""
     positions = config.positions

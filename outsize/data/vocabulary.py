@@ -1,0 +1,109 @@
+"""A byte-level BPE tokenizer, trained on files by the library that reads it (Sennrich et al.,
+"Neural machine translation of rare words with subword units", 2016; bytes: Radford et al., 2019).
+
+The same files give the same tokenizer. Its directory loads here and in transformers; it has the
+special tokens and the template of ChatML, so that chats can be trained on and talked in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outsize.data.chats import form_of, turns_of
+from outsize.data.files import SourceFile, find_files
+from outsize.data.records import BadRecordError, records
+from outsize.data.sources import ReadLog, read_documents
+from outsize.data.template import template_text
+from outsize.errors import OutsizeError
+from outsize.texts import write_text
+
+END = "<|endoftext|>"
+SPECIAL = (END, "<|im_start|>", "<|im_end|>")
+LEAST = 256 + len(SPECIAL)  # ids: the bytes and the special tokens
+_MOST = 2**20
+_MEASURED = 2**20  # characters of text whose tokens are counted
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tokenizer that was trained. size: its ids; rate: bytes of text that a token stands for."""
+
+    size: int
+    rate: float
+    log: ReadLog
+
+
+def make(paths: tuple[str, ...], field: str, vocabulary: int, into: Path) -> Made:
+    """Train on the texts of files and write the directory `into`. OutsizeError for a vocabulary out
+    of range, files without text, a directory that has a tokenizer already."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if not LEAST <= vocabulary <= _MOST:
+        raise OutsizeError(f"vocabulary is {vocabulary}; expected {LEAST} to {_MOST}")
+    if (into / "tokenizer.json").exists():
+        raise OutsizeError(f"{into} has a tokenizer.json already; choose another directory")
+    found = find_files(paths)
+    log = ReadLog(ignored=found.ignored)
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=list(SPECIAL), show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    sample = _Sample()
+    texts = (text for file in found.files for text in _texts(file, field, log))
+    inner.train_from_iterator(map(sample.kept, texts), trainer)
+    if not sample.texts:
+        raise OutsizeError(f"data in {', '.join(paths)} has no text; {log.summary()}")
+    _write(inner.to_str(pretty=True), into)
+    tokens = sum(len(inner.encode(text).ids) for text in sample.texts)
+    size = sum(len(text.encode()) for text in sample.texts)
+    return Made(inner.get_vocab_size(), size / tokens, log)
+
+
+class _Sample:
+    """The first texts that pass."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._left = _MEASURED
+
+    def kept(self, text: str) -> str:
+        if self._left > 0:
+            self.texts.append(text[: self._left])
+            self._left -= len(text)
+        return text
+
+
+def _texts(file: SourceFile, field: str, log: ReadLog) -> Iterator[str]:
+    """What a file says: its texts, or the messages of its chats."""
+    if file.kind == "text":
+        yield from read_documents(file, field, log)
+        return
+    for where, record in records(file, log.told):
+        if isinstance(record, dict) and isinstance(record.get(field), str):
+            yield record[field]
+        elif form_of(record):
+            said = (one.get("content") for one in turns_of(where, record).messages)
+            yield from (text for text in said if text)
+        else:
+            bad = isinstance(record, BadRecordError)
+            log.skip(where, str(record) if bad else f"neither a text ({field!r}) nor a chat")
+
+
+def _write(tokenizer: str, into: Path) -> None:
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutsizeError(f"{into} cannot be made: {error.strerror}") from None
+    write_text(json.dumps(settings, indent=2), into / "tokenizer_config.json")
+    write_text(template_text("chatml"), into / "chat_template.jinja")
+    write_text(tokenizer, into / "tokenizer.json")
