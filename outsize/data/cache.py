@@ -202,6 +202,11 @@ def _refuse_empty(source: Source, written: dict[str, Written], log: ReadLog) -> 
             f" {counted(written['validation'].documents, 'document')}; give more documents, or set"
             " data.validation to 0"
         )
+    if log.long:
+        raise OutsizeError(
+            f"data in {paths}: nothing is left to train on, since no target is in the first tokens"
+            f" that a row has; {log.summary()}; raise train.sequence"
+        )
     raise OutsizeError(
         f"data in {paths} is empty: expected at least one document of text; {log.summary()}"
     )

@@ -95,7 +95,7 @@ class ReadLog:
             )
         if self.apart:
             yield (
-                f"data: {counted(self.apart, 'answer')} in samples of their own, since the chat"
+                f"data: answers that are samples of their own: {self.apart:,}, since the chat"
                 " template writes them otherwise once others follow"
             )
 

@@ -49,8 +49,8 @@ def write(home, name, count, letter):
 
 
 def opened(home, path, **more):
-    own = DataConfig(path=path, validation=0.0, cache=str(home / "cache"), **more)
-    return open_data(own)
+    own = {"validation": 0.0, **more}
+    return open_data(DataConfig(path=path, cache=str(home / "cache"), **own))
 
 
 def test_rows_of_a_mixture_are_those_of_its_paths_alone(tmp_path):
@@ -105,7 +105,7 @@ def test_a_path_without_documents_or_with_less_than_a_row_is_named(tmp_path):
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
 def test_an_evaluation_set_of_ones_own_is_all_that_is_validated_on(tmp_path, suffix):
     paths = [write(tmp_path, f"{c}.{suffix}", 12, c) for c in "ab"]
-    data = opened(tmp_path, paths[0], evaluation=(paths[1],))
+    data = opened(tmp_path, paths[0], evaluation=(paths[1],), validation=0.4)
     train, held = (bytes(i for i in d.tokens_N if i < 256) for d in (data.train, data.validation))
     assert b"a11" in train and b"b" not in train and b"b11" in held and b"a" not in held
     for path, found in zip(paths, (data.train, data.validation), strict=True):

@@ -220,6 +220,49 @@ def test_long_chats(tmp_path):
     )
 
 
+def test_a_run_without_a_target_is_refused(tmp_path):
+    directory = chats.tokenizer(tmp_path / "tokenizer", template("chatml"))
+    late = {"messages": messages([("user", "the mat " * 40), ("assistant", "late")])}
+    with pytest.raises(OutsizeError, match=r"no target is in the first .*skipped 2 longer than"):
+        opened(tmp_path, [late, late], directory, 20)
+
+
+def test_bytes_end_a_turn_with_their_own_end(tmp_path):
+    """What a named template writes for the end of a tokenizer that has no text for it."""
+    record = {"prompt": "é?", "completion": "a\n"}
+    ((ids, weights),) = documents(opened(tmp_path, [record], "bytes", template="plain").train)
+    assert ids == [*"é?a\n".encode(), 256] and weights == [0, 0, 0, 1, 1, 1]
+    data = opened(tmp_path, [record] * 2, "bytes", template="zephyr")
+    assert list(data.skipped.warnings()) == []
+    for ids, weights in documents(data.train):
+        said = [one for one, weight in zip(ids, weights, strict=True) if weight]
+        assert said == [*b"a\n", 256]
+
+
+def test_what_a_user_should_know_is_said(tmp_path):
+    """An end that is never a target, in all answers or in some; turns in samples of their own."""
+    data = opened(tmp_path, [GOOD], "bytes", template="chatml")
+    (line,) = data.skipped.warnings()
+    assert line.startswith("data: no answer ends in a token that ends a turn")
+    some = (
+        "{% for m in messages %}{{ m.content }}{% if m.content != 'b' %}{{ eos_token }}{% endif %}"
+    )
+    directory = chats.tokenizer(tmp_path / "some", some + "{% endfor %}")
+    records = [GOOD, said(("user", "a"), ("assistant", "b"))]
+    (line,) = opened(tmp_path, records, directory).skipped.warnings()
+    assert line.startswith("data: 1 of 2 answers lack a token that ends a turn")
+    last = ("{% for m in messages %}{{ m.role }}{% if loop.last and m.role == 'assistant' %}!"
+            "{% endif %}{{ m.content + eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant{% endif %}")  # fmt: skip
+    directory = chats.tokenizer(tmp_path / "last", last)
+    data = opened(tmp_path, [{"messages": messages(CHATS[2])}], directory)
+    assert list(data.skipped.warnings()) == [
+        "data: answers that are samples of their own: 1, since the chat template writes them"
+        " otherwise once others follow"
+    ]
+    assert data.train.documents == 2
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@ assistant's tokens, a run that died goes on bitwise, a bad line ends it before a
 
 from __future__ import annotations
 
+import json
+
 import chats
 import pytest
 import torch
@@ -128,7 +130,9 @@ def test_a_template_by_name_or_file_goes_into_the_checkpoint(tmp_path):
 
 
 def test_a_run_on_chats_that_died_goes_on_bitwise(runs, subject, monkeypatch):
-    keys = subject[0]
+    keys, records = dict(subject[0]), subject[3]
+    one, two = (jsonl(runs.home / f"{i}.jsonl", records[i::2]) for i in (0, 1))
+    keys["data__path"] = json.dumps({str(one): 2, str(two): 1})  # a mixture
     whole, cut, step = runs.home / "whole", runs.home / "cut", Loop._step
     runs.train(**keys, output=whole)
 
