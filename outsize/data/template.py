@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 OWN = "own"
 END = "\ufdd0"  # what a template writes for the end of a tokenizer that has no text for it: bytes
 NAMED = ("alpaca", "chatml", "gemma", "llama3", "mistral", "plain", "vicuna", "zephyr")
+# What ends a turn of those that do not write the tokenizer's own end.
+_ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>"}
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -32,12 +34,14 @@ _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 @dataclass(frozen=True)
 class Template:
     """name: where it was read, for errors. special: what it may call by name (`eos_token`). ends:
-    the texts of special tokens, one of which ends an answer."""
+    texts that end an answer: special tokens, what the template ends turns with. stops: of these,
+    what is one token."""
 
     name: str
     text: str
     special: Mapping[str, str]
     ends: tuple[str, ...]
+    stops: tuple[str, ...] = ()
 
     @cached_property
     def _compiled(self) -> Rendering:
@@ -90,8 +94,9 @@ def template_of(directory: str | None, tokenizer: Tokenizer, name: str = OWN) ->
     special.setdefault("eos_token", spoken)
     if name != OWN and isinstance(tokenizer, FileTokenizer) and tokenizer.start != tokenizer.eos:
         special.setdefault("bos_token", tokenizer.text_of(tokenizer.start))
-    ends = tuple(dict.fromkeys((*tokenizer.special, special["eos_token"])))
-    made = Template(str(directory) if name == OWN else name, text, special, ends)
+    stops = tuple(dict.fromkeys((*tokenizer.special, special["eos_token"])))
+    ends = (*stops, _ENDS[name]) if name in _ENDS else stops
+    made = Template(str(directory) if name == OWN else name, text, special, ends, stops)
     made.check()  # before any data is read
     return made
 

@@ -242,6 +242,9 @@ def test_bytes_end_a_turn_with_their_own_end(tmp_path):
 def test_what_a_user_should_know_is_said(tmp_path):
     """An end that is never a target, in all answers or in some; turns in samples of their own."""
     data = opened(tmp_path, [GOOD], "bytes", template="chatml")
+    ((ids, weights),) = documents(data.train)
+    said_too = bytes(one for one, weight in zip(ids, weights, strict=True) if weight)
+    assert said_too == b"sat on the mat<|im_end|>", "and not the line's end"
     (line,) = data.skipped.warnings()
     assert line.startswith("data: no answer ends in a token that ends a turn")
     some = (

@@ -104,7 +104,7 @@ class ChatSource:
         for (start, stop), weight in sample.spans:
             weights[(tokens.starts < stop) & (tokens.ends > start)] = weight
             log.answers += 1
-            log.unended += not sample.text[start:stop].rstrip().endswith(self.template.ends)
+            log.unended += not sample.text[start:stop].rstrip().endswith(self.template.stops)
         weights[:1] = 0.0  # nothing is there to say it from
         if not weights.any():
             raise OutsizeError(
