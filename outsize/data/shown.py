@@ -94,7 +94,7 @@ def look(config: DataConfig, sequence: int, count: int) -> Overview:
             made.shown.append(_sample(document, kept, source, tokenizer))
     if not made.lengths:
         paths = ", ".join(config.paths())
-        raise OutsizeError(f"data in {paths} is empty: expected at least one document")
+        raise OutsizeError(f"data in {paths} is empty: {made.log.summary()}")
     return made
 
 

@@ -93,8 +93,14 @@ def test_texts_are_all_targets_and_bytes_need_no_model(tmp_path):
 
 
 def test_a_bad_record_or_no_template_is_a_line(home):
+    (home / "body.jsonl").write_text('{"body": "a"}')
     for words, said in (
         ((home / "chats.jsonl",), "error: tokenizer bytes has no chat template"),
+        (
+            (home / "body.jsonl",),
+            f"error: data in {home}/body.jsonl is empty: skipped 1 unreadable"
+            f" (first: {home}/body.jsonl:1: no field 'text' (fields: 'body'); data.field names",
+        ),
         ((home / "none.jsonl",), f"error: data path {home}/none.jsonl does not exist"),
         ((home / "chats.jsonl", "--sequence", "0"), "error: Invalid value for '--sequence'"),
     ):
