@@ -252,7 +252,7 @@ ON = {
 }
 SETTINGS = {
     "adamw8bit.block": 64, "adamw8bit.least": 100, "adapt.lora.rank": 3, "adapt.lora.alpha": 8.0,
-    "adapt.lora.targets": ["mlp"], "adapt.lora.rank_stabilised": True,
+    "adapt.lora.targets": ["mlp"], "adapt.lora.rank_stabilised": True, "adapt.lora.rate_ratio": 4.0,
     "data.chat.form": "alpaca", "data.chat.field": "talk", "data.chat.long": "leave",
     "data.chat.template": "chatml",
     "adapt.dora.rank": 3, "adapt.dora.alpha": 8.0, "adapt.dora.targets": ["mlp"],

@@ -1,8 +1,9 @@
 """Low-rank adapters: a frozen weight W is used as W + scale B A, and A and B alone are trained.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; the rank-stabilised scale:
-Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023. Initial
-values, names in files and adapter_config.json are peft's.
+Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023; a learning
+rate of B by itself: Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models", 2024.
+Initial values, names in files and adapter_config.json are peft's.
 
     adapt: {lora: {rank: 16}}           # in a run's file
     outsize train --set model=DIR --set adapt.lora.rank=16
@@ -30,7 +31,7 @@ from outsize.models.adapter import (
     along_input,
     along_output,
 )
-from outsize.models.declared import INSIDE, Declared, Initial, Lies
+from outsize.models.declared import INSIDE, Declared, Initial
 from outsize.models.linear import Linear
 from outsize.models.targets import (
     ALL,
@@ -59,6 +60,7 @@ class Lora:
     alpha: float = setting(16.0, "the update counts alpha / rank", least=0)
     targets: tuple[str, ...] = setting((ALL,), TARGETS)
     rank_stabilised: bool = setting(False, "the update counts alpha / sqrt(rank) instead")
+    rate_ratio: float = setting(1.0, "learning rate of B over that of A, as in LoRA+", least=0)
 
     @property
     def scale(self) -> float:
@@ -67,7 +69,7 @@ class Lora:
     def beside(self, name: str, one: Weighed) -> LowRank:
         """What a linear layer of this name has beside it."""
         check_rank(f"{KEY}.rank", self.rank, name, one)
-        return LowRank(one, self.rank, self.scale)
+        return LowRank(one, self.rank, self.scale, self.rate_ratio)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -98,12 +100,13 @@ class LowRank(nn.Module):
 
     enters = False
 
-    def __init__(self, one: Weighed, rank: int, scale: float) -> None:
+    def __init__(self, one: Weighed, rank: int, scale: float, ratio: float = 1.0) -> None:
         super().__init__()
         d_out, d_in = one.sizes
         start = Initial(bound=1 / math.sqrt(d_in))  # kaiming_uniform_ with a = sqrt(5)
-        self.a = Factor((d_in, rank), along_input(one, 1), start, "lora_A.weight")
-        self.b = Factor((rank, d_out), along_output(one, 0), Initial(), "lora_B.weight")
+        a = Declared(start, along_input(one, 1), "lora_A.weight")
+        b = Declared(Initial(), along_output(one, 0), "lora_B.weight", rate=ratio)
+        self.a, self.b = Factor((d_in, rank), a), Factor((rank, d_out), b)
         self.scale = scale
 
     def forward(self, one: Weighed, x: Tensor) -> Tensor:
@@ -129,9 +132,9 @@ class LowRank(nn.Module):
 class Factor(Linear):
     """A or B: a Linear that lies and begins as it is told."""
 
-    def __init__(self, shape: tuple[int, int], lies: Lies, start: Initial, file: str) -> None:
+    def __init__(self, shape: tuple[int, int], declared: Declared) -> None:
         super().__init__(*shape, whole=INSIDE)
-        self.declared = Declared(start, lies, file)
+        self.declared = declared
 
     def declare(self, leaf: str) -> Declared:
         return self.declared

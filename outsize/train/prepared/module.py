@@ -12,6 +12,7 @@ from torch import nn
 
 from outsize import accelerator
 from outsize.errors import OutsizeError
+from outsize.models.plugged import record_of
 from outsize.parallel.automatic.derive import Derived, derive
 from outsize.runtime.adopted.flow import arguments
 
@@ -24,6 +25,11 @@ def derived_of(model: nn.Module, blocks: Blocks, batch: Any, size: int) -> dict[
     OutsizeError where that is nothing, with the reason; where a weight that would be cut has
     another use; where the batch makes the model remember.
     """
+    if record_of(model) is not None:
+        raise OutsizeError(
+            f"mesh: tensor is {size}, and the {type(model).__name__} has an adapter plugged in,"
+            " whose layers are cut nowhere; put all workers on the data axis"
+        )
     args, kwargs = arguments(batch, model)
     with accelerator.undrawn(model.parameters()):  # what it draws up to its first block
         found = derive(model, size, args, kwargs, [path for path, _ in blocks])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from adapting import METHODS
 from plain import batches
 from subjects import MIXED, SEQUENCE, VOCAB, base_plan, config_of
@@ -12,7 +13,8 @@ from verifying import fill
 
 from outsize.collectives import Mesh
 from outsize.errors import OutsizeError
-from outsize.models.build import build
+from outsize.models.build import build, coded_draw
+from outsize.models.coding import coded, format_of
 from outsize.optim import AdamW
 from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
@@ -62,6 +64,24 @@ def test_a_plan_trains_as_plain_pytorch(method, plan):
     assert found.holds, found
     names = {row.name for row in found.exact.rows}
     assert names and all(".beside." in name for name in names), "what is frozen has no gradient"
+
+
+@pytest.mark.parametrize("method", ["dora", "oft"])
+def test_weights_may_be_codes(method):
+    """Lengths of rows are those of the decoded weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    plain = coded(config_of("gemma2", **sizes), format_of("int4:16"))
+    made = base_plan(mesh=Mesh(tensor=2), sequence_parallel=True)
+    data = batches(3, made.rows, SEQUENCE, VOCAB)
+    config = replace(plain, adapter=METHODS[method].ours)
+    native = Native(config, lambda: coded_draw(build(config), fill))
+    case = Case(native, made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5)
+    found = verify(case, own=False)
+    assert found.holds, found
+    model = build(replace(plain, adapter=Dora(2)), seed=1, dtype=torch.float64)
+    one = model.get_submodule("blocks.1.mlp.up")
+    lengths = one.matrix().norm(dim=1).double()
+    torch.testing.assert_close(one.beside.magnitude.detach(), lengths, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn
 
 import outsize
 from outsize.errors import OutsizeError
+from outsize.train.prepared.module import derived_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -187,3 +188,9 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(tmp_path):
     assert_same(state_of(other), before)
     with pytest.raises(OutsizeError, match="has an adapter already"):
         outsize.adapt(donor, "lora")
+
+
+def test_a_tensor_axis_is_refused_in_a_line():
+    model = outsize.adapt(Tagger(), "lora", rank=2)
+    with pytest.raises(OutsizeError, match="an adapter plugged in, whose layers are cut nowhere"):
+        derived_of(model, [], torch.zeros(1, 3, dtype=torch.int64), 2)
