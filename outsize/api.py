@@ -155,7 +155,7 @@ def adapt(
     Gives the same object. Any module will do: its linear layers are named by their paths (targets=
     ["*.q_proj"]) where a decoder of `load` has parts of its blocks (targets=["attention"]).
 
-    adapter: "lora", its settings by name (rank=16), or as a run's file says it, {"lora": {"rank":
+    adapter: "dora", its settings by name (rank=16), or as a run's file says it, {"dora": {"rank":
     16}}; `outsize keys adapt` lists what there is. Or a directory of a trained one, as `save` and
     peft write it. seed: of the initial values. OutsizeError for unknown settings and for a model
     that cannot be adapted.
@@ -205,7 +205,9 @@ def _adapter(said: Mapping[str, object]) -> Adapter:
 
     found = adapter_of(apply_values(Resolved(), {"adapt": said}, "adapt").config)
     if found is None:
-        raise OutsizeError(f"adapt: {said!r} names no adapter; expected 'lora'")
+        raise OutsizeError(
+            f"adapt: {said!r} names no adapter; expected one that `outsize keys adapt` lists"
+        )
     return found
 
 

@@ -155,7 +155,10 @@ def save(model: Decoder, path: str | Path, max_shard_bytes: int = hub.MAX_SHARD_
         hub.save(model, path, max_shard_bytes)
         return
     config, values = model.config, dict(model.named_parameters())
-    stored = {entry.theirs[0]: values[entry.ours[0]] for entry in adapter_layout(config)}
+    stored = {
+        entry.theirs[0]: entry.merge(tuple(values[name].detach() for name in entry.ours))[0]
+        for entry in adapter_layout(config)
+    }
 
     def write(directory: Path) -> None:
         write_tensors(directory / f"{GROUP}.safetensors", GROUP, stored)

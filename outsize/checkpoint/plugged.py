@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from outsize.checkpoint.files import read_header, read_json, read_tensor
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.adapter import Changes
-from outsize.models.declared import declarations
-from outsize.models.names import PEFT
+from outsize.models.declared import Declared, declarations
+from outsize.models.names import PEFT, joined
 from outsize.models.plugged import adapted, plug, plugged_layers, record_of, targets_of, unplug
 
 
@@ -27,7 +28,15 @@ def save(model: nn.Module, path: str | Path) -> None:
         raise OutsizeError("save: the model has no adapter; expected one of outsize.adapt")
     said = record.adapter.to_json(adapted(model))
     base: Any = getattr(model, "name_or_path", None)
-    values = {theirs: model.get_parameter(ours) for ours, theirs in _names(model).items()}
+    entries = joined(
+        _names(model),
+        {name: p.shape for name, p in model.named_parameters()},
+        dict(_declared(model)),
+    )
+    values = {
+        one.theirs[0]: one.merge(tuple(model.get_parameter(n).detach() for n in one.ours))[0]
+        for one in entries
+    }
 
     def write(directory: Path) -> None:
         write_tensors(directory / f"{GROUP}.safetensors", GROUP, values)
@@ -63,8 +72,13 @@ def load(model: nn.Module, directory: Path) -> None:
 def _names(model: nn.Module) -> dict[str, str]:
     """By name of a plugged parameter, that in files."""
     return {
-        f"{path}.beside.{name.removeprefix('.')}": f"{PEFT}{path}.{declared.file}"
-        for path, _, beside in plugged_layers(model)
-        if isinstance(beside, nn.Module)
-        for name, declared in declarations(beside)
+        name: f"{PEFT}{name.partition('.beside.')[0]}.{declared.file}"
+        for name, declared in _declared(model)
     }
+
+
+def _declared(model: nn.Module) -> Iterator[tuple[str, Declared]]:
+    for path, _, beside in plugged_layers(model):
+        assert isinstance(beside, nn.Module)
+        for name, declared in declarations(beside):
+            yield f"{path}.beside.{name.removeprefix('.')}", declared

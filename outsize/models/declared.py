@@ -56,13 +56,15 @@ class Declared:
     """A parameter. file: its name in files, behind that of the Linear that its module is beside;
     such a parameter is an adapter's, and rests in files of its own. None: the family's table has
     its name, or it is called there as it is here. stack: what lies in it along dim 0 one behind
-    another, for axes that deal that out. rate: factor on its learning rate."""
+    another, for axes that deal that out. rate: factor on its learning rate. joined: along which dim
+    those of one Linear lie one behind another that have one name in files."""
 
     initial: Initial
     lies: Lies
     file: str | None = None
     stack: Stack | None = None
     rate: float = 1.0
+    joined: int = 0
 
 
 @runtime_checkable

@@ -66,7 +66,32 @@ def adapter_layout(config: DecoderConfig) -> tuple[Stored, ...]:
     what the family's files hold fused."""
     shapes, declared = _known(config)
     files = ((name, declared[name].file) for name in shapes)
-    return tuple(_beside(config, name, file) for name, file in files if file is not None)
+    named = {
+        name: f"{PEFT}{stored_module(config, name)}.{file}"
+        for name, file in files
+        if file is not None
+    }
+    return joined(named, shapes, declared)
+
+
+def joined(
+    named: Mapping[str, str], shapes: Mapping[str, torch.Size], declared: Mapping[str, Declared]
+) -> tuple[Stored, ...]:
+    """Of an adapter's parameters, by their names in files: those of one name lie in one tensor."""
+    found: dict[str, list[str]] = {}
+    for ours, theirs in named.items():
+        found.setdefault(theirs, []).append(ours)
+
+    def entry(theirs: str, ours: Sequence[str]) -> Stored:
+        if len(ours) == 1:
+            return Stored((ours[0],), (theirs,), _same, _same)
+        dim = declared[ours[0]].joined
+        sizes = [shapes[name][dim] for name in ours]
+        return Stored(
+            tuple(ours), (theirs,), lambda x: x[0].split(sizes, dim), lambda x: (torch.cat(x, dim),)
+        )
+
+    return tuple(entry(theirs, ours) for theirs, ours in found.items())
 
 
 def _known(config: DecoderConfig) -> tuple[dict[str, torch.Size], dict[str, Declared]]:
@@ -75,10 +100,6 @@ def _known(config: DecoderConfig) -> tuple[dict[str, torch.Size], dict[str, Decl
         model = Decoder(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     return shapes, dict(declarations(model))
-
-
-def _beside(config: DecoderConfig, name: str, file: str) -> Stored:
-    return Stored((name,), (f"{PEFT}{stored_module(config, name)}.{file}",), _same, _same)
 
 
 def stored_module(config: DecoderConfig, name: str) -> str:
