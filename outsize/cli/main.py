@@ -15,6 +15,7 @@ from outsize.cli.formats import formats
 from outsize.cli.generate import generate
 from outsize.cli.keys import keys
 from outsize.cli.merge import merge
+from outsize.cli.new import new
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
 from outsize.cli.trace import trace
@@ -56,6 +57,6 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-_MODELS = (train, generate, chat, evaluate, convert, merge, formats, export)
+_MODELS = (new, train, generate, chat, evaluate, convert, merge, formats, export)
 for command in (*_MODELS, data, plan, keys, schedule, trace, verify):
     main.add_command(command)

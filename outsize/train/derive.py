@@ -15,6 +15,7 @@ from outsize.errors import OutsizeError
 from outsize.hardware import Device
 from outsize.models.config import DecoderConfig
 from outsize.optim.parse import RATES
+from outsize.train import finetuning
 from outsize.train.resolve import DERIVED, Resolved
 
 MINUTES = 1.0  # of training, where nothing says how long
@@ -63,6 +64,7 @@ def before_plan(resolved: Resolved, config: DecoderConfig, device: Device) -> Re
     resolved = resolved.derive(
         "train.sequence", sequence, f"{SEQUENCE}, or the model's {positions} positions"
     )
+    resolved = finetuning.defaults(resolved, config.adapter is not None)
     sequence = resolved.get("train.sequence")
     if sequence > positions:
         raise OutsizeError(

@@ -16,7 +16,9 @@ from outsize.launch import WorkerGroup
 from outsize.runtime.job import Job
 from outsize.screen import say
 from outsize.texts import write_text
+from outsize.train.finetuning import signs, tunes
 from outsize.train.loop import Loop, resume_command
+from outsize.train.metrics import read_metrics
 from outsize.train.setup import Setup
 
 SAMPLE = "sample.txt"
@@ -42,6 +44,9 @@ def finish(loop: Loop, console: Console) -> None:
     loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
     console.print()
     console.print(loop.measure.table(setup.forecast), markup=False)
+    if tunes(setup.resolved) and loop.worker_group.first:
+        said = signs(read_metrics(directory), loop.place.step)
+        say(console, *([said] if said else []))
     if loop.bits_per_byte is not None:
         say(console, f"validation: {loop.bits_per_byte:.3f} bits per byte")
     say(console, f"checkpoint: {loop.store.path(loop.place.step)}")

@@ -12,6 +12,7 @@ from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
 from outsize.techniques import epochs
+from outsize.train.finetuning import findings
 from outsize.train.recipe import data_config, stream_of
 from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
@@ -28,7 +29,7 @@ def show_plan(setup: Setup, console: Console) -> None:
     assert steps is not None
     paces = [pace(setup.paces)] if setup.paces else []
     line = f"{predicted(setup.forecast)}; {counted(steps, 'step')}"
-    say(console, line, *paces, f"output: {setup.config.output}")
+    say(console, line, *paces, *findings(setup.resolved), f"output: {setup.config.output}")
 
 
 def _marked(data: Data) -> str:

@@ -35,6 +35,9 @@ RUN = "run.yaml"  # in the directory of a run: all of its values
 SET = "--set"
 DEFAULT = "default"
 DERIVED = "derived: "
+PASSES = "train.epochs.count"
+_PASSES = PASSES.removesuffix(".count")
+_LENGTHS = ("train.steps", "train.tokens", "train.minutes")
 _BETAS = "optimizer.betas"
 
 
@@ -276,10 +279,14 @@ def _unknown(name: str, source: str) -> OutsizeError:
     return unknown(name, outer, source, "")
 
 
+def lengths(resolved: Resolved) -> list[str]:
+    """The keys by which somebody says how long a run is."""
+    said = [name for name in _LENGTHS if resolved.given(name) and resolved.get(name) is not None]
+    return said + [_PASSES] * (_PASSES in resolved.config.techniques)
+
+
 def _one_length(resolved: Resolved) -> None:
-    said = [n for n in ("train.steps", "train.tokens", "train.minutes") if resolved.given(n)]
-    said = [name for name in said if resolved.get(name) is not None]
-    said += ["train.epochs"] * ("train.epochs" in resolved.config.techniques)
+    said = lengths(resolved)
     if len(said) > 1:
         raise OutsizeError(
             f"{' and '.join(said)} are given together; expected one of them to say how long"
