@@ -47,9 +47,8 @@ def written(kind: str, named: dict[str, str | None]) -> str:
     """The file of a kind of run. named: what its model, data and output are, None for left open."""
     text = (RUNS / f"{kind}.yaml").read_text(encoding="utf-8")
     for name, usual in {**(_FRESH if "pre" in kind else _NAMED), "output": f"runs/{kind}"}.items():
-        text = re.sub(
-            rf"\b{name.upper()}(?= +# )", lambda _, v=named[name] or usual: json.dumps(v), text
-        )
+        said = json.dumps(named[name] or usual).replace("\\", r"\\")
+        text = re.sub(rf"\b{name.upper()}(?= +# )", said, text)
     lines = [line.partition("  # ") for line in text.splitlines()]
     width = max(len(line.rstrip()) for line, mark, _ in lines if mark)
     return (
