@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command, Drawing, drawing
+from outsize.cli.command import Command, Drawing, adapted, adapters_of, drawing
 
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
@@ -29,6 +29,7 @@ HELP = "/clear begins anew, /system TEXT sets what the model is told first, /exi
 @click.option("--system", default="", help="What the model is told first.")
 @click.option("--template", default="own", help="own, a file of Jinja, chatml, llama3, plain, ...")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
+@adapted
 @click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB.")
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
@@ -40,6 +41,7 @@ def chat(
     template: str,
     tokenizer: str | None,
     weights: str | None,
+    adapters: tuple[str, ...],
     memory: str | None,
     device: str,
 ) -> None:
@@ -56,7 +58,8 @@ def chat(
     found, config, text = found_in(directory, tokenizer)
     own = template_in(found, text, tokenizer, template)
     limits = None if memory is None else limits_of(memory, None, False)
-    with opened(found, asked(config, weights, "--weights"), limits, place) as model:
+    config = asked(config, weights, "--weights")
+    with opened(found, config, limits, place, adapters_of(adapters)) as model:
         talk = Talk(model, text, own)
         _system(talk, system)
         if sys.stdin.isatty():

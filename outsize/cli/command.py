@@ -109,6 +109,29 @@ def drawing(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+adapted = click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="DIR[=WEIGHT]",
+    help="An adapter (a run, or a directory of peft's) that the weights take up; repeatable.",
+)
+
+
+def adapters_of(said: Iterable[str]) -> list[tuple[str, float]]:
+    """The directories of adapters, and what each counts. OutsizeError for no number."""
+    found = []
+    for text in said:
+        path, equals, number = text.rpartition("=")
+        try:
+            found.append((path, float(number)) if equals else (text, 1.0))
+        except ValueError:
+            raise OutsizeError(
+                f"--adapter {text}: {number!r} is no number; expected DIR or DIR=WEIGHT"
+            ) from None
+    return found
+
+
 def refuse_unused(ctx: click.Context, names: Iterable[str], beside: str) -> None:
     """OutsizeError naming the first of these parameters that was given. beside: what makes it say
     nothing, as "--resume, whose run has its own"."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outsize.cli.command import Command
+from outsize.cli.command import Command, adapted, adapters_of
 
 if TYPE_CHECKING:
     from outsize.data import Source, Tokenizer
@@ -26,6 +26,7 @@ SEQUENCE = 1024  # tokens that are read at once, where the model has as many pos
 )
 @click.option("--sequence", type=click.IntRange(2), help="Tokens that are read at once.")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
+@adapted
 @click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB.")
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
@@ -37,6 +38,7 @@ def evaluate(
     sequence: int | None,
     tokenizer: str | None,
     weights: str | None,
+    adapters: tuple[str, ...],
     memory: str | None,
     device: str,
     as_json: bool,
@@ -60,7 +62,7 @@ def evaluate(
     from outsize.data.sources import ReadLog
 
     log = ReadLog()
-    with opened(found, config, limits, place) as model:
+    with opened(found, config, limits, place, adapters_of(adapters)) as model:
         documents = source.documents(log)
         got = measure(model, documents, text.start, length, plain=not source.weighed)
     if as_json:

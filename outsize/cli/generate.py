@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outsize.cli.command import Command, Drawing, drawing
+from outsize.cli.command import Command, Drawing, adapted, adapters_of, drawing
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     help="Of prompts that are messages: the model's own, a file of Jinja, or chatml, llama3, ...",
 )
 @drawing
+@adapted
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
@@ -101,6 +102,7 @@ def generate(
     tokenizer: str | None,
     no_echo: bool,
     weights: str | None,
+    adapters: tuple[str, ...],
     memory: str | None,
     disk: str | None,
     sparse: bool,
@@ -137,14 +139,17 @@ def generate(
         prompt, listed, template, drawn.max_tokens, sampling, stop, tokenizer, not no_echo, timing
     )
     limits = None if memory is None else limits_of(memory, disk, sparse)
+    named = adapters_of(adapters)
     if apart or overlap:
+        if named:
+            raise OutsizeError("--adapter is for one worker; merge it before (outsize merge)")
         if weights is not None:
             raise OutsizeError("--weights is for one worker; convert the model (outsize convert)")
         _on_workers(ctx, _Mesh(mesh, workers, overlap, limits, device), wanted, directory)
     place = accelerator.named(device)  # refused before anything is read
     found, config, text = found_in(directory, tokenizer)
     config = asked(config, weights, "--weights")
-    with opened(found, config, limits, place) as model:
+    with opened(found, config, limits, place, named) as model:
         wanted.go(model, text, partial(click.echo, nl=False))
 
 
@@ -323,14 +328,23 @@ def limits_of(memory: str, disk: str | None, sparse: bool) -> Limits:
 
 
 def opened(
-    found: Path, config: DecoderConfig, limits: Limits | None, device: torch.device
+    found: Path,
+    config: DecoderConfig,
+    limits: Limits | None,
+    device: torch.device,
+    named: Sequence[tuple[str, float]] = (),
 ) -> Model:
+    """A model on this worker. named: the directories of adapters, and what each counts."""
+    from outsize.errors import OutsizeError
     from outsize.serve.model import Model
 
+    if named and limits is not None:
+        raise OutsizeError("--adapter is for weights in memory; merge it (outsize merge) before")
     if limits is None:
         from outsize.checkpoint import adapters
 
-        return Model(adapters.load(found, device=device, config=config))
+        paths = [(adapters.model_directory(path), weight) for path, weight in named]
+        return Model(adapters.load(found, device=device, config=config, adapters=paths))
     from outsize.checkpoint.hub import describe
     from outsize.serve.files import InFiles
 

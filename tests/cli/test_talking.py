@@ -231,6 +231,13 @@ def test_a_merged_model_is_the_plain_one_with_its_tokenizer(invoke, model, tmp_p
         wanted, found = adapted(ids), plain(ids).logits
     assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
+    said = ("--prompt", "the cat", "--max-tokens", 8, "--no-echo")
+    beside = invoke("generate", model, "--adapter", tmp_path / "adapter", *said)
+    taken = invoke("generate", tmp_path / "merged", *said)
+    assert beside.exit_code == 0 and beside.stdout == taken.stdout, beside.output
+    assert beside.stdout != invoke("generate", model, *said).stdout
+    faulty = invoke("generate", model, "--adapter", f"{tmp_path / 'adapter'}=much", *said)
+    assert faulty.exit_code == 2 and "'much' is no number" in faulty.output
     half = invoke("merge", tmp_path / "adapter", "--into", tmp_path / "h", "--dtype", "bfloat16")
     kinds = {x.dtype for x in load_file(tmp_path / "h" / "model.safetensors").values()}
     assert half.exit_code == 0 and kinds == {torch.bfloat16}
