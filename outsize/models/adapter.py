@@ -154,5 +154,7 @@ class Naming(Protocol):
         whole names. OutsizeError where it names none. key: that said it."""
 
 
+OWN = "OUTSIZE_"  # begins a peft_type that peft does not have
+
 # By what adapter_config.json calls its peft_type: makes the adapter of such a file for a model.
 FORMATS: Registry[Callable[[Mapping[str, Any], Naming], Adapter]] = Registry("adapter")

@@ -103,19 +103,35 @@ def _known(config: DecoderConfig) -> tuple[dict[str, torch.Size], dict[str, Decl
 
 
 def stored_module(config: DecoderConfig, name: str) -> str:
-    """The full name in files of the Linear that parameter `name` is beside, or belongs to."""
+    """The full name in files of the Linear that parameter `name` is beside, or belongs to.
+    OutsizeError for one that lies there with others."""
+    full, alone = module_in_files(config, name)
+    if not alone:
+        scope, module = _module(config, name)
+        whole = full.removeprefix(config.names.prefix.format(i=scope))
+        raise OutsizeError(
+            f"model: files of {config.family} hold {module} with others in {whole}, and an adapter"
+            " of one of them has no name there; leave it out of the adapter's targets"
+        )
+    return full
+
+
+def module_in_files(config: DecoderConfig, name: str) -> tuple[str, bool]:
+    """The same, and whether the Linear has that name alone."""
+    scope, module = _module(config, name)
+    if scope is None:
+        return config.names.outer[module], True
+    fused = next((f.theirs for f in config.names.fused if module in f.ours), None)
+    own = config.names.block[module] if fused is None else fused
+    return config.names.prefix.format(i=scope) + own, fused is None
+
+
+def _module(config: DecoderConfig, name: str) -> tuple[int | None, str]:
+    """The layer, or None, and the Linear that parameter `name` is beside, or belongs to."""
     scope, module, _ = _parts(name.replace(BESIDE, "."))
     while module and not _is_stored(config, scope, module):
         module = module.rpartition(".")[0]
-    if scope is None:
-        return config.names.outer[module]
-    fused = next((f.theirs for f in config.names.fused if module in f.ours), None)
-    if fused is not None:
-        raise OutsizeError(
-            f"model: files of {config.family} hold {module} with others in {fused}, and an adapter"
-            " of one of them has no name there; leave it out of the adapter's targets"
-        )
-    return config.names.prefix.format(i=scope) + config.names.block[module]
+    return scope, module
 
 
 def _is_stored(config: DecoderConfig, scope: int | None, module: str) -> bool:

@@ -15,7 +15,7 @@ from outsize.models.adapter import Adapted, Beside, Part, Weighed
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.linear import by_codes, dense, linears
-from outsize.models.names import stored_module
+from outsize.models.names import module_in_files, stored_module
 
 ALL = "all-linear"
 TARGETS = "all-linear; or parts of blocks: attention, mlp; or weights: q, mlp.up, mlp.*"
@@ -109,8 +109,8 @@ def adapted(config: DecoderConfig) -> Adapted:
     """What the adapter of a decoder changes."""
     with torch.device("meta"):
         model = Decoder(config)
-    pairs = ((_stored_inside(config, n), one.beside) for n, one in linears(model))
-    found = {name: beside for name, beside in pairs if beside is not None}
+    besides = ((name, one.beside) for name, one in linears(model))
+    found = {_stored_inside(config, n): beside for n, beside in besides if beside is not None}
     return Adapted(found, bool(found.keys() & config.names.transposed))
 
 
@@ -146,7 +146,7 @@ def targets_of(config: DecoderConfig, said: object, key: str = "target_modules")
         names = [name for name, _ in linears(Decoder(config))]
     wanted, others = set[str](), set[str]()
     for name in names:
-        full = stored_module(config, f"{name}.weight")
+        full, _ = module_in_files(config, f"{name}.weight")
         (wanted if named(full, said) else others).add(inside(name))
     if not wanted or wanted & others:
         raise OutsizeError(

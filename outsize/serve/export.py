@@ -14,6 +14,7 @@ import torch
 from outsize.checkpoint import adapters, gguf
 from outsize.checkpoint.hub import CONFIG, whole_directory, write
 from outsize.errors import OutsizeError
+from outsize.models.adapter import OWN
 from outsize.models.build import uncoded
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
@@ -81,6 +82,11 @@ def _directory(model: Decoder, found: Path, into: Path) -> None:
 def _peft(found: Path, config: DecoderConfig, into: Path) -> list[str]:
     if config.adapter is None:
         raise OutsizeError(f"--to peft: {found} has no adapter; expected a run that trained one")
+    kind = adapters.to_json(config, None)["peft_type"]
+    if kind.startswith(OWN):
+        raise OutsizeError(
+            f"--to peft: peft has no method {kind}; expected --to hf, which merges the adapter"
+        )
     model = adapters.load(found, config=config)
     adapters.save(model, into)
     again = adapters.held(found, adapters.read_config(into))

@@ -232,7 +232,7 @@ ON = {
     "adamw8bit": {"optimizer.name": "adamw8bit", "plan.approximate": ["adamw8bit"]},
     **{
         f"adapt.{name}": {"model.weights": "stored", f"adapt.{name}": True}
-        for name in ("dora", "ia3", "loha", "lokr", "lora", "oft", "pissa")
+        for name in ("dora", "ia3", "loha", "lokr", "lora", "masked_lora", "oft", "pissa")
     },
     "data.chat": {"data.chat": True},
     "frozen-by-dynamics": {"plan.approximate": ["frozen-by-dynamics"]},
@@ -256,7 +256,8 @@ SETTINGS = {
     "data.chat.form": "alpaca", "data.chat.field": "talk", "data.chat.long": "leave",
     "data.chat.template": "chatml",
     "adapt.pissa.rank": 3, "adapt.pissa.alpha": 8.0, "adapt.pissa.targets": ["mlp"],
-    "adapt.pissa.rank_stabilised": True,
+    "adapt.pissa.rank_stabilised": True, "adapt.masked_lora.rank": 3,
+    "adapt.masked_lora.alpha": 8.0, "adapt.masked_lora.targets": ["mlp"],
     "adapt.dora.rank": 3, "adapt.dora.alpha": 8.0, "adapt.dora.targets": ["mlp"],
     "adapt.dora.rank_stabilised": True, "adapt.loha.rank": 3, "adapt.loha.alpha": 3.0,
     "adapt.loha.targets": ["mlp"], "adapt.lokr.rank": 3, "adapt.lokr.alpha": 3.0,
