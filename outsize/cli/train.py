@@ -11,6 +11,9 @@ import click
 
 from outsize.cli.command import Command, placed, refuse_unused
 
+# What a run has of which nothing is said: the best of those that benchmarks/recipe.py compares.
+FIRST = ("data.tokenizer=bpe:2048", "optimizer.name=muon", "optimizer.lr=0.01")
+
 
 @click.command(cls=Command)
 @click.argument("run", required=False, type=click.Path(path_type=Path))
@@ -62,6 +65,9 @@ def train(
     from outsize.screen import console
     from outsize.train.planned import with_plan
     from outsize.train.resolve import Resolved, as_sets, recorded_values, resolve
+
+    if run is None and not sets and resume is None:
+        sets = FIRST
 
     def said() -> Resolved:
         return with_plan(resolve(run, (*sets, *as_sets({**places, "plan_file": plan_file}))))

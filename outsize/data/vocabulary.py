@@ -7,11 +7,14 @@ special tokens and the template of ChatML, so that chats can be trained on and t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outsize.checkpoint.writing import remove
 from outsize.data.chats import form_of, turns_of
 from outsize.data.files import SourceFile, find_files
 from outsize.data.records import BadRecordError, records
@@ -25,6 +28,8 @@ SPECIAL = (END, "<|im_start|>", "<|im_end|>")
 LEAST = 256 + len(SPECIAL)  # ids: the bytes and the special tokens
 _MOST = 2**20
 _MEASURED = 2**20  # characters of text whose tokens are counted
+OWN = "bpe:"  # how a run asks for a tokenizer of its data
+_READ = 2**23  # bytes of the data that such a one is trained on: a few seconds
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,12 @@ class Made:
     log: ReadLog
 
 
-def make(paths: tuple[str, ...], field: str, vocabulary: int, into: Path) -> Made:
-    """Train on the texts of files and write the directory `into`. OutsizeError for a vocabulary out
-    of range, files without text, a directory that has a tokenizer already."""
+def make(
+    paths: tuple[str, ...], field: str, vocabulary: int, into: Path, most: int | None = None
+) -> Made:
+    """Train on the texts of files and write the directory `into`. most: bytes of the files that are
+    read, spread evenly over them; None: all. OutsizeError for a vocabulary out of range, files
+    without text, a directory that has a tokenizer already."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if not LEAST <= vocabulary <= _MOST:
@@ -46,6 +54,7 @@ def make(paths: tuple[str, ...], field: str, vocabulary: int, into: Path) -> Mad
     if (into / "tokenizer.json").exists():
         raise OutsizeError(f"{into} has a tokenizer.json already; choose another directory")
     found = find_files(paths)
+    files = found.files if most is None else _spread(found.files, most)
     log = ReadLog(ignored=found.ignored)
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +64,7 @@ def make(paths: tuple[str, ...], field: str, vocabulary: int, into: Path) -> Mad
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
     sample = _Sample()
-    texts = (text for file in found.files for text in _texts(file, field, log))
+    texts = (text for file in files for text in _texts(file, field, log))
     inner.train_from_iterator(map(sample.kept, texts), trainer)
     if not sample.texts:
         raise OutsizeError(f"data in {', '.join(paths)} has no text; {log.summary()}")
@@ -63,6 +72,33 @@ def make(paths: tuple[str, ...], field: str, vocabulary: int, into: Path) -> Mad
     tokens = sum(len(inner.encode(text).ids) for text in sample.texts)
     size = sum(len(text.encode()) for text in sample.texts)
     return Made(inner.get_vocab_size(), size / tokens, log)
+
+
+def of_data(said: str, paths: tuple[str, ...], field: str, cache: Path) -> Path:
+    """The directory of the tokenizer that a run asks for as "bpe:IDS": trained on its data where
+    the cache has none for these files. OutsizeError as of make, and for another number."""
+    number = said.removeprefix(OWN)
+    if not number.isdecimal():
+        raise OutsizeError(f"data.tokenizer is {said!r}; expected {OWN}IDS, as {OWN}2048")
+    facts = [(str(one.path), one.size, one.mtime) for one in find_files(paths).files]
+    digest = hashlib.blake2b(repr((facts, field, number, _READ)).encode(), digest_size=12)
+    place = cache / "tokenizers" / digest.hexdigest()
+    if not (place / "tokenizer.json").is_file():
+        part = place.with_name(f".{place.name}-{os.getpid()}")
+        try:
+            make(paths, field, int(number), part, _READ)
+            os.rename(part, place)
+        except OSError as error:
+            if not (place / "tokenizer.json").is_file():  # nobody else has made it meanwhile
+                raise OutsizeError(f"{place} cannot be written: {error.strerror}") from None
+        finally:
+            remove(part)
+    return place
+
+
+def _spread(files: tuple[SourceFile, ...], most: int) -> tuple[SourceFile, ...]:
+    """Some of the files, as far apart as they have that many bytes."""
+    return files[:: max(1, -(-sum(file.size for file in files) // most))]
 
 
 class _Sample:

@@ -39,7 +39,9 @@ class DataKeys:
         "auto", "auto goes by the suffix"
     )
     field: str = setting("text", "the JSON field or Parquet column that holds the text")
-    tokenizer: str | None = setting(None, "a directory with a tokenizer.json, or bytes")
+    tokenizer: str | None = setting(
+        None, "a directory with a tokenizer.json, bytes, or bpe:IDS, one trained on the data"
+    )
     validation: float = setting(0.03, "part of the documents that is held out", least=0, most=0.5)
     cache: str | None = setting(None, "where tokenised data is kept", may_change=True)
 

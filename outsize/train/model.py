@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outsize.data import DataConfig
 from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
 from outsize.models.coding import KEY, asked
@@ -13,7 +14,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
 from outsize.train.config import RunConfig
-from outsize.train.resolve import Resolved
+from outsize.train.resolve import DERIVED, Resolved
 
 if TYPE_CHECKING:
     from outsize.data import Tokenizer
@@ -39,7 +40,7 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
     tokenizer with more ids than the model.
     """
     name = resolved.config.model.name
-    directory = Path(name).expanduser()
+    directory, resolved = Path(name).expanduser(), _tokenizer_of_data(resolved)
     if SHAPES.find(name) is not None:
         resolved, found = _preset(resolved, name)
     elif directory.is_dir():
@@ -93,6 +94,19 @@ def limited(found: Subject, resolved: Resolved) -> Subject:
         if isinstance(own, Limiting):
             config = own.limited(config)
     return replace(found, config=config)
+
+
+def _tokenizer_of_data(resolved: Resolved) -> Resolved:
+    """The same with the tokenizer that is trained on the run's data, where it asks for one."""
+    from outsize.data.vocabulary import OWN, of_data
+
+    keys = resolved.config.data
+    if keys.tokenizer is None or not keys.tokenizer.startswith(OWN):
+        return resolved
+    config = DataConfig(path=keys.path, cache=keys.cache)
+    place = of_data(keys.tokenizer, config.paths(), keys.field, config.cache_directory())
+    why = f"{DERIVED}{keys.tokenizer}, trained on the data"
+    return resolved.with_value("data.tokenizer", str(place), why)
 
 
 def _preset(resolved: Resolved, name: str) -> tuple[Resolved, Subject]:

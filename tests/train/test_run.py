@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from run_files import DeathError, assert_same_run, files_of
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
+from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.memory import OverBudget
 from outsize.runtime.loss_scale import LossScale
@@ -356,3 +359,31 @@ def test_a_derived_warm_up_goes_with_the_steps(runs, said) -> None:
 
 def warmup_of_run(run: Path) -> int:
     return recorded_values(run).get("learning_rate.warmup")
+
+
+def test_a_tokenizer_is_trained_on_the_data_once(runs, monkeypatch) -> None:
+    own = {"data__tokenizer": "bpe:300", "data__cache": runs.home / "cache", "train__steps": 2}
+    runs.train(**own)
+    run = runs.home / "run"
+    said = json.loads((run / "step-00000002" / "config.json").read_text())
+    assert said["vocab_size"] == 320  # rounded up to 64s
+    inner = Tokenizer.from_file(str(run / "step-00000002" / "tokenizer.json"))
+    text = (runs.home / "text" / "0.txt").read_text()
+    ids = inner.encode(text).ids
+    assert inner.get_vocab_size() <= 300 and inner.decode(ids) == text and 2 * len(ids) < len(text)
+    monkeypatch.setattr("outsize.data.vocabulary.make", lambda *_: pytest.fail("trained again"))
+    runs.train(**own, output=runs.home / "again")
+    assert files_of(runs.home / "again") == files_of(run)
+    assert "going on from step 2 of 3" in runs.resume(run, "train.steps=3")
+    with pytest.raises(OutsizeError, match="expected bpe:IDS, as bpe:2048"):
+        runs.train(**{**own, "data__tokenizer": "bpe:many"}, output=runs.home / "other")
+
+
+def test_the_first_run_is_a_recipe_of_its_own(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr("outsize.train.run.explain", lambda said, _: told.append(said))
+    for words in ([], ["--set", "train.seed=1"]):
+        assert CliRunner().invoke(main, ["train", *words, "--explain"]).exit_code == 0
+    first, other = told
+    assert first.config.optimizer.name == "muon" and first.config.data.tokenizer == "bpe:2048"
+    assert other.config.optimizer.name == "adamw" and other.config.data.tokenizer is None
