@@ -181,6 +181,34 @@ def test_the_native_pass_gives_the_bits_of_its_twin(dtypes, numel, block):
     assert all(torch.equal(a, b) for a, b in zip(mine, cut, strict=True)), "wherever it is cut"
 
 
+def around(x: torch.Tensor) -> torch.Tensor:
+    """Float32 numbers and the 8 next ones on both sides of each."""
+    bits = x.view(torch.int32)
+    return (bits[:, None] + torch.arange(-8, 9, dtype=torch.int32)).flatten().view(torch.float32)
+
+
+@pytest.mark.parametrize("short", [0, 5])
+def test_numbers_next_to_a_border_get_its_side(short):
+    """Every border of both tables and what is next to it, zeros, subnormals and the ends. The new
+    moments are the gradients and their squares: 1 in each block makes the scales 1."""
+    signed, unsigned = (table(one).borders[:-1] for one in (True, False))
+    ends = torch.tensor([1.0, 2.0**-24, 2.0**-125, 2.0**-126, 2.0**-149 * 20])
+    x = torch.cat([signed, unsigned, unsigned.sqrt(), ends, -ends])
+    x = torch.cat([around(x[x != 0]), torch.tensor([0.0, -0.0])])
+    x = x[x.abs() <= 1]
+    rows = torch.ones(-(-len(x) // 31), 32)
+    rows[:, 1:] = torch.cat([x, torch.zeros(-len(x) % 31)]).view(-1, 31)
+    gradient = rows.flatten()[: rows.numel() - short]
+    weights, moments = torch.zeros_like(gradient), fresh(len(gradient), 32)
+    with torch.no_grad():
+        update(weights, gradient, moments, 32, Rates(0.01, (0.0, 0.0), 1e-8, 0.0, 1))
+    for codes, number, borders in (
+        (moments.mean, gradient, signed), (moments.square, gradient.square(), unsigned),
+    ):  # fmt: skip
+        assert torch.equal(codes.int(), (number.double()[:, None] > borders.double()).sum(1).int())
+        assert len(codes.unique()) == 256 and (moments.mean_scale == 1).all()
+
+
 def test_what_is_not_finite_reaches_the_weights_and_nothing_else():
     weights, moments = torch.ones(64), fresh(64, 32)
     gradient = torch.ones(64)
