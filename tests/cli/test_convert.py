@@ -1,9 +1,12 @@
-"""`outsize convert`: the files of a model wired otherwise, and training it on."""
+"""`outsize convert`: the files of a model wired otherwise or pruned, and training it on."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from subjects import config_of
+from verifying import fill
 
 import outsize
 from outsize.models.build import build
@@ -64,11 +67,66 @@ def test_a_converted_model_is_trained_on_by_the_command_that_is_named(invoke, di
     assert not torch.equal(made.epilogue.head.weight, before.epilogue.head.weight)
 
 
+def twin(x, how):
+    """x (..., d_in), float64, each matrix pruned: of a stable order of magnitudes the first go."""
+    stay, colon, of = how.partition(":")
+    out = []
+    for matrix in x.reshape(-1, *x.shape[-2:]):
+        rows = matrix.reshape(-1, int(of)) if colon else matrix.reshape(1, -1)
+        gone = int(of) - int(stay) if colon else round(float(how) * rows.shape[1])
+        rows = rows.copy()
+        for row in rows:
+            row[np.argsort(np.abs(row), kind="stable")[:gone]] = 0
+        out.append(rows.reshape(matrix.shape))
+    return np.stack(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "dtype"),
+    [("llama", "0.37", "float64"), ("gpt2", "1:4", "float32"), ("mixtral", "0.5", "bfloat16")],
+)
+def test_pruned_are_the_smallest_of_each_matrix_of_the_blocks(invoke, tmp_path, family, how, dtype):
+    """Weights of few values: where magnitudes are equal, those that come first go."""
+    model = build(config_of(family), seed=0, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            fill(name, p)
+            p.copy_((p * 16).round() / 16)
+    outsize.save(model, tmp_path / "hf", max_shard_bytes=9_000)
+    said = invoke("convert", tmp_path / "hf", "--prune", how, "--into", tmp_path / "new")
+    assert said.exit_code == 0, said.stderr
+    zeros = weights = 0
+    for name, found in outsize.load(tmp_path / "new").named_parameters():
+        before = model.get_parameter(name)
+        assert found.dtype == before.dtype
+        values = before.detach().double().numpy()
+        if name.startswith("blocks.") and before.dim() > 1 and "router" not in name:
+            values = twin(values, how)
+            zeros, weights = zeros + np.sum(values == 0), weights + values.size
+        assert np.array_equal(found.detach().double().numpy(), values), name
+    assert f"{zeros:,} of {weights:,} weights of the blocks' matrices are zero" in said.stdout
+    assert zeros >= 0.36 * weights
+
+
+def test_codes_and_adapters_are_not_pruned(invoke, directory, tmp_path):
+    coded = invoke("convert", directory, "--weights", "int4:16", "--into", tmp_path / "codes")
+    assert coded.exit_code == 0, coded.stderr
+    outsize.save(outsize.adapt(outsize.load(directory), "lora", rank=2), tmp_path / "adapter")
+    for name, words in (("codes", "holds int4"), ("adapter", "holds an adapter")):
+        refused = invoke("convert", tmp_path / name, "--prune", 0.5, "--into", tmp_path / "new")
+        assert refused.exit_code == 2 and words in refused.stderr
+        assert not (tmp_path / "new").exists()
+
+
 REFUSED = {
-    "none": ((), "give one of --ladder LAYER and --kraken WAYS"),
-    "both": (("--ladder", 0, "--kraken", 2), "give one of --ladder LAYER and --kraken WAYS"),
+    "none": ((), "give one of --ladder LAYER, --kraken WAYS, --weights FORMAT and --prune SHARE"),
+    "both": (("--ladder", 0, "--prune", 0.5), "give one of --ladder LAYER, --kraken WAYS"),
     "layers": (("--ladder", 9), "ladder_from is 9; expected 0 to 1, a layer"),
     "ways": (("--kraken", 3), "expected a divisor of the 4 heads"),
+    "all": (("--prune", "1.0"), "--prune 1.0: expected a share of each matrix above 0 and below 1"),
+    "share": (("--prune", "half"), "--prune half: expected a share"),
+    "of": (("--prune", "4:4"), "--prune 4:4: expected a share"),
+    "groups": (("--prune", "2:5"), "groups of 5 do not divide the 32 inputs of blocks."),
 }
 
 
