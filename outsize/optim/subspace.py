@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outsize.models.random import fill_normal, uniform
-from outsize.optim.declared import Shape
+from outsize.optim.declared import WHOLE, Shape
 from outsize.optim.optimizer import AdamW
 
 SEED = 0  # of projectors: names and updates tell them apart
@@ -52,6 +52,34 @@ class Short:
 
     def __call__(self, shape: Shape) -> int:
         return prod(shape[:-2]) * rank_of(shape, self.rank) * min(shape[-2:])
+
+
+class Ranked(Protocol):
+    """Settings of an optimizer in subspaces. rank: K; None: as rank_of has it."""
+
+    @property
+    def rank(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Subspaced:
+    """What such optimizers have in common: they take matrices, each as a whole, and lr, betas, eps
+    and weight_decay are those of `rest`, the AdamW of all other parameters."""
+
+    rest: AdamW
+    settings: Ranked
+    grain: ClassVar[int] = WHOLE
+
+    @property
+    def lr(self) -> float:
+        return self.rest.lr
+
+    @property
+    def weight_decay(self) -> float:
+        return self.rest.weight_decay
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return takes(shape, self.settings.rank)
 
 
 def one(shape: Shape) -> int:

@@ -16,7 +16,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from outsize.optim import OPTIMIZERS, Common, Optimizer, StateSpec, subspace
-from outsize.optim.declared import WHOLE
 from outsize.optim.optimizer import AdamW, Rates
 from outsize.registry import setting, technique
 
@@ -34,24 +33,12 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class GaLore:
+class GaLore(subspace.Subspaced):
     """lr, betas, eps and weight_decay are those of `rest`, the AdamW of all other parameters."""
 
     rest: AdamW = field(default_factory=AdamW)
     settings: Settings = field(default_factory=Settings)
     approximate: ClassVar[str] = NAME
-    grain: ClassVar[int] = WHOLE
-
-    @property
-    def lr(self) -> float:
-        return self.rest.lr
-
-    @property
-    def weight_decay(self) -> float:
-        return self.rest.weight_decay
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        return subspace.takes(shape, self.settings.rank)
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
