@@ -106,7 +106,7 @@ def write(found: Described, pruning: Pruning, count: Count, directory: Path) -> 
     OutsizeError as of Pruning.check before anything is written, and as of loading."""
     model, matrices = found.model, _matrices(found)
     values, dtypes, fill = dict(model.named_parameters()), found.dtypes(None), found.fill(None)
-    for name in matrices:
+    for name in filter(matrices.__contains__, values):
         pruning.check(name, values[name].shape[-1])
 
     def like(name: str) -> Tensor:
