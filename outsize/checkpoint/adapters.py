@@ -222,6 +222,28 @@ def remove(model: Decoder) -> Decoder:
     return model
 
 
+def narrowed(model: Decoder, rank: int) -> Decoder:
+    """The same object, whose adapter has the first components of each of its updates alone, as many
+    as `rank`. OutsizeError for an adapter that has none, and for a rank above its own."""
+    from outsize.models.adapter import Narrows
+
+    adapter = model.config.adapter
+    if not isinstance(adapter, Narrows):
+        raise OutsizeError(
+            f"rank is {rank}, and the model has no adapter of which a lower rank is a part;"
+            " expected a plain low-rank one"
+        )
+    if not 1 <= rank <= adapter.rank:
+        raise OutsizeError(f"rank is {rank}; expected 1 to {adapter.rank}, the adapter's own")
+    values = {name: p.detach() for name, p in model.named_parameters() if ".beside." in name}
+
+    def write(name: str, out: Tensor) -> None:
+        out.copy_(values[name][tuple(map(slice, out.shape))])
+
+    attach(remove(model), adapter.narrowed(rank), lambda: write)
+    return model
+
+
 def put(model: Decoder, path: str | Path) -> None:
     """Put the adapter of a directory beside a decoder that has none, in the dtype and on the device
     of its weights. OutsizeError for one that has an adapter, for an adapter of another model, and

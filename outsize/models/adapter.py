@@ -99,6 +99,25 @@ class Beside(Protocol):
         """What the layer adds in the place of its bias (d_out)."""
 
 
+class Nested(nn.Module):
+    """What is beside a Linear whose first components are an update of a lower rank by themselves.
+    rank: how many it has; used: of so many it makes its update, None: of all."""
+
+    rank: int
+    used: int | None = None
+
+
+@runtime_checkable
+class Narrows(Adapter, Protocol):
+    """An adapter of such modules."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def narrowed(self, rank: int) -> Adapter:
+        """The one whose parameters are the first components of this one's, for a lower rank."""
+
+
 @runtime_checkable
 class Begins(Protocol):
     """What is beside a Linear, where its first values depend on the weight."""

@@ -13,6 +13,7 @@ import torch
 
 from outsize.checkpoint import adapters, gguf
 from outsize.checkpoint.hub import CONFIG, whole_directory, write
+from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.errors import OutsizeError
 from outsize.models.adapter import OWN
 from outsize.models.build import uncoded
@@ -24,20 +25,26 @@ KINDS = ("hf", "peft", "gguf")
 PROBE = 16  # tokens whose logits are compared
 
 
-def export(directory: Path, to: str, into: Path) -> list[str]:
+def export(directory: Path, to: str, into: Path, rank: str | None = None) -> list[str]:
     """Write the model of a directory (a run's, a checkpoint's, a model's) as `to`: hf, peft, gguf
-    or gguf:TYPE; gives what there is to say of it. OutsizeError for what cannot be."""
+    or gguf:TYPE; gives what there is to say of it. rank: the first components of its adapter alone,
+    so many, or "middle" of those that a run has drawn. OutsizeError for what cannot be."""
     kind, _, inner = to.partition(":")
     if kind not in KINDS or (inner and kind != "gguf"):
         raise OutsizeError(f"--to {to!r} is not known; expected hf, peft, or gguf:F16")
     found = adapters.model_directory(directory)
     config = adapters.read_config(found)
     if kind == "peft":
-        return _peft(found, config, into)
+        _check_peft(found, config)
     if kind == "gguf":
         gguf.check(config, inner or "F16")
+    model = adapters.load(found, config=config)
+    if rank is not None:
+        adapters.narrowed(model, _rank(found, rank))
+    if kind == "peft":
+        return _peft(model, found, into)
     # What it computes: an adapter that was trained beside codes goes into what these stand for.
-    model = adapters.merge(uncoded(adapters.load(found, config=config)))
+    model = adapters.merge(uncoded(model))
     tokenizer = found / "tokenizer.json"
     if kind == "gguf":
         said = _file(model, into, inner or "F16", tokenizer, directory.name)
@@ -79,7 +86,7 @@ def _directory(model: Decoder, found: Path, into: Path) -> None:
     whole_directory(into, files)
 
 
-def _peft(found: Path, config: DecoderConfig, into: Path) -> list[str]:
+def _check_peft(found: Path, config: DecoderConfig) -> None:
     if config.adapter is None:
         raise OutsizeError(f"--to peft: {found} has no adapter; expected a run that trained one")
     kind = adapters.to_json(config, None)["peft_type"]
@@ -87,7 +94,26 @@ def _peft(found: Path, config: DecoderConfig, into: Path) -> list[str]:
         raise OutsizeError(
             f"--to peft: peft has no method {kind}; expected --to hf, which merges the adapter"
         )
-    model = adapters.load(found, config=config)
+
+
+def _rank(found: Path, rank: str) -> int:
+    """What `rank` says, of the checkpoint at `found` where that has drawn some."""
+    from outsize.checkpoint.opened import open_contents
+    from outsize.runtime.special.elastic import MIDDLE, NOTES
+
+    if rank.isdecimal():
+        return int(rank)
+    drawn = open_contents(found).meta.get(NOTES) if (found / MANIFEST_NAME).is_file() else None
+    middle = drawn.get(MIDDLE) if isinstance(drawn, dict) else None
+    if rank != MIDDLE or not isinstance(middle, int):
+        raise OutsizeError(
+            f"--rank is {rank!r}; expected a number, or {MIDDLE} of a run that drew ranks"
+            " (outsize keys elastic-adapters)"
+        )
+    return middle
+
+
+def _peft(model: Decoder, found: Path, into: Path) -> list[str]:
     adapters.save(model, into)
     again = adapters.held(found, adapters.read_config(into))
     other = adapters.load(into, config=again)

@@ -64,6 +64,22 @@ def test_it_goes_on_bit_for_bit(invoke, home, base):
     assert files_of(home / "parts") == files_of(home / "same") != files_of(home / "whole")
 
 
+def test_an_elastic_run_goes_on_bit_for_bit_and_its_middle_is_taken_out(invoke, home, base):
+    drawing = (*SETS, "--set", "plan.approximate=[elastic-adapters]",
+               "--set", "elastic-adapters.ranks=[4,3,2,1]", "--set", "learning_rate.shape=constant",
+               "--set", "learning_rate.warmup=1", "--set", "sample.tokens=0")  # fmt: skip
+    train(invoke, "run.yaml", *drawing, "--set", "output=whole")
+    train(invoke, "run.yaml", *drawing, "--set", "train.steps=2", "--set", "output=parts")
+    train(invoke, "--resume", "parts", "--set", "train.steps=3")
+    assert files_of(home / "parts") == files_of(home / "whole")
+    words = ("export", "whole", "--to", "peft", "--rank")
+    assert invoke(*words, "middle", "--into", "sub").exit_code == 0
+    assert json.loads((home / "sub" / "adapter_config.json").read_text())["r"] == 3
+    for rank, reason in (("5", "expected 1 to 4"), ("half", "--rank is 'half'")):
+        refused = invoke(*words, rank, "--into", "other")
+        assert refused.exit_code == 2 and reason in refused.output
+
+
 def test_generating_with_the_adapter_and_merged_gives_the_same_text(invoke, home, base):
     train(invoke, "run.yaml", *SETS, "--set", "optimizer.lr=0.05")
     outsize.save(outsize.merge(outsize.load(home / "run")), home / "merged")

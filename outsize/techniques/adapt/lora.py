@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from outsize.models.adapter import (
     FORMATS,
     Adapted,
     Naming,
+    Nested,
     Part,
     Weighed,
     along_input,
@@ -81,6 +83,11 @@ class Lora:
     def to_json(self, adapted: Adapted) -> dict[str, Any]:
         return stored(FORMAT, adapted, said(self))
 
+    def narrowed(self, rank: int) -> Lora:
+        """The one of a lower rank whose components count as much each."""
+        counted = math.sqrt(rank) if self.rank_stabilised else rank
+        return replace(self, rank=rank, alpha=self.scale * counted)
+
 
 def scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
     """What an update of low rank counts."""
@@ -95,7 +102,7 @@ def said(one: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class LowRank(nn.Module):
+class LowRank(Nested):
     """W x + scale B A x, beside a Linear of weight W."""
 
     enters = False
@@ -107,14 +114,17 @@ class LowRank(nn.Module):
         a = Declared(start, along_input(one, 1), "lora_A.weight")
         b = Declared(Initial(), along_output(one, 0), "lora_B.weight", rate=ratio)
         self.a, self.b = Factor((d_in, rank), a), Factor((rank, d_out), b)
-        self.scale = scale
+        self.rank, self.scale = rank, scale
 
     def forward(self, one: Weighed, x: Tensor) -> Tensor:
         return one.plain(x) + self.update(x)
 
     def update(self, x: Tensor) -> Tensor:
         """scale B A x."""
-        y: Tensor = self.b(self.a(x) * self.scale)
+        inner = self.a(x) * self.scale
+        if self.used is not None:
+            inner = F.pad(inner[..., : self.used], (0, self.rank - self.used))
+        y: Tensor = self.b(inner)
         return y
 
     def change(self) -> Tensor:
