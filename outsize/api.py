@@ -152,8 +152,9 @@ def adapt(
     **settings: object,
 ) -> M:
     """Freeze a model and put an adapter beside its weights, which `prepare` then trains alone.
-    Gives the same object. Any module will do: its linear layers are named by their paths (targets=
-    ["*.q_proj"]) where a decoder of `load` has parts of its blocks (targets=["attention"]).
+    Gives the same object. Any module will do: its linear layers (targets=["*.q_proj"]) and branches
+    (behind=["*.mlp"]) are named by their paths where a decoder of `load` has parts of its blocks
+    (targets=["attention"]).
 
     adapter: "dora", its settings by name (rank=16), or as a run's file says it, {"dora": {"rank":
     16}}; `outsize keys adapt` lists what there is. Or a directory of a trained one, as `save` and
@@ -178,12 +179,11 @@ def adapt(
         hub.check_here(model)
         adapted(model, found, seed)
         return model
-    from outsize.models.adapter import Changes
-    from outsize.models.plugged import plug
+    from outsize.models.plugged import fits, plug
 
-    if not isinstance(found, Changes):
+    if not fits(found):
         raise OutsizeError(
-            f"adapt: {adapter!r} changes more than linear layers, which a"
+            f"adapt: {adapter!r} changes more than layers and branches, which a"
             f" {type(model).__name__} cannot have; expected a decoder of outsize.load"
         )
     plug(model, found, seed)

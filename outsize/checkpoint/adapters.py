@@ -23,7 +23,7 @@ from outsize.errors import OutsizeError
 from outsize.models.build import attach, materialise, segments
 from outsize.models.coding import SAID, asked
 from outsize.models.config import DecoderConfig
-from outsize.models.decoder import Decoder
+from outsize.models.decoder import Block, Decoder
 from outsize.models.linear import Linear
 from outsize.models.names import adapter_layout
 
@@ -196,6 +196,7 @@ def merge(model: Decoder) -> Decoder:
             " adapter changes: rounded to them again, most of the change would be lost; merge what"
             " outsize.load(RUN, weights='plain') gives, or keep the adapter"
         )
+    _check_mergeable(model)
     for one in [module for module in model.modules() if isinstance(module, Linear)]:
         if one.beside is not None:
             wide = torch.promote_types(one.weight.dtype, torch.float32)
@@ -205,13 +206,26 @@ def merge(model: Decoder) -> Decoder:
     return remove(model)
 
 
+def _check_mergeable(model: Decoder) -> None:
+    """OutsizeError for an adapter that no weight can take up."""
+    blocks = [one for one in model.modules() if isinstance(one, Block)]
+    if any(one.attention_around or one.mlp_around for one in blocks):
+        raise OutsizeError(
+            "merge: the adapter computes what no weight of the model can take up; keep it beside"
+            " the model, where outsize generate, eval and load use it as it is"
+        )
+
+
 def remove(model: Decoder) -> Decoder:
     """The same object without its adapter, its weights as they are: trained again are those that a
     plain model trains. A model without an adapter stays as it is."""
     if model.config.adapter is None:
         return model
-    for one in [module for module in model.modules() if isinstance(module, Linear)]:
-        one.beside = None
+    for one in model.modules():
+        if isinstance(one, Linear):
+            one.beside = None
+        if isinstance(one, Block):
+            one.attention_around = one.mlp_around = None
     model.origin = base_of(model)
     model.config = replace(model.config, adapter=None)
     with torch.device("meta"):
@@ -296,7 +310,10 @@ def combine(model: Decoder, adapters: Sequence[tuple[str | Path, float]]) -> Non
     for path, weight in adapters:
         put(model, path)
         besides = {n: one.beside for n, one in linears.items() if one.beside is not None}
-        remove(model)
+        try:
+            _check_mergeable(model)
+        finally:
+            remove(model)
         if not any(_changes(linears[name], beside) for name, beside in besides.items()):
             raise OutsizeError(f"{path}: the adapter changes no output; expected a trained one")
         found.append((weight, besides))

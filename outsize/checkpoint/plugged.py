@@ -14,10 +14,18 @@ from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, check_names
 from outsize.checkpoint.files import read_header, read_json, read_tensor
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Changes
 from outsize.models.declared import Declared, declarations
 from outsize.models.names import PEFT, joined
-from outsize.models.plugged import adapted, plug, plugged_layers, record_of, targets_of, unplug
+from outsize.models.plugged import (
+    Plugged,
+    adapted,
+    fits,
+    plug,
+    plugged_modules,
+    record_of,
+    targets_of,
+    unplug,
+)
 
 
 def save(model: nn.Module, path: str | Path) -> None:
@@ -51,10 +59,10 @@ def load(model: nn.Module, directory: Path) -> None:
     is then as it was."""
     said = read_json(directory / ADAPTER_CONFIG)
     adapter = reader_of(said)(said, partial(targets_of, model))
-    if not isinstance(adapter, Changes):
+    if not fits(adapter):
         raise OutsizeError(
             f"{directory / ADAPTER_CONFIG}: peft_type is {said.get('peft_type')!r}, which changes"
-            " more than linear layers; expected an adapter of linear layers"
+            " more than layers and branches; expected an adapter of these"
         )
     header = read_header(directory / f"{GROUP}.safetensors")
     plug(model, adapter, seed=0)
@@ -71,14 +79,16 @@ def load(model: nn.Module, directory: Path) -> None:
 
 def _names(model: nn.Module) -> dict[str, str]:
     """By name of a plugged parameter, that in files."""
-    return {
-        name: f"{PEFT}{name.partition('.beside.')[0]}.{declared.file}"
-        for name, declared in _declared(model)
-    }
+    return {name: f"{PEFT}{scope}.{one.file}" for scope, name, one in _each(model)}
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, Declared]]:
-    for path, _, beside in plugged_layers(model):
-        assert isinstance(beside, nn.Module)
-        for name, declared in declarations(beside):
-            yield f"{path}.beside.{name.removeprefix('.')}", declared
+    return ((name, declared) for _, name, declared in _each(model))
+
+
+def _each(model: nn.Module) -> Iterator[tuple[str, str, Declared]]:
+    """(what it belongs to in files, name, what is declared) of every parameter of an adapter."""
+    for path, module, kind in plugged_modules(model):
+        scope = path if kind is Plugged else f"{path}.{kind.slot}"
+        for name, declared in declarations(module.get_submodule(kind.slot)):
+            yield scope, f"{path}.{kind.slot}.{name.removeprefix('.')}", declared

@@ -41,6 +41,12 @@ from outsize.models.seams import (
 from outsize.models.wiring import AnyBlock
 
 Drop = Callable[[Tensor], Tensor]
+BRANCHES = ("attention", "mlp")  # of a block
+
+
+def around_of(branch: str) -> str:
+    """The name in a block of what is around a branch."""
+    return f"{branch}_around"
 
 
 class Prologue(nn.Module):
@@ -74,7 +80,8 @@ class Block(AnyBlock):
 
     placement: "before" x + f(norm(x)); "after_branch" x + norm(f(x)); "around_branch" both;
     "after_sum" norm(x + f(x)). Norms that a placement lacks are identities. What is added to x
-    has dropout where the Context says so.
+    has dropout where the Context says so. attention_around, mlp_around: what an adapter makes of
+    what a branch took and gave (outsize/models/around.py).
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -86,6 +93,8 @@ class Block(AnyBlock):
             return Norm(config.hidden, config.norm) if wanted else nn.Identity()
 
         self.layer = layer
+        self.attention_around: nn.Module | None = None
+        self.mlp_around: nn.Module | None = None
         self.after_sum, self.parallel = config.placement == "after_sum", config.parallel
         self.attention_norm = norm(before)
         self.attention = mixer(config, layer)
@@ -107,19 +116,24 @@ class Block(AnyBlock):
     def branches(self, x_TD: Tensor, ctx: Context) -> Generator[int, None, Tensor]:
         """The same step by step: stops where branches have given what is read next, and says how
         often it will stop again. Who goes on has what they gave."""
-        attended_TD: Tensor = self.attention(self.attention_norm(x_TD), ctx)
-        drop_attended, drop_fed = (
-            partial(ctx.drop, name=f"{self.layer}.{part}") for part in ("attention", "mlp")
-        )
+        attended_TD, attended = self.given("attention", self.attention_norm(x_TD), ctx)
+        drop_attended, drop_fed = (partial(ctx.drop, name=f"{self.layer}.{b}") for b in BRANCHES)
         if self.parallel:
-            fed_TD: Tensor = self.mlp(self.mlp_norm(x_TD), ctx)
+            fed_TD, fed = self.given("mlp", self.mlp_norm(x_TD), ctx)
             yield 0
-            return x_TD + drop_attended(attended_TD) + drop_fed(fed_TD)
+            return x_TD + drop_attended(attended(attended_TD)) + drop_fed(fed(fed_TD))
         yield 1
+        attended_TD = attended(attended_TD)
         x_TD = self.add(x_TD, attended_TD, self.attention_out_norm, drop_attended)
-        fed_TD = self.mlp(self.mlp_norm(x_TD), ctx)
+        fed_TD, fed = self.given("mlp", self.mlp_norm(x_TD), ctx)
         yield 0
-        return self.add(x_TD, fed_TD, self.mlp_out_norm, drop_fed)
+        return self.add(x_TD, fed(fed_TD), self.mlp_out_norm, drop_fed)
+
+    def given(self, branch: str, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Drop]:
+        """What a branch gives, and what makes of that what goes on, once it is there."""
+        y_TD: Tensor = getattr(self, branch)(x_TD, ctx)
+        around = getattr(self, around_of(branch))
+        return y_TD, (lambda y_TD: y_TD) if around is None else partial(around, x_TD)
 
     @property
     def mixer(self) -> Mixer:

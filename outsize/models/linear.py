@@ -184,7 +184,8 @@ class Linear(nn.Module):
 def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
     """The Linears of a decoder's blocks by name, those of adapters and routers left out."""
     for name, module in list(model.named_modules()):
-        own = isinstance(module, Linear) and name.startswith("blocks.") and ".beside." not in name
+        own = isinstance(module, Linear) and name.startswith("blocks.")
+        own = own and ".beside." not in name and "_around." not in name
         if own and not name.endswith(".router.score"):
             assert isinstance(module, Linear)
             yield name, module

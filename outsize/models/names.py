@@ -25,6 +25,7 @@ Convert = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 PEFT = "base_model.model."  # before the names of a model's modules in peft's files
 LEAVES = (CODES, SCALES)
 BESIDE = ".beside."  # in the name of a parameter, behind that of the Linear it is beside
+AROUND = "_around."  # the same, behind that of the branch it is around
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,24 @@ def adapter_layout(config: DecoderConfig) -> tuple[Stored, ...]:
     shapes, declared = _known(config)
     files = ((name, declared[name].file) for name in shapes)
     named = {
-        name: f"{PEFT}{stored_module(config, name)}.{file}"
+        name: f"{PEFT}{_scope_in_files(config, name)}.{file}"
         for name, file in files
         if file is not None
     }
     return joined(named, shapes, declared)
+
+
+def _scope_in_files(config: DecoderConfig, name: str) -> str:
+    """The full name in files of what a parameter of an adapter belongs to."""
+    full, around, _ = name.partition(AROUND)
+    if not around:
+        return stored_module(config, name)
+    _, layer, branch = full.split(".")
+    names = {theirs for ours, theirs in config.names.block.items() if ours.startswith(f"{branch}.")}
+    names |= {f.theirs for f in config.names.fused if f.ours[0].startswith(f"{branch}.")}
+    first = {one.partition(".")[0] for one in names if "." in one}
+    own = first.pop() if len(first) == 1 and all("." in one for one in names) else branch
+    return f"{config.names.prefix.format(i=layer)}{own}.around"
 
 
 def joined(

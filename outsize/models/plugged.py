@@ -1,9 +1,10 @@
-"""Adapters in a module that nobody here wrote: plugged into its linear layers, and taken out again.
+"""Adapters in a module that nobody here wrote: plugged into it by paths, and taken out again.
 
 Hu et al., "OpenDelta: A Plug-and-play Library for Parameter-efficient Adaptation of Pre-trained
-Models", 2023. Layers are named by their paths. A layer stays the object that it is and its weight
-is not touched: its class becomes a subclass of its own with another forward, and what is beside it
-is a submodule, which whoever trains, copies or saves the module finds like any other.
+Models", 2023. Linear layers, and branches as modules that have such layers, are named by their
+paths. A module stays the object that it is and its weights are not touched: its class becomes a
+subclass of its own with another forward, and what is beside or around it is a submodule, which
+whoever trains, copies or saves the whole finds like any other.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Adapted, Begins, Beside, Changes
+from outsize.models.adapter import Adapted, Adapter, Begins, Beside, Changes
+from outsize.models.around import Surrounds, placed
 from outsize.models.build import write_initial
 from outsize.models.declared import Unit, declarations
-from outsize.models.targets import ALL, chosen, named
+from outsize.models.targets import ALL, chosen, freeze, named
 
 _RECORD, _CONV1D = "_outsize_adapter", "Conv1D"
 
@@ -60,7 +62,7 @@ class Seen:
 class Record:
     """What was done to a module. trained: the names of its parameters that were trained before."""
 
-    adapter: Changes
+    adapter: Adapter
     trained: frozenset[str]
 
 
@@ -71,23 +73,33 @@ def record_of(model: nn.Module) -> Record | None:
     return found
 
 
-def plug(model: nn.Module, adapter: Changes, seed: int) -> None:
-    """Freeze a module and put an adapter beside its linear layers, with initial values in the dtype
-    and on the device of each layer's weight. OutsizeError as of `chosen`, with the module as it
-    was, and for one that has an adapter already."""
+def fits(adapter: Adapter) -> bool:
+    """Whether an adapter can be plugged into modules that nobody here wrote."""
+    return isinstance(adapter, Changes | Surrounds)
+
+
+def plug(model: nn.Module, adapter: Adapter, seed: int) -> None:
+    """Freeze a module and put an adapter into it, with initial values in the dtype and where the
+    weights are. OutsizeError as of `chosen` and `placed`, with the module as it was, and
+    for one that has an adapter already."""
     if record_of(model) is not None:
         raise OutsizeError("adapt: the model has an adapter already; remove or merge that before")
-    layers = dict(linear_layers(model))
-    found = [(n, beside) for _, n, beside in chosen(adapter.parts, layers, lambda name: name)]
+    layers, found = dict(linear_layers(model)), list[tuple[str, nn.Module]]()
+    if isinstance(adapter, Changes):
+        for _, path, beside in chosen(adapter.parts, layers, lambda name: name):
+            assert isinstance(beside, nn.Module), "what has parameters is a module"
+            found.append((path, beside))
+    if isinstance(adapter, Surrounds):
+        found += placed(adapter.places, _branches(model))
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for path, beside in found:
-        assert isinstance(beside, nn.Module), "what has parameters is a module"
-        layer = layers[path].layer
-        _begin(beside, layers[path], f"{path}.beside", seed)
-        layer.add_module("beside", beside)
-        layer.__class__ = _plugged(type(layer))
+    freeze(model)
+    for path, own in found:
+        module = model.get_submodule(path)
+        kind: type[Plugged | Surrounded] = Plugged if path in layers else Surrounded
+        weight = layers[path].matrix() if path in layers else next(module.parameters())
+        _begin(own, weight.detach(), f"{path}.{kind.slot}", seed)
+        module.add_module(kind.slot, own)
+        module.__class__ = _subclass(type(module), kind)
     model.__dict__[_RECORD] = Record(adapter, trained)
 
 
@@ -95,9 +107,9 @@ def unplug(model: nn.Module) -> None:
     """Take the adapter out: classes, submodules, and what is trained are as they were."""
     record = record_of(model)
     assert record is not None, "asked of a module that has one"
-    for _, layer, _ in plugged_layers(model):
-        del layer._modules["beside"]
-        layer.__class__ = type(layer).__mro__[1]
+    for _, module, kind in plugged_modules(model):
+        del module._modules[kind.slot]
+        module.__class__ = type(module).__mro__[1]
     del model.__dict__[_RECORD]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in record.trained)
@@ -105,7 +117,13 @@ def unplug(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Have the weights take up what the adapter changes, and take it out."""
+    """Have the weights take up what the adapter changes, and take it out. OutsizeError for one that
+    computes what no weight can take up."""
+    if any(kind is Surrounded for *_, kind in plugged_modules(model)):
+        raise OutsizeError(
+            "merge: the adapter computes what no weight of the model can take up; keep it, or take"
+            " it out (outsize.remove_adapter)"
+        )
     for _, layer, beside in plugged_layers(model):
         seen, weight = Seen(layer), Seen(layer).matrix()
         weight.copy_(beside.merged(weight.to(torch.promote_types(weight.dtype, torch.float32))))
@@ -116,10 +134,31 @@ def merge(model: nn.Module) -> None:
 
 def plugged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Beside]]:
     """(path, layer, what is beside it) of the layers that an adapter changes."""
-    for path, layer in list(model.named_modules()):
-        if issubclass(type(layer), Plugged):
-            beside: Any = layer._modules["beside"]
+    for path, layer, kind in plugged_modules(model):
+        if kind is Plugged:
+            beside: Any = layer._modules[kind.slot]
             yield path, layer, beside
+
+
+def plugged_modules(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, type[Plugged | Surrounded]]]:
+    """(path, module, how it is changed) of what an adapter was plugged into."""
+    for path, module in list(model.named_modules()):
+        for kind in (Plugged, Surrounded):
+            if issubclass(type(module), kind):
+                yield path, module, kind
+
+
+def _branches(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """By path, d_in and d_out of every part of a module that has linear layers: those of the first
+    and of the last one. Where that is not what it takes and gives, it says so when it is called."""
+    layers, found = dict(linear_layers(model)), dict[str, tuple[int, int]]()
+    for path, _ in model.named_modules():
+        inside = [one.sizes for name, one in layers.items() if name.startswith(f"{path}.")]
+        if path and inside:
+            found[path] = inside[0][1], inside[-1][0]
+    return found
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, Seen]]:
@@ -160,6 +199,7 @@ def targets_of(model: nn.Module, said: object, key: str = "target_modules") -> t
 class Plugged:
     """What linear layers with something beside them are, beside their own class."""
 
+    slot = "beside"
     beside: Any
     bias: Tensor | None
 
@@ -169,14 +209,45 @@ class Plugged:
         return y if self.bias is None else y + self.beside.shift(self.bias)
 
 
-def _plugged(own: type[nn.Module]) -> type[nn.Module]:
-    body = {"forward": Plugged.forward, "__module__": own.__module__}
-    return type(own.__name__, (own, Plugged), body)
+class Surrounded:
+    """What branches with something around them are, beside their own class: they take a tensor
+    first, by place or by name, and give one, alone or first of several."""
+
+    slot = "around"
+    around: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = type(self).__mro__[1]
+        given = own.forward(self, *args, **kwargs)
+        taken = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        several = isinstance(given, tuple) and given
+        y = given[0] if several else given
+        want = tuple(self.around.sizes)
+        got = tuple(x.shape[-1] if isinstance(x, Tensor) else None for x in (taken, y))
+        if got != want:
+            raise OutsizeError(
+                f"adapt: a {own.__name__} takes and gives {got} features; expected {want}, as its"
+                " first and its last linear layer: name other branches"
+            )
+        y = self.around(taken, y)
+        return (y, *given[1:]) if several else y
 
 
-def _begin(beside: nn.Module, seen: Seen, path: str, seed: int) -> None:
-    """Give what is beside a layer its initial values, drawn by the names that it will have."""
-    weight = seen.matrix().detach()
+def _subclass(own: type[nn.Module], kind: type[Plugged | Surrounded]) -> type[nn.Module]:
+    body: dict[str, Any] = {"forward": kind.forward, "__module__": own.__module__}
+    if issubclass(own, nn.Sequential):
+        body["__iter__"] = _own_steps
+    return type(own.__name__, (own, kind), body)
+
+
+def _own_steps(steps: Any) -> Iterator[nn.Module]:
+    """The modules that a Sequential calls one after the other, without what was plugged in."""
+    return (module for name, module in steps._modules.items() if name != steps.slot)
+
+
+def _begin(beside: nn.Module, weight: Tensor, path: str, seed: int) -> None:
+    """Give what was made for a module with such a weight its initial values, drawn by the names
+    that it will have."""
     begun = dict(beside.begin(weight)) if isinstance(beside, Begins) else {}
     for name, declared in list(declarations(beside)):
         name = name.removeprefix(".")

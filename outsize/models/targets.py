@@ -39,10 +39,15 @@ def attach(model: nn.Module, parts: Iterable[Part]) -> None:
                 f"{key}: the model has kraken_ways, whose weights are multiplied way by way"
                 " and cannot have adapters; adapt the plain model instead"
             )
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    freeze(model)
     for _, name, beside in found:
         every[name].beside = beside
+
+
+def freeze(model: nn.Module) -> None:
+    """No parameter that a model has so far is trained."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
 
 
 def chosen(
@@ -57,7 +62,7 @@ def chosen(
             if not any(_matches(shown(name), target) for name in every):
                 raise OutsizeError(
                     f"{part.key}: {target!r} names no linear layer of this model; expected {ALL},"
-                    f" or some of {_some(map(shown, every))}"
+                    f" or some of {some(map(shown, every))}"
                 )
         for name, one in every.items():
             if any(_matches(shown(name), target) for target in part.targets):
@@ -69,7 +74,8 @@ def chosen(
                 yield part.key, name, part.make(shown(name), one)
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first of some names, for messages."""
     every = list(dict.fromkeys(names))
     return ", ".join(every[:_SHOWN]) + (", ..." if len(every) > _SHOWN else "")
 
@@ -138,6 +144,14 @@ def number(said: Mapping[str, Any], key: str, kind: type = int) -> Any:
     if not good or (kind is int and not isinstance(found, int)):
         raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a number above 0")
     return kind(found)
+
+
+def texts(said: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of texts that an adapter_config.json has to say. OutsizeError else."""
+    found = said.get(key)
+    if not isinstance(found, list) or not found or not all(isinstance(x, str) for x in found):
+        raise OutsizeError(f"{_FILE}: {key} is {found!r}; expected a list of names")
+    return tuple(found)
 
 
 def targets_of(config: DecoderConfig, said: object, key: str = "target_modules") -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def _check_peft(found: Path, config: DecoderConfig) -> None:
     kind = adapters.to_json(config, None)["peft_type"]
     if kind.startswith(OWN):
         raise OutsizeError(
-            f"--to peft: peft has no method {kind}; expected --to hf, which merges the adapter"
+            f"--to peft: peft has no method {kind}; expected --to hf, which merges what can be"
         )
 
 

@@ -108,3 +108,19 @@ def test_a_run_file_says_it_and_random_weights_are_refused(invoke, home, base):
     assert refused.exit_code == 2 and "an adapter trains beside weights" in refused.output
     with pytest.raises(OutsizeError, match="merge: model is a dict"):
         outsize.merge({})
+
+
+def test_an_adapter_around_branches_is_trained_kept_and_merged_into_nothing(invoke, home, base):
+    train(invoke, "run.yaml", "--set", "model=base", "--set", "adapt.serial.size=3",
+          "--set", "optimizer.lr=0.05")  # fmt: skip
+    checkpoint = last(home / "run")
+    assert not list(checkpoint.glob("model*.safetensors")), "the base is stored once"
+    states = sum(f.stat().st_size for f in checkpoint.glob("optimizer*.safetensors"))
+    parameters = 2 * 2 * (2 * 3 * 32 + 3 + 32)
+    assert 2 * 4 * parameters < states < 2 * 4 * parameters + 20_000
+    words = ("--prompt", "line", "--max-tokens", "8", "--tokenizer", "bytes")
+    found, plain = (invoke("generate", where, *words) for where in ("run", "base"))
+    assert found.exit_code == 0 and found.output != plain.output
+    refused = invoke("merge", "run", "--into", "merged")
+    assert refused.exit_code == 2 and "what no weight of the model can take up" in refused.stderr
+    assert not (home / "merged").exists()

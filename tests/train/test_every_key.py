@@ -227,13 +227,13 @@ def test_a_key_of_data_changes_what_is_read(home, key):
     assert prints([*home.sets(BASE), f"{key}={DATA[key](home)}"]) != one
 
 
+ADAPTERS = (
+    "dora", "ia3", "loha", "lokr", "lora", "masked_lora", "oft", "parallel", "pissa", "serial",
+)  # fmt: skip
 # Settings of techniques: what switches the technique on, and a value.
 ON = {
     "adamw8bit": {"optimizer.name": "adamw8bit", "plan.approximate": ["adamw8bit"]},
-    **{
-        f"adapt.{name}": {"model.weights": "stored", f"adapt.{name}": True}
-        for name in ("dora", "ia3", "loha", "lokr", "lora", "masked_lora", "oft", "pissa")
-    },
+    **{f"adapt.{name}": {"model.weights": "stored", f"adapt.{name}": True} for name in ADAPTERS},
     "data.chat": {"data.chat": True},
     "frozen-by-dynamics": {"plan.approximate": ["frozen-by-dynamics"]},
     "local-learning": {"plan.approximate": ["local-learning"]},
@@ -268,6 +268,8 @@ SETTINGS = {
     "adapt.loha.targets": ["mlp"], "adapt.lokr.rank": 3, "adapt.lokr.alpha": 3.0,
     "adapt.lokr.targets": ["mlp"], "adapt.ia3.outputs": ["mlp.up"], "adapt.ia3.inputs": ["mlp.up"],
     "adapt.oft.block": 4, "adapt.oft.targets": ["mlp"],
+    "adapt.serial.size": 4, "adapt.serial.behind": ["mlp"], "adapt.parallel.size": 4,
+    "adapt.parallel.scale": 2.0, "adapt.parallel.beside": ["attention"],
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",
     "local-learning.groups": 3, "local-learning.auxiliary": "block",
     "local-learning.momentum": 0.5, "zeroth-order.epsilon": 0.01,

@@ -36,6 +36,7 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.search.planner import forecaster_of
 from outsize.search.request import PlanRequest
 from outsize.techniques.adapt.lora import Lora
+from outsize.techniques.adapt.serial_adapters import Serial
 from outsize.verify import Case, Native, verify
 
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -238,9 +239,11 @@ def predicted(config, plan):
     return forecaster_of(config, request, known_hardware()).forecast(plan)
 
 
-@pytest.mark.parametrize("recompute", [(), ("block",)])
-def test_the_forecast_is_what_is_measured(recompute):
-    config = replace(config_of("llama", num_hidden_layers=3), adapter=Lora(rank=2))
+@pytest.mark.parametrize(
+    ("adapter", "recompute"), [(Lora(2), ()), (Lora(2), ("block",)), (Serial(3), ())]
+)
+def test_the_forecast_is_what_is_measured(adapter, recompute):
+    config = replace(config_of("llama", num_hidden_layers=3), adapter=adapter)
     plan = base_plan("float32", stages=per_segment(5, recompute))
     made, ledger = predicted(config, plan), Ledger()
     model = build(config, seed=1)

@@ -26,6 +26,8 @@ from outsize.techniques.adapt.ia3 import Ia3
 from outsize.techniques.adapt.loha import Loha
 from outsize.techniques.adapt.lokr import Lokr
 from outsize.techniques.adapt.oft import Oft
+from outsize.techniques.adapt.parallel_adapters import Parallel
+from outsize.techniques.adapt.serial_adapters import Serial
 from outsize.verify import Case, Native, verify
 
 PLANS = {
@@ -46,24 +48,37 @@ PLANS = {
 # Each method on the tensor axis, and in one plan more; each plan with methods of two kinds or more.
 PAIRS = [
     *((name, "tensor, by tokens, overlapped") for name in METHODS),
-    ("dora", "tensor, pipeline"), ("oft", "recompute, states below"), ("loha", "chunks, tiles"),
-    ("lokr", "data, all cut"), ("ia3", "chunks, tiles"), ("dora", "recompute, states below"),
-    ("oft", "data, all cut"), ("ia3", "tensor, pipeline"),
-]  # fmt: skip
+    ("dora", "tensor, pipeline"),
+    ("oft", "recompute, states below"),
+    ("loha", "chunks, tiles"),
+    ("lokr", "data, all cut"),
+    ("ia3", "chunks, tiles"),
+    ("dora", "recompute, states below"),
+    ("oft", "data, all cut"),
+    ("ia3", "tensor, pipeline"),
+    ("serial", "recompute, states below"),
+    ("serial", "tensor, by tokens, overlapped"),
+    ("parallel", "tensor, pipeline"),
+    ("parallel", "chunks, tiles"),
+]
+OURS = {name: method.ours for name, method in METHODS.items()} | {
+    "serial": Serial(3), "parallel": Parallel(3, beside=("attention", "mlp")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "plan"), PAIRS)
 def test_a_plan_trains_as_plain_pytorch(method, plan):
     made = base_plan(**PLANS[plan])
     data = batches(3, made.rows, SEQUENCE, VOCAB)
-    config = replace(config_of("gemma2"), adapter=METHODS[method].ours)
+    config = replace(config_of("gemma2"), adapter=OURS[method])
     case = Case(
         Native(config, lambda: fill), made, AdamW(1e-2, eps=1e-4), lambda step: data[step], 2, 0.5
     )
     found = verify(case, own=False)
     assert found.holds, found
     names = {row.name for row in found.exact.rows}
-    assert names and all(".beside." in name for name in names), "what is frozen has no gradient"
+    own = all(".beside." in name or "_around." in name for name in names)
+    assert names and own, "what is frozen has no gradient"
 
 
 @pytest.mark.parametrize("method", ["dora", "oft"])

@@ -103,6 +103,7 @@ class Tagger(nn.Module):
         ("ia3", {"outputs": ["layers.*.0"], "inputs": ["layers.*.2"]}, 3 * (12 + 12)),
         ("dora", {"rank": 2, "targets": ["layers"]}, 3 * (4 * (8 + 12) + 12 + 8)),
         ("oft", {"block": 4, "targets": ["layers.1.*"]}, 6 * 2 + 6 * 3),
+        ("serial", {"size": 2, "behind": ["layers.*"]}, 3 * (2 * (8 + 1) + 8 * (2 + 1))),
     ],
 )
 def test_prepare_trains_what_was_plugged_in_alone(method, settings, trained):
