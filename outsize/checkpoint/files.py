@@ -129,11 +129,16 @@ def read_tensor(
     except OSError as error:
         raise OutsizeError(f"{header.path}: tensor {name!r}: {error.strerror}") from error
     if checksum is not None and found != checksum:
-        raise OutsizeError(
-            f"{header.path}: tensor {name!r} is damaged (checksum {found:08x}, expected "
-            f"{checksum:08x}): restore the file from a copy"
-        )
+        raise damaged(header, name, found, checksum)
     return out
+
+
+def damaged(header: Header, name: str, found: int, expected: int) -> OutsizeError:
+    """For a tensor whose bytes have another checksum than is known."""
+    return OutsizeError(
+        f"{header.path}: tensor {name!r} is damaged (checksum {found:08x}, expected "
+        f"{expected:08x}): restore the file from a copy"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

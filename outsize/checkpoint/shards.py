@@ -7,6 +7,7 @@ byte is verified as it is read; a directory from elsewhere has none and cannot b
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.checkpoint.files import Entry, Header, read_header, read_json, read_tensor
+from outsize.checkpoint.files import (
+    Entry,
+    Header,
+    damaged,
+    file_crc32,
+    read_header,
+    read_json,
+    read_tensor,
+)
 from outsize.checkpoint.manifest import FileEntry
 from outsize.errors import OutsizeError
 
@@ -43,6 +52,20 @@ class Shards:
         header = self.where[name]
         checksum = self.sums.get(header.path.name, {}).get(name)
         return read_tensor(header, name, out, checksum)
+
+    def verify(self) -> None:
+        """Read every tensor whose checksum is known, and leave none of it in the page cache.
+        OutsizeError, naming file and tensor, for one that is damaged."""
+        for name, header in self.where.items():
+            expected = self.sums.get(header.path.name, {}).get(name)
+            if expected is None:
+                continue
+            entry = header.entries[name]
+            found = file_crc32(header.path, entry.start, entry.stop)
+            with header.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, entry.stop, os.POSIX_FADV_DONTNEED)
+            if found != expected:
+                raise damaged(header, name, found, expected)
 
 
 def open_shards(directory: Path) -> Shards:

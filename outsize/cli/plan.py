@@ -84,7 +84,8 @@ def plan(
     if setup.forecast.received:
         tables.append(show.network_table(setup.forecast))
     shown(screen, *tables)
-    say(screen, show.predicted(setup.forecast), _fits(setup))
+    stays = show.staying(setup.forecast, setup.subject.directory)
+    say(screen, show.predicted(setup.forecast), *stays, _fits(setup))
     if setup.tiers:
         _print_tiers(setup, screen)
 

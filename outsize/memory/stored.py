@@ -82,7 +82,7 @@ def operations(copies: Iterable[Copy], most: int = OPERATION) -> tuple[Operation
         end = max(copy.stop for copy in run)
         for start in range(begin, end, most):
             stop = min(start + most, end)
-            inside = tuple(_clipped(copy, start, stop) for copy in run)
+            inside = tuple(clipped(copy, start, stop) for copy in run)
             made.append(Operation(run[0].path, start, stop, tuple(c for c in inside if c.bytes)))
     return tuple(made)
 
@@ -101,7 +101,7 @@ def _runs(ordered: Iterable[Copy]) -> Iterator[list[Copy]]:
         yield run
 
 
-def _clipped(copy: Copy, start: int, stop: int) -> Copy:
+def clipped(copy: Copy, start: int, stop: int) -> Copy:
     """What of a copy lies in [start, stop); no bytes where nothing does."""
     first, last = max(copy.start, start), min(copy.stop, stop)
     return Copy(copy.path, first, copy.to + first - copy.start, max(0, last - first))

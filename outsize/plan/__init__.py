@@ -2,7 +2,7 @@
 
 from outsize.lazy import called
 from outsize.plan.approximate import APPROXIMATE, Local
-from outsize.plan.plan import DEVICE, Plan, Precision, Rest, Stage, Stream
+from outsize.plan.plan import DEVICE, DISK, FILES, Plan, Precision, Rest, Stage, Stream
 from outsize.plan.spread import Pipelined, Sharding, zero
 from outsize.plan.text import explain, from_yaml, to_yaml
 

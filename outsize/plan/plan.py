@@ -24,6 +24,7 @@ DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
 HALVES: tuple[Computed, ...] = ("bfloat16", "float16")
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEVICE = "device"
+DISK, FILES = "disk", "files"  # a tier; the files of a model, in which frozen weights stay
 POLICIES = ("belady", "lru", "static")
 ORDERS = ("microbatch", "layer")
 UPDATES = ("apart", "behind")

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, nearest
 from outsize.memory.store import MemoryStore, Place, Store
-from outsize.plan import DEVICE
+from outsize.plan import DEVICE, FILES
+from outsize.runtime.storage.base_files import BaseFiles
 from outsize.schedule.items import Piece, Span
-from outsize.schedule.kept import GRADIENTS
+from outsize.schedule.kept import GRADIENTS, PARAMETERS
 from outsize.schedule.layout import Placement
+from outsize.schedule.staying import stays
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Homes:
                 tier = self._chunks.tier(index, what)
                 if tier == DEVICE or (what == GRADIENTS and not placement.leaves(table.segment)):
                     continue
+                if what == PARAMETERS and stays(self._chunks, index):
+                    files, span = stores[FILES], self._chunks.share(index, what)
+                    assert isinstance(files, BaseFiles)
+                    place = files.place(table, span, dtype.itemsize)
+                    yield (index, what), Home(files, ((*span, place),), dtype)
+                    continue
                 if tier not in stores:
                     raise OutsizeError(
                         f"plan: {what} rest on the tier {tier!r}{nearest(tier, tuple(stores))}"
@@ -101,7 +109,9 @@ class Homes:
             home.store.read(place, out, at)
 
     def evict(self, span: Span, data: Tensor) -> None:
-        """Write a span of an item. Blocks; any thread."""
+        """Write a span of an item, but for what stays in files. Blocks; any thread."""
+        if span.what == PARAMETERS and stays(self._chunks, span.chunk):
+            return
         home = self.known[span.chunk, span.what]
         place, at = home.at(span.first)
         home.store.write(place, data, at)

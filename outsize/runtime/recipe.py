@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from outsize import accelerator
@@ -63,7 +64,8 @@ class Here:
     stores: by name, the tiers below the device; the caller closes them. at: told what each thread
     is about to do, for who watches the workers (outsize/launch/heartbeat.py). line: as
     outsize.parallel.divide.divide has it. apart: batches are copied to the device, as they are to
-    every one that has memory of its own (a rehearsal of one says so).
+    every one that has memory of its own (a rehearsal of one says so). lying: as Chunks has it, of
+    what the store FILES reads.
     """
 
     world: World = field(default_factory=Lone)
@@ -72,6 +74,7 @@ class Here:
     at: Callable[[str], None] | None = None
     line: Collective | None = None
     apart: bool = False
+    lying: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def copies(self, model: nn.Module) -> bool:
         """Whether microbatches are copied to the device of a model."""

@@ -6,8 +6,8 @@ what is predicted is what is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -28,6 +28,7 @@ class Chunks:
 
     every: tables of the model's chunks. uses: by segment, the segments whose parameters its
     computation reads. index: this worker's place on the data axis; turn: on the pipeline axis.
+    lying: parameters that can be read in the files of a model, with their types there.
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class Chunks:
     kept: Kept
     index: int = 0
     turn: int = 0
+    lying: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def pipelining(self) -> Pipelining | None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from outsize.kernels.pieces import PIECE_ELEMENTS
 from outsize.memory import ChunkTable
 from outsize.memory.store import rounded
 from outsize.plan import DEVICE
 from outsize.schedule.kept import MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
+from outsize.schedule.staying import stays
 
 _WIDEST = 8  # bytes of an element of a buffer: values are drawn in float64
 
@@ -25,10 +28,11 @@ _WIDEST = 8  # bytes of an element of a buffer: values are drawn in float64
 class Filling:
     """How first values come. buffered: through a buffer of at most PIECE_ELEMENTS elements (drawn,
     or read in another type); converted: by parameter, the bytes of the tensors that it is made of,
-    where those in the files are others."""
+    where those in the files are others; lying: as Chunks has it."""
 
     buffered: bool = True
     converted: Mapping[str, int] = field(default_factory=dict)
+    lying: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def bytes(self, name: str, elements: int) -> int:
         """Held beside a parameter of so many elements while its values are written."""
@@ -49,6 +53,8 @@ def starting(placement: Placement, filling: Filling) -> int:
 def of_chunk(placement: Placement, index: int, filling: Filling) -> int:
     """The same while the values of one chunk are written."""
     table = placement.chunks.tables[index]
+    if stays(placement.chunks, index):
+        return 0
     held = [(what, dtype.itemsize) for what, dtype in placement.chunks.held(index)]
     wide = dict(held)
     staged, pooled = 0, 0

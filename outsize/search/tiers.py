@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from outsize.memory.store import rounded
 from outsize.memory.tiers import TierSpec
-from outsize.plan import DEVICE, Plan, Rest
+from outsize.plan import DEVICE, DISK, Plan, Rest
 from outsize.plan.plan import PART
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
+from outsize.schedule.staying import may_stay
 from outsize.simulate.costs import Facts
 from outsize.simulate.rehearse import stacked
 
@@ -44,7 +45,8 @@ class States:
     elements that are updated together at least. own: the parameters are their own master copy, so
     an update reads them. shared: by kind and segment, bytes that are put together in the pool of
     what workers have shares of; of other kinds none. places: by segment, runs of optimizer states
-    that begin a page each on a tier, where parts of an update do not.
+    that begin a page each on a tier, where parts of an update do not. lying: by segment, bytes of
+    parameters that take nothing of a disk, since they stay in the files of their model.
     """
 
     bytes: Mapping[str, tuple[int, ...]]
@@ -53,6 +55,7 @@ class States:
     own: bool
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     places: Mapping[int, int] = field(default_factory=dict)
+    lying: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def segments(self) -> int:
@@ -82,6 +85,7 @@ def states_of(placement: Placement) -> States:
     shared = {kind: [0] * count for kind, degree in degrees.items() if degree > 1}
     chunks: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     places: dict[int, int] = {}
+    lying: dict[int, int] = {}
     for index, table in enumerate(placement.chunks.tables):
         mine = 0
         runs = -(-table.numel // PART) * sum(
@@ -92,6 +96,8 @@ def states_of(placement: Placement) -> States:
             kind = what if what in (PARAMETERS, GRADIENTS) else OPTIMIZER
             size = placement.chunks.nbytes(index, what)
             held[kind][table.segment] += size
+            if kind == PARAMETERS and may_stay(placement.chunks, index):
+                lying[table.segment] = lying.get(table.segment, 0) + size
             mine += size if kind == OPTIMIZER else 0
             if kind in shared:
                 shared[kind][table.segment] += table.numel * dtype.itemsize
@@ -105,7 +111,9 @@ def states_of(placement: Placement) -> States:
             chunks[table.segment].append((span[1] - span[0], mine, least))
     own = placement.plan.precision.master is None
     sizes, pooled = ({k: tuple(v) for k, v in by.items()} for by in (held, shared))
-    return States(sizes, tuple(map(tuple, chunks)), placement.chunks.uses, own, pooled, places)
+    return States(
+        sizes, tuple(map(tuple, chunks)), placement.chunks.uses, own, pooled, places, lying
+    )
 
 
 def in_order(mine: Iterable[int], count: int) -> tuple[int, ...]:
@@ -149,10 +157,10 @@ def placed(
     activations = DEVICE
     for kind in order:
         if kind == ACTIVATIONS:
-            activations = _take(free, spilled) if spilled else DEVICE
+            activations = _take(free, *(spilled for _ in tiers)) if spilled else DEVICE
             continue
         for i in sorted(below[kind]):
-            where[kind, i] = _take(free, on_tier(states, kind, i))
+            where[kind, i] = _take(free, *(on_tier(states, kind, i, t.name) for t in tiers))
     rests = (
         Rest(*(where[kind, i] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)))
         for i in range(states.segments)
@@ -160,16 +168,19 @@ def placed(
     return OnTiers(tuple(rests), activations, -free[tiers[-1].name])
 
 
-def _take(free: dict[str, int], size: int) -> str:
-    name = next((name for name in free if size <= free[name]), [*free][-1])
-    free[name] -= size
+def _take(free: dict[str, int], *sizes: int) -> str:
+    """sizes: on each of the tiers."""
+    needs = dict(zip(free, sizes, strict=True))
+    name = next((name for name in free if needs[name] <= free[name]), [*free][-1])
+    free[name] -= needs[name]
     return name
 
 
-def on_tier(states: States, kind: str, segment: int) -> int:
+def on_tier(states: States, kind: str, segment: int, tier: str) -> int:
     """Bytes of a state on a tier, where each of its tensors begins a page."""
+    lying = states.lying.get(segment, 0) if (kind, tier) == (PARAMETERS, DISK) else 0
     pages = 4 * max(1, len(states.chunks[segment])) + states.places.get(segment, 0)
-    return rounded(states.bytes[kind][segment]) + pages * rounded(1)
+    return rounded(states.bytes[kind][segment] - lying) + pages * rounded(1)
 
 
 # -- the pool -------------------------------------------------------------------------------------

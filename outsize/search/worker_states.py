@@ -131,7 +131,8 @@ def _fits(
     used[spill] += spilled
     for i in place.order:
         for kind in _KINDS:
-            used[getattr(rests[i], kind)] += on_tier(place.sizes, kind, i)
+            tier = getattr(rests[i], kind)
+            used[tier] += on_tier(place.sizes, kind, i, tier)
     return all(used[tier.name] <= tier.bytes for tier in tiers)
 
 

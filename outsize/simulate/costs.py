@@ -76,7 +76,7 @@ class Facts:
             every = tuple(_cut(t, plan.mesh[LINE], turn) if t.on(LINE) else t for t in every)
         last = plan.mesh.data - 1  # whose shares are the largest where elements are cut
         kept = Kept(dtypes_of(plan.precision), self.states, self.main)
-        made = Chunks(plan, every, self.uses, kept, last, turn)
+        made = Chunks(plan, every, self.uses, kept, last, turn, self.filling.lying)
         if last and any(table.grain != 1 for table in made.tables):
             made = replace(made, index=max(range(last, -1, -1), key=partial(_share, made)))
         return Placement(Items(made, self.host, self.apart))

@@ -18,6 +18,7 @@ from outsize.schedule.program import Says
 from outsize.schedule.programs import evaluate, train
 from outsize.schedule.residency import moved as item_of
 from outsize.schedule.starting import starting
+from outsize.schedule.staying import bytes_below
 from outsize.schedule.talk import Spoken
 from outsize.simulate import network
 from outsize.simulate.costs import Costs
@@ -277,10 +278,11 @@ class Clock:
             size = 0 if cost is None else cost.moves
             tier = self.placement.plan.stages[action.stage].rest.activations
             return size / rate(self.hardware, tier, fetch)
-        total = 0.0
+        total, chunks = 0.0, self.placement.chunks
         for span in self.placement.items.moved(item_of(action), fetch):
-            tier = self.placement.chunks.tier(span.chunk, span.what)
-            total += span.bytes / rate(self.hardware, tier, fetch)
+            tier = chunks.tier(span.chunk, span.what)
+            size = bytes_below(chunks, span.chunk, span.what, span.first, span.last)
+            total += size / rate(self.hardware, tier, fetch)
         return total
 
 

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from outsize.memory import KINDS
 from outsize.memory.chunk import ChunkTable, Slot, is_layer
 from outsize.memory.ledger import in_grains
-from outsize.plan import DEVICE, Plan
+from outsize.plan import DEVICE, FILES, Plan
 from outsize.schedule import Kind, Schedule, State
 from outsize.schedule.kept import GRADIENTS, MASTER, PARAMETERS
 from outsize.schedule.layout import Placement
+from outsize.schedule.staying import bytes_below, stays
 from outsize.simulate.costs import Costs
 
 
@@ -67,8 +68,9 @@ def spilled(schedule: Schedule, costs: Costs) -> dict[int, int]:
 def below(
     placement: Placement, spilled: Mapping[int, int], segments: Collection[int] = ()
 ) -> dict[str, int]:
-    """By tier below the device, bytes of the states and activations that rest there. segments:
-    those that count; all, where none are named."""
+    """By tier below the device, bytes of the states and activations that rest there; by FILES,
+    those that stay in the files of the model. segments: those that count; all, where none are
+    named."""
     found: dict[str, int] = {}
     for stage, size in spilled.items():
         tier = placement.plan.stages[stage].rest.activations
@@ -78,7 +80,11 @@ def below(
         for what, _ in placement.chunks.held(index) if counts else ():
             tier = placement.chunks.tier(index, what)
             if tier != DEVICE and (what != GRADIENTS or placement.leaves(table.segment)):
-                found[tier] = found.get(tier, 0) + placement.chunks.nbytes(index, what)
+                size = placement.chunks.nbytes(index, what)
+                if what == PARAMETERS and stays(placement.chunks, index):
+                    tier, span = FILES, placement.chunks.extent(index, what)
+                    size = bytes_below(placement.chunks, index, what, *span)
+                found[tier] = found.get(tier, 0) + size
     return found
 
 

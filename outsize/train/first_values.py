@@ -23,6 +23,7 @@ from outsize.models.decoder import Decoder
 from outsize.models.linear import linears
 from outsize.models.names import Stored, layout
 from outsize.runtime.job import Fill
+from outsize.runtime.storage.base_files import lying
 from outsize.schedule.starting import Filling
 
 
@@ -94,9 +95,10 @@ def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
         return Filling()
     entries = [entry for entry in layout(config) if not entry.unchanged]
     begun = {} if config.adapter is None else _begun(config)
-    if not entries:
+    if not entries and config.adapter is None:
         return Filling(converted=begun)
     found = describe(directory, config)
+    stays = {} if config.adapter is None else lying(found)
     shapes = {name: parameter.shape for name, parameter in found.model.named_parameters()}
 
     def size(entry: Stored) -> int:
@@ -107,7 +109,8 @@ def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
         codes = sum(shapes[name].numel() for name in entry.ours)
         return stored + codes + BESIDE * min(PIECE, stored)
 
-    return Filling(converted={n: size(entry) for entry in entries for n in entry.ours} | begun)
+    converted = {n: size(entry) for entry in entries for n in entry.ours} | begun
+    return Filling(converted=converted, lying=stays)
 
 
 def _begun(config: DecoderConfig) -> dict[str, int]:

@@ -19,7 +19,9 @@ from outsize.errors import OutsizeError, counted
 from outsize.hardware.host import memory
 from outsize.launch import WorkerGroup
 from outsize.memory import format_bytes
+from outsize.plan import FILES
 from outsize.runtime import Job, Report
+from outsize.runtime.storage.base_files import BaseFiles
 from outsize.techniques.callbacks import Running, Told
 from outsize.train.config import seconds_of
 from outsize.train.measure import Measure
@@ -255,9 +257,13 @@ class Loop:
             return
         self.worker_group.pulse.at("saving a checkpoint")
         self.metrics.flush()
-        config, resolved = self.setup.subject.config, self.setup.resolved
+        files = self.job.stores.get(FILES)
+        if isinstance(files, BaseFiles):
+            files.check()
+        subject, resolved = self.setup.subject, self.setup.resolved
+        config = subject.config
         if self.worker_group.first:
-            save(self.store, self.job, config, resolved, self.place)
+            save(self.store, self.job, config, resolved, self.place, subject.base)
         else:
             join_saving(self.job, config)
         self.saved, self.clock = self.place.step, time.monotonic()

@@ -17,20 +17,24 @@ from outsize.train.config import RunConfig
 from outsize.train.resolve import DERIVED, Resolved
 
 if TYPE_CHECKING:
+    from outsize.checkpoint.opened import Checkpoint
     from outsize.data import Tokenizer
 
 BYTES = "bytes"
+BASE = "base"  # in a checkpoint: the fingerprint of what its adapter is beside
 
 
 @dataclass(frozen=True)
 class Subject:
     """What is trained. directory: of the Hugging Face model, or of the checkpoint that all weights
-    come from; None for a preset. text: how data names the tokenizer."""
+    come from; None for a preset. text: how data names the tokenizer. base: the fingerprint of what
+    an adapter trains beside."""
 
     config: DecoderConfig
     directory: Path | None
     tokenizer: Tokenizer
     text: str
+    base: str | None = None
 
 
 def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
@@ -63,6 +67,7 @@ def adapter_of(keys: RunConfig) -> Adapter | None:
 def adapted(found: Subject, resolved: Resolved) -> Subject:
     """The same with the adapter that the run trains, if it has one. OutsizeError for a model whose
     weights are random, and for one that cannot be adapted."""
+    from outsize.checkpoint.shards import fingerprint
     from outsize.models.names import adapter_layout
 
     keys = resolved.config
@@ -84,7 +89,8 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
         )
     config = replace(asked(found.config, said), adapter=adapter)
     adapter_layout(config)
-    return replace(found, config=config, directory=Path(keys.model.name).expanduser())
+    directory = Path(keys.model.name).expanduser()
+    return replace(found, config=config, directory=directory, base=fingerprint(directory))
 
 
 def limited(found: Subject, resolved: Resolved) -> Subject:
@@ -168,12 +174,20 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
     return resolved, Subject(config, directory, tokenizer, resolved.get("data.tokenizer"))
 
 
-def subject_of(checkpoint: Path, resolved: Resolved) -> Subject:
+def subject_of(checkpoint: Checkpoint, resolved: Resolved) -> Subject:
     """What the run of a checkpoint trains: all of it lies in the checkpoint, but for weights that
-    an adapter leaves as they are."""
+    an adapter leaves as they are. OutsizeError where these are others than it was trained
+    beside."""
     from outsize.checkpoint.hub import read_config
     from outsize.data import open_tokenizer
 
-    text = BYTES if resolved.get("data.tokenizer") == BYTES else str(checkpoint)
-    found = Subject(read_config(checkpoint), checkpoint, open_tokenizer(text), text)
-    return limited(adapted(found, resolved), resolved)
+    path = checkpoint.path
+    text = BYTES if resolved.get("data.tokenizer") == BYTES else str(path)
+    found = Subject(read_config(path), path, open_tokenizer(text), text)
+    found = limited(adapted(found, resolved), resolved)
+    if checkpoint.meta.get(BASE) not in (None, found.base):
+        raise OutsizeError(
+            f"{found.directory} holds other weights than those that the adapter of {path} was"
+            " trained beside; bring these back, or start a new run in another directory"
+        )
+    return found

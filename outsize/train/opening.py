@@ -16,7 +16,7 @@ from outsize.train.finetuning import findings
 from outsize.train.recipe import data_config, stream_of
 from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
-from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
+from outsize.train.show import bytes_table, pace, plan_table, predicted, staying, turns_table
 from outsize.train.timing import calibrated
 
 
@@ -29,7 +29,8 @@ def show_plan(setup: Setup, console: Console) -> None:
     assert steps is not None
     paces = [pace(setup.paces)] if setup.paces else []
     line = f"{predicted(setup.forecast)}; {counted(steps, 'step')}"
-    say(console, line, *paces, *findings(setup.resolved), f"output: {setup.config.output}")
+    stays = staying(setup.forecast, setup.subject.directory)
+    say(console, line, *stays, *paces, *findings(setup.resolved), f"output: {setup.config.output}")
 
 
 def _marked(data: Data) -> str:

@@ -37,10 +37,11 @@ from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
 from outsize.models.build import shells
-from outsize.plan import from_yaml, to_yaml
+from outsize.plan import FILES, from_yaml, to_yaml
 from outsize.runtime.job import Job
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here
+from outsize.runtime.storage.base_files import BaseFiles
 from outsize.screen import say, show
 from outsize.techniques import callbacks
 from outsize.techniques.callbacks import Running, Told
@@ -57,7 +58,14 @@ from outsize.train.recipe import data_config, options_of, recipe_of
 from outsize.train.resolve import DERIVED, RUN, Resolved, apply_text, recorded_values, shown
 from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
-from outsize.train.state import Place, first_values, place_of, restore, same_run
+from outsize.train.state import (
+    Place,
+    base_files,
+    first_values,
+    place_of,
+    restore,
+    same_run,
+)
 from outsize.train.stop import Stop
 from outsize.train.tiers import opened
 from outsize.train.timing import keep_pace, no_pace
@@ -143,7 +151,7 @@ def _go_on(
             no_pace(worker_group)
             worker_group.told(RUN, lambda: NOTHING)
             return 0
-        model = subject_of(found.path, resolved)
+        model = subject_of(found, resolved)
     else:
         _refuse_lost(store, resolved)
         say(console, f"no step of the run in {directory} was saved: it begins anew")
@@ -171,7 +179,7 @@ def follow(console: Console, worker_group: WorkerGroup) -> int:
     store = Checkpoints(said["directory"], resolved.get("train.keep"))
     worker_group.output(store.directory)
     found = None if said["step"] is None else store.load(said["step"])
-    model = None if found is None else subject_of(found.path, resolved)
+    model = None if found is None else subject_of(found, resolved)
     hardware = typed.read(Hardware, said["hardware"], "rank 0")
     setup = set_up(resolved, from_yaml(said["plan"]), model, hardware=hardware)
     ready = streamed(setup, data_of(setup, console, worker_group))
@@ -266,7 +274,12 @@ def _train(
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
     tell = partial(say, console)
-    with Stop() as stop, opened(setup.tiers, setup.plan, below, setup.device, tell) as stores:
+    with (
+        Stop() as stop,
+        opened(setup.tiers, setup.plan, below, setup.device, tell) as tiers,
+        base_files(setup.subject, below, setup.device) as files,
+    ):
+        stores: dict[str, Store] = {**tiers, **files}
         ledger = meter(setup.device, setup.plan.budget)
         job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:
@@ -329,6 +342,8 @@ def _job(
     model = shells(config, dtype, setup.device)
     fill = first_values(model, keys, found)
     at = worker_group.pulse.at if plan.mesh.size > 1 else None
-    here = Here(worker_group.world, ledger, stores, at)
+    files = stores.get(FILES)
+    stays = files.lies if isinstance(files, BaseFiles) else {}
+    here = Here(worker_group.world, ledger, stores, at, lying=stays)
     made = NativeModel(model, options_of(keys), fill=fill)
     return make_job(made, plan, recipe_of(keys), here)

@@ -8,6 +8,7 @@ from (seed, name or sample), so the seed and the step are the whole random state
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
 from outsize.checkpoint.contents import Named, merged
-from outsize.checkpoint.hub import write_config
+from outsize.checkpoint.hub import describe, write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
-from outsize.checkpoint.shards import fingerprint
 from outsize.checkpoint.store import Store
 from outsize.checkpoint.writing import Later, write_json
 from outsize.data import Cursor
@@ -31,18 +32,20 @@ from outsize.models.build import initial_draw, rest
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
+from outsize.plan import FILES
 from outsize.runtime.job import Fill, Job
+from outsize.runtime.storage.base_files import BaseFiles
 from outsize.texts import write_text
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.first_values import filling, hub_fill, reading
+from outsize.train.model import BASE, Subject
 from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
 
 WEIGHTS, OPTIMIZER, UPDATES = "weights", "optimizer", "updates"
 KIND = "outsize training run"
-BASE = "base"  # in a checkpoint: the fingerprint of what its adapter is beside
 Read = Callable[[str, str | None], Tensor]  # by a parameter's name and that of a state of it
 
 
@@ -66,8 +69,10 @@ def save(
     config: DecoderConfig,
     resolved: Resolved,
     place: Place,
+    base: str | None = None,
 ) -> Path:
-    """Save the checkpoint of `place`; returns where. OutsizeError where the system refuses."""
+    """Save the checkpoint of `place`; returns where. base: the fingerprint of what an adapter is
+    beside. OutsizeError where the system refuses."""
 
     def files(directory: Path) -> None:
         write_model(directory, job, config, Path(resolved.get("model.name")).expanduser())
@@ -76,8 +81,8 @@ def save(
             write_text(text, directory / name)
 
     meta = dict(_meta(job, resolved, place))
-    if config.adapter is not None:
-        meta[BASE] = fingerprint(Path(resolved.get("model.name")).expanduser())
+    if base is not None:
+        meta[BASE] = base
     return store.save(place.step, tensors_of(job, config), meta, files)
 
 
@@ -268,21 +273,27 @@ def first_values(model: Decoder, keys: RunConfig, found: Checkpoint | None) -> F
             return weights_of(found, config)
         return initial_draw(model, keys.train.seed) if drawn else hub_fill(directory, config)
     if found is not None:
-        _check_base(found, directory)
         return beside(config, directory, weights_of(found, config))
     return beside(
         config, directory, initial_draw(model, keys.train.seed, reading(directory, config))
     )
 
 
-def _check_base(found: Checkpoint, directory: Path) -> None:
-    """Refuse to go on beside other weights than those that the adapter was trained beside."""
-    then = found.meta.get(BASE)
-    if then is not None and then != fingerprint(directory):
-        raise OutsizeError(
-            f"{directory} holds other weights than those that the adapter of {found.path} was"
-            " trained beside; bring these back, or start a new run in another directory"
-        )
+@contextmanager
+def base_files(
+    subject: Subject, below: Mapping[str, int], device: torch.device
+) -> Iterator[dict[str, BaseFiles]]:
+    """The store of the weights that stay in the files of an adapter's base, where some do. below:
+    bytes by tier. OutsizeError where they have changed or are damaged."""
+    if not below.get(FILES):
+        yield {}
+        return
+    assert subject.directory is not None, "an adapter's base has one"
+    found = describe(subject.directory, subject.config)
+    with closing(BaseFiles(found, accelerator.queues(device))) as files:
+        if files.fingerprint != subject.base:
+            raise OutsizeError(f"{files.directory} has changed while the run began; begin it anew")
+        yield {FILES: files}
 
 
 def beside(config: DecoderConfig, directory: Path, trained: Fill) -> Fill:

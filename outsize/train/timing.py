@@ -23,7 +23,7 @@ from outsize.data import Batch, TrainStream
 from outsize.hardware.host import cores
 from outsize.launch import WorkerGroup
 from outsize.models.config import DecoderConfig
-from outsize.plan import Plan, from_yaml, to_yaml
+from outsize.plan import DISK, FILES, Plan, from_yaml, to_yaml
 from outsize.runtime.method import method_of
 from outsize.simulate import Forecast, calibrate
 from outsize.simulate.calibrate import COUNTED, WARM
@@ -56,9 +56,16 @@ def calibrated(setup: Setup, stream: TrainStream, worker_group: WorkerGroup) -> 
     no_pace(worker_group)
     trial = setup.forecast.seconds / plan.microbatches * (WARM + COUNTED)
     # Among several, times depend on the others too.
-    if special or trial > TRIAL_SECONDS or plan.mesh.size > 1:
+    if special or trial > TRIAL_SECONDS or plan.mesh.size > 1 or not _has_room(setup):
         return setup
     return _alone(setup, stream.batch(0))
+
+
+def _has_room(setup: Setup) -> bool:
+    """Whether a disk holds copies of what stays in files, as a trial of some of it makes."""
+    below = setup.forecast.below
+    disk = sum(spec.bytes for spec in setup.tiers if spec.name == DISK)
+    return not below.get(FILES) or below[FILES] + below.get(DISK, 0) <= disk
 
 
 def _alone(setup: Setup, batch: Batch) -> Setup:

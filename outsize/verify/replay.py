@@ -128,7 +128,7 @@ def opened(directory: Path, start: int | None) -> Run:
         resolved, model = subject(resolved)
     else:
         place_of(found)
-        model = subject_of(found.path, resolved)
+        model = subject_of(found, resolved)
     data = open_data(data_config(resolved.config, model.text), model.config.vocab)
     return Run(Read(resolved.config, data), model, found, _records(directory))
 

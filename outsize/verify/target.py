@@ -106,7 +106,7 @@ def run_case(wanted: Wanted) -> Case:
         resolved = resolved.derive("train.batch_tokens", tokens, f"{rows} rows")
     _refuse_approximate(resolved)
     found = _checkpoint(wanted.target)
-    model = None if found is None else subject_of(found.path, resolved)
+    model = None if found is None else subject_of(found, resolved)
     setup = set_up(resolved, _recorded_plan(wanted.target), model, fit=False)
     recipe = recipe_of(setup.config)
     return Case(

@@ -183,9 +183,9 @@ def test_starting_and_saving_take_no_more_than_a_chunk(runs, spill, monkeypatch)
         seen["chunk"] = max(table.numel for table in job.placement.chunks.tables) * 4
         return job
 
-    def saving(store, job, config, resolved, place):
+    def saving(*given):
         with Ledger() as ledger:
-            path = save(store, job, config, resolved, place)
+            path = save(*given)
         seen["save"] = ledger.peak
         return path
 

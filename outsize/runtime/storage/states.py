@@ -19,6 +19,7 @@ from outsize.parallel.whole import WholeTensors
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.schedule.chunks import LINE
 from outsize.schedule.kept import MASTER, PARAMETERS
+from outsize.schedule.staying import stays
 
 Fill = Callable[[str, Tensor], object]
 
@@ -124,13 +125,14 @@ class States:
         return (shape if spec.shaped else (spec.elements(shape),)), dtype
 
     def load(self, value: Fill | None, state: Fill) -> None:
-        """Replace every weight (value None: they stay) and every optimizer state, one at a time.
+        """Replace every weight (value None: they stay) but those that stay in files, and every
+        optimizer state, one at a time.
 
         value(parameter name, out) writes a weight into a tensor, state("parameter.state", out) a
         state.
         """
         for index in range(len(self.weight_pool.chunks)):
-            if value is not None:
+            if value is not None and not stays(self.weight_pool.placement.chunks, index):
                 value_here = self.whole_tensors.cutting(value)
                 self.replace(index, tuple(self.weights_of(index)), "", value_here)
             chunks = self.weight_pool.placement.chunks
@@ -175,7 +177,11 @@ class States:
         for index in range(len(weight_pool.placement.chunks.tables)):
             chunk = weight_pool.make(index)
             views |= {slot.name: slot.of(chunk.parameters) for slot in chunk.table.slots}
-            self.replace(index, tuple(self.weights_of(index)), "", take)
+            if stays(weight_pool.placement.chunks, index):
+                for slot in chunk.table.slots:
+                    self.owners[slot.name].data = views[slot.name]
+            else:
+                self.replace(index, tuple(self.weights_of(index)), "", take)
         nothing: dict[torch.dtype, Tensor] = {}
         for name, parameter in self.owners.items():
             if name not in views:  # of a stage on other workers: its shape is all that stays

@@ -145,14 +145,14 @@ def _parts(
     for name in names:
         entry, cut = source[name], cuts[name]
         held = rest(name, dtype or found.entry(entry.theirs[0])[1].dtype)
-        copies = _in_place(found, entry, name, cut, held, offset)
+        copies = in_place(found, entry, name, cut, held, offset)
         parts.append(Part(name, cut.local, held, offset, copies, cut))
         assert not copies or sum(c.bytes for c in copies) == parts[-1].bytes, name
         offset += -(-parts[-1].bytes // LINE) * LINE
     return tuple(parts)
 
 
-def _in_place(
+def in_place(
     found: Described,
     entry: Stored,
     name: str,
