@@ -58,6 +58,7 @@ RUNS: Mapping[str, tuple[dict[str, object], Callable[[Shape], int], Callable[[Sh
         lambda s: 2 * prod(s) + 8 * -(-prod(s) // 256) if prod(s) >= 4096 else 8 * prod(s),
         lambda s: 8 * prod(s),
     ),
+    "schedule-free": ({}, lambda s: 8 * prod(s), lambda s: 8 * prod(s)),
     "lion": ({"optimizer.lr": None}, lambda s: 4 * prod(s), lambda s: 4 * prod(s)),
     "adafactor": (
         {"optimizer.lr": None},
@@ -82,7 +83,7 @@ def trained(name: str, seed: int, options: argparse.Namespace, folder: Path) -> 
     """Bits a byte on held-out text at the end, and the last checkpoint."""
     output = folder / f"{name}-{seed}"
     own = RUNS[name][0]
-    approximate = name not in ("adamw", "lion", "adafactor", "muon")
+    approximate = name not in ("adamw", "schedule-free", "lion", "adafactor", "muon")
     keys = {
         "model": options.model, "data": "stdlib", "data.tokenizer": "bytes",
         "data.cache": folder / "cache", "train.steps": options.steps, "train.seed": seed,

@@ -13,14 +13,15 @@ AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from outsize.kernels.pieces import pieces
 from outsize.optim.declared import StateSpec, check_numbers
+from outsize.plan import Precision
 from outsize.torch_private import fused_adamw_
 
 
@@ -67,6 +68,17 @@ class Optimizer(Protocol):
         self, weights: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rates: Rates
     ) -> None:
         """Update `weights` in place."""
+
+
+@runtime_checkable
+class Apart(Optimizer, Protocol):
+    """An optimizer that updates other weights than those that gradients are taken at. Evaluations,
+    generation and files have the weights that it updates: a plan's master copy, which is there in
+    any precision. The parameters of a forward pass in training follow from them and its states."""
+
+    def taken_at(self, weights: Tensor, state: Mapping[str, Tensor], out: Tensor) -> None:
+        """Write where gradients are taken, element by element, of any range, 1-D. out: in the
+        precision that a plan computes in. State may hold more than its own."""
 
 
 @dataclass(frozen=True)
@@ -162,3 +174,10 @@ class SGD:
 def taker(optimizer: Optimizer, main: bool) -> Optimizer:
     """What updates the parameters that an optimizer takes, or (False) all others."""
     return optimizer if main or optimizer.rest is None else optimizer.rest
+
+
+def precision_for(optimizer: Optimizer, precision: Precision) -> Precision:
+    """A precision with the master copy that an optimizer needs, as wide as its states."""
+    if precision.master is not None or not isinstance(optimizer, Apart):
+        return precision
+    return replace(precision, master=precision.optimizer)

@@ -9,16 +9,18 @@ from typing import Any
 from outsize.errors import OutsizeError
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer import SGD, AdamW, Optimizer
+from outsize.optim.schedule import Shape
 from outsize.registry import Registry, setting, technique
 
 
 @dataclass(frozen=True)
 class Common:
-    """What a run says of any optimizer."""
+    """What a run says of any optimizer. warmup: steps in which the learning rate rises."""
 
     lr: float
     weight_decay: float
     betas: tuple[float, float]
+    warmup: int = 0
 
     def adamw(self) -> AdamW:
         """The AdamW of these numbers."""
@@ -30,6 +32,8 @@ Maker = Callable[[Common, Any], Optimizer]
 OPTIMIZERS: Registry[Maker] = Registry("optimizer")
 # Learning rates that a run has where it says none, from what AdamW would have.
 RATES: Registry[Callable[[float], float]] = Registry("learning rate of the optimizer")
+# What follows the warm-up where a run does not say it, and why.
+SCHEDULES: Registry[tuple[Shape, str]] = Registry("schedule of the optimizer")
 
 
 def parse(
@@ -38,9 +42,10 @@ def parse(
     weight_decay: float,
     betas: tuple[float, float],
     settings: Any = None,
+    warmup: int = 0,
 ) -> Optimizer:
     """The optimizer of a run. settings: those under its name; None: its defaults."""
-    return OPTIMIZERS.get(name)(Common(lr, weight_decay, betas), settings)
+    return OPTIMIZERS.get(name)(Common(lr, weight_decay, betas, warmup), settings)
 
 
 def check_approximate(optimizer: Optimizer, names: tuple[str, ...]) -> None:

@@ -17,6 +17,8 @@ from outsize.models.declared import declared_rates
 from outsize.models.patterns import rate_of
 from outsize.optim import AdamW, Optimizer, check_approximate, taker
 from outsize.optim.declared import check_grain
+from outsize.optim.optimizer import Apart
+from outsize.parallel.messages import code_of
 from outsize.plan import DEVICE, Plan, Precision
 from outsize.runtime.flow import Flow
 from outsize.runtime.recipe import Group, Recipe
@@ -97,6 +99,7 @@ def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
     """Refuse what cannot be, before anything is allocated."""
     clip = recipe.clip
     check_approximate(recipe.optimizer, plan.approximate)
+    _check_apart(recipe.optimizer, plan)
     _check_moments(recipe.optimizer, plan)
     parts = {name for block in flow.blocks for name, _ in block.named_modules() if name}
     known = ("block", *(part for part in parts if "." not in part))
@@ -112,6 +115,27 @@ def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
         raise OutsizeError(
             f"plan: update is 'behind' and gradients are clipped at {clip:g}: the norm is known"
             " only when every stage has its gradient; set clip to null, or update to 'apart'"
+        )
+
+
+def _check_apart(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse plans without the copy of the weights that an optimizer keeps apart, and messages that
+    would not give again what an evaluation has replaced."""
+    if not isinstance(optimizer, Apart):
+        return
+    name = type(optimizer).__name__
+    if plan.precision.master is None:
+        wide = plan.precision.optimizer
+        raise OutsizeError(
+            f"plan: precision.master is None; expected {wide}, since {name} updates other weights"
+            " than those that gradients are taken at: plan anew with this optimizer, or set it to"
+            f" {wide}"
+        )
+    if code_of(plan, "collect") is not None:
+        raise OutsizeError(
+            f"plan: approximate is {list(plan.approximate)}, whose messages round updated"
+            f" parameters, and the optimizer is {name}, whose parameters are made anew after each"
+            " evaluation; set plan.collect_bits to 32, or take another optimizer"
         )
 
 

@@ -104,6 +104,10 @@ class Method(Protocol):
     def settle(self) -> None:
         """Have the weights be those that all steps made so far have given."""
 
+    def show(self) -> None:
+        """The same, and have the parameters be what evaluations see; until the next step."""
+        self.settle()
+
     def stated(self, states: States) -> States | Stateful:
         """What is saved of the weights and states that rest with the job."""
         return states

@@ -14,7 +14,7 @@ from outsize.data import SOURCES, DataConfig, detected
 from outsize.errors import OutsizeError
 from outsize.hardware import Device
 from outsize.models.config import DecoderConfig
-from outsize.optim.parse import RATES
+from outsize.optim.parse import RATES, SCHEDULES
 from outsize.train import finetuning
 from outsize.train.resolve import DERIVED, Resolved
 
@@ -107,6 +107,9 @@ def _learning_rate(resolved: Resolved, config: DecoderConfig) -> Resolved:
             f"adamw from random weights, {FRESH_LR:g} x {FRESH_WIDTH} / hidden size {config.hidden}"
         )
     name = resolved.get("optimizer.name")
+    shape = SCHEDULES.find(name)
+    if shape is not None and not resolved.given("learning_rate.shape"):
+        resolved = resolved.with_value("learning_rate.shape", shape[0], f"{DERIVED}{shape[1]}")
     own = RATES.find(name)
     if own is not None:
         lr, reason = own(lr), f"{name}, where it would be {lr:g} for {reason}"

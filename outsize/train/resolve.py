@@ -317,9 +317,8 @@ def _one_optimizer(resolved: Resolved) -> Resolved:
 def optimizer_of(config: RunConfig) -> Optimizer:
     """The optimizer of a run; its learning rate is 0 while it is open."""
     own = config.optimizer
-    return parse_optimizer(
-        own.name, own.lr or 0.0, own.weight_decay, own.betas, config.technique(own.name)
-    )
+    settings, warmup = config.technique(own.name), config.learning_rate.warmup or 0
+    return parse_optimizer(own.name, own.lr or 0.0, own.weight_decay, own.betas, settings, warmup)
 
 
 def shown(value: Any) -> str:

@@ -22,6 +22,7 @@ from outsize.models.build import build
 from outsize.models.coding import plain
 from outsize.models.config import DecoderConfig
 from outsize.optim import LearningRate
+from outsize.optim.optimizer import precision_for
 from outsize.parallel.check.checker import refuse
 from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
@@ -160,6 +161,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
     if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
     recipe = recipe_of(config)
+    precision = precision_for(recipe.optimizer, precision)
     return PlanRequest(
         rows=config.train.batch_tokens // config.train.sequence,
         sequence=config.train.sequence,

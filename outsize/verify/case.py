@@ -20,6 +20,7 @@ from outsize.models.declared import declared_rates
 from outsize.models.decoder import Decoder
 from outsize.models.patterns import rate_of
 from outsize.optim import Optimizer
+from outsize.optim.optimizer import precision_for
 from outsize.plan import Plan, Precision
 from outsize.plan.approximate import PARTIAL
 from outsize.runtime.job import Fill
@@ -62,11 +63,12 @@ class Case:
 
     def plain(self, precision: Precision) -> Plain:
         """The plain model, its rows on the ways that the plan sends them."""
-        return self.subject.plain(precision, walks_of(self.plan))
+        return self.subject.plain(precision_for(self.optimizer, precision), walks_of(self.plan))
 
     def within(self, precision: Precision) -> Case:
-        """The same in another precision."""
-        return replace(self, plan=replace(self.plan, precision=precision))
+        """The same in another precision, with the master copy that the optimizer needs."""
+        own = precision_for(self.optimizer, precision)
+        return replace(self, plan=replace(self.plan, precision=own))
 
 
 def _master(precision: Precision) -> torch.dtype:

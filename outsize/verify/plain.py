@@ -67,7 +67,7 @@ def masters_of(
         value = values(name)
         parameter.data = value.to(parameter.dtype)
         if parameter.requires_grad:
-            found[name] = parameter if master is None else value.to(master)
+            found[name] = parameter if master is None else value.to(master, copy=True)
     return found
 
 
@@ -84,10 +84,13 @@ def steps(
     """The same step by step."""
     if rounding is not None:
         rounding.begin(plain.model, plain.masters)
-    how = (recipe.matrices, rounding, recipe.begun)
+    at = dict[str, Tensor]()
+    how = (recipe.matrices, rounding, recipe.begun, at)
     update = by_factor(recipe.factors, recipe.optimizer, plain.masters, *how)
     for batch, rate in zip(batches, recipe.rates, strict=True):
         with rounding or nullcontext():
+            if at:
+                _take(plain, at, rounding)
             found = _step(plain, recipe.clip, batch, partial(update, rate), rounding)
         yield found
 
@@ -133,6 +136,15 @@ def _hand_back(plain: Plain) -> None:
         copy = plain.masters.get(name, parameter)
         if copy is not parameter:
             parameter.data.copy_(copy)
+
+
+def _take(plain: Plain, at: Mapping[str, Tensor], rounding: Rounding | None) -> None:
+    """The weights that gradients are taken at to the parameters, rounded."""
+    for name, parameter in plain.model.named_parameters():
+        if name in at:
+            parameter.data.copy_(at[name])
+    if rounding is not None:
+        rounding.copied(plain.model, plain.masters)
 
 
 def _norm(masters: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from outsize.errors import OutsizeError
 from outsize.memory.store import Store
 from outsize.memory.tiers import TierSpec, open_stores
 from outsize.optim import Optimizer, StateSpec
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import Apart, Rates
 from outsize.plan import Plan
 from outsize.runtime import Job
 from outsize.runtime.making import make_job
@@ -108,7 +108,7 @@ def judging(name: str, workers: int) -> str:
 
 def make(case: Case, world: World, stores: Mapping[str, Store] = NO_STORES) -> Job:
     """The job of one worker."""
-    recipe = Recipe(Kept(case.optimizer), case.clip, rates=case.factors)
+    recipe = Recipe(kept(case.optimizer), case.clip, rates=case.factors)
     trainable = case.subject.trainable(case.plan, accelerator.find(case.device))
     job = make_job(trainable, case.plan, recipe, Here(world, stores=stores))
     for _ in job.weights():
@@ -241,7 +241,7 @@ class Kept:
 
     @property
     def rest(self) -> Optimizer | None:
-        return None if self.inner.rest is None else Kept(self.inner.rest)
+        return None if self.inner.rest is None else kept(self.inner.rest)
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -255,6 +255,21 @@ class Kept:
     ) -> None:
         state[GRADIENT].copy_(gradients)
         self.inner.update(weights, gradients, state, rates)
+
+
+@dataclass(frozen=True)
+class KeptApart(Kept):
+    """Of one that updates other weights than those that gradients are taken at."""
+
+    inner: Apart
+
+    def taken_at(self, weights: Tensor, state: Mapping[str, Tensor], out: Tensor) -> None:
+        self.inner.taken_at(weights, state, out)
+
+
+def kept(inner: Optimizer) -> Kept:
+    """An optimizer with the gradients that it is given as one state more."""
+    return KeptApart(inner) if isinstance(inner, Apart) else Kept(inner)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from outsize.errors import OutsizeError
 from outsize.kernels.blockwise import table
 from outsize.optim import SGD, AdamW, Muon, Optimizer
-from outsize.optim.optimizer import Rates
+from outsize.optim.optimizer import Apart, Rates
 from outsize.techniques.optim.adamw8bit import AdamW8Bit
 from outsize.verify.rounding import Rounding, at, roundoff
 
@@ -36,13 +36,14 @@ def by_factor(
     matrices: frozenset[str],
     rounding: Rounding | None = None,
     begun: Begun | None = None,
+    at: dict[str, Tensor] | None = None,
 ) -> Update:
     """`updater` for weights that have factors on their learning rate: 1 where none is named."""
     each = {
         factor: updater(
             optimizer,
             {n: w for n, w in weights.items() if factors.get(n, 1.0) == factor},
-            *(matrices, rounding, begun),
+            *(matrices, rounding, begun, at),
         )
         for factor in sorted({factors.get(name, 1.0) for name in weights})
     }
@@ -60,12 +61,14 @@ def updater(
     matrices: frozenset[str],
     rounding: Rounding | None = None,
     begun: Begun | None = None,
+    at: dict[str, Tensor] | None = None,
 ) -> Update:
     """What updates weights from their `.grad`: matrices decay, vectors do not.
 
     matrices: names of those that a matrix optimizer takes; rounding: moves what is computed in
-    bfloat16 whatever the weights are; begun: None from first values. OutsizeError for an optimizer
-    that cannot be begun in the middle.
+    bfloat16 whatever the weights are; begun: None from first values; at: is given the weights at
+    which the next gradients are taken, where these are others. OutsizeError for an optimizer that
+    cannot be begun in the middle.
     """
     parts, rest, others = list[Update](), weights, optimizer
     if optimizer.rest is not None:
@@ -77,7 +80,7 @@ def updater(
                 f"verify: a run with {type(optimizer).__name__} is replayed from its first values;"
                 " leave --from out"
             )
-    parts.append(_stepping(others, rest, optimizer.weight_decay, begun))
+    parts.append(_stepping(others, rest, optimizer.weight_decay, begun, at))
 
     def update(rate: float) -> None:
         for part in parts:
@@ -87,12 +90,16 @@ def updater(
 
 
 def _stepping(
-    optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float, begun: Begun | None
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    decay: float,
+    begun: Begun | None,
+    at: dict[str, Tensor] | None = None,
 ) -> Update:
     if not weights:
         return lambda _: None
     if not isinstance(optimizer, AdamW | SGD):
-        return _itself(optimizer, weights, decay, begun)
+        return _itself(optimizer, weights, decay, begun, at)
     groups = [
         {"params": [w for w in weights.values() if w.ndim >= 2], "weight_decay": decay},
         {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
@@ -138,7 +145,11 @@ def _own(optimizer: Optimizer, weights: Mapping[str, Tensor], rounding: Rounding
 
 
 def _itself(
-    optimizer: Optimizer, weights: Mapping[str, Tensor], decay: float, begun: Begun | None
+    optimizer: Optimizer,
+    weights: Mapping[str, Tensor],
+    decay: float,
+    begun: Begun | None,
+    at: dict[str, Tensor] | None = None,
 ) -> Update:
     """One without a twin here, by its own update of whole parameters: what is compared is where
     its states are cut and rest and what workers sum; its maths are its own test's."""
@@ -155,6 +166,15 @@ def _itself(
                 found[spec.name].copy_(begun.states[f"{name}.{spec.name}"])
         return found
 
+    def place(name: str, weight: Tensor, states: Mapping[str, Tensor]) -> None:
+        if at is not None and isinstance(optimizer, Apart):
+            at[name] = torch.empty_like(weight, requires_grad=False)
+            optimizer.taken_at(weight.detach(), states, at[name])
+
+    if begun is not None:
+        for name, weight in weights.items():
+            place(name, weight, first(name, weight))
+
     def update(rate: float) -> None:
         for name, weight in weights.items():
             if weight.grad is None:
@@ -163,6 +183,7 @@ def _itself(
             states = kept.setdefault(name, first(name, weight) if name not in kept else {})
             rates = Rates(steps[name], rate, decay if weight.ndim > 1 else 0.0, name)
             optimizer.update(weight.detach(), weight.grad, states, rates)
+            place(name, weight, states)
 
     return update
 

@@ -327,7 +327,7 @@ def test_what_is_predicted_is_what_is_held(name, rest):
     assert found == 4 * sum(formula(name, tuple(p.shape), n[:6] == "blocks") for n, p in own)
 
 
-NAMES = ("lion", "adafactor", "galore", "fira", "apollo", "frugal")
+NAMES = ("schedule-free", "lion", "adafactor", "galore", "fira", "apollo", "frugal")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -249,7 +249,7 @@ ON = {
     "muon": {"optimizer.name": "muon"},
     **{
         name: {"optimizer.name": name, "plan.approximate": [name][TECHNIQUES.get(name).exact :]}
-        for name in ("lion", "adafactor", "galore", "fira", "apollo", "frugal")
+        for name in ("schedule-free", "lion", "adafactor", "galore", "fira", "apollo", "frugal")
     },
     "weights": {"model.weights": "stored", "adapt.lora": True, "weights": "int4"},
     "train.only": {"train.only": "blocks.0"},
@@ -277,6 +277,7 @@ SETTINGS = {
     "weights.format": "nf4",
     "optimizer.rates.factors": ["blocks.0=2"], "lion.betas": [0.9, 0.95],
     "elastic-adapters.ranks": [16, 2],
+    "schedule-free.betas": [0.9, 0.99],
     "lisa.count": 1, "lisa.gap": 3, "badam.gap": 3, "badam.order": "random",
     "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
     "galore.rank": 3, "galore.gap": 9, "galore.scale": 1.0,

@@ -37,6 +37,7 @@ from outsize.runtime.method import Method, Notes
 from outsize.runtime.microbatches import Microbatches
 from outsize.runtime.recipe import Here, Recipe
 from outsize.runtime.spill import Spills
+from outsize.runtime.storage.apart import Shown
 from outsize.runtime.storage.gradients import Gradients
 from outsize.runtime.storage.update import Updates
 from outsize.runtime.wrapped import wrapped
@@ -61,6 +62,7 @@ class Training(Method):
         _, groups = grouped(job.flow, recipe)
         self._optimizer, self._flow = recipe.optimizer, job.flow
         self.updates = Updates(weight_pool, recipe.optimizer, groups, job.whole_tensors)
+        self._shown = Shown(weight_pool, recipe.optimizer)
         self.gradients = gradients = Gradients(job.chunks, job.owners)
         job.flow.attach(gradients)
         spills = Spills((weight_pool.pool, *(chunk.parameters for chunk in job.chunks)))
@@ -128,6 +130,7 @@ class Training(Method):
     def ready(
         self, batch: Any, cuts: Sequence[tuple[int, int]], factor: float, lr: float | None
     ) -> None:
+        self._shown.show(kept=False)
         scale = 1.0 if self.norm.scaling is None else self.norm.scaling.factor
         self.microbatches.ready(batch, cuts, factor * scale)
         self.update.lr = self._optimizer.lr if lr is None else lr
@@ -150,10 +153,16 @@ class Training(Method):
         if self.scaling is not None:
             self.norm.scaling = recalled(notes)
 
+    def show(self) -> None:
+        self._shown.show(kept=True)
+
     def mend(self) -> None:
         self.update.torn = False
+        self._shown.make(kept=False)
 
     def close(self) -> None:
+        if self._shown.alone:
+            self.show()
         for undo in reversed(self._wrapped):
             undo()
         self._flow.attach(None)

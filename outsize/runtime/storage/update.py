@@ -20,6 +20,7 @@ from outsize.optim.declared import StateSpec
 from outsize.optim.optimizer import Rates
 from outsize.parallel.whole import WholeTensors
 from outsize.plan import DEVICE
+from outsize.runtime.storage.apart import apart
 from outsize.runtime.storage.weight_pool import WeightPool
 from outsize.schedule import Action, State
 from outsize.schedule.action import WHOLE
@@ -67,6 +68,7 @@ class Updates:
 
     def __post_init__(self) -> None:
         chunks = self.weight_pool.placement.chunks
+        self._apart = apart(self.optimizer)
         # By chunk, the elements [first, last) that this worker updates.
         self._own = tuple(chunks.extent(index, MASTER) for index in range(len(chunks.tables)))
         self._work: dict[int, _Work] = {}  # of chunks that are being updated in parts
@@ -145,7 +147,10 @@ class Updates:
                 optimizer.update(*mine, rates)
             else:
                 self._whole(optimizer, parameter, *mine, rates)
-        if MASTER in held:
+        own = self._apart[table.main]
+        if own is not None:
+            own.taken_at(held[MASTER], held, held[PARAMETERS])
+        elif MASTER in held:
             held[PARAMETERS].copy_(held[MASTER])
         if outdated:  # the pool holds the parameters still, as they were
             flat = self.weight_pool.chunks[piece.chunk].parameters[piece.first : piece.last]

@@ -16,6 +16,7 @@ from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.optim import Optimizer
+from outsize.optim.optimizer import precision_for
 from outsize.plan import DEVICE, Plan
 from outsize.runtime import Job, Report
 from outsize.runtime.adopted.reach import Uncut
@@ -52,12 +53,16 @@ class Prepared:
         settings: Settings,
     ) -> None:
         self.model, self._handed = model, Handed(model, optimizer)
+        if settings.plan is None:
+            precision = precision_for(self._handed.update, settings.precision)
+            settings = replace(settings, precision=precision)
         self._stack = ExitStack()  # of the stores and the world, while there is a job
         self.preparing = Preparing(model, self._handed, settings, self._stack)
         self._job: Job | None = None
         self._guard = Guard(model)
         self._stack.callback(without_caches(model))
         self._closed = False
+        self._broken = False  # whether a step was begun and has not ended
         self._pending = self._handed.states  # for the job to come
         if not settings.tiers and settings.mesh.size == 1:
             refuse_small_budget(model, self._handed.update, settings)
@@ -130,8 +135,10 @@ class Prepared:
             self._job = job = self._make(batch)
         lr = self._handed.ready(job, lr)
         averages = moved_once(self.model, self.preparing.world, job.plan.microbatches)
+        self._broken = True
         with self._guard.computing(), leaving(self.preparing.abort), averages:
             loss = job.step(batch, lr)
+        self._broken = False
         self._handed.steps += 1
         whole = not self.settings.tiers and self.settings.mesh.size == 1
         self._handed.show(lambda: self._job, views=whole)
@@ -224,6 +231,8 @@ class Prepared:
         workers, which are not all here: the module's own forward and state_dict stay refused."""
         try:
             if self._job is not None:
+                if not self._broken:
+                    self._job.method.show()
                 self._job.close()
                 _forget(self._job)
                 self._job, self._closed = None, self.settings.parted
