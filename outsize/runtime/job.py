@@ -107,7 +107,7 @@ class Job(Stateful):
         states = self.optimizer_state()
         kept = {name: s.clone() for name, s in states if name.rpartition(".")[0] in goes_on}
         counts, notes = self.update_counts(), self.method.notes()
-        self.method.show()
+        self.method.settle(shown=True)
         self.close()
         del self.method, self.engine, self.loaded, self.chunks, self.held, self.weight_pool
         gc.collect()  # what refers to itself goes now, and its buffers with it
@@ -195,7 +195,7 @@ class Job(Stateful):
     def evaluate(self, batch: Any, rows: int) -> tuple[float, float]:
         """Sum of losses over a batch of `rows` rows, and the weight of its valid targets (their
         count, where they have none); of all workers' batches, of one row at least each."""
-        self.method.show()
+        self.method.settle(shown=True)
         size, found = self.plan.microbatch_rows, list[Tensor]()
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
         # A pipeline is full of microbatches, and what workers gather they gather as often, whatever
@@ -231,7 +231,7 @@ class Job(Stateful):
         """Steps of generation by its engine. OutsizeError where the model is no native decoder."""
 
         def begin(begun: Carried) -> None:
-            self.method.show()
+            self.method.settle(shown=True)
             self.method.microbatches.carry(begun)
 
         def playable(kind: Kind, groups: int, steps: int) -> Loaded:

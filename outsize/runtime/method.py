@@ -101,12 +101,9 @@ class Method(Protocol):
     def found(self) -> tuple[Tensor, float]:
         """Of the last step: the mean loss, and the norm that its report has."""
 
-    def settle(self) -> None:
-        """Have the weights be those that all steps made so far have given."""
-
-    def show(self) -> None:
-        """The same, and have the parameters be what evaluations see; until the next step."""
-        self.settle()
+    def settle(self, shown: bool = False) -> None:
+        """Have the weights be those that all steps made so far have given. shown: and the
+        parameters what evaluations see of them, until the next step."""
 
     def stated(self, states: States) -> States | Stateful:
         """What is saved of the weights and states that rest with the job."""

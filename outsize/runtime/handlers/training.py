@@ -153,8 +153,9 @@ class Training(Method):
         if self.scaling is not None:
             self.norm.scaling = recalled(notes)
 
-    def show(self) -> None:
-        self._shown.show(kept=True)
+    def settle(self, shown: bool = False) -> None:
+        if shown:
+            self._shown.show(kept=True)
 
     def mend(self) -> None:
         self.update.torn = False
@@ -162,7 +163,7 @@ class Training(Method):
 
     def close(self) -> None:
         if self._shown.alone:
-            self.show()
+            self.settle(shown=True)
         for undo in reversed(self._wrapped):
             undo()
         self._flow.attach(None)

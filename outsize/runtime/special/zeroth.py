@@ -253,7 +253,7 @@ class Losses(Method):
     # -- the weights ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, shown: bool = False) -> None:
         """A pass over all weights, where the last step has found what they have not had yet."""
         due, self._due = self._due, None
         if due is None or self.torn:

@@ -232,7 +232,7 @@ class Prepared:
         try:
             if self._job is not None:
                 if not self._broken:
-                    self._job.method.show()
+                    self._job.method.settle(shown=True)
                 self._job.close()
                 _forget(self._job)
                 self._job, self._closed = None, self.settings.parted
