@@ -20,12 +20,14 @@ from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
+from outsize.models.attention import Attention
 from outsize.models.build import attach, materialise, segments
 from outsize.models.coding import SAID, asked
 from outsize.models.config import DecoderConfig
-from outsize.models.decoder import Block, Decoder
+from outsize.models.declared import declarations
+from outsize.models.decoder import Block, Decoder, Prologue
 from outsize.models.linear import Linear
-from outsize.models.names import adapter_layout
+from outsize.models.names import BESIDE, Stored, adapter_layout
 
 if TYPE_CHECKING:
     from outsize.models.adapter import Adapter, Beside, Naming
@@ -73,15 +75,15 @@ def load(
     base = described(directory)[1]
     found = hub.describe(base, config)
     header = read_header(directory / f"{GROUP}.safetensors")
-    names = _names(header, config)
+    written = _values(header, config)
     own = found.fill(dtype, device or "cpu")
 
     def fill(name: str, parameter: Tensor) -> Tensor:
-        if name not in names:
+        if name not in written:
             return own(name, parameter)
         to = found.model.prologue.tokens.weight.dtype  # read before: of the first segment
         out = torch.empty(parameter.shape, dtype=to, device=device or "cpu")
-        return read_tensor(header, names[name], out)
+        return written[name](out)
 
     for segment, _ in segments(found.model):
         materialise(found.model, segment, fill)
@@ -130,11 +132,23 @@ def reader_of(said: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Naming], 
     return found
 
 
-def _names(header: Header, config: DecoderConfig) -> dict[str, str]:
-    """The name in the file of each of the adapter's parameters."""
-    names = {entry.ours[0]: entry.theirs[0] for entry in adapter_layout(config)}
-    check_names(header, set(names.values()))
-    return names
+def _values(header: Header, config: DecoderConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """By name of each of the adapter's parameters, what writes its value from the file, and gives
+    it. OutsizeError for a file of other tensors, or of other shapes."""
+    stored = adapter_layout(config)
+    check_names(header, {entry.theirs[0] for entry in stored})
+    _check_shapes(header, stored, config)
+
+    def written(entry: Stored, place: int, out: Tensor) -> Tensor:
+        if entry.unchanged:
+            return read_tensor(header, entry.theirs[0], out)
+        return out.copy_(entry.split((read_tensor(header, entry.theirs[0]),))[place])
+
+    return {
+        name: partial(written, entry, place)
+        for entry in stored
+        for place, name in enumerate(entry.ours)
+    }
 
 
 def check_names(header: Header, wanted: Set[str]) -> None:
@@ -208,8 +222,7 @@ def merge(model: Decoder) -> Decoder:
 
 def _check_mergeable(model: Decoder) -> None:
     """OutsizeError for an adapter that no weight can take up."""
-    blocks = [one for one in model.modules() if isinstance(one, Block)]
-    if any(one.attention_around or one.mlp_around for one in blocks):
+    if any(one.file and BESIDE not in name for name, one in declarations(model)):
         raise OutsizeError(
             "merge: the adapter computes what no weight of the model can take up; keep it beside"
             " the model, where outsize generate, eval and load use it as it is"
@@ -226,6 +239,8 @@ def remove(model: Decoder) -> Decoder:
             one.beside = None
         if isinstance(one, Block):
             one.attention_around = one.mlp_around = None
+        if isinstance(one, Prologue | Attention):
+            one.virtual = None
     model.origin = base_of(model)
     model.config = replace(model.config, adapter=None)
     with torch.device("meta"):
@@ -267,12 +282,10 @@ def put(model: Decoder, path: str | Path) -> None:
     config = adapted(said, model.config)
     assert config.adapter is not None
     _check_base(model.config, said, directory)
-    header = read_header(directory / f"{GROUP}.safetensors")
-    names = _names(header, config)
-    _check_shapes(header, names, config)
+    written = _values(read_header(directory / f"{GROUP}.safetensors"), config)
 
     def write(name: str, out: Tensor) -> None:
-        read_tensor(header, names[name], out)
+        written[name](out)
 
     attach(model, config.adapter, lambda: write)
 
@@ -287,15 +300,16 @@ def _check_base(config: DecoderConfig, said: Mapping[str, Any], directory: Path)
         )
 
 
-def _check_shapes(header: Header, names: Mapping[str, str], config: DecoderConfig) -> None:
+def _check_shapes(header: Header, stored: Sequence[Stored], config: DecoderConfig) -> None:
     """OutsizeError for a tensor of another shape than the model's adapter has."""
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
-    for ours, theirs in names.items():
-        if (found := tuple(header.entries[theirs].shape)) != shapes[ours]:
+        own = dict(Decoder(config).named_parameters())
+    for entry in stored:
+        (wanted,) = (tuple(x.shape) for x in entry.merge(tuple(own[n] for n in entry.ours)))
+        if (found := tuple(header.entries[entry.theirs[0]].shape)) != wanted:
             raise OutsizeError(
-                f"{header.path}: tensor {theirs!r} has shape {found}; expected {shapes[ours]}, as"
-                " this model's weights have it"
+                f"{header.path}: tensor {entry.theirs[0]!r} has shape {found}; expected {wanted},"
+                " as this model's weights have it"
             )
 
 

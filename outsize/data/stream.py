@@ -28,7 +28,7 @@ from outsize.data.batch import IGNORE, Batch, Span
 from outsize.data.dataset import Dataset
 from outsize.data.mixture import Mixture
 from outsize.data.packing import Layout, Row, layout
-from outsize.data.whole import Whole, pack
+from outsize.data.whole import Whole, in_pieces, pack
 from outsize.errors import OutsizeError, counted
 from outsize.plan.spread import share
 
@@ -57,18 +57,25 @@ class Cursor:
 
 
 class TrainStream:
-    """The training batches of a run: `rows` rows of `sequence` tokens a step."""
+    """The training batches of a run: `rows` rows of `sequence` tokens a step. virtual: tokens of
+    them that stand before each document, which is then packed whole, or as pieces that are."""
 
-    def __init__(self, data: Dataset, seed: int, rows: int, sequence: int) -> None:
+    def __init__(
+        self, data: Dataset, seed: int, rows: int, sequence: int, virtual: int = 0
+    ) -> None:
         """Raises OutsizeError when the data does not fill one row."""
         if rows < 1 or sequence < 1:
             raise OutsizeError(f"rows {rows} of {sequence} tokens: expected at least 1 of 1")
+        if not data.shares:
+            data = _behind(data, sequence, virtual)
         self.data, self.seed, self.rows, self.sequence = data, seed, rows, sequence
         self._mixture = Mixture(data.shares, seed) if data.shares else None
         self._parts: list[TrainStream] = [
-            _part(number, part, seed, rows, sequence) for number, part in enumerate(_parts(data))
+            _part(number, part, (seed, rows, sequence, virtual))
+            for number, part in enumerate(_parts(data))
         ]
-        self._whole = pack(data, seed, sequence) if data.whole and not self._parts else None
+        whole = data.whole and not self._parts
+        self._whole = pack(data, seed, sequence, virtual) if whole else None
         self.rows_per_epoch: int = sum(part.rows_per_epoch for part in self._parts) or (
             data.tokens // sequence if self._whole is None else len(self._whole.documents)
         )
@@ -177,14 +184,20 @@ class ValidationStream:
     """
 
     def __init__(
-        self, data: Dataset, rows: int, sequence: int, max_tokens: int | None = None
+        self,
+        data: Dataset,
+        rows: int,
+        sequence: int,
+        max_tokens: int | None = None,
+        virtual: int = 0,
     ) -> None:
+        data = _behind(data, sequence, virtual)
         self.data, self.rows, self.sequence = data, rows, sequence
         wanted = data.tokens if max_tokens is None else min(max_tokens, data.tokens)
         self._count = -(-wanted // sequence)
         self._layout: Layout | Whole
         if data.whole:
-            self._layout = packed = pack(data, 0, sequence)
+            self._layout = packed = pack(data, 0, sequence, virtual)
             every = len(packed.documents)
             self._count = every if wanted == data.tokens else min(every, self._count)
             read = [self._row(row) for row in range(self._count)]
@@ -226,10 +239,21 @@ def _parts(data: Dataset) -> Iterator[Dataset]:
     return data.parts() if data.shares else iter(())
 
 
-def _part(number: int, data: Dataset, seed: int, rows: int, sequence: int) -> TrainStream:
-    """The rows of one data path of a mixture."""
+def _behind(data: Dataset, sequence: int, virtual: int) -> Dataset:
+    """Documents before which virtual tokens stand. OutsizeError where rows have no room for more
+    than these."""
+    if virtual >= sequence:
+        raise OutsizeError(
+            f"train.sequence is {sequence}, and {counted(virtual, 'virtual token')} of the adapter"
+            f" stand before every document; expected {virtual + 1} or more, or fewer of them"
+        )
+    return in_pieces(data, sequence - virtual) if virtual and not data.whole else data
+
+
+def _part(number: int, data: Dataset, how: tuple[int, int, int, int]) -> TrainStream:
+    """The rows of one data path of a mixture. how: as of TrainStream."""
     try:
-        return TrainStream(data, seed, rows, sequence)
+        return TrainStream(data, *how)
     except OutsizeError as error:
         raise OutsizeError(f"number {number + 1} of data.path: {error}") from None
 

@@ -5,12 +5,16 @@ documents, permuted by the seed, go one by one into the fullest row that still t
 Ding et al., "Fewer truncations improve language modeling", 2024); what is left of a row is a piece
 of start tokens without targets. Rows are packed once for all epochs, and permuted in each, so that
 an epoch has the same number of rows every time.
+
+Where documents begin with virtual tokens, a piece of a row begins with these, which are no targets.
 """
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +27,11 @@ from outsize.data.packing import Row, permutation
 @dataclass(frozen=True)
 class Whole:
     """documents: by row, those that are in it, in order; rows: (rows,) int64, the row that is i-th
-    to be read."""
+    to be read; virtual: tokens before each document."""
 
     documents: tuple[tuple[int, ...], ...]
     rows: NDArray[np.int64]
+    virtual: int = 0
 
     def of(self, seed: int, epoch: int) -> Whole:
         """The same rows in the order of an epoch."""
@@ -41,6 +46,7 @@ class Whole:
         for document in self.documents[row]:
             stop = int(data.ends[document])
             said = slice(stop - int(data.lengths[document]) + 1, stop)
+            filled += self.virtual
             here = slice(filled, filled + said.stop - said.start)
             ids_S[here] = data.tokens_N[said.start - 1 : said.stop - 1]
             targets_S[here] = data.tokens_N[said]
@@ -55,9 +61,10 @@ class Whole:
         return Row(ids_S, targets_S, tuple(bounds), width, weights_S)
 
 
-def pack(data: Dataset, seed: int, sequence: int) -> Whole:
-    """Every document of a dataset, in rows of `sequence` tokens; none is longer than a row."""
-    sizes = data.lengths - 1
+def pack(data: Dataset, seed: int, sequence: int, virtual: int = 0) -> Whole:
+    """Every document of a dataset, in rows of `sequence` tokens; none is longer than a row.
+    virtual: tokens that stand before each document."""
+    sizes = data.lengths - 1 + virtual
     assert not data.documents or sizes.max() <= sequence, "the source has seen to it"
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left of a row, its number; in order
@@ -70,7 +77,27 @@ def pack(data: Dataset, seed: int, sequence: int) -> Whole:
         rows[row].append(int(document))
         if left > size:
             bisect.insort(free, (left - size, row))
-    return Whole(tuple(map(tuple, rows)), np.arange(len(rows)))
+    return Whole(tuple(map(tuple, rows)), np.arange(len(rows)), virtual)
+
+
+def in_pieces(data: Dataset, most: int) -> Dataset:
+    """Documents that are said from their first token, as whole ones of at most so many targets: a
+    piece begins with the token before it, the first one with the start token. In memory."""
+    tokens, widths, ends, filled = list[Any](), list[NDArray[np.uint32]](), list[int](), 0
+    start = np.array([data.start], dtype=data.tokens_N.dtype)
+    for first, last in pairwise(np.append(0, data.ends).tolist()):
+        for at in range(first, last, most):
+            stop = min(at + most, last)
+            tokens += (start if at == first else data.tokens_N[at - 1 : at], data.tokens_N[at:stop])
+            if data.widths_N is not None:
+                widths += (np.zeros(1, dtype=np.uint32), data.widths_N[at:stop])
+            filled += 1 + stop - at
+            ends.append(filled)
+    return replace(
+        data, tokens_N=np.concatenate(tokens or [data.tokens_N]),
+        ends=np.array(ends, dtype=np.int64), whole=True,
+        widths_N=np.concatenate(widths) if widths else data.widths_N,
+    )  # fmt: skip
 
 
 def _bytes(data: Dataset, said: slice) -> float:

@@ -21,6 +21,7 @@ from outsize.decode.cache import CachedPast, StateCache
 from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
 from outsize.errors import OutsizeError, counted
 from outsize.models.decoder import Decoder
+from outsize.models.layout import prompted
 from outsize.models.seams import Past
 
 PREFILL_TOKENS = 2048  # prompt tokens fed in one step: bounds the activations, not the prompt
@@ -127,7 +128,8 @@ def stream_tokens(
 ) -> Iterator[int]:
     """As `generate`, one token at a time; what is not asked for is not computed."""
     check_request(model, ids, max_new_tokens)
-    request = Request(tuple(ids), max_new_tokens, sampling, frozenset(stop))
+    fed = prompted(ids, model.config.virtual)
+    request = Request(fed, max_new_tokens, sampling, frozenset(stop))
     device = model.prologue.tokens.weight.device
     steps = play([request], step or drawing(direct(model)), device, prefill_tokens)
     return (one.token for _, one in steps)
@@ -135,7 +137,8 @@ def stream_tokens(
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how it is gone on with. scored: log-probabilities are asked for too."""
+    """A prompt, behind virtual tokens if there are some, and how it is gone on with. scored:
+    log-probabilities are asked for too."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
@@ -162,7 +165,7 @@ def check_request(model: Decoder, ids: Sequence[int], max_new_tokens: int) -> No
             f"the prompt has token {wrong[0]}; expected 0 to {config.vocab - 1}, the model's "
             "vocabulary: use the model's own tokenizer"
         )
-    room = config.learned_positions - config.position_offset
+    room = config.learned_positions - config.position_offset - config.virtual
     fed = len(ids) + max(max_new_tokens - 1, 0)  # the last token drawn is not fed again
     if config.learned_positions and fed > room:
         raise OutsizeError(

@@ -28,7 +28,8 @@ from outsize.models.seams import MIXERS, AttendSpec, Context, StateSpec
 
 
 class Attention(nn.Module):
-    """x_TD -> y_TD with H query heads over G key-value heads."""
+    """x_TD -> y_TD with H query heads over G key-value heads. virtual: by key and value, what
+    virtual tokens have in their place (outsize/models/virtual.py)."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -48,6 +49,7 @@ class Attention(nn.Module):
             self.k_norm = self._norm(config, config.kv_heads, "kv_heads")
         self.rope_name, self.rope = _rope(config, facts)
         self.rotate = rotate
+        self.virtual: nn.ModuleDict | None = None
 
     def _norm(self, config: DecoderConfig, heads: int, unit: Unit) -> Norm:
         """Of a head, or of all at once, which is cut between heads."""
@@ -68,7 +70,16 @@ class Attention(nn.Module):
     def keys_values(self, x_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """k_TGK and v_TGW as they are attended to; each token's are its own."""
         k_TGK = self.heads(self.k(x_TD), self.k_norm, ctx)
-        return k_TGK, self.v(x_TD).unflatten(-1, (-1, self.value_size))
+        v_TGW = self.v(x_TD).unflatten(-1, (-1, self.value_size))
+        if self.virtual is None:
+            return k_TGK, v_TGW
+        return self._own("key", k_TGK, ctx), self._own("value", v_TGW, ctx)
+
+    def _own(self, what: str, x_TGE: Tensor, ctx: Context) -> Tensor:
+        """Keys or values, those of virtual tokens their own."""
+        assert self.virtual is not None, "there are some"
+        own_TE, here_T1 = self.virtual[what](ctx.positions_T)
+        return torch.where(here_T1.unsqueeze(2), own_TE.unflatten(1, x_TGE.shape[1:]), x_TGE)
 
     def states(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         heads = self.k.sizes[0] // self.head_size

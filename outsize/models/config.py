@@ -180,6 +180,15 @@ class DecoderConfig:
         "" where none is."""
         return "" if self.wiring is None else self.wiring.key
 
+    @property
+    def virtual(self) -> int:
+        """Virtual tokens that every document begins with: the adapter's."""
+        if self.adapter is None:
+            return 0
+        from outsize.models.virtual import virtual
+
+        return virtual(self.adapter)
+
     def unwired(self) -> DecoderConfig:
         """The plain model of the same branches."""
         return replace(self, wiring=None)

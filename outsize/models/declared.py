@@ -53,11 +53,11 @@ INSIDE = Lies(gradient="partial")  # is inside a branch, before or behind what i
 
 @dataclass(frozen=True)
 class Declared:
-    """A parameter. file: its name in files, behind that of the Linear that its module is beside;
-    such a parameter is an adapter's, and rests in files of its own. None: the family's table has
-    its name, or it is called there as it is here. stack: what lies in it along dim 0 one behind
-    another, for axes that deal that out. rate: factor on its learning rate. joined: along which dim
-    those of one Linear lie one behind another that have one name in files."""
+    """A parameter. file: its name in files, behind that of the Linear that its module is beside, or
+    all of it behind a "/"; such a parameter is an adapter's, and rests in files of its own. None:
+    the family's table has its name, or it is called there as it is here. stack: what lies in it
+    along dim 0 one behind another, for axes that deal that out. rate: factor on its learning rate.
+    joined: along which dim those lie one behind another that have one name in files."""
 
     initial: Initial
     lies: Lies

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Vocabulary
@@ -25,6 +26,7 @@ from outsize.models.coding import Coding
 from outsize.models.config import DecoderConfig
 from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
+from outsize.models.layout import VIRTUAL
 from outsize.models.linear import Embedding, Linear, dense, linears
 from outsize.models.norm import Norm
 from outsize.models.rope import tables
@@ -50,7 +52,8 @@ def around_of(branch: str) -> str:
 
 
 class Prologue(nn.Module):
-    """ids_T -> x_TD: token embedding, scaled and projected, plus learned positions if any."""
+    """ids_T -> x_TD: token embedding, scaled and projected, plus learned positions if any. virtual:
+    what virtual tokens have in its place (outsize/models/virtual.py)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,6 +63,7 @@ class Prologue(nn.Module):
         rows = config.learned_positions
         self.positions = Embedding(rows, config.hidden) if rows else None
         self.project = Linear(size, config.hidden) if size != config.hidden else None
+        self.virtual: nn.Module | None = None
 
     def forward(self, ids_T: Tensor, ctx: Context) -> Tensor:
         return self.enter(self.tokens(ids_T), ctx)
@@ -68,6 +72,9 @@ class Prologue(nn.Module):
         """What follows the token embedding, of embed_size or D."""
         if self.scale != 1:  # rounded to the dtype of the weights, as those were trained
             x_TD = x_TD * x_TD.new_full((), self.scale)
+        if self.virtual is not None:
+            own_TE, here_T1 = self.virtual(ctx.positions_T)
+            x_TD = torch.where(here_T1, own_TE, x_TD)
         if self.project is not None:
             x_TD = self.project(x_TD)
         if self.positions is not None:
@@ -300,10 +307,15 @@ class Decoder(nn.Module):
                 f"input_ids has shape {tuple(input_ids.shape)}; expected (rows, tokens) or "
                 "(tokens,): pass one row of token ids for each sequence"
             )
+        before = self.config.virtual
         rows = 1 if input_ids.dim() == 1 else input_ids.shape[0]
-        length = input_ids.shape[-1]
+        length = input_ids.shape[-1] + before
         positions_T = torch.arange(length, device=input_ids.device).repeat(rows)
         bounds = tuple(range(0, rows * length + 1, length)) if length else (0,)
         ctx = self.context(positions_T, bounds)
-        logits_TV = self.epilogue.logits(self.hidden(input_ids.flatten(), ctx))
+        ids_T = F.pad(input_ids, (before, 0), value=VIRTUAL).flatten()
+        h_TD = self.hidden(ids_T, ctx)
+        if before:
+            h_TD = h_TD.unflatten(0, (rows, length))[:, before:].flatten(0, 1)
+        logits_TV = self.epilogue.logits(h_TD)
         return logits_TV.view(*input_ids.shape, logits_TV.shape[-1])

@@ -1,4 +1,4 @@
-"""How packed documents are cut for attention: stretches of equal length, chunks of queries.
+"""How packed documents lie: stretches of equal length, chunks of queries, virtual tokens.
 
 C queries of a chunk, L keys it can see.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 # Queries handled at once where scores or a mask are made: large enough for full speed, small
 # enough that a chunk's scores stay small beside the activations.
 CHUNK_LEAST, CHUNK_MOST = 256, 1024
+VIRTUAL = 0  # the id of a virtual token (outsize/models/virtual.py); any would do
 
 
 def runs(bounds: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
@@ -71,3 +72,30 @@ def visible(start: int, stop: int, low: int, window: int | None, device: torch.d
     key_L = torch.arange(low, stop, device=device)
     seen_CL = key_L <= query_C1
     return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)
+
+
+def prompted(ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """A prompt behind so many virtual tokens."""
+    return (VIRTUAL,) * count + tuple(ids)
+
+
+def begun(ids_T: Tensor, bounds: tuple[int, ...], count: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Documents laid flat with so many virtual tokens before each, and their bounds."""
+    if not count:
+        return ids_T, bounds
+    before = ids_T.new_full((count,), VIRTUAL)
+    parts = [torch.cat((before, ids_T[first:last])) for first, last in itertools.pairwise(bounds)]
+    return torch.cat(parts), tuple(at + i * count for i, at in enumerate(bounds))
+
+
+def without(x_T: Tensor, bounds: tuple[int, ...], count: int) -> Tensor:
+    """Of what `begun` documents gave, (more than T, ...), what their own tokens, of these bounds,
+    did."""
+    if not count:
+        return x_T
+
+    def own() -> Iterator[Tensor]:
+        for i, (first, last) in enumerate(itertools.pairwise(bounds), start=1):
+            yield x_T[first + i * count : last + i * count]
+
+    return torch.cat(list(own()))

@@ -68,7 +68,7 @@ def adapter_layout(config: DecoderConfig) -> tuple[Stored, ...]:
     shapes, declared = _known(config)
     files = ((name, declared[name].file) for name in shapes)
     named = {
-        name: f"{PEFT}{_scope_in_files(config, name)}.{file}"
+        name: file[1:] if file.startswith("/") else f"{PEFT}{_scope_in_files(config, name)}.{file}"
         for name, file in files
         if file is not None
     }

@@ -33,6 +33,7 @@ from outsize.decode.generate import (
 from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
+from outsize.models.layout import prompted
 from outsize.models.seams import Context, Past
 from outsize.plan import Stage
 from outsize.runtime.engine import Engine, Loaded, Ran
@@ -208,8 +209,9 @@ class TokenSteps:
             )
         for ids in asked:
             check_request(self.model, ids, max_tokens)
+        before = self.model.config.virtual
         requests = [
-            Request(ids, max_tokens, sampler, frozenset(stop), logprobs)
+            Request(prompted(ids, before), max_tokens, sampler, frozenset(stop), logprobs)
             for ids, sampler in zip(asked, samplers, strict=True)
         ]
         found = [Generated() for _ in requests]

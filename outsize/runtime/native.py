@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.data import Batch
-from outsize.data.batch import taken
-from outsize.errors import OutsizeError
+from outsize.data.batch import IGNORE, taken
+from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import PLAIN, LossOptions
 from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, Targets, chunked_loss
@@ -119,8 +119,19 @@ class NativeFlow:
                 module.sink = sink  # type: ignore[assignment]
 
     def count(self, batch: Batch) -> Tensor:
+        self._check_virtual(batch)
         here = batch.tokens(self.execution.tokens.spans(batch.ids_BS.shape[1]))
         return torch.tensor([here.weight(), float(here.count())], dtype=torch.float64)
+
+    def _check_virtual(self, batch: Batch) -> None:
+        """OutsizeError where what stands in the place of virtual tokens is a target."""
+        count = self.model.config.virtual
+        if count and bool((batch.targets_BS[batch.positions() < count] != IGNORE).any()):
+            raise OutsizeError(
+                f"batch: a document has a target among its first {counted(count, 'token')}, whose"
+                " place the adapter's virtual tokens take; expected so many tokens before each"
+                " document, with the target -100"
+            )
 
     def part(self, batch: Batch, start: int, stop: int) -> Part:
         whole = batch.rows(start, stop)

@@ -31,6 +31,7 @@ from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
 from outsize.memory.ledger import in_grains
 from outsize.models.decoder import Decoder
+from outsize.models.layout import begun, prompted, without
 from outsize.runtime.generating import Generated
 from outsize.runtime.session import Session
 
@@ -113,9 +114,11 @@ class Model(Decoder):
 
     def _laid(self, session: Session, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
         device = self.prologue.tokens.weight.device  # known once its home is ready
+        before, own = self.config.virtual, bounds
+        ids_T, bounds = begun(ids_T, bounds, before)
         sizes = (stop - first for first, stop in itertools.pairwise(bounds))
         positions_T = torch.cat([torch.arange(size, device=device) for size in sizes])
-        return session.steps.logits(ids_T, positions_T, bounds)
+        return without(session.steps.logits(ids_T, positions_T, bounds), own, before)
 
     @torch.no_grad()
     def generate(
@@ -141,7 +144,7 @@ class Model(Decoder):
         else:
             ids = _ids(prompt)
         check_request(self, ids, max_tokens)
-        request = Request(tuple(ids), max_tokens, sampling)
+        request = Request(prompted(ids, self.config.virtual), max_tokens, sampling)
         with self._session(request) as (session, at_once):
             if on_ready is not None:
                 on_ready("" if self.home is None else str(self.home))
@@ -158,9 +161,9 @@ class Model(Decoder):
 
     @torch.no_grad()
     def scored(self, request: Request) -> Generated:
-        """The tokens that follow a request's prompt, and of each the log of the probability that
-        the model gave it. OutsizeError as of generate."""
-        check_request(self, request.ids, request.max_new_tokens)
+        """The tokens that follow a request's prompt (virtual tokens included), and of each the log
+        of the probability that the model gave it. OutsizeError as of generate."""
+        check_request(self, request.ids[self.config.virtual :], request.max_new_tokens)
         with self._session(request) as (session, at_once):
             device = self.prologue.tokens.weight.device  # known once its home is ready
             found = [one for _, one in play([request], session, device, at_once)]
@@ -170,8 +173,8 @@ class Model(Decoder):
         """Most bytes of tensors, weights included, that this worker's device will hold while
         `max_tokens` tokens follow a prompt of so many: found by playing the steps on tensors
         without bytes. OutsizeError as of generate."""
-        request = Request((0,) * prompt, max_tokens, sampling)
-        check_request(self, request.ids, max_tokens)
+        check_request(self, (0,) * prompt, max_tokens)
+        request = Request(prompted((0,) * prompt, self.config.virtual), max_tokens, sampling)
         return self._peak(request)
 
     def close(self) -> None:

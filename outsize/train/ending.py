@@ -13,6 +13,7 @@ from outsize.decode.generate import Request, check_request, play
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.decode.text import StopStrings, pieces, prompt_ids
 from outsize.launch import WorkerGroup
+from outsize.models.layout import prompted
 from outsize.runtime.job import Job
 from outsize.screen import say
 from outsize.texts import write_text
@@ -72,7 +73,7 @@ def sample(job: Job, tokenizer: Tokenizer, prompt: str, tokens: int, sampling: S
     ids, steps, ends = prompt_ids(tokenizer, prompt), job.tokens, frozenset((tokenizer.eos,))
     check_request(steps.model, ids, tokens)
     draw = hurried(sampling, tokenizer.eos) if job.placement.rooms else sampling
-    request = Request(tuple(ids), tokens, draw, ends)
+    request = Request(prompted(ids, steps.model.config.virtual), tokens, draw, ends)
     drawn = (one.token for _, one in play([request], steps, steps.flow.device))
     return prompt + "".join(pieces(drawn, tokenizer.stream(), StopStrings(()), ends))
 

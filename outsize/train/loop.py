@@ -27,7 +27,7 @@ from outsize.train.config import seconds_of
 from outsize.train.measure import Measure
 from outsize.train.metrics import READ, WRITTEN, Metrics, Unwritten
 from outsize.train.progress import Progress, Speed, Status, progress, resident
-from outsize.train.recipe import noise_of
+from outsize.train.recipe import noise_of, virtual_of
 from outsize.train.setup import Setup, rate_of
 from outsize.train.state import Place, join_saving, save
 from outsize.train.stop import Stop
@@ -209,7 +209,10 @@ class Loop:
             return
         mesh = self.setup.plan.mesh
         rows = self.setup.plan.microbatch_rows * mesh.rows
-        held = ValidationStream(self.data.validation, rows, keys.sequence, keys.evaluate_tokens)
+        before = virtual_of(self.setup.config)
+        held = ValidationStream(
+            self.data.validation, rows, keys.sequence, keys.evaluate_tokens, before
+        )
         nats, weight = 0.0, 0.0
         for index in range(len(held)):
             mine = held.batch(index, self.rows_index, mesh.rows)

@@ -8,6 +8,7 @@ from outsize.data import Data, DataConfig, TrainStream, sourced
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
+from outsize.models.virtual import virtual
 from outsize.plan import Plan
 from outsize.registry import TECHNIQUES
 from outsize.runtime.method import method_of
@@ -52,7 +53,12 @@ def stream_of(config: RunConfig, data: Data, plan: Plan) -> TrainStream:
     """The batches of a run, in the order that its seed gives."""
     keys = config.train
     assert keys.sequence is not None
-    return TrainStream(data.train, keys.seed, plan.rows, keys.sequence)
+    return TrainStream(data.train, keys.seed, plan.rows, keys.sequence, virtual_of(config))
+
+
+def virtual_of(config: RunConfig) -> int:
+    """Virtual tokens that a run's adapter puts before every document."""
+    return max((virtual(one) for one in config.techniques.values()), default=0)
 
 
 def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
@@ -66,7 +72,7 @@ def data_config(config: RunConfig, tokenizer: str) -> DataConfig:
         validation=own.validation,
         cache=own.cache,
         source=sourced(config.techniques),
-        sequence=config.train.sequence,
+        sequence=config.train.sequence and max(1, config.train.sequence - virtual_of(config)),
         evaluation=() if held is None else held.paths,
     )
 

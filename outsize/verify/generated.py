@@ -29,6 +29,7 @@ from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
+from outsize.models.layout import prompted
 from outsize.models.random import bits
 from outsize.plan import Precision
 from outsize.plan.settings import Settings
@@ -77,6 +78,7 @@ class Asked:
         windows = [layer.window for layer in self.config.layers if layer.window]
         long = min(LONGEST, max((*LENGTHS, *windows)) + 9)
         room = self.config.learned_positions - self.config.position_offset
+        room -= self.config.virtual
         if self.config.learned_positions:
             long = min(long, room - self.tokens + 1)
         if long < max(LENGTHS):
@@ -87,7 +89,8 @@ class Asked:
             )
         one, few = (self._prompt(length) for length in LENGTHS)
         found = ((one, GREEDY), (few, DRAWN), (self._prompt(long), GREEDY))
-        return [Request(ids, self.tokens, how, scored=True) for ids, how in found]
+        asked = ((prompted(ids, self.config.virtual), how) for ids, how in found)
+        return [Request(ids, self.tokens, how, scored=True) for ids, how in asked]
 
     def _prompt(self, length: int) -> tuple[int, ...]:
         words = bits(self.seed, f"prompt of {length}", 0, length)

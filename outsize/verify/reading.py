@@ -20,6 +20,7 @@ from outsize.kernels.entropy import LossOptions
 from outsize.models.dropout import Noise
 from outsize.optim import AdamW, Optimizer
 from outsize.train.config import RunConfig
+from outsize.train.recipe import virtual_of
 from outsize.train.resolve import optimizer_of
 
 Numbers = NDArray[np.int64]
@@ -78,8 +79,9 @@ class Read:
         """All rows of a step."""
         keys, data = self.config.train, self.data.train
         noise = Noise(keys.dropout, keys.seed, step) if keys.dropout else None
-        if data.whole or data.shares:  # of whole documents, of a mixture: rows as they are said
-            made = TrainStream(data, keys.seed, self.rows, self.sequence).batch(step)
+        before = virtual_of(self.config)
+        if data.whole or data.shares or before:  # packed whole, of a mixture: rows as they are said
+            made = TrainStream(data, keys.seed, self.rows, self.sequence, before).batch(step)
             return Batch(made.ids_BS, made.targets_BS, made.bounds, noise, made.weights_BS)
         count = data.tokens // self.sequence
         rows = []
@@ -92,7 +94,7 @@ class Read:
     def held_out(self) -> Batch | None:
         """All rows of an evaluation; None where there are none, or a source packs them itself."""
         data, most = self.data.validation, self.config.train.evaluate_tokens
-        if data.whole or not data.tokens:
+        if data.whole or virtual_of(self.config) or not data.tokens:
             return None
         wanted = data.tokens if most is None else min(most, data.tokens)
         epoch, rows = self._epoch(data, 0, 0), -(-wanted // self.sequence)

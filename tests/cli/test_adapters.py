@@ -124,3 +124,22 @@ def test_an_adapter_around_branches_is_trained_kept_and_merged_into_nothing(invo
     refused = invoke("merge", "run", "--into", "merged")
     assert refused.exit_code == 2 and "what no weight of the model can take up" in refused.stderr
     assert not (home / "merged").exists()
+
+
+def test_virtual_tokens_are_trained_gone_on_with_exported_and_generated_behind(invoke, home, base):
+    sets = ("--set", "model=base", "--set", "adapt.prefix.tokens=3", "--set", "sample.tokens=4",
+            "--set", "optimizer.lr=0.5", "--set", "learning_rate.shape=constant",
+            "--set", "learning_rate.warmup=1")  # fmt: skip
+    train(invoke, "run.yaml", *sets, "--set", "output=whole")
+    train(invoke, "run.yaml", *sets, "--set", "train.steps=2", "--set", "output=parts")
+    train(invoke, "--resume", "parts", "--set", "train.steps=3")
+    assert files_of(home / "parts") == files_of(home / "whole")
+    assert not list(last(home / "whole").glob("model*.safetensors")), "the base is stored once"
+    words = ("--prompt", "line", "--max-tokens", "8", "--tokenizer", "bytes")
+    texts = [invoke("generate", where, *words) for where in ("whole", "base")]
+    assert texts[0].exit_code == 0 and texts[0].output != texts[1].output
+    assert invoke("export", "whole", "--to", "peft", "--into", "out").exit_code == 0
+    ids, ours = torch.arange(12)[None], outsize.load(home / "whole")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    again = peft.PeftModel.from_pretrained(theirs, home / "out").eval()
+    torch.testing.assert_close(again(ids).logits, ours(ids), rtol=1e-4, atol=1e-5)

@@ -228,7 +228,8 @@ def test_a_key_of_data_changes_what_is_read(home, key):
 
 
 ADAPTERS = (
-    "dora", "ia3", "loha", "lokr", "lora", "masked_lora", "oft", "parallel", "pissa", "serial",
+    "dora", "ia3", "loha", "lokr", "lora", "masked_lora", "oft", "parallel", "pissa", "prefix",
+    "prompt", "serial",
 )  # fmt: skip
 # Settings of techniques: what switches the technique on, and a value.
 ON = {
@@ -268,6 +269,7 @@ SETTINGS = {
     "adapt.loha.targets": ["mlp"], "adapt.lokr.rank": 3, "adapt.lokr.alpha": 3.0,
     "adapt.lokr.targets": ["mlp"], "adapt.ia3.outputs": ["mlp.up"], "adapt.ia3.inputs": ["mlp.up"],
     "adapt.oft.block": 4, "adapt.oft.targets": ["mlp"],
+    "adapt.prefix.tokens": 3, "adapt.prompt.tokens": 3,
     "adapt.serial.size": 4, "adapt.serial.behind": ["mlp"], "adapt.parallel.size": 4,
     "adapt.parallel.scale": 2.0, "adapt.parallel.beside": ["attention"],
     "frozen-by-dynamics.share": 0.25, "frozen-by-dynamics.keep": "int8",

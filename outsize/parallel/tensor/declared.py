@@ -67,6 +67,7 @@ def boundaries(sequence_parallel: bool) -> tuple[Boundary, ...]:
     return (
         Boundary("prologue.tokens", "output", SUMMAND, between),
         Boundary("prologue.positions", "input", WHOLE, between),
+        Boundary("prologue.virtual", "input", WHOLE, between),
         Boundary("blocks.*.attention", "input", between, FANNED),
         Boundary("blocks.*.attention", "output", SUMMAND, between),
         Boundary("blocks.*.mlp", "input", between, FANNED),
