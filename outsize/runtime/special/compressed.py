@@ -11,13 +11,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from outsize.errors import OutsizeError
+from outsize.plan import Plan
+from outsize.runtime.engine import Around, Call
+from outsize.runtime.points import Points
+from outsize.schedule import Action
 from outsize.torch_private import storage_key
+
+if TYPE_CHECKING:
+    from outsize.runtime.job import Job
 
 GROUP = 128  # numbers that share a scale: 3% of what they weigh in float32
 LEAST = 1 << 10  # numbers: what is smaller stays as it is
@@ -101,3 +109,31 @@ def compressing(kept: Collection[int]) -> Iterator[None]:
             yield
     finally:
         call.forget()
+
+
+def check_resting(plan: Plan, key: str) -> None:
+    """OutsizeError where activations that are rounded would leave the device. key: of the setting
+    that is int8."""
+    if plan.rests_below("activations"):
+        raise OutsizeError(
+            f"{key} is 'int8', and activations rest below the device, which do not go together:"
+            " leave one of them out"
+        )
+
+
+def rounding_blocks(job: Job) -> Around:
+    """Has passes of stages of blocks round what they keep; what the head keeps stays as it is."""
+
+    def around(run: Call, action: Action, points: Points) -> Call:
+        stage, blocks = job.plan.stages[action.stage], len(job.flow.blocks)
+        if points.evaluates or not 1 <= stage.first < stage.last <= blocks + 1:
+            return run
+        kept = {storage_key(chunk.parameters) for chunk in job.chunks}
+
+        def rounding() -> None:
+            with compressing(kept):
+                run()
+
+        return rounding
+
+    return around

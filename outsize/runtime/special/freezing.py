@@ -32,17 +32,15 @@ from outsize.memory.chunk import is_layer
 from outsize.models.cuts import Cut
 from outsize.models.random import uniform
 from outsize.plan import Plan
-from outsize.runtime.engine import Call, Loaded, Ran
+from outsize.runtime.engine import Loaded, Ran
 from outsize.runtime.flow import Flow
 from outsize.runtime.handlers.training import Training
-from outsize.runtime.points import Points
 from outsize.runtime.recipe import Here, Recipe
-from outsize.runtime.special.compressed import compressing
+from outsize.runtime.special.compressed import check_resting, rounding_blocks
 from outsize.runtime.storage.update import updated_weights
-from outsize.schedule import Action, Kind
+from outsize.schedule import Kind
 from outsize.schedule.kept import MASTER
 from outsize.schedule.layout import Placement
-from outsize.torch_private import storage_key
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
@@ -69,7 +67,8 @@ class Freezing(Training):
         self._distances = {n: UNKNOWN * (1 + float(u)) for n, u in zip(names, first, strict=True)}
         self._moved: tuple[list[str], Callable[[], list[float]]] | None = None  # in the last step
         if own.keep == "int8":
-            self.engine.around |= {Kind.FORWARD: self._round, Kind.RECOMPUTE: self._round}
+            around = rounding_blocks(job)
+            self.engine.around |= {Kind.FORWARD: around, Kind.RECOMPUTE: around}
 
     @staticmethod
     def recipe(said: Recipe) -> Recipe:
@@ -82,11 +81,8 @@ class Freezing(Training):
     def placement(
         flow: Flow, plan: Plan, recipe: Recipe, here: Here, cuts: Mapping[str, Cut]
     ) -> Placement:
-        if recipe.of(NAME).keep == "int8" and plan.rests_below("activations"):
-            raise OutsizeError(
-                f"{NAME}: activations rest below the device and keep is 'int8', which do not go"
-                " together: leave one of them out"
-            )
+        if recipe.of(NAME).keep == "int8":
+            check_resting(plan, f"{NAME}.keep")
         return Training.placement(flow, plan, recipe, here, cuts)
 
     @property
@@ -108,19 +104,6 @@ class Freezing(Training):
         if not isinstance(found, dict) or not all(isinstance(d, float) for d in found.values()):
             raise OutsizeError("checkpoint: its distances of layers are not numbers")
         self.distances.update(found)
-
-    def _round(self, run: Call, action: Action, points: Points) -> Call:
-        """Of stages of blocks alone: what the head keeps stays as it is."""
-        stage, blocks = self._job.plan.stages[action.stage], len(self._job.flow.blocks)
-        if points.evaluates or not 1 <= stage.first < stage.last <= blocks + 1:
-            return run
-        kept = {storage_key(chunk.parameters) for chunk in self._job.chunks}
-
-        def rounding() -> None:
-            with compressing(kept):
-                run()
-
-        return rounding
 
     def frozen(self) -> frozenset[str]:
         """The layers that the next step leaves alone."""
