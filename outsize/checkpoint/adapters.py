@@ -27,6 +27,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.declared import declarations
 from outsize.models.decoder import Block, Decoder, Prologue
 from outsize.models.linear import Linear
+from outsize.models.mlp import MLP
 from outsize.models.names import BESIDE, Stored, adapter_layout
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def merge(model: Decoder) -> Decoder:
 
 def _check_mergeable(model: Decoder) -> None:
     """OutsizeError for an adapter that no weight can take up."""
-    if any(one.file and BESIDE not in name for name, one in declarations(model)):
+    mixed = any(isinstance(one, MLP) and one.mixture is not None for one in model.modules())
+    if mixed or any(one.file and BESIDE not in name for name, one in declarations(model)):
         raise OutsizeError(
             "merge: the adapter computes what no weight of the model can take up; keep it beside"
             " the model, where outsize generate, eval and load use it as it is"
@@ -241,6 +243,8 @@ def remove(model: Decoder) -> Decoder:
             one.attention_around = one.mlp_around = None
         if isinstance(one, Prologue | Attention):
             one.virtual = None
+        if isinstance(one, MLP):
+            one.mixture = None
     model.origin = base_of(model)
     model.config = replace(model.config, adapter=None)
     with torch.device("meta"):

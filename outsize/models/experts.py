@@ -109,12 +109,14 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """x_TD -> (chosen_TJ int64, weight_TJ float32 or float64)."""
+    """x_TD -> (chosen_TJ int64, weight_TJ float32 or float64). share: of the gradient of a loss of
+    its own scores, the part that this worker adds, where several compute the same."""
 
     def __init__(self, hidden: int, facts: ExpertFacts) -> None:
         super().__init__()
         self.facts = facts
         self.score = Linear(hidden, facts.count, whole=INSIDE)
+        self.share = 1.0
         # Moved by load balancing, never by a gradient; stays in float32.
         correction = torch.empty(facts.count, dtype=torch.float32)
         self.correction = (
@@ -126,19 +128,27 @@ class Router(nn.Module):
         return Declared(Initial(value=0.0), Lies())
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        score_TE = self.scores(x_TD)
+        chosen_TJ = self.choose(score_TE)
+        return chosen_TJ, self.weigh(score_TE, chosen_TJ)
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """score_TE, float32 or float64."""
         logits_TE = self.score.wide(x_TD)
-        soft = self.facts.scoring == "softmax"
-        score_TE = logits_TE.softmax(-1) if soft else logits_TE.sigmoid()
-        with torch.no_grad():
-            chosen_TJ = self._choose(score_TE)
+        return logits_TE.softmax(-1) if self.facts.scoring == "softmax" else logits_TE.sigmoid()
+
+    def weigh(self, score_TE: Tensor, chosen_TJ: Tensor) -> Tensor:
+        """weight_TJ of what was chosen."""
         weight_TJ = score_TE.gather(1, chosen_TJ)
         if self.facts.normalise:
             # All sigmoids may underflow together; a softmax's largest entries cannot.
-            floor = 0.0 if soft else 1e-20
+            floor = 0.0 if self.facts.scoring == "softmax" else 1e-20
             weight_TJ = weight_TJ / (weight_TJ.sum(-1, keepdim=True) + floor)
-        return chosen_TJ, weight_TJ * self.facts.scaling
+        return weight_TJ * self.facts.scaling
 
-    def _choose(self, score_TE: Tensor) -> Tensor:
+    @torch.no_grad()
+    def choose(self, score_TE: Tensor) -> Tensor:
+        """chosen_TJ."""
         facts = self.facts
         if self.correction is not None:
             score_TE = score_TE + self.correction

@@ -5,7 +5,7 @@ T tokens, D hidden, F feed-forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ ACTIVATIONS: Mapping[str, Activation] = {  # by the names that config.json files
 
 class MLP(nn.Module):
     """x_TD -> y_TD: down(activation(gate(x)) * up(x)), or down(activation(up(x))). gating: how the
-    former product is made."""
+    former product is made. mixture: what an adapter puts in the place of all that."""
 
     def __init__(
         self,
@@ -58,8 +58,12 @@ class MLP(nn.Module):
         self.up = Linear(hidden, inner, bias, "column", unit)
         self.down = Linear(inner, hidden, bias, "row", unit)
         self.gating = gated
+        self.mixture: Callable[[MLP, Tensor, Context], Tensor] | None = None
 
     def forward(self, x_TD: Tensor, ctx: Context | None = None) -> Tensor:
+        if self.mixture is not None:
+            assert ctx is not None, "a branch of a block has one"
+            return self.mixture(self, x_TD, ctx)
         y_TD: Tensor = self.down(self.inner(x_TD))
         return y_TD
 

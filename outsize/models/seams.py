@@ -184,9 +184,11 @@ class Beginning:
 
 
 class ExpertSet(Protocol):
-    """The experts of a layer that lie on this worker. every: how many the layer has."""
+    """The experts of a layer that lie on this worker."""
 
-    every: int
+    @property
+    def every(self) -> int:
+        """How many the layer has."""
 
     @property
     def count(self) -> int:
@@ -218,7 +220,8 @@ class Context:
     rope maps the name of each rotary embedding to its cosines and sines, (T, dim / 2) each. noise:
     the dropout of these tokens, in training where it is wanted. most: as many tokens as any worker
     may have that runs the same layers with this one, who all call them as often; 0: nobody does.
-    between: of so many tokens, those that lie here between branches, [first, last).
+    between: of so many tokens, those that lie here between branches, [first, last). factor: of the
+    sum of losses, in training; None where parts of documents are elsewhere.
     """
 
     positions_T: Tensor
@@ -230,6 +233,7 @@ class Context:
     noise: Noise | None = None
     most: int = 0
     between: Callable[[int], tuple[int, int]] = all_of
+    factor: float | None = 0.0
 
     def drop(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout, if there is any. name: of the place in the model."""
@@ -246,5 +250,6 @@ class Context:
         noise = None if self.noise is None else self.noise.at(start)
         positions = self.positions_T[here]
         return Context(
-            positions, bounds, rope, attend, self.dispatch, carry, noise, between=self.between
-        )
+            positions, bounds, rope, attend, self.dispatch, carry, noise, between=self.between,
+            factor=None,
+        )  # fmt: skip

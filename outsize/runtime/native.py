@@ -170,7 +170,7 @@ class NativeFlow:
         way: Way | None = None,
     ) -> ChainWalk:
         model = self.model
-        context = self._context(part)
+        context = self._context(part, factor)
         head, rows = self._head(factor, part.ids_T.shape[0]), self.rows
         runner = runner_of(self.plan)
         ends: Edges | None = None
@@ -217,13 +217,14 @@ class NativeFlow:
             record, self.plan, self._trainable_from, part.ids_T, spill_of, ends, self.heads
         )
 
-    def _context(self, part: Part) -> Context:
+    def _context(self, part: Part, factor: float) -> Context:
         check_blocks(self.model.config, self.plan, part.noise is not None)
         context = self.model.context(
             part.positions_T, part.bounds, part.attend, self.execution.dispatch, part.lengths,
             part.noise,
         )  # fmt: skip
-        return replace(context, most=part.most)
+        whole = sum(part.lengths or ()) == part.bounds[-1]
+        return replace(context, most=part.most, factor=factor if whole else None)
 
     def _head(self, factor: float, tokens: int) -> Head:
         options, loss = (self.options, self.loss) if torch.is_grad_enabled() else (PLAIN, None)

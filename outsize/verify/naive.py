@@ -11,7 +11,7 @@ size, J experts of a token, S tokens of a document.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -149,14 +149,19 @@ class TokenByToken:
 
 def dispatch(x_TD: Tensor, chosen_TJ: Tensor, weight_TJ: Tensor, experts: ExpertSet) -> Tensor:
     """y_TD: every expert in turn, on the tokens that chose it."""
-    assert isinstance(experts, Experts)
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, weight_TJ.dtype))
     for index in range(experts.count):
         tokens, place = (chosen_TJ == index).nonzero(as_tuple=True)
-        gate, up, down = (w[index] for w in (experts.gate, experts.up, experts.down))
-        inner = experts.activation.forward(x_TD[tokens] @ gate.T) * (x_TD[tokens] @ up.T)
-        y_TD = y_TD.index_add(0, tokens, (inner @ down.T) * weight_TJ[tokens, place].unsqueeze(1))
+        own_ND = _expert(experts, index, x_TD[tokens])
+        y_TD = y_TD.index_add(0, tokens, own_ND * weight_TJ[tokens, place].unsqueeze(1))
     return y_TD.to(x_TD.dtype)
+
+
+def _expert(experts: ExpertSet, index: int, x_ND: Tensor) -> Tensor:
+    if not isinstance(experts, Experts):
+        return experts(x_ND, [len(x_ND) * (e == index) for e in range(experts.count)])
+    gate, up, down = (w[index] for w in (experts.gate, experts.up, experts.down))
+    return (experts.activation.forward(x_ND @ gate.T) * (x_ND @ up.T)) @ down.T
 
 
 def logits_of(
@@ -166,12 +171,14 @@ def logits_of(
     bounds: tuple[int, ...],
     noise: Noise | None = None,
     segments: Sequence[int] | None = None,
+    factor: float = 0.0,
 ) -> Tensor:
     """logits_TV of documents that `bounds` cut, at least float32. segments: what they go through,
-    in order, where not through all."""
+    in order, where not through all. factor: as a Context has it."""
     context = model.context(
         positions_T, bounds, attend, dispatch, noise=dropped(noise), carry=TokenByToken()
     )
+    context = replace(context, factor=factor)
     if segments is None:
         h_TD = model.hidden(ids_T, context)
     else:
@@ -188,7 +195,8 @@ def loss_of(
     """Sum of the losses of a batch, each times its weight, and the sum of these weights. segments:
     as of logits_of."""
     ids_T, positions_T = batch.ids_BS.reshape(-1), batch.positions().reshape(-1)
-    logits_TV = logits_of(model, ids_T, positions_T, batch.flat_bounds(), batch.noise, segments)
+    bounds, factor = batch.flat_bounds(), 1 / max(batch.weight(), 1)
+    logits_TV = logits_of(model, ids_T, positions_T, bounds, batch.noise, segments, factor)
     targets_T = batch.targets_BS.reshape(-1)
     losses_T = F.cross_entropy(
         logits_TV, targets_T, ignore_index=IGNORE, label_smoothing=options.label_smoothing,

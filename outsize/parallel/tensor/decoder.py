@@ -24,6 +24,7 @@ from outsize.models.adapter import Squares
 from outsize.models.coding import CODES
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
+from outsize.models.experts import Router
 from outsize.models.linear import Linear
 from outsize.models.norm import Norm
 from outsize.models.seams import Context
@@ -138,11 +139,13 @@ def _part(whole: nn.Parameter, cut: Cut) -> nn.Parameter:
 
 def _widen(model: Decoder, axis: Collective) -> None:
     """Norms that are cut, over all heads at once, take their statistic over the axis, and those of
-    weights' rows theirs."""
+    weights' rows theirs. What all compute alike of routers, each has a share of."""
     having = counts(model.config)
     for module in model.modules():
         if isinstance(module, Squares) and module.cut:
             module.total = axis.all_reduce
+        if isinstance(module, Router):
+            module.share = 1 / axis.size
         if isinstance(module, Norm) and module.wide and module.lies.unit is not None:
             copies = max(1, axis.size // having[module.lies.unit])
             module.run = partial(wide_norm, axis=axis, copies=copies)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from outsize.models.adapter import FORMATS, Adapted, Naming, Part, Squares, Weighed, along_output
 from outsize.models.declared import Declared, Initial
+from outsize.models.low_rank import LowRank, scale
 from outsize.models.targets import ALL, TARGETS, attach, check_rank, stored
 from outsize.registry import setting, technique
-from outsize.techniques.adapt.lora import FORMAT, MAGNITUDES, LowRank, read_settings, said, scale
+from outsize.techniques.adapt.lora import FORMAT, MAGNITUDES, read_settings, said
 
 KEY = "adapt.dora"
 

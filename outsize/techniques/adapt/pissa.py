@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from outsize.models.adapter import Adapted, Part, Weighed, along_input, along_output
 from outsize.models.declared import Declared, Initial
+from outsize.models.low_rank import Factor, scale
 from outsize.models.targets import ALL, TARGETS, attach, check_rank, stored
 from outsize.registry import setting, technique
-from outsize.techniques.adapt.lora import FORMAT, Factor, said, scale
+from outsize.techniques.adapt.lora import FORMAT, said
 
 KEY = "adapt.pissa"
 

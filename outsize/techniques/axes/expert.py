@@ -143,20 +143,20 @@ class Exchanged:
 
 def divide_experts(model: Decoder, axis: Collective) -> dict[str, Cut]:
     """Leave of a decoder's experts those of this worker; gives how their weights were cut."""
-    facts = model.config.experts
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stacks = [name for name, said in declarations(model) if said.stack == "experts"]
-    if not stacks or facts is None:
+    if not stacks:
         raise OutsizeError(
             f"mesh: {NAME} is {axis.size}, but the model has no experts; set {NAME} to 1, and data"
             f" to {axis.size} for workers that take different rows"
         )
-    if facts.count < axis.size:
+    count = min(shapes[name][0] for name in stacks)
+    if count < axis.size:
         raise OutsizeError(
-            f"mesh: {NAME} is {axis.size}, but a layer of the model has {facts.count} experts, too"
-            f" few for {axis.size} workers; the nearest that works is {NAME}={facts.count}"
+            f"mesh: {NAME} is {axis.size}, but a layer of the model has {count} experts, too"
+            f" few for {axis.size} workers; the nearest that works is {NAME}={count}"
         )
-    bounds = dealt(facts.count, axis.size)
+    bounds = dealt(count, axis.size)
     span = bounds[axis.rank], bounds[axis.rank + 1]
     cuts = {name: Cut(shapes[name], 0, (span,), axis=NAME) for name in stacks}
     keep(model, cuts)

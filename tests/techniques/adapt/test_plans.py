@@ -25,6 +25,7 @@ from outsize.techniques.adapt.dora import Dora
 from outsize.techniques.adapt.ia3 import Ia3
 from outsize.techniques.adapt.loha import Loha
 from outsize.techniques.adapt.lokr import Lokr
+from outsize.techniques.adapt.mixlora import MixLora
 from outsize.techniques.adapt.oft import Oft
 from outsize.techniques.adapt.parallel_adapters import Parallel
 from outsize.techniques.adapt.serial_adapters import Serial
@@ -44,6 +45,7 @@ PLANS = {
         "mesh": Mesh(tensor=2), "sequence_parallel": True, "overlap": 2,
     },
     "tensor, pipeline": {"mesh": Mesh(tensor=2, pipeline=2), "pipeline": Pipelined("1f1b")},
+    "experts": {"mesh": Mesh(expert=2), "stages": MIXED},
 }  # fmt: skip
 # Each method on the tensor axis, and in one plan more; each plan with methods of two kinds or more.
 PAIRS = [
@@ -60,9 +62,13 @@ PAIRS = [
     ("serial", "tensor, by tokens, overlapped"),
     ("parallel", "tensor, pipeline"),
     ("parallel", "chunks, tiles"),
+    ("mixlora", "tensor, by tokens, overlapped"),
+    ("mixlora", "data, all cut"),
+    ("mixlora", "experts"),
 ]
 OURS = {name: method.ours for name, method in METHODS.items()} | {
     "serial": Serial(3), "parallel": Parallel(3, beside=("attention", "mlp")),
+    "mixlora": MixLora(4, 2, 3, 5.0, 0.5),
 }  # fmt: skip
 
 
@@ -104,6 +110,7 @@ def test_weights_may_be_codes(method):
     [
         ("gpt2", Dora(3), False), ("deepseek_v3", Dora(3), True), ("gpt2", Loha(3), True),
         ("llama", Oft(2), True), ("llama", Ia3(("mlp.up", "mlp.down"), ("attention.q",)), False),
+        ("gpt2", MixLora(4, rank=3), False),
     ],
 )  # fmt: skip
 def test_the_checker_passes_its_layouts_and_sees_wrong_ones(family, adapter, sequence_parallel):
