@@ -18,7 +18,7 @@ from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
 
-STEPS, FAMILY = 4, "llama, untied"
+STEPS, FAMILY = 3, "llama, untied"
 
 
 def small(monkeypatch):
@@ -37,8 +37,10 @@ class Given:
 
 
 def plan_of(given, rows=4, **changes):
+    """Two rows a microbatch, where a worker has as many."""
+    each = min(2, rows // changes.get("mesh", Mesh()).rows)
     return streamed.plan_of(
-        "float64", rows=rows, microbatch_rows=1, approximate=given.approximate,
+        "float64", rows=rows, microbatch_rows=each, approximate=given.approximate,
         stream=Stream(part=512), **changes,
     )  # fmt: skip
 
@@ -109,7 +111,5 @@ def check(given, way, resume=False, tolerance=1e-10):
         for mine, theirs in zip(found[:2], wanted[:2], strict=True):
             assert mine.keys() == theirs.keys()
             for name in mine:
-                torch.testing.assert_close(
-                    mine[name], theirs[name], rtol=tolerance, atol=tolerance,
-                    msg=lambda text, name=name: f"{name}: {text}",
-                )  # fmt: skip
+                close = torch.allclose(mine[name], theirs[name], rtol=tolerance, atol=tolerance)
+                assert close, f"{name}: {(mine[name] - theirs[name]).abs().max()}"

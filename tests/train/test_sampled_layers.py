@@ -31,13 +31,8 @@ from outsize.train.metrics import read_metrics
 from outsize.train.resolve import resolve
 from outsize.train.setup import set_up
 
-LAYERS, GAP, STEPS, CLIP, RATE, SEED = 3, 2, 7, 0.5, 1e-2, 3
-SETTINGS = {
-    "lisa": Lisa(1, GAP),
-    "badam": BAdam(GAP),
-    "badam, random": BAdam(GAP, "random"),
-    "badam, descending": BAdam(GAP, "descending"),
-}
+LAYERS, GAP, STEPS, CLIP, RATE, SEED = 2, 2, 5, 0.5, 1e-2, 3
+SETTINGS = {"lisa": Lisa(1, GAP), "badam": BAdam(GAP)}
 
 
 def model_of(precision="float64", layers=LAYERS):
@@ -49,14 +44,13 @@ def plan_of(name, precision="float64", **changes):
     from outsize.plan.plan import per_segment
 
     return streamed.plan_of(
-        precision, segments=LAYERS + 2, stages=per_segment(LAYERS + 2), rows=4, microbatch_rows=1,
-        approximate=(name.partition(",")[0],), **changes,
+        precision, segments=LAYERS + 2, stages=per_segment(LAYERS + 2), rows=4, microbatch_rows=2,
+        approximate=(name,), **changes,
     )  # fmt: skip
 
 
 def recipe_of(name, **changes):
-    key = name.partition(",")[0]
-    said = {key: replace(SETTINGS[name], **changes)}
+    said = {name: replace(SETTINGS[name], **changes)}
     return Recipe(AdamW(weight_decay=0.1), CLIP, techniques=said, seed=SEED)
 
 
@@ -179,15 +173,14 @@ def test_a_run_goes_on_bitwise_within_a_turn_and_between_two(runs):
         "learning_rate__warmup": 0,
     }
     runs.train(**said, output=runs.home / "whole")
-    for cut in (2, 3):
-        name = f"cut {cut}"
-        runs.train(**{**said, "train__steps": cut}, output=runs.home / name)
-        runs.resume(runs.home / name, "train.steps=4")
-        both = [
-            [r["loss"] for r in read_metrics(runs.home / one) if "loss" in r]
-            for one in ("whole", name)
-        ]
-        assert both[0] == both[1] and len(both[0]) == 4
+    runs.train(**{**said, "train__steps": 2}, output=runs.home / "cut")
+    for steps in (3, 4):
+        runs.resume(runs.home / "cut", f"train.steps={steps}")
+    both = [
+        [r["loss"] for r in read_metrics(runs.home / one) if "loss" in r]
+        for one in ("whole", "cut")
+    ]
+    assert both[0] == both[1] and len(both[0]) == 4
 
 
 def test_what_does_not_go_with_it():
