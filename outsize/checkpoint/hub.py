@@ -31,6 +31,7 @@ from outsize.models.families import parse
 from outsize.models.names import Stored, alternatives, ignorable, layout
 
 CONFIG = "config.json"
+TOKENS = "prologue.tokens.weight"
 MAX_SHARD_BYTES = 5 << 30
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # not quantised
 
@@ -333,6 +334,28 @@ def write(model: Decoder, directory: Path, max_shard_bytes: int = MAX_SHARD_BYTE
     files = write_groups(directory, ((WEIGHTS, *one) for one in stored), max_shard_bytes)
     write_config(directory, config, model.prologue.tokens.weight.dtype)
     write_json(directory / SUMS, sums_json(files))
+
+
+def write_as(found: Described, directory: Path) -> int:
+    """The files of a described model as its config asks for them, codes where that says so, made of
+    one stored tensor at a time; gives the bytes of all. OutsizeError, naming file and tensor, for
+    weights that cannot be read."""
+    asked, values = found.model.config, dict(found.model.named_parameters())
+    config = asked if asked.coding is None else as_stored(asked)
+    dtypes, fill = found.dtypes(None), found.fill(None)
+
+    def like(name: str) -> Tensor:
+        return torch.empty(values[name].shape, dtype=dtypes[name], device="meta")
+
+    def read(name: str) -> Tensor:
+        return fill(name, values[name])
+
+    check_tied_head(found.shards, config, lambda: read(TOKENS))
+    stored = merged(layout(config), like, read)
+    files = write_groups(directory, ((WEIGHTS, *one) for one in stored), MAX_SHARD_BYTES)
+    write_config(directory, config, dtypes[TOKENS])
+    write_json(directory / SUMS, sums_json(files))
+    return sum(one.bytes for file in files.values() for one in file.tensors.values())
 
 
 def write_config(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> None:

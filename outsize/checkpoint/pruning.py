@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.contents import WEIGHTS, merged, write_groups
-from outsize.checkpoint.hub import MAX_SHARD_BYTES, Described, check_tied_head
+from outsize.checkpoint.hub import MAX_SHARD_BYTES, TOKENS, Described, check_tied_head
 from outsize.checkpoint.shards import SUMS, sums_json
 from outsize.checkpoint.writing import write_json
 from outsize.errors import OutsizeError
@@ -27,7 +27,6 @@ from outsize.models.declared import declarations
 from outsize.models.linear import linears
 
 _ROWS = 1 << 20  # weights whose order in their groups is known at once
-_TOKENS = "prologue.tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def write(found: Described, pruning: Pruning, count: Count, directory: Path) -> 
             count.weights += x.numel()
         return x
 
-    check_tied_head(found.shards, model.config, lambda: read(_TOKENS))
+    check_tied_head(found.shards, model.config, lambda: read(TOKENS))
     stored = merged(found.stored, like, read)
     files = write_groups(directory, ((WEIGHTS, *one) for one in stored), MAX_SHARD_BYTES)
     write_json(directory / SUMS, sums_json(files))

@@ -76,17 +76,20 @@ def convert(
 
 
 def _coded(found: Path, weights: str, into: Path) -> None:
-    """The same model as codes, of which there is one tensor at a time beside the weights."""
-    from outsize.checkpoint.hub import load, read_config, whole_directory, write
+    """The same model as codes, of which one tensor is in memory at a time."""
+    from outsize.checkpoint.hub import describe, read_config, whole_directory, write_as
     from outsize.memory.sizes import format_bytes
     from outsize.models.coding import asked
 
     _check_plain(found)
     config = asked(read_config(found), weights, "--weights")
-    model = load(found, config=config)
-    whole_directory(into, partial(_write, found, [], None, partial(write, model)))
-    held = sum(one.nbytes for one in model.parameters())
-    click.echo(f"{into}: {weights}, {format_bytes(held)}")
+    size, described = list[int](), describe(found, config)
+
+    def write(directory: Path) -> None:
+        size.append(write_as(described, directory))
+
+    whole_directory(into, partial(_write, found, [], None, write))
+    click.echo(f"{into}: {weights}, {format_bytes(sum(size))}")
 
 
 def _pruned(found: Path, prune: str, into: Path) -> None:

@@ -65,6 +65,7 @@ def plan(
     names = ("max_tokens", "temperature", "top_k", "top_p")
     refuse_unused(ctx, names, "a run that is trained: they go with --prompt-tokens")
     resolved = values_of(target, (*sets, *as_sets({"model.name": model, **places})))
+    from outsize.train.base import Base
     from outsize.train.setup import set_up
     from outsize.train.workers import over_workers
 
@@ -84,7 +85,7 @@ def plan(
     if setup.forecast.received:
         tables.append(show.network_table(setup.forecast))
     shown(screen, *tables)
-    stays = show.staying(setup.forecast, setup.subject.directory)
+    stays = Base(setup.subject, setup.config.output).said(setup.forecast.below)
     say(screen, show.predicted(setup.forecast), *stays, _fits(setup))
     if setup.tiers:
         _print_tiers(setup, screen)

@@ -23,8 +23,8 @@ from outsize.models.decoder import Decoder
 from outsize.models.linear import linears
 from outsize.models.names import Stored, layout
 from outsize.runtime.job import Fill
-from outsize.runtime.storage.base_files import lying
 from outsize.schedule.starting import Filling
+from outsize.train.base import may_lie
 
 
 class Read(Protocol):
@@ -98,7 +98,7 @@ def filling_of(directory: Path | None, config: DecoderConfig) -> Filling:
     if not entries and config.adapter is None:
         return Filling(converted=begun)
     found = describe(directory, config)
-    stays = {} if config.adapter is None else lying(found)
+    stays = {} if config.adapter is None else may_lie(found)
     shapes = {name: parameter.shape for name, parameter in found.model.named_parameters()}
 
     def size(entry: Stored) -> int:

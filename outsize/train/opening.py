@@ -12,11 +12,12 @@ from outsize.errors import counted
 from outsize.launch import WorkerGroup
 from outsize.screen import say, show
 from outsize.techniques import epochs
+from outsize.train.base import Base
 from outsize.train.finetuning import findings
 from outsize.train.recipe import data_config, stream_of
 from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
-from outsize.train.show import bytes_table, pace, plan_table, predicted, staying, turns_table
+from outsize.train.show import bytes_table, pace, plan_table, predicted, turns_table
 from outsize.train.timing import calibrated
 
 
@@ -29,7 +30,7 @@ def show_plan(setup: Setup, console: Console) -> None:
     assert steps is not None
     paces = [pace(setup.paces)] if setup.paces else []
     line = f"{predicted(setup.forecast)}; {counted(steps, 'step')}"
-    stays = staying(setup.forecast, setup.subject.directory)
+    stays = Base(setup.subject, setup.config.output).said(setup.forecast.below)
     say(console, line, *stays, *paces, *findings(setup.resolved), f"output: {setup.config.output}")
 
 

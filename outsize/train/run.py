@@ -46,6 +46,7 @@ from outsize.screen import say, show
 from outsize.techniques import callbacks
 from outsize.techniques.callbacks import Running, Told
 from outsize.texts import read_text, write_text
+from outsize.train.base import Base
 from outsize.train.config import may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
@@ -60,7 +61,6 @@ from outsize.train.setup import Setup, set_up, settled
 from outsize.train.show import values_table
 from outsize.train.state import (
     Place,
-    base_files,
     first_values,
     place_of,
     restore,
@@ -273,11 +273,12 @@ def _train(
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
-    tell = partial(say, console)
+    tell, base = partial(say, console), Base(setup.subject, store.directory)
+    worker_group.in_turn("base", lambda: base.make(setup.forecast.below, tell))
     with (
         Stop() as stop,
         opened(setup.tiers, setup.plan, below, setup.device, tell) as tiers,
-        base_files(setup.subject, below, setup.device) as files,
+        base.opened(below, setup.device) as files,
     ):
         stores: dict[str, Store] = {**tiers, **files}
         ledger = meter(setup.device, setup.plan.budget)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +12,7 @@ from outsize.hardware import Hardware
 from outsize.memory import KINDS, format_bytes
 from outsize.memory.disk import staging_bytes
 from outsize.memory.tiers import TierSpec
-from outsize.plan import FILES, Plan, explain
+from outsize.plan import Plan, explain
 from outsize.screen import FIGURES, table
 from outsize.search import Threshold, Tradeoff
 from outsize.simulate import Forecast
@@ -167,14 +166,6 @@ def predicted(forecast: Forecast) -> str:
         f"predicted: {count:,} parameters{each}; peak memory {format_bytes(forecast.peak)}{budget};"
         f" a step {time_of(forecast.seconds)}{speed}"
     )
-
-
-def staying(forecast: Forecast, base: Path | None) -> list[str]:
-    """A line on the weights that stay in the files of an adapter's base, where some do."""
-    size = forecast.below.get(FILES, 0)
-    if not size:
-        return []
-    return [f"base: {format_bytes(size)} stay in the files of {base}, read there in every step"]
 
 
 def pace(paces: Sequence[float]) -> str:

@@ -8,7 +8,6 @@ from (seed, name or sample), so the seed and the step are the whole random state
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize import accelerator
 from outsize.checkpoint.adapters import ADAPTER_CONFIG, to_json
 from outsize.checkpoint.adapters import GROUP as ADAPTER
 from outsize.checkpoint.contents import Named, merged
-from outsize.checkpoint.hub import describe, write_config
+from outsize.checkpoint.hub import write_config
 from outsize.checkpoint.manifest import JSON, as_json
 from outsize.checkpoint.opened import Checkpoint
 from outsize.checkpoint.store import Store
@@ -32,14 +30,12 @@ from outsize.models.build import initial_draw, rest
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.names import Stored, adapter_layout, layout
-from outsize.plan import FILES
 from outsize.runtime.job import Fill, Job
-from outsize.runtime.storage.base_files import BaseFiles
 from outsize.texts import write_text
 from outsize.train.config import MOVED, RENAMED, RunConfig, may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.first_values import filling, hub_fill, reading
-from outsize.train.model import BASE, Subject
+from outsize.train.model import BASE
 from outsize.train.recipe import files_of
 from outsize.train.resolve import Resolved
 from outsize.train.tokenizer_files import write_tokenizer
@@ -277,23 +273,6 @@ def first_values(model: Decoder, keys: RunConfig, found: Checkpoint | None) -> F
     return beside(
         config, directory, initial_draw(model, keys.train.seed, reading(directory, config))
     )
-
-
-@contextmanager
-def base_files(
-    subject: Subject, below: Mapping[str, int], device: torch.device
-) -> Iterator[dict[str, BaseFiles]]:
-    """The store of the weights that stay in the files of an adapter's base, where some do. below:
-    bytes by tier. OutsizeError where they have changed or are damaged."""
-    if not below.get(FILES):
-        yield {}
-        return
-    assert subject.directory is not None, "an adapter's base has one"
-    found = describe(subject.directory, subject.config)
-    with closing(BaseFiles(found, accelerator.queues(device))) as files:
-        if files.fingerprint != subject.base:
-            raise OutsizeError(f"{files.directory} has changed while the run began; begin it anew")
-        yield {FILES: files}
 
 
 def beside(config: DecoderConfig, directory: Path, trained: Fill) -> Fill:

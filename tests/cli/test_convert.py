@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from subjects import config_of
+from subjects import CONFIGS, config_of
 from verifying import fill
 
 import outsize
+from outsize.memory import Ledger, format_bytes
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.techniques.wirings.kraken_ways import krakened
 from outsize.techniques.wirings.ladder_from import laddered
+
+DEEP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12}
 
 
 @pytest.fixture
@@ -106,6 +109,20 @@ def test_pruned_are_the_smallest_of_each_matrix_of_the_blocks(invoke, tmp_path, 
         assert np.array_equal(found.detach().double().numpy(), values), name
     assert f"{zeros:,} of {weights:,} weights of the blocks' matrices are zero" in said.stdout
     assert zeros >= 0.36 * weights
+
+
+def test_codes_are_those_of_a_model_in_memory_and_made_of_one_tensor_at_a_time(invoke, tmp_path):
+    plain = tmp_path / "plain"
+    config = parse({**CONFIGS["llama"], **DEEP})
+    outsize.save(build(config, seed=3, dtype=torch.bfloat16), plain)
+    outsize.save(outsize.load(plain, weights="nf4:16"), tmp_path / "whole")
+    with Ledger() as ledger:
+        said = invoke("convert", plain, "--weights", "nf4:16", "--into", tmp_path / "codes")
+    made = {path.name: path.read_bytes() for path in (tmp_path / "codes").iterdir()}
+    assert made == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    size = sum(p.nbytes for p in outsize.load(tmp_path / "codes").parameters())
+    assert said.stdout.strip().endswith(f"nf4:16, {format_bytes(size)}")
+    assert ledger.peak < size / 2
 
 
 def test_codes_and_adapters_are_not_pruned(invoke, directory, tmp_path):

@@ -73,9 +73,10 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-CASES = {  # codes of the base, whose files are in bfloat16; precision of the run
-    "as they are": ("nf4:16", "bfloat16"),
-    "widened": (None, "float32"),
+CASES = {  # codes in the base's files, and those that are asked for; precision of the run
+    "as they are": ("nf4:16", None, "bfloat16"),
+    "widened": (None, None, "float32"),
+    "made once": (None, "int4:16", "float32"),
 }
 
 
@@ -83,17 +84,20 @@ CASES = {  # codes of the base, whose files are in bfloat16; precision of the ru
 def test_a_base_that_streams_in_place_is_one_in_memory(
     runs, spill, untimed, case, monkeypatch
 ) -> None:
-    weights, precision = CASES[case]
+    weights, made, precision = CASES[case]
     base = base_of(runs.home, "bfloat16", weights)
     before, keys = content(base), {**ADAPTER, "model__name": base, "precision": precision}
+    keys |= {} if made is None else {"weights": made}
     with monkeypatch.context() as patch:
         on_disk(patch, "device")
         printed = runs.train(output=runs.home / "whole", **keys)
         assert "stay in the files" not in printed
     on_disk(monkeypatch)
     printed = runs.train(memory="64MiB", disk=f"{spill}:64KiB", **keys)  # less than the base
-    size = sum(p.nbytes for p in outsize.load(base).parameters())
-    assert f"base: {outsize.memory.format_bytes(size)} stay in the files of {base}" in printed
+    size = sum(p.nbytes for p in outsize.load(base, weights=made).parameters())
+    where = f"the files of {base}"
+    where = where if made is None else f"{runs.home / 'run' / 'base'}, made of {where} once"
+    assert f"base: {outsize.memory.format_bytes(size)} stay in {where}, read there" in printed
     assert files_of(runs.home / "whole") == files_of(runs.home / "run")
     assert content(base) == before
     steps = [record for record in read_metrics(runs.home / "run") if "loss" in record]
@@ -106,6 +110,16 @@ def test_a_base_that_streams_in_place_is_one_in_memory(
         "adapter_model.safetensors", "optimizer.safetensors"
     }  # fmt: skip
     assert f'"{fingerprint(base)}"' in (saved / "manifest.json").read_text()
+    kept = runs.home / "run" / "base"
+    assert kept.is_dir() == (made is not None)
+    if made is not None:
+        before = content(kept)
+        assert "is made of" not in runs.resume(runs.home / "run", "train.steps=5")
+        assert content(kept) == before
+        (base / "outsize.json").unlink()
+        with pytest.raises(OutsizeError, match="holds other weights than those that the adapter"):
+            spoil(base)
+            runs.resume(runs.home / "run", "train.steps=6")
 
 
 def test_a_run_in_place_goes_on_bit_for_bit_and_not_beside_other_files(

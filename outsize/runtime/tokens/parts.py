@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.files import Entry
-from outsize.checkpoint.hub import Described
+from outsize.checkpoint.hub import TOKENS, Described
 from outsize.memory.stored import Copy
 from outsize.models.build import rest, segments
 from outsize.models.cuts import NO_CUTS, Cut, Span
 from outsize.models.names import Stored
 
 LINE = 64  # bytes: parameters begin where PyTorch's own would, so that kernels do the same
-TOKENS = "prologue.tokens.weight"
 _PROBE = 2  # columns of a probe: how rows are laid out is what is asked
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize import accelerator
+from outsize.checkpoint.hub import TOKENS
 from outsize.errors import OutsizeError
 from outsize.models.decoder import Decoder
 from outsize.models.linear import Embedding, rows
 from outsize.runtime.storage.weight_pool import pool_on
 from outsize.runtime.tokens.cycle import Layout
-from outsize.runtime.tokens.parts import TOKENS
 from outsize.runtime.tokens.source import Source
 from outsize.schedule.item import Item
 
