@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.checkpoint import hub
 from outsize.checkpoint.files import Header, read_header, read_json, read_tensor
@@ -76,7 +76,7 @@ def load(
     base = described(directory)[1]
     found = hub.describe(base, config)
     header = read_header(directory / f"{GROUP}.safetensors")
-    written = _values(header, config)
+    written = values_of(header, adapter_layout(config), found.model)
     own = found.fill(dtype, device or "cpu")
 
     def fill(name: str, parameter: Tensor) -> Tensor:
@@ -133,12 +133,13 @@ def reader_of(said: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Naming], 
     return found
 
 
-def _values(header: Header, config: DecoderConfig) -> dict[str, Callable[[Tensor], Tensor]]:
-    """By name of each of the adapter's parameters, what writes its value from the file, and gives
-    it. OutsizeError for a file of other tensors, or of other shapes."""
-    stored = adapter_layout(config)
-    check_names(header, {entry.theirs[0] for entry in stored})
-    _check_shapes(header, stored, config)
+def values_of(
+    header: Header, stored: Sequence[Stored], model: nn.Module
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """By name of each of an adapter's parameters, what writes its value from the file, and gives
+    it. model: that has them. OutsizeError for a file of other tensors, or of other shapes."""
+    _check_names(header, {entry.theirs[0] for entry in stored})
+    _check_shapes(header, stored, dict(model.named_parameters()))
 
     def written(entry: Stored, place: int, out: Tensor) -> Tensor:
         if entry.unchanged:
@@ -152,7 +153,7 @@ def _values(header: Header, config: DecoderConfig) -> dict[str, Callable[[Tensor
     }
 
 
-def check_names(header: Header, wanted: Set[str]) -> None:
+def _check_names(header: Header, wanted: Set[str]) -> None:
     """OutsizeError where an adapter's file has other tensors than a model wants of it."""
     lost, lacking = header.entries.keys() - wanted, wanted - header.entries.keys()
     if lost or lacking:
@@ -286,7 +287,10 @@ def put(model: Decoder, path: str | Path) -> None:
     config = adapted(said, model.config)
     assert config.adapter is not None
     _check_base(model.config, said, directory)
-    written = _values(read_header(directory / f"{GROUP}.safetensors"), config)
+    with torch.device("meta"):
+        form = Decoder(config)
+    header = read_header(directory / f"{GROUP}.safetensors")
+    written = values_of(header, adapter_layout(config), form)
 
     def write(name: str, out: Tensor) -> None:
         written[name](out)
@@ -304,10 +308,8 @@ def _check_base(config: DecoderConfig, said: Mapping[str, Any], directory: Path)
         )
 
 
-def _check_shapes(header: Header, stored: Sequence[Stored], config: DecoderConfig) -> None:
+def _check_shapes(header: Header, stored: Sequence[Stored], own: Mapping[str, Tensor]) -> None:
     """OutsizeError for a tensor of another shape than the model's adapter has."""
-    with torch.device("meta"):
-        own = dict(Decoder(config).named_parameters())
     for entry in stored:
         (wanted,) = (tuple(x.shape) for x in entry.merge(tuple(own[n] for n in entry.ours)))
         if (found := tuple(header.entries[entry.theirs[0]].shape)) != wanted:

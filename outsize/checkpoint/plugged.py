@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from outsize.checkpoint import hub
-from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, check_names, reader_of
-from outsize.checkpoint.files import read_header, read_json, read_tensor
+from outsize.checkpoint.adapters import ADAPTER_CONFIG, BASE, GROUP, reader_of, values_of
+from outsize.checkpoint.files import read_header, read_json
 from outsize.checkpoint.writing import write_json, write_tensors
 from outsize.errors import OutsizeError
 from outsize.models.declared import Declared, declarations
-from outsize.models.names import PEFT, joined
+from outsize.models.names import Stored, in_files, joined
 from outsize.models.plugged import (
     Plugged,
     adapted,
@@ -36,14 +36,9 @@ def save(model: nn.Module, path: str | Path) -> None:
         raise OutsizeError("save: the model has no adapter; expected one of outsize.adapt")
     said = record.adapter.to_json(adapted(model))
     base: Any = getattr(model, "name_or_path", None)
-    entries = joined(
-        _names(model),
-        {name: p.shape for name, p in model.named_parameters()},
-        dict(_declared(model)),
-    )
     values = {
         one.theirs[0]: one.merge(tuple(model.get_parameter(n).detach() for n in one.ours))[0]
-        for one in entries
+        for one in _entries(model)
     }
 
     def write(directory: Path) -> None:
@@ -67,23 +62,23 @@ def load(model: nn.Module, directory: Path) -> None:
     header = read_header(directory / f"{GROUP}.safetensors")
     plug(model, adapter, seed=0)
     try:
-        names = _names(model)
-        check_names(header, set(names.values()))
-        for ours, theirs in names.items():
-            own = model.get_parameter(ours)
-            read_tensor(header, theirs, own.data)
+        for name, write in values_of(header, _entries(model), model).items():
+            write(model.get_parameter(name).data)
     except BaseException:
         unplug(model)
         raise
 
 
-def _names(model: nn.Module) -> dict[str, str]:
-    """By name of a plugged parameter, that in files."""
-    return {name: f"{PEFT}{scope}.{one.file}" for scope, name, one in _each(model)}
-
-
-def _declared(model: nn.Module) -> Iterator[tuple[str, Declared]]:
-    return ((name, declared) for _, name, declared in _each(model))
+def _entries(model: nn.Module) -> tuple[Stored, ...]:
+    """All stored tensors of what was plugged in."""
+    each = list(_each(model))
+    names = {
+        name: in_files(one.file, partial(str, scope))
+        for scope, name, one in each
+        if one.file is not None
+    }
+    shapes = {name: model.get_parameter(name).shape for name in names}
+    return joined(names, shapes, {name: one for _, name, one in each})
 
 
 def _each(model: nn.Module) -> Iterator[tuple[str, str, Declared]]:

@@ -7,7 +7,7 @@ no optimizer states, and its values stay in the files that they came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,11 +42,13 @@ class Adapted:
 @dataclass(frozen=True)
 class Part:
     """Some of the Linears that an adapter changes. key: the setting that says which; make: gives
-    what is beside one of them, from its name and itself."""
+    what is beside one of them, from its name and itself; together: the same, where that depends on
+    all of them."""
 
     key: str
     targets: tuple[str, ...]
     make: Callable[[str, Weighed], Beside]
+    together: Callable[[Sequence[Weighed]], Callable[[str, Weighed], Beside]] | None = None
 
 
 @runtime_checkable
@@ -55,6 +57,14 @@ class Changes(Adapter, Protocol):
 
     @property
     def parts(self) -> tuple[Part, ...]: ...
+
+
+@runtime_checkable
+class Plainer(Adapter, Protocol):
+    """An adapter whose values, once trained, are those of a simpler one."""
+
+    def plainer(self, model: nn.Module) -> tuple[Adapter, Mapping[str, Tensor]]:
+        """That one, and its values by the names of parameters, of a model that has this one."""
 
 
 class Weighed(Protocol):

@@ -223,6 +223,10 @@ def write_initial(start: Initial, out: Tensor, seed: int, name: str) -> None:
     assert not isinstance(start.std, str), "said in numbers"
     if start.std:
         fill_normal(out, seed, name, std=start.std)
+    elif start.alike is not None:
+        common, columns = start.alike
+        for i, row in enumerate(out):
+            fill_uniform(row, seed, common, start.bound, i * columns)
     elif start.bound:
         fill_uniform(out, seed, name, start.bound)
     else:

@@ -25,12 +25,15 @@ class Initial:
     """Normal with deviation `std`, uniform within `bound` of 0, or else the number `value`.
 
     std: "model" is the deviation that the model's config names; "residual" the same, or a smaller
-    one where the family has less for projections into the residual stream.
+    one where the family has less for projections into the residual stream. alike: a name by which
+    it is drawn in the place of its own, and the columns of the whole: parameters that say the same
+    are the first rows and columns of one; uniform ones alone.
     """
 
     std: float | Literal["model", "residual"] = 0.0
     bound: float = 0.0
     value: float = 0.0
+    alike: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Declared:
     all of it behind a "/"; such a parameter is an adapter's, and rests in files of its own. None:
     the family's table has its name, or it is called there as it is here. stack: what lies in it
     along dim 0 one behind another, for axes that deal that out. rate: factor on its learning rate.
-    joined: along which dim those lie one behind another that have one name in files."""
+    joined: along which dim those lie one behind another that have one name in files; nested: they
+    are the first rows and columns of one."""
 
     initial: Initial
     lies: Lies
@@ -65,6 +69,7 @@ class Declared:
     stack: Stack | None = None
     rate: float = 1.0
     joined: int = 0
+    nested: bool = False
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,11 +69,17 @@ def adapter_layout(config: DecoderConfig) -> tuple[Stored, ...]:
     shapes, declared = _known(config)
     files = ((name, declared[name].file) for name in shapes)
     named = {
-        name: file[1:] if file.startswith("/") else f"{PEFT}{_scope_in_files(config, name)}.{file}"
+        name: in_files(file, partial(_scope_in_files, config, name))
         for name, file in files
         if file is not None
     }
     return joined(named, shapes, declared)
+
+
+def in_files(file: str, scope: Callable[[], str]) -> str:
+    """The name in files of an adapter's parameter that declares `file`. scope: that of what it
+    belongs to."""
+    return file[1:] if file.startswith("/") else f"{PEFT}{scope()}.{file}"
 
 
 def _scope_in_files(config: DecoderConfig, name: str) -> str:
@@ -99,6 +106,11 @@ def joined(
     def entry(theirs: str, ours: Sequence[str]) -> Stored:
         if len(ours) == 1:
             return Stored((ours[0],), (theirs,), _same, _same)
+        if declared[ours[0]].nested:
+            inside = [tuple(map(slice, shapes[name])) for name in ours]
+            return Stored(
+                tuple(ours), (theirs,), lambda x: tuple(x[0][cut] for cut in inside), _widest
+            )
         dim = declared[ours[0]].joined
         sizes = [shapes[name][dim] for name in ours]
         return Stored(
@@ -245,6 +257,11 @@ def _parts(name: str) -> tuple[int | None, str, str]:
 
 def _same(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors
+
+
+def _widest(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The one whose first rows and columns the others are."""
+    return (max(tensors, key=Tensor.numel),)
 
 
 def _transpose(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -83,9 +83,10 @@ def fill_normal(out: Tensor, seed: int, name: str, start: int = 0, std: float = 
     return out
 
 
-def fill_uniform(out: Tensor, seed: int, name: str, bound: float) -> Tensor:
-    """Fill `out`, in row-major order, with the uniform stream spread over [-bound, bound)."""
-    stream = _stream(seed, name, 0)
+def fill_uniform(out: Tensor, seed: int, name: str, bound: float, start: int = 0) -> Tensor:
+    """Fill `out`, in row-major order, with elements start.. of the uniform stream spread over
+    [-bound, bound)."""
+    stream = _stream(seed, name, start)
     for piece in pieces(out.detach()):
         values = (stream.random_raw(piece.numel()) >> 11).astype(np.float64)
         values *= bound * 2.0**-52

@@ -64,14 +64,17 @@ def chosen(
                     f"{part.key}: {target!r} names no linear layer of this model; expected {ALL},"
                     f" or some of {some(map(shown, every))}"
                 )
-        for name, one in every.items():
-            if any(_matches(shown(name), target) for target in part.targets):
-                if name in done:
-                    raise OutsizeError(
-                        f"{part.key}: {shown(name)} is named twice; expected each in one place"
-                    )
-                done.add(name)
-                yield part.key, name, part.make(shown(name), one)
+        found = [n for n in every if any(_matches(shown(n), one) for one in part.targets)]
+        make = part.make
+        if part.together is not None and found:
+            make = part.together([every[name] for name in found])
+        for name in found:
+            if name in done:
+                raise OutsizeError(
+                    f"{part.key}: {shown(name)} is named twice; expected each in one place"
+                )
+            done.add(name)
+            yield part.key, name, make(shown(name), every[name])
 
 
 def some(names: Iterable[str]) -> str:

@@ -18,6 +18,8 @@ from outsize.models.adapter import Adapter
 from outsize.models.declared import Declared, Initial, Lies
 from outsize.models.linear import Embedding
 
+LIKE_WEIGHTS = Initial(std="model")
+
 
 @runtime_checkable
 class Prompting(Adapter, Protocol):
@@ -33,18 +35,24 @@ def virtual(adapter: object) -> int:
     return adapter.virtual_tokens if isinstance(adapter, Prompting) else 0
 
 
+def places(positions_T: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which of so many virtual tokens each token is, or the last, and whether it is one (T, 1)."""
+    return positions_T.clamp(max=count - 1), (positions_T < count).unsqueeze(1)
+
+
 class Rows(Embedding):
     """positions_T -> the values (T, E) that virtual tokens have, and whether a token is one (T, 1).
     weight (P, E). file: its name in files, joined there along dim 1 with others of that name."""
 
-    def __init__(self, count: int, size: int, lies: Lies, file: str) -> None:
+    def __init__(
+        self, count: int, size: int, lies: Lies, file: str, begins: Initial = LIKE_WEIGHTS
+    ) -> None:
         super().__init__(count, size)
-        self.lies, self.file = lies, file
+        self.lies, self.file, self.begins = lies, file, begins
 
     def declare(self, _: str) -> Declared:
-        return Declared(Initial(std="model"), self.lies, self.file, joined=1)
+        return Declared(self.begins, self.lies, self.file, joined=1)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        count = self.weight.shape[0]
-        values_TE = super().forward(positions_T.clamp(max=count - 1))
-        return values_TE, (positions_T < count).unsqueeze(1)
+        at_T, here_T1 = places(positions_T, self.weight.shape[0])
+        return super().forward(at_T), here_T1

@@ -10,13 +10,14 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from outsize.checkpoint import adapters, gguf
 from outsize.checkpoint.hub import CONFIG, whole_directory, write
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.errors import OutsizeError
-from outsize.models.adapter import OWN
-from outsize.models.build import uncoded
+from outsize.models.adapter import OWN, Plainer
+from outsize.models.build import attach, uncoded
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.train.tokenizer_files import COPIED
@@ -42,7 +43,7 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
     if rank is not None:
         adapters.narrowed(model, _rank(found, rank))
     if kind == "peft":
-        return _peft(model, found, into)
+        return _peft(_plainer(model), found, into)
     # What it computes: an adapter that was trained beside codes goes into what these stand for.
     model = adapters.merge(uncoded(model))
     tokenizer = found / "tokenizer.json"
@@ -90,7 +91,7 @@ def _check_peft(found: Path, config: DecoderConfig) -> None:
     if config.adapter is None:
         raise OutsizeError(f"--to peft: {found} has no adapter; expected a run that trained one")
     kind = adapters.to_json(config, None)["peft_type"]
-    if kind.startswith(OWN):
+    if kind.startswith(OWN) and not isinstance(config.adapter, Plainer):
         raise OutsizeError(
             f"--to peft: peft has no method {kind}; expected --to hf, which merges what can be"
         )
@@ -111,6 +112,21 @@ def _rank(found: Path, rank: str) -> int:
             " (outsize keys elastic-adapters)"
         )
     return middle
+
+
+@torch.no_grad()
+def _plainer(model: Decoder) -> Decoder:
+    """The same object, whose adapter is the simplest one that computes what this one does."""
+    if not isinstance(model.config.adapter, Plainer):
+        return model
+    other, values = model.config.adapter.plainer(model)
+    adapters.remove(model)
+
+    def write(name: str, out: Tensor) -> None:
+        out.copy_(values[name])
+
+    attach(model, other, lambda: write)
+    return model
 
 
 def _peft(model: Decoder, found: Path, into: Path) -> list[str]:

@@ -16,6 +16,7 @@ from outsize.techniques.adapt.ia3 import Ia3
 from outsize.techniques.adapt.loha import Loha
 from outsize.techniques.adapt.lokr import Lokr
 from outsize.techniques.adapt.oft import Oft
+from outsize.techniques.adapt.vera import Vera
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -48,6 +49,10 @@ METHODS = {
         peft.IA3Config,
         {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
         Ia3(), 1.0,
+    ),
+    "vera": Method(
+        peft.VeraConfig, {"r": 5, "d_initial": 0.5, "target_modules": DENSE},
+        Vera(5, 0.5, ("all-linear",)),
     ),
     "oft": Method(peft.OFTConfig, {"oft_block_size": 4, "target_modules": DENSE}, Oft(4)),
 }  # fmt: skip

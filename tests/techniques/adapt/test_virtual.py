@@ -33,6 +33,8 @@ from outsize.parallel.check.decoder import Spread, check_decoder
 from outsize.parallel.tensor.declared import boundaries
 from outsize.parallel.tensor.units import cuts_of
 from outsize.plan import Pipelined, Sharding, Stage
+from outsize.serve.export import export
+from outsize.techniques.adapt.p_tuning import PTuning
 from outsize.techniques.adapt.prefix_tuning import Prefix
 from outsize.techniques.adapt.prompt_tuning import Prompt
 from outsize.verify import Case, Native, verify
@@ -44,7 +46,7 @@ THEIRS = {
     "p_tuning": (peft.PromptEncoderConfig, {"encoder_hidden_size": 7}),
     "projected": (peft.PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 7}),
 }  # fmt: skip
-OURS = {"prompt": Prompt(COUNT), "prefix": Prefix(COUNT)}
+OURS = {"prompt": Prompt(COUNT), "prefix": Prefix(COUNT), "p_tuning": PTuning(COUNT, 7)}
 
 
 @pytest.fixture
@@ -122,6 +124,32 @@ def test_what_pefts_networks_gave_is_read(method, tmp_path, exactly):
     torch.testing.assert_close(ours(ids), logits_of(peft_model, ids), **CLOSE)
 
 
+def test_an_encoder_has_pefts_outputs_and_gradients_and_is_written_as_what_it_gives(
+    tmp_path, exactly
+):
+    peft_model, ids = theirs("p_tuning", "llama", tmp_path), some_ids()
+    encoder = peft_model.prompt_encoder["default"]
+    ours = outsize.load(tmp_path / "base", dtype=torch.float64)
+    outsize.adapt(ours, "p_tuning", tokens=COUNT, hidden=7)
+    own = [p for p in ours.parameters() if p.requires_grad]
+    wanted = list(encoder.parameters())
+    assert [p.shape for p in own] == [p.shape for p in wanted]
+    for one, other in zip(own, wanted, strict=True):
+        one.data.copy_(other.data)
+    expected, found = logits_of(peft_model, ids), ours(ids)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    for x in (expected, found):
+        sum_of_losses(x, ids).backward()
+    for one, other in zip(own, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **CLOSE)
+    outsize.save(ours, tmp_path / "made", adapter_only=True)
+    again = outsize.load(tmp_path / "made", dtype=torch.float64)
+    torch.testing.assert_close(again(ids), expected, **CLOSE)
+    assert export(tmp_path / "made", "peft", tmp_path / "out")[1:] == []
+    theirs_again = peft.PeftModel.from_pretrained(pretrained(tmp_path / "base"), tmp_path / "out")
+    torch.testing.assert_close(logits_of(theirs_again.double().eval(), ids), expected, **CLOSE)
+
+
 PLANS = {
     "recompute, chunks": {
         "stages": (Stage(0, 1), Stage(1, 4, ("block",)), Stage(4, 5)), "sequence_chunk": 6,
@@ -147,7 +175,8 @@ def behind(batch):
         ("prompt", "recompute, chunks"), ("prefix", "recompute, chunks"),
         ("prefix", "data, all cut"), ("prompt", "tensor, by tokens, overlapped"),
         ("prefix", "tensor, by tokens, overlapped"), ("prompt", "tensor, pipeline"),
-        ("prefix", "context"),
+        ("prefix", "context"), ("p_tuning", "tensor, by tokens, overlapped"),
+        ("p_tuning", "tensor, pipeline"),
     ],
 )  # fmt: skip
 def test_a_plan_trains_as_plain_pytorch(method, plan):
