@@ -108,6 +108,17 @@ def storage_key(of: Tensor | UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+class StorageWatch:
+    """Keeps the key of a storage from being another's; its bytes may go."""
+
+    def __init__(self, of: Tensor) -> None:
+        self._held = of.untyped_storage()._weak_ref()
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # torch may go before this does
+
+    def __del__(self) -> None:
+        self._free(self._held)
+
+
 def storage_uses(of: Tensor) -> int:
     """How many references C++ and Python hold on a tensor's storage."""
     return int(torch._C._storage_Use_Count(of.untyped_storage()._cdata))

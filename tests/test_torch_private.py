@@ -43,6 +43,16 @@ def test_a_storage_has_one_key():
     assert private.storage_key(x) != private.storage_key(x.clone())
 
 
+def test_a_watched_storage_gives_its_bytes_back_and_keeps_its_key():
+    x = torch.zeros(8)
+    key, watch = private.storage_key(x), private.StorageWatch(x)
+    assert not torch.UntypedStorage._expired(watch._held)
+    del x
+    assert torch.UntypedStorage._expired(watch._held)
+    others = [torch.zeros(8) for _ in range(300)]
+    assert key not in {private.storage_key(one) for one in others}
+
+
 def test_references_to_a_storage_are_counted():
     x = torch.zeros(8)
     before = private.storage_uses(x)

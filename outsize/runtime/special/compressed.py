@@ -22,7 +22,7 @@ from outsize.plan import Plan
 from outsize.runtime.engine import Around, Call
 from outsize.runtime.points import Points
 from outsize.schedule import Action
-from outsize.torch_private import storage_key
+from outsize.torch_private import StorageWatch, storage_key
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
@@ -75,7 +75,7 @@ class _Call:
 
     def __init__(self, kept: Collection[int]) -> None:
         self._kept = kept
-        self._seen: dict[int, tuple[Tensor, Rounded]] = {}  # the tensor: so that it is not reused
+        self._seen: dict[int, tuple[StorageWatch, Rounded]] = {}
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps instead of a tensor."""
@@ -86,7 +86,7 @@ class _Call:
             return tensor
         if storage_key(storage) not in self._seen:
             flat = tensor.detach().as_strided((numel,), (1,), 0)
-            self._seen[storage_key(storage)] = (flat, rounded(flat))
+            self._seen[storage_key(storage)] = (StorageWatch(tensor), rounded(flat))
         _, made = self._seen[storage_key(storage)]
         return _View(made, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 

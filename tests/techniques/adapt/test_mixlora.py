@@ -27,7 +27,7 @@ from outsize.models.linear import linears
 from outsize.optim import AdamW
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Recipe
-from outsize.techniques.adapt.mixlora import MixLora
+from outsize.techniques.adapt.mixlora import Expert, MixLora
 
 EXPERTS, CHOSEN, RANK, ALPHA, BALANCE = 4, 2, 3, 5.0, 0.5
 ADAPTER = MixLora(EXPERTS, CHOSEN, RANK, ALPHA, BALANCE)
@@ -134,6 +134,18 @@ def test_files_give_the_same_and_tokens_are_those_of_the_whole_sequence(tmp_path
         assert done.exit_code == 2 and "no weight of the model can take up" in done.output
     plain = adapters.remove(model)
     assert torch.equal(plain(ids), outsize.load(tmp_path / "base")(ids))
+
+
+def test_rows_that_the_device_alone_counts_go_the_same_ways():
+    mlp, sizes = model_of().blocks[0].mlp, [3, 0, 5, 3]
+    found = []
+    for own in (sizes, torch.tensor(sizes)):
+        x = torch.linspace(-1, 1, 11 * 24, dtype=torch.float64).view(11, 24).requires_grad_()
+        y = Expert(mlp)(x, own)
+        learnt = [p for n, p in mlp.named_parameters() if n.endswith((".a", ".b"))]
+        found.append([y, *torch.autograd.grad((y * y).sum(), [x, *learnt])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_refused():
