@@ -172,10 +172,10 @@ def behind(batch):
 @pytest.mark.parametrize(
     ("method", "plan"),
     [
-        ("prompt", "recompute, chunks"), ("prefix", "recompute, chunks"),
+        ("prefix", "recompute, chunks"),
         ("prefix", "data, all cut"), ("prompt", "tensor, by tokens, overlapped"),
         ("prefix", "tensor, by tokens, overlapped"), ("prompt", "tensor, pipeline"),
-        ("prefix", "context"), ("p_tuning", "tensor, by tokens, overlapped"),
+        ("prefix", "context"),
         ("p_tuning", "tensor, pipeline"),
     ],
 )  # fmt: skip
