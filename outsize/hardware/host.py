@@ -6,11 +6,13 @@ leave, not what the whole machine has.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,9 @@ import psutil
 
 from outsize.errors import OutsizeError
 
+MAPPED = 1 << 20  # bytes of a buffer from which it is a mapping of its own, where memory is short
 UNLIMITED = 2**60  # version 1 writes its "no limit" as a number near 2^63
+_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 PROC = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 
@@ -64,6 +68,14 @@ def memory(proc: Path = PROC, mount: Path = MOUNT) -> Memory:
         if most != resource.RLIM_INFINITY:
             found.append(Memory(most, max(0, most - _own_bytes(limit))))
     return Memory(min(m.total for m in found), min(m.available for m in found))
+
+
+def own_mappings(nbytes: int = MAPPED) -> None:
+    """From here on buffers of so many bytes go back to the system when they are freed, where the C
+    library is glibc. By itself it raises that bound to as much as it has seen freed, 32 MiB at
+    most, and what is smaller lies in a heap that keeps its holes (docs/log.md)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, nbytes)
 
 
 def disk_free(directory: str | Path) -> int:

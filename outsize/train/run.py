@@ -33,6 +33,7 @@ from outsize.data import check_paths
 from outsize.decode.text import check_prompt
 from outsize.errors import OutsizeError, counted
 from outsize.hardware import Hardware
+from outsize.hardware.host import own_mappings
 from outsize.launch import WorkerGroup
 from outsize.memory import Meter, meter
 from outsize.memory.store import Store
@@ -273,6 +274,8 @@ def _train(
     assert keys.steps is not None
     place = Place(0, keys.steps, 0, stream.cursor(0))
     below = setup.forecast.below_of(setup.plan.mesh.index("pipeline", worker_group.rank))
+    if setup.plan.budget is not None:
+        own_mappings()
     tell, base = partial(say, console), Base(setup.subject, store.directory)
     worker_group.in_turn("base", lambda: base.make(setup.forecast.below, tell))
     with (

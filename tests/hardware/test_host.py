@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,3 +95,35 @@ def test_this_machine() -> None:
     assert host.disk_free(".") > 0
     with pytest.raises(OutsizeError, match="free space"):
         host.disk_free("/nowhere/at/all")
+
+
+HOLES = """
+import ctypes, psutil, sys
+from outsize.hardware import host
+
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+c.memset.restype, c.memset.argtypes = (
+    ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+)
+if sys.argv[1] == "own":
+    host.own_mappings()
+c.free(c.malloc(16 << 20))  # glibc keeps buffers up to this size in its heap from now on
+before = psutil.Process().memory_info().rss
+every = [c.memset(c.malloc(4 << 20), 1, 4 << 20) for _ in range(16)]
+for one in every[::2]:
+    c.free(one)
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def test_freed_buffers_go_back_to_the_system_and_leave_no_holes() -> None:
+    """Every second one of 16 is freed, of 4 MiB each."""
+
+    def held(way: str) -> int:
+        words = [sys.executable, "-c", HOLES, way]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+    kept, own = held("kept"), held("own")
+    assert kept > 60 << 20
+    assert own < 36 << 20

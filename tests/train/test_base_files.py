@@ -105,6 +105,8 @@ def test_a_base_that_streams_in_place_is_one_in_memory(
     assert [one["loss"] for one in steps] == [one["loss"] for one in whole]
     assert all(one["disk_bytes_read"] == one["disk_bytes_written"] == 0 for one in steps)
     assert sum(one["files_bytes_read"] for one in steps) >= size
+    (known,) = [r for r in read_metrics(runs.home / "run") if "measured_peak_bytes" in r]
+    assert 0.95 <= known["measured_peak_bytes"] / known["predicted_peak_bytes"] <= 1.0
     saved = runs.home / "run" / "step-00000004"
     assert {p.name for p in saved.glob("*.safetensors")} == {
         "adapter_model.safetensors", "optimizer.safetensors"

@@ -7,6 +7,7 @@ read into the end of the room and widened from there, which is exact. Codes are 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from outsize.checkpoint.shards import fingerprint
 from outsize.errors import OutsizeError
 from outsize.memory import ChunkTable
 from outsize.memory.chunk import Slot
-from outsize.memory.store import Place, rounded
+from outsize.memory.store import Place, pool, rounded
 from outsize.memory.stored import Copy, Operation, StoredFiles, buffers_of, clipped, operations
 from outsize.models.build import rest
 from outsize.models.cuts import Cut
@@ -65,7 +66,7 @@ class BaseFiles:
         size = sum(copy.bytes for _, copies in self._every.values() for copy in copies)
         self._files = StoredFiles(paths, buffers_of(int(SHARE * size)), pinned)
         self._places = dict[int, tuple[ChunkTable, int]]()
-        self._piece = torch.empty(_PIECE * torch.float32.itemsize, dtype=torch.uint8)
+        self._piece = pool(_PIECE * torch.float32.itemsize)
         self._one = threading.Lock()
         self._operations = cache(self._operated)
 
@@ -130,8 +131,16 @@ class BaseFiles:
         narrow = out.view(torch.uint8)[out.nbytes - size :].view(dtype)
         for first in range(0, len(out), _PIECE):
             some = narrow[first : first + _PIECE]
-            piece = self._piece.to(out.device)[: some.nbytes].view(dtype).copy_(some)
+            piece = some.clone() if out.device.type != "cpu" else self._copied(some)
             out[first : first + _PIECE].copy_(piece)
+
+    def _copied(self, some: Tensor) -> Tensor:
+        """Numbers in memory that is there for this, as the buffers of files are: a plan counts
+        neither."""
+        address = self._piece.data_ptr()
+        ctypes.memmove(address, some.data_ptr(), some.nbytes)
+        raw = (ctypes.c_uint8 * some.nbytes).from_address(address)
+        return torch.frombuffer(raw, dtype=some.dtype)
 
 
 def _runs(table: ChunkTable, first: int, count: int) -> Iterator[tuple[Slot, int, int]]:
