@@ -25,6 +25,7 @@ from outsize.errors import OutsizeError
 from outsize.kernels.entropy import PLAIN
 from outsize.models.build import shells
 from outsize.models.decoder import Decoder
+from outsize.optim.optimizer import precision_for
 from outsize.plan import Precision
 from outsize.runtime.job import Fill
 from outsize.train.metrics import read_metrics
@@ -103,7 +104,7 @@ class Run:
     @property
     def precision(self) -> Precision:
         keys = self.read.config
-        made = Precision.named(keys.precision or "float32")
+        made = precision_for(self.read.optimizer, Precision.named(keys.precision or "float32"))
         bare = "bfloat16-weights" in keys.plan.approximate
         return Precision(made.compute, None, made.gradients, made.optimizer) if bare else made
 
