@@ -2,6 +2,8 @@
 
 model = outsize.load(path)                        # any Hugging Face decoder directory
 outsize.generate(model, "def fib(n):")
+with outsize.engine(path) as engine:              # many at once, each as if it were alone
+    engine.generate(["def fib(n):", "import "])
 job = outsize.prepare(model, optimizer="adamw")   # or any nn.Module made of blocks
 loss = job.step(batch)
 outsize.save(model, path)
@@ -17,7 +19,7 @@ from outsize.errors import OutsizeError
 from outsize.lazy import importing
 
 if TYPE_CHECKING:
-    from outsize.api import adapt, generate, load, merge, remove_adapter, save
+    from outsize.api import adapt, engine, generate, load, merge, remove_adapter, save
     from outsize.hardware import Hardware
     from outsize.plan import Plan
     from outsize.schedule.program import Program
@@ -40,6 +42,7 @@ __all__ = [
     "Trace",
     "__version__",
     "adapt",
+    "engine",
     "generate",
     "load",
     "merge",

@@ -19,12 +19,13 @@ from outsize.errors import OutsizeError
 from outsize.memory.sizes import parse_bytes
 from outsize.models.coding import asked
 from outsize.models.decoder import Decoder
-from outsize.serve.model import Model
+from outsize.serve.model import Model, tokenizer_of
 
 if TYPE_CHECKING:
     from outsize.models.adapter import Adapter
+    from outsize.serve.texts import TextEngine
 
-__all__ = ["Model", "adapt", "generate", "load", "merge", "remove_adapter", "save"]
+__all__ = ["Model", "adapt", "engine", "generate", "load", "merge", "remove_adapter", "save"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,6 +112,39 @@ def generate(
     able = model if isinstance(model, Model) else Model(model)
     sampling = Sampling(temperature, top_k, top_p, seed)
     return able.generate(prompt, max_tokens, sampling, stop, tokenizer, on_text)
+
+
+def engine(
+    path: str | Path,
+    *,
+    memory: str | int | None = None,
+    context: int | None = None,
+    requests: int = 16,
+    weights: str = "required",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
+    policy: str = "mixed",
+) -> TextEngine:
+    """A model that many ask at once: `with outsize.engine(path) as engine: engine.generate([...])`.
+
+    What each gets is bit for bit what it would get alone, in float32 and bfloat16 on a CPU. memory:
+    most bytes of tensors; context: tokens of a request; requests: that go at once; weights, dtype,
+    device: as of `load`; policy: what a step feeds, mixed or prompt-first. OutsizeError where the
+    memory is too small, with what is missing.
+    """
+    from outsize.serve.room import Wanted
+    from outsize.serve.texts import TextEngine
+
+    limit = None if memory is None else parse_bytes(memory)
+    model = load(path, dtype, device, weights=weights)
+    try:
+        text = tokenizer_of(model, tokenizer)
+    except OutsizeError:
+        if tokenizer is not None:
+            raise
+        text = None  # prompts of token ids need none
+    return TextEngine(model, text, Wanted(limit, context, requests), policy)
 
 
 def save(

@@ -18,6 +18,7 @@ from outsize.cli.merge import merge
 from outsize.cli.new import new
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
+from outsize.cli.serve import serve
 from outsize.cli.trace import trace
 from outsize.cli.train import train
 from outsize.cli.verify import verify
@@ -57,6 +58,6 @@ def main() -> None:
     """Train and serve models that are larger than the hardware."""
 
 
-_MODELS = (new, train, generate, chat, evaluate, convert, merge, formats, export)
+_MODELS = (new, train, generate, chat, serve, evaluate, convert, merge, formats, export)
 for command in (*_MODELS, data, plan, keys, schedule, trace, verify):
     main.add_command(command)

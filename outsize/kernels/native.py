@@ -35,7 +35,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by it
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("native", "attention", "sparse", "shared", "blockwise", "normal", "codes")
+    for name in ("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows")
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
@@ -70,6 +70,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
     "decode": (None, (_I, _I, *[_P] * 4, *[_N] * 4, _I)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
+    "rows_product": (None, (_I, *[_P] * 4, _N, _N, _N, _I)),
+    "pages_attend": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
     "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
     "shared_close": (None, (_P,)),
     "shared_bytes": (_N, (_I, _N)),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
+from outsize.kernels.rows import lying
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def upcast(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """x (..., D) over the root of its mean square, times weight (D) + offset; dtype as x."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
+    y: Tensor = _RMSNorm.apply(lying(x), weight, eps, offset)  # type: ignore[no-untyped-call]
     return y
 
 

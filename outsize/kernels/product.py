@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outsize.kernels.rows import linear as row_by_row
+from outsize.kernels.rows import wanted
 from outsize.torch_private import FakeTensor
 
 LEAST = 1 << 20  # multiplications below which a call's own cost counts for more
@@ -26,6 +28,8 @@ PART = 1 << 20  # elements of a result that are made at once and then put where 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., N). Not for autograd to record."""
+    if wanted(x, weight_NI):
+        return row_by_row(x, weight_NI, bias_N)
     if not _fits(x, weight_NI, weight_NI.size(0)):
         return F.linear(x, weight_NI, bias_N)
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight_NI, bias_N, "none", [], "")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Vocabulary
+from outsize.kernels.rows import by_element
 from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.coding import Coding
@@ -200,7 +201,7 @@ class Epilogue(nn.Module):
         if self.logit_scale != 1:
             logits_TV = logits_TV * self.logit_scale
         if self.softcap is not None:
-            logits_TV = (logits_TV / self.softcap).tanh() * self.softcap
+            logits_TV = by_element(torch.tanh, logits_TV / self.softcap) * self.softcap
         return logits_TV
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.kernels.linear import GradSink, linear
+from outsize.kernels.rows import by_element
 from outsize.models.config import DecoderConfig, ExpertFacts
 from outsize.models.declared import INSIDE, Declared, Initial, Lies
 from outsize.models.linear import Linear, redirect
@@ -135,7 +136,8 @@ class Router(nn.Module):
     def scores(self, x_TD: Tensor) -> Tensor:
         """score_TE, float32 or float64."""
         logits_TE = self.score.wide(x_TD)
-        return logits_TE.softmax(-1) if self.facts.scoring == "softmax" else logits_TE.sigmoid()
+        soft = self.facts.scoring == "softmax"
+        return logits_TE.softmax(-1) if soft else by_element(torch.sigmoid, logits_TE)
 
     def weigh(self, score_TE: Tensor, chosen_TJ: Tensor) -> Tensor:
         """weight_TJ of what was chosen."""

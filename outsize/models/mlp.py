@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.kernels.gate import SILU, Activation, gated
+from outsize.kernels.rows import by_element
 from outsize.models.declared import Unit
 from outsize.models.linear import Linear
 from outsize.models.seams import Context
@@ -71,5 +72,5 @@ class MLP(nn.Module):
         """(T, F): what `down` takes."""
         up_TF, gate = self.up(x_TD), self.gate
         if gate is None:
-            return self.activation.forward(up_TF)
+            return by_element(self.activation.forward, up_TF)
         return self.gating(gate(x_TD), up_TF, self.activation)

@@ -116,9 +116,18 @@ class TokenSteps:
         return self._sample.taken()
 
     @torch.no_grad()
-    def logits(self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """logits_TV of every token, on all workers, with nothing kept of what they leave."""
-        loaded = self.begin(ids_T, positions_T, bounds, None)
+    def logits(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past | None = None,
+    ) -> Tensor:
+        """logits_TV of every token, on all workers. past None: with nothing kept of what they
+        leave."""
+        loaded = self._list(Kind.PREFILL)
+        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, every=True)
+        self._begin(lambda m: walk)
         kept = self.model.prologue.tokens.weight.dtype
         form = torch.empty(len(ids_T), self.model.config.vocab, dtype=kept, device="meta")
         self._sample.ready((), form)
@@ -133,7 +142,7 @@ class TokenSteps:
         """Set out on a step; gives its list. past None: nothing came before, nothing is kept, and
         the logits of every token are asked for."""
         loaded = self._list(Kind.PREFILL if past is None else kind_of(bounds))
-        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past)
+        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, past is None)
         self._begin(lambda m: walk)
         return loaded
 
@@ -151,6 +160,7 @@ class TokenSteps:
         positions_T: Tensor,
         bounds: tuple[int, ...],
         past: Past | None,
+        every: bool = False,
     ) -> tuple[ChainWalk, Hashable]:
         """Of a microbatch, with what tells messages of other shapes apart."""
         dispatch = self.flow.execution.dispatch
@@ -160,8 +170,8 @@ class TokenSteps:
         way, count, through = self.prompts, len(ids_T), None
         if way is not None and past is not None and way.fits_step(count):
             through = way.through(context, past, self.leaving)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, past is None, through)
-        return walk, (count, len(bounds) - 1, past is None)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, every, through)
+        return walk, (count, len(bounds) - 1, every)
 
     def several(self, going: Going) -> list[tuple[int, Drawn]]:
         """Steps whose sequences fall into groups, so that stages of a pipeline work at once: one of

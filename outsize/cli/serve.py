@@ -1,0 +1,92 @@
+"""`outsize serve`: a model behind the OpenAI API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from outsize.cli.command import Command, adapted, adapters_of
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@click.command(cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Other than this machine's own"
+              " wants a --key-file.")  # fmt: skip
+@click.option("--port", default=8000, show_default=True, help="0: any that is free.")
+@click.option("--key-file", type=click.Path(path_type=Path), metavar="FILE", help="Keys, a line"
+              " each, of which requests must have one.")  # fmt: skip
+@click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB: weights, cache and"
+              " steps. Left out: the cache has up to half of the memory that is left.")  # fmt: skip
+@click.option("--context", type=click.IntRange(1), metavar="TOKENS", help="Of a request, with what"
+              " is drawn; by default what the model has, 8,192 at most.")  # fmt: skip
+@click.option("--requests", default=16, show_default=True, type=click.IntRange(1, 1024),
+              help="That go at once.")  # fmt: skip
+@click.option("--step", default=512, show_default=True, type=click.IntRange(1), metavar="TOKENS",
+              help="Of a step, at most.")  # fmt: skip
+@click.option("--queue", type=click.IntRange(0), metavar="TOKENS", help="Of requests that wait;"
+              " more are refused. By default four times the cache's.")  # fmt: skip
+@click.option("--policy", default="mixed", show_default=True, help="mixed: tokens of all, slices of"
+              " prompts beside them; prompt-first: prompts before anything else.")  # fmt: skip
+@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
+@click.option(
+    "--template", default="own", help="Of chats: own, a file of Jinja, chatml, llama3, ..."
+)
+@click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
+@adapted
+@click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
+def serve(
+    directory: Path,
+    host: str,
+    port: int,
+    key_file: Path | None,
+    memory: str | None,
+    context: int | None,
+    requests: int,
+    step: int,
+    queue: int | None,
+    policy: str,
+    weights: str | None,
+    template: str,
+    tokenizer: str | None,
+    adapters: tuple[str, ...],
+    device: str,
+) -> None:
+    """Serve the model in DIRECTORY (a run, a checkpoint, an adapter's directory, any Hugging Face
+    decoder) by the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, and /tokenize,
+    /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is answered.
+    """
+    from outsize import accelerator
+    from outsize.cli.generate import found_in, opened
+    from outsize.errors import OutsizeError
+    from outsize.memory.sizes import parse_bytes
+    from outsize.models.coding import asked
+    from outsize.serve.engine import Engine
+    from outsize.serve.policies import POLICIES
+    from outsize.serve.room import Wanted, served
+
+    try:
+        from outsize.serve.http.guard import keys_in
+        from outsize.serve.http.run import run, socket_of
+    except ImportError as error:
+        raise OutsizeError(
+            f"serve: {error.name} is missing; pip install 'outsize[serve]'"
+        ) from None
+    chosen = POLICIES.get(policy)
+    if key_file is None and host not in LOCAL:
+        raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
+    keys = () if key_file is None else keys_in(key_file)
+    limit = None if memory is None else parse_bytes(memory)
+    place = accelerator.named(device)
+    found, config, text = found_in(directory, tokenizer)
+    config = asked(config, weights, "--weights")
+    listening = socket_of(host, port)  # a port in use is known before weights are read
+    with listening, opened(found, config, None, place, adapters_of(adapters)) as model:
+        wanted = Wanted(limit, context, requests, step, queue)
+        plan = served(model, wanted)
+        for line in plan.lines():
+            click.echo(line)
+        engine = Engine(model, plan.room, chosen)
+        run(engine, text, found, directory, template, tokenizer, keys, listening)

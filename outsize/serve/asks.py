@@ -1,0 +1,91 @@
+"""What is asked of the engine, and what it tells: data alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outsize.decode.samplers import Sampler
+from outsize.errors import OutsizeError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt and how it is gone on with. stop: tokens that end it, told as its last; tops: of how
+    many of the likeliest tokens log-probabilities are told, None: of none, not of the drawn one
+    either."""
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    sampler: Sampler
+    stop: frozenset[int] = frozenset()
+    tops: int | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token was drawn. logprob: the log of the probability that the model gave it, NaN where
+    nobody asked; tops: of the likeliest ones."""
+
+    id: int
+    logprob: float = math.nan
+    tops: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """A request is over. reason: stop, length, cancelled, or error with its words."""
+
+    reason: str
+    error: str = ""
+
+
+Deliver = Callable[[Token | End], None]  # on the engine's thread
+
+
+@dataclass(frozen=True)
+class Room:
+    """pages: of `page` tokens each; slots: requests that go at once; budget: tokens of a step;
+    queue: tokens of requests that may wait; context: of a request with what is drawn, at most."""
+
+    pages: int
+    page: int
+    slots: int
+    budget: int
+    queue: int
+    context: int
+
+
+class Full(OutsizeError):
+    """The queue is full. wait: seconds until there may be room, foretold."""
+
+    def __init__(self, message: str, wait: float) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass
+class Counts:
+    """Since the start. kept: tokens of prompts that were in pages already; busy: seconds in
+    steps."""
+
+    steps: int = 0
+    prompt: int = 0
+    kept: int = 0
+    drawn: int = 0
+    interrupted: int = 0
+    refused: int = 0
+    busy: float = 0.0
+
+
+def told(logits_V: Tensor, token: int, tops: int | None) -> Token:
+    """A token with the log-probabilities that are asked for, of the raw logits."""
+    if tops is None:
+        return Token(token)
+    logs_V = logits_V.detach().double().log_softmax(-1)
+    values, ids = logs_V.topk(min(tops, len(logs_V)))
+    likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return Token(token, float(logs_V[token]), likeliest)

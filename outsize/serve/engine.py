@@ -1,0 +1,243 @@
+"""The engine: requests of any age in one step after another, on one thread.
+
+A step feeds tokens of as many requests as a policy says, prompts and single tokens alike, and draws
+one for each that has none left waiting (Yu et al., "Orca", 2022). What a token is depends on its
+request alone: on its tokens, seed and place, not on the batch, the slices of its prompt, kept pages
+or interruptions. Pages: Kwon et al., "PagedAttention", 2023.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from outsize.decode.generate import Draw, check_request
+from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.errors import OutsizeError, counted
+from outsize.kernels import rows
+from outsize.models.decoder import typed
+from outsize.runtime.session import Session
+from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
+from outsize.serve.line import Line
+from outsize.serve.model import Model
+from outsize.serve.policies import Policy
+
+
+@dataclass
+class _Scoring:
+    """Log-probabilities of all tokens of a text but the first."""
+
+    ids: tuple[int, ...]
+    tops: int
+    found: list[Token] = field(default_factory=list)
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Engine:
+    """Serves a model that is in memory. Use it in a `with`, or `start` and `close` it.
+
+    Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. fault: what
+    has ended it, if something has.
+    """
+
+    def __init__(self, model: Model, room: Room, policy: Policy) -> None:
+        assert model.home is None, "its weights are in memory"
+        self.model, self.room = model, room
+        self._session, weight = Session(model), model.prologue.tokens.weight
+        self._device = weight.device
+        left = [one for block in typed(model.blocks) for one in block.mixer.states(weight.dtype)]
+        # What a whole sequence leaves is not there for its first tokens alone.
+        sharing = all(one.per == "token" for one in left)
+        self._cache = PagedCache(room.pages, room.page, room.slots + 1)  # one to score in
+        self.line = Line(room, policy, sharing, self._cache.clear)
+        self._scorings: list[_Scoring] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        self.fault: BaseException | None = None
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="outsize-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """What has begun is cancelled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._session.close()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a request may have."""
+        return self.line.limit
+
+    def check(self, ids: Sequence[int], max_new_tokens: int) -> None:
+        """OutsizeError for what can never be served."""
+        check_request(self.model, ids, max_new_tokens)
+        needed = len(ids) + max(max_new_tokens - 1, 0)
+        if needed > self.limit:
+            raise OutsizeError(
+                f"{counted(len(ids), 'token')} and {max_new_tokens} new ones need room for"
+                f" {needed}; a request has room for {self.limit}: ask for fewer, or serve with more"
+                " --context"
+            )
+
+    def submit(self, ask: Ask, deliver: Deliver) -> int:
+        """Ask; gives the key of the request. deliver: called with each token and the end.
+
+        OutsizeError for what can never be served, Full where too many wait.
+        """
+        self.check(ask.ids, ask.max_new_tokens)
+        if ask.max_new_tokens == 0:
+            deliver(End("length"))
+            return -1
+        with self._wake:
+            self._refuse_if_over()
+            key = self.line.add(ask, deliver)
+            self._wake.notify()
+        return key
+
+    def cancel(self, key: int) -> None:
+        """A request that may be over already is not gone on with."""
+        with self._wake:
+            if key in self.line.requests:
+                self.line.requests[key].cancelled = True
+                self._wake.notify()
+
+    def tokens(self, ask: Ask) -> Iterator[Token]:
+        """The tokens that follow a prompt, as they come; who reads no more cancels. OutsizeError as
+        of submit, and where the engine ends it."""
+        came = SimpleQueue[Token | End]()
+        key = self.submit(ask, came.put)
+        try:
+            while isinstance(one := came.get(), Token):
+                yield one
+        finally:
+            self.cancel(key)
+        if one.reason in ("error", "cancelled"):
+            raise OutsizeError(one.error or "the engine is closed; expected an open one")
+
+    def logprobs(self, ids: Sequence[int], tops: int = 0) -> list[Token]:
+        """Of each token but the first, the log of the probability that the model gave it behind
+        those before, with those of the likeliest ones."""
+        self.check(ids, 1)
+        one = _Scoring(tuple(ids), tops)
+        with self._wake:
+            self._refuse_if_over()
+            self._scorings.append(one)
+            self._wake.notify()
+        one.done.wait()
+        if one.error is not None:
+            raise one.error
+        return one.found
+
+    @property
+    def busy(self) -> tuple[int, int]:
+        """Requests that have begun, and those that wait."""
+        with self._wake:
+            begun = sum(r.begun for r in self.line.requests.values())
+            return begun, len(self.line.requests) - begun
+
+    def stuck(self, seconds: float) -> bool:
+        """Whether somebody waits and no step has ended for so long, or none ever will."""
+        waits = bool(self.line.requests or self._scorings)
+        return self.fault is not None or (waits and time.monotonic() - self._last > seconds)
+
+    def _refuse_if_over(self) -> None:
+        if self.fault is not None:
+            raise OutsizeError(f"the engine has failed: {self.fault}")
+        if self._closing:
+            raise OutsizeError("the engine is closed; expected an open one")
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), rows.alone():
+                while self._next():
+                    self._last = time.monotonic()
+        except BaseException as error:  # whoever waits is told, and health says so
+            self.fault = error
+        end = End("cancelled") if self.fault is None else End("error", str(self.fault))
+        with self._wake:
+            self._closing = True
+            for request in list(self.line.requests.values()):
+                request.deliver(end)
+            self.line.requests.clear()
+            for one in self._scorings:
+                one.error = OutsizeError(f"the engine has ended: {self.fault or 'it was closed'}")
+                one.done.set()
+
+    def _next(self) -> bool:
+        """One step, or a wait for somebody who asks; whether to go on."""
+        with self._wake:
+            while not (self.line.requests or self._scorings or self._closing):
+                self._wake.wait()
+                self._last = time.monotonic()
+            if self._closing:
+                return False
+            scoring = self._scorings.pop(0) if self._scorings else None
+            begin = time.perf_counter()
+            parts = self.line.parts() if scoring is None else {}
+        if scoring is not None:
+            self._score(scoring)
+        elif parts:
+            self._step(parts)
+            self.line.counts.steps += 1
+            self.line.counts.busy += time.perf_counter() - begin
+        return True
+
+    def _step(self, parts: dict[int, Part]) -> None:
+        requests = [self.line.requests[key] for key in parts]
+        some = list(zip(requests, parts.values(), strict=True))
+        fed = [token for r, part in some for token in r.ids[part.start : part.stop]]
+        draws = [
+            Draw(row, r.draw, r.drawn, False)
+            for row, (r, part) in enumerate(some)
+            if not part.ahead
+        ]
+        past = PagedPast(self._cache, tuple(parts.values()))
+        self._session(torch.tensor(fed), past.positions(self._device), past.bounds, past, draws)
+        self._session.forget()
+        with self._wake:
+            self.line.take(parts)
+
+    def _score(self, one: _Scoring) -> None:
+        """All of a text in slices of their own, in pages that it has for that long."""
+        slot, budget = self.room.slots, self.room.budget
+        self._cache.clear(slot)
+        with self._wake:
+            owner = self.line.lent(len(one.ids))
+        try:
+            for first in range(0, len(one.ids), budget):
+                some = one.ids[first : first + budget]
+                ahead = len(one.ids) - first - len(some)
+                part = Part(self.line.pages.of(owner), first, len(some), ahead, slot)
+                past = PagedPast(self._cache, (part,))
+                logits_TV = self._session.steps.logits(
+                    torch.tensor(some), past.positions(self._device), past.bounds, past
+                )
+                behind = one.ids[first + 1 : first + 1 + len(some)]
+                found = zip(logits_TV.cpu(), behind, strict=False)
+                one.found += [told(logits_V, token, one.tops) for logits_V, token in found]
+        except Exception as error:
+            one.error = error
+            raise
+        finally:
+            with self._wake:
+                self.line.pages.end(owner)
+            one.done.set()

@@ -1,0 +1,301 @@
+"""Answers to completions and chats, at once or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outsize.decode.samplers import Sampling
+from outsize.errors import OutsizeError
+from outsize.serve.asks import Ask, Token
+from outsize.serve.http.asked import Chat, Completion
+from outsize.serve.http.choices import Piece, Weighed, pieces
+
+if TYPE_CHECKING:
+    from outsize.serve.http.app import Serving
+
+Asked = TypeVar("Asked", Completion, Chat)
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class _Said:
+    """A choice so far."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.reason = piece.reason or self.reason
+
+
+class Answer(ABC, Generic[Asked]):
+    """prompts: token ids; each has `n` choices, and choice i of prompt p is number p n + i."""
+
+    kind = ""  # of object
+    streamed = ""
+
+    def __init__(
+        self, serving: Serving, asked: Asked, prompts: Sequence[Sequence[int]], ident: str
+    ) -> None:
+        self.serving, self.prompts = serving, prompts
+        self.asked: Asked = asked
+        self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
+        self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        self.used = 0
+        stop = asked.stop or ()
+        self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.asks = [
+            self._ask(ids, p * asked.n + i) for p, ids in enumerate(prompts) for i in range(asked.n)
+        ]
+        for ask in self.asks:
+            serving.engine.check(ask.ids, ask.max_new_tokens)
+
+    async def respond(self, request: Request) -> Response:
+        """What goes back; nothing more is drawn for a client that has left."""
+        if not self.asked.stream:
+            whole = asyncio.ensure_future(self.whole())
+            left = asyncio.ensure_future(_left(request))
+            try:
+                await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
+                return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)
+            finally:
+                for task in (whole, left):
+                    task.cancel()
+                await asyncio.gather(whole, left, return_exceptions=True)
+        # What is refused is refused with its status, before the first event is sent.
+        events = self._events()
+        first = await anext(events)
+
+        async def every() -> AsyncGenerator[str, None]:
+            async with contextlib.aclosing(events):
+                yield first
+                async for one in events:
+                    yield one
+
+        return StreamingResponse(every(), media_type="text/event-stream")
+
+    async def whole(self) -> dict[str, Any]:
+        said = [_Said() for _ in self.asks]
+        async with contextlib.aclosing(self._pieces()) as found:
+            async for number, piece in found:
+                said[number].add(piece)
+        choices = [await self.choice(number, one) for number, one in enumerate(said)]
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        wanted = self.asked.stream_options
+        usage = wanted is not None and wanted.include_usage
+        more = {"usage": None} if usage else {}
+        head = {**self.head, "object": self.streamed}
+        begun = set[int]()
+        try:
+            async with contextlib.aclosing(self._pieces()) as found:
+                async for number, piece in found:
+                    choice = await self.part(number, piece, number not in begun)
+                    begun.add(number)
+                    yield _event({**head, "choices": [choice], **more})
+        except OutsizeError as error:
+            if not begun:
+                raise
+            yield _event({"error": {"message": str(error), "type": "server_error",
+                                    "param": None, "code": None}})  # fmt: skip
+            return
+        if usage:
+            yield _event({**head, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Of all choices, as they come; where one fails the others are cancelled."""
+        came = asyncio.Queue[tuple[int, Piece | BaseException]]()
+
+        async def follow(number: int, ask: Ask) -> None:
+            try:
+                made = pieces(self.serving.engine, self.serving.text, ask, self.stops)
+                async with contextlib.aclosing(made) as found:
+                    async for piece in found:
+                        came.put_nowait((number, piece))
+            except Exception as error:
+                came.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(follow(i, ask)) for i, ask in enumerate(self.asks)]
+        try:
+            left = len(tasks)
+            while left:
+                number, piece = await came.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                self.used += len(piece.tokens)
+                left -= piece.reason is not None
+                yield number, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ask(self, ids: Sequence[int], number: int) -> Ask:
+        asked, vocab = self.asked, self.serving.engine.model.config.vocab
+        bias = dict[int, float]()
+        for name, more in (asked.logit_bias or {}).items():
+            if not name.isdecimal() or int(name) >= vocab:
+                raise OutsizeError(f"logit_bias: {name!r}; expected a token id, 0 to {vocab - 1}")
+            bias[int(name)] = more
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, self.seed + number)
+        weighed = Weighed(sampling, asked.presence_penalty, asked.frequency_penalty, bias)
+        plain = not bias and not asked.presence_penalty and not asked.frequency_penalty
+        return Ask(
+            tuple(ids), self.most(ids), sampling if plain else weighed, self.ends(), self.tops()
+        )
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": prompt, "completion_tokens": self.used,
+            "total_tokens": prompt + self.used,
+        }  # fmt: skip
+
+    def written(self, token: int) -> str:
+        return self.serving.text.written([token])
+
+    def ends(self) -> frozenset[int]:
+        return frozenset((self.serving.text.eos,))
+
+    @abstractmethod
+    def most(self, ids: Sequence[int]) -> int:
+        """Tokens that are drawn at most."""
+
+    @abstractmethod
+    def tops(self) -> int | None:
+        """As in Ask."""
+
+    @abstractmethod
+    async def choice(self, number: int, said: _Said) -> dict[str, Any]:
+        """A choice that is over."""
+
+    @abstractmethod
+    async def part(self, number: int, piece: Piece, first: bool) -> dict[str, Any]:
+        """What an event says of a choice."""
+
+
+class CompletionAnswer(Answer[Completion]):
+    kind = streamed = "text_completion"
+
+    def most(self, ids: Sequence[int]) -> int:
+        return self._left(ids) if self.asked.max_tokens is None else self.asked.max_tokens
+
+    def _left(self, ids: Sequence[int]) -> int:
+        return max(1, self.serving.engine.limit - len(ids) + 1)
+
+    def tops(self) -> int | None:
+        return self.asked.logprobs
+
+    async def choice(self, number: int, said: _Said) -> dict[str, Any]:
+        echoed = await self._echoed(number)
+        text = self._prompt(number) + said.text
+        logprobs = self._logprobs([*echoed, *said.tokens], bool(echoed))
+        return {
+            "index": number, "text": text, "finish_reason": said.reason, "logprobs": logprobs
+        }  # fmt: skip
+
+    async def part(self, number: int, piece: Piece, first: bool) -> dict[str, Any]:
+        echoed = await self._echoed(number) if first else []
+        text = self._prompt(number) + piece.text if first else piece.text
+        logprobs = self._logprobs([*echoed, *piece.tokens], bool(echoed))
+        return {
+            "index": number, "text": text, "finish_reason": piece.reason, "logprobs": logprobs
+        }  # fmt: skip
+
+    def _prompt(self, number: int) -> str:
+        ids = self.prompts[number // self.asked.n]
+        return self.serving.text.decode(ids) if self.asked.echo else ""
+
+    async def _echoed(self, number: int) -> list[Token]:
+        """The prompt's own tokens, where their log-probabilities are asked for."""
+        ids, tops = self.prompts[number // self.asked.n], self.asked.logprobs
+        if not self.asked.echo or tops is None:
+            return []
+        scored = await asyncio.to_thread(self.serving.engine.logprobs, ids, tops)
+        return [Token(ids[0]), *scored]
+
+    def _logprobs(self, tokens: Sequence[Token], echoed: bool) -> dict[str, Any] | None:
+        """echoed: nothing is before the first token, which has none."""
+        if self.asked.logprobs is None:
+            return None
+        words, offsets, at = [self.written(one.id) for one in tokens], list[int](), 0
+        for one in tokens:
+            offsets.append(at)
+            at += len(self.serving.text.decode([one.id]))
+        values = [one.logprob for one in tokens]
+        tops = [{self.written(i): value for i, value in one.tops} for one in tokens]
+        return {
+            "tokens": words,
+            "token_logprobs": [None, *values[1:]] if echoed else values,
+            "top_logprobs": [None, *tops[1:]] if echoed else tops,
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer[Chat]):
+    kind, streamed = "chat.completion", "chat.completion.chunk"
+
+    def most(self, ids: Sequence[int]) -> int:
+        said = self.asked.max_completion_tokens or self.asked.max_tokens
+        return said or max(1, self.serving.engine.limit - len(ids) + 1)
+
+    def ends(self) -> frozenset[int]:
+        talk = self.serving.talk
+        return super().ends() if talk is None else talk.ends
+
+    def tops(self) -> int | None:
+        return (self.asked.top_logprobs or 0) if self.asked.logprobs else None
+
+    async def choice(self, number: int, said: _Said) -> dict[str, Any]:
+        message = {"role": "assistant", "content": said.text, "refusal": None}
+        return {
+            "index": number, "message": message, "finish_reason": said.reason,
+            "logprobs": self._logprobs(said.tokens),
+        }  # fmt: skip
+
+    async def part(self, number: int, piece: Piece, first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if first else {}
+        return {
+            "index": number, "delta": {**role, "content": piece.text},
+            "finish_reason": piece.reason, "logprobs": self._logprobs(piece.tokens),
+        }  # fmt: skip
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        return {"content": [self._entry(one) for one in tokens], "refusal": None}
+
+    def _entry(self, token: Token) -> dict[str, Any]:
+        tops = [self._word(i, value) for i, value in token.tops]
+        return {**self._word(token.id, token.logprob), "top_logprobs": tops}
+
+    def _word(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self.written(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+async def _left(request: Request) -> None:
+    """Until the client has."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

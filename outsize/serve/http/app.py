@@ -1,0 +1,182 @@
+"""The API: OpenAI's requests and answers over an engine.
+
+What the API has and this does not is answered with 400 or 404 and the field's name. Errors are
+OpenAI's in form: {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from outsize.data.tokenizer import Tokenizer
+from outsize.decode.text import prompt_ids
+from outsize.errors import OutsizeError
+from outsize.serve.asks import Full
+from outsize.serve.engine import Engine
+from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
+from outsize.serve.http.asked import Chat, Completion, Text, Tokens
+from outsize.serve.http.metrics import metrics_of
+from outsize.serve.talk import Talk
+
+STUCK = 120.0  # seconds without a step while somebody waits
+_CODES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the API speaks for. name: of the model; talk: how its chats are written, None: it has no
+    template."""
+
+    engine: Engine
+    text: Tokenizer
+    name: str
+    talk: Talk | None
+
+
+class Missing(OutsizeError):
+    """There is no such model."""
+
+
+def app_of(serving: Serving) -> FastAPI:
+    """The application; its engine starts and ends with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        with serving.engine:
+            yield
+
+    app = FastAPI(title="Outsize", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _errors(app)
+    _models(app, serving)
+    _generation(app, serving)
+    _tokens(app, serving)
+    _state(app, serving)
+    return app
+
+
+def _errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = [str(x) for x in first["loc"] if x != "body"]
+        param = ".".join(where[:1]) or None
+        return said(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", param)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return said(error.status_code, str(error.detail))
+
+    @app.exception_handler(OutsizeError)
+    async def ours(_: Request, error: OutsizeError) -> Response:
+        if isinstance(error, Full):
+            later = {"Retry-After": str(max(1, round(error.wait)))}
+            return said(429, str(error), headers=later)
+        return said(404 if isinstance(error, Missing) else 400, str(error))
+
+
+def said(
+    status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    kind = _CODES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": message, "type": kind, "param": param, "code": None}
+    return JSONResponse({"error": error}, status, headers)
+
+
+def _models(app: FastAPI, serving: Serving) -> None:
+    made = {"id": serving.name, "object": "model", "created": int(time.time()),
+            "owned_by": "outsize"}  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"object": "list", "data": [made]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        _check_model(serving, name)
+        return made
+
+
+def _check_model(serving: Serving, name: str | None) -> None:
+    if name is not None and name != serving.name:
+        raise Missing(f"model {name!r} is not here; this server has {serving.name!r}")
+
+
+def _generation(app: FastAPI, serving: Serving) -> None:
+    numbers = itertools.count()
+
+    def ident(kind: str) -> str:
+        return f"{kind}-{secrets.token_hex(8)}{next(numbers):x}"
+
+    @app.post("/v1/completions")
+    async def completions(asked: Completion, request: Request) -> Any:
+        _check_model(serving, asked.model)
+        prompts = [_ids(serving, one) for one in _listed(asked.prompt)]
+        return await CompletionAnswer(serving, asked, prompts, ident("cmpl")).respond(request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: Chat, request: Request) -> Any:
+        _check_model(serving, asked.model)
+        if serving.talk is None:
+            raise OutsizeError(
+                "messages: this model has no chat template; serve it with --template, or ask"
+                " /v1/completions"
+            )
+        ids = serving.talk.prompt([one.plain() for one in asked.messages])
+        return await ChatAnswer(serving, asked, [ids], ident("chatcmpl")).respond(request)
+
+
+def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def _ids(serving: Serving, prompt: str | list[int]) -> list[int]:
+    return prompt_ids(serving.text, prompt) if isinstance(prompt, str) else prompt
+
+
+def _tokens(app: FastAPI, serving: Serving) -> None:
+    @app.post("/tokenize")
+    async def tokenize(asked: Text) -> Any:
+        _check_model(serving, asked.model)
+        if asked.add_special_tokens:
+            ids = prompt_ids(serving.text, asked.prompt)
+        else:
+            ids = serving.text.encode(asked.prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": serving.engine.limit}
+
+    @app.post("/detokenize")
+    async def detokenize(asked: Tokens) -> Any:
+        _check_model(serving, asked.model)
+        wrong = [one for one in asked.tokens if one >= serving.text.vocab_size]
+        if wrong:
+            raise OutsizeError(
+                f"tokens: {wrong[0]}; expected 0 to {serving.text.vocab_size - 1}, the"
+                " tokenizer's vocabulary"
+            )
+        return {"prompt": serving.text.decode(asked.tokens)}
+
+
+def _state(app: FastAPI, serving: Serving) -> None:
+    metrics = metrics_of(serving.engine)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if serving.engine.stuck(STUCK):
+            return said(503, "requests wait, and no step is made")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def measured() -> Response:
+        return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

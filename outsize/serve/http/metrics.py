@@ -1,0 +1,47 @@
+"""What the engine counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from outsize.serve.engine import Engine
+
+_COUNTED = {
+    "steps": "Steps of the engine.",
+    "prompt": "Tokens of prompts that were fed.",
+    "kept": "Tokens of prompts that were found in kept pages.",
+    "drawn": "Tokens that were drawn.",
+    "interrupted": "Requests whose pages were taken by an older one.",
+    "refused": "Requests that the full queue refused.",
+    "busy": "Seconds in steps.",
+}
+
+
+class _Engine:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, (begun, waiting) = self._engine, self._engine.busy
+        for name, meaning in _COUNTED.items():
+            yield CounterMetricFamily(
+                f"outsize_{name}", meaning, value=float(getattr(engine.line.counts, name))
+            )
+        gauges = {
+            "requests_running": ("Requests that have begun.", begun),
+            "requests_waiting": ("Requests in the queue.", waiting),
+            "pages": ("Pages of the cache.", engine.line.pages.count),
+            "pages_left": ("Pages that no request has.", engine.line.pages.left),
+        }
+        for name, (meaning, value) in gauges.items():
+            yield GaugeMetricFamily(f"outsize_{name}", meaning, value=float(value))
+
+
+def metrics_of(engine: Engine) -> Callable[[], bytes]:
+    """What writes them out."""
+    registry = CollectorRegistry()
+    registry.register(_Engine(engine))
+    return lambda: generate_latest(registry)

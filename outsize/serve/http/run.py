@@ -1,0 +1,73 @@
+"""Starts the server on a socket and ends it: uvicorn over the API."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import click
+import uvicorn
+
+from outsize.checkpoint.adapters import tokenizer_directory
+from outsize.data.template import OWN, template_of
+from outsize.data.tokenizer import Tokenizer
+from outsize.errors import OutsizeError
+from outsize.serve.engine import Engine
+from outsize.serve.http.app import Serving, app_of
+from outsize.serve.http.guard import Guard
+from outsize.serve.talk import Talk
+
+_DRAIN = 600  # seconds that answers under way have at the end
+_WAITING = 2048  # connections that the system holds until they are taken
+
+
+def socket_of(host: str, port: int) -> socket.socket:
+    """Bound. OutsizeError for an address that cannot be had."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(kind, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, OverflowError) as error:
+        made.close()
+        why = getattr(error, "strerror", None) or str(error)
+        raise OutsizeError(
+            f"--port {port} on {host}: {why}; choose another, or 0 for any"
+        ) from None
+    return made
+
+
+def run(
+    engine: Engine,
+    text: Tokenizer,
+    found: Path,
+    said: Path,
+    template: str,
+    tokenizer: str | None,
+    keys: tuple[str, ...],
+    listening: socket.socket,
+) -> None:
+    """Serve until a signal ends it, and what was begun is answered. said: the directory as it was
+    named, whose name is the model's."""
+    folder = tokenizer or str(tokenizer_directory(found))
+    own = template_of(None if folder == "bytes" else folder, text, template)
+    if own is None and template != OWN:
+        raise OutsizeError(f"--template {template} is none")
+    talk = None if own is None else Talk(engine.model, text, own)
+    serving = Serving(engine, text, said.resolve().name, talk)
+    host, port = listening.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    config = uvicorn.Config(
+        Guard(app_of(serving), keys),
+        log_level="warning",
+        timeout_graceful_shutdown=_DRAIN,
+        backlog=_WAITING,
+        lifespan="on",
+        server_header=False,
+    )
+    listening.listen(_WAITING)  # who comes from now on waits
+    chats = "" if talk is not None else "; no chat template, so no chats"
+    click.echo(f"serving {serving.name} at {address}/v1{chats}")
+    uvicorn.Server(config).run([listening])
+    if engine.fault is not None:
+        raise OutsizeError(f"the engine has failed: {engine.fault}")

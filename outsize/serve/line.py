@@ -1,0 +1,190 @@
+"""Who is served: requests in the order of their coming, with pages and slots. No tensors but those
+that logits are drawn from, and no threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outsize.decode.paged import Part
+from outsize.errors import OutsizeError, counted
+from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room, Token, told
+from outsize.serve.pages import Pages
+from outsize.serve.policies import Policy, View, Waiting
+
+
+@dataclass
+class Request:
+    """ids: the prompt and what was drawn; fed: how many of them are in pages; slot: None while it
+    has none; told: what its last draw said."""
+
+    key: int
+    ask: Ask
+    deliver: Deliver
+    ids: list[int]
+    fed: int = 0
+    slot: int | None = None
+    drawn: int = 0
+    cancelled: bool = False
+    told: Token | OutsizeError | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.slot is not None
+
+    @property
+    def waiting(self) -> int:
+        return len(self.ids) - self.fed
+
+    def seen(self) -> Waiting:
+        prompt = not self.begun or self.waiting > 1
+        return Waiting(self.key, self.waiting, self.begun, prompt)
+
+    def draw(self, logits_V: Tensor, index: int) -> int:
+        """A Sampler that keeps what is told, and ends nothing but its own request."""
+        try:
+            token = self.ask.sampler(logits_V, index)
+        except OutsizeError as error:
+            self.told = error
+            return 0
+        self.told = told(logits_V, token, self.ask.tops)
+        return token
+
+
+class Line:
+    """sharing: pages of prompts that begin alike are shared. cleared: called with a slot that a
+    sequence begins in."""
+
+    def __init__(
+        self, room: Room, policy: Policy, sharing: bool, cleared: Callable[[int], None]
+    ) -> None:
+        self.room, self.counts = room, Counts()
+        self.pages = Pages(room.pages, room.page, sharing)
+        self._policy, self._cleared = policy, cleared
+        self._slots = list(range(room.slots))[::-1]
+        self._keys = itertools.count()
+        self.requests: dict[int, Request] = {}
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a request may have."""
+        return min(self.room.context, self.pages.tokens)
+
+    def add(self, ask: Ask, deliver: Deliver) -> int:
+        """A request comes; gives its key. Full where too many tokens wait."""
+        waiting = sum(r.waiting for r in self.requests.values() if not r.begun)
+        if waiting and waiting + len(ask.ids) > self.room.queue:
+            self.counts.refused += 1
+            raise Full(
+                f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
+                f" {self.room.queue:,}; ask again later",
+                self._wait(waiting),
+            )
+        key = next(self._keys)
+        self.requests[key] = Request(key, ask, deliver, list(ask.ids))
+        return key
+
+    def parts(self) -> dict[int, Part]:
+        """What the next step feeds, by request, with pages for it."""
+        for request in [r for r in self.requests.values() if r.cancelled]:
+            self.leave(request, End("cancelled"))
+        seen = [r.seen() for r in self.requests.values()]
+        wanted = self._policy(View(seen, self.room.budget, self.room.slots))
+        found = dict[int, Part]()
+        for key, count in sorted(wanted.items()):
+            request = self.requests[key]
+            if not request.begun and not self._begin(request):
+                break  # those behind it do not overtake
+            count = min(count, request.waiting)
+            if not self._given(request, request.fed + count):
+                continue
+            assert request.slot is not None
+            ahead, pages = request.waiting - count, self.pages.of(key)
+            found[key] = Part(pages, request.fed, count, ahead, request.slot)
+        return found
+
+    def take(self, parts: Mapping[int, Part]) -> None:
+        """A step has fed these, and those with nothing ahead have drawn."""
+        for key, part in parts.items():
+            request = self.requests[key]
+            drew = not part.ahead
+            self.counts.prompt += part.count - (drew and request.drawn > 0)
+            request.fed = part.stop
+            self.pages.written(key, request.ids, part.stop)
+            if drew and not request.cancelled:
+                self._drew(request)
+
+    def leave(self, request: Request, end: End) -> None:
+        """A request is over."""
+        self._release(request)
+        del self.requests[request.key]
+        request.deliver(end)
+
+    def lent(self, tokens: int) -> int:
+        """An owner of pages for so many tokens, be they taken from requests that go."""
+        owner = next(self._keys)
+        self.pages.begin(owner, ())
+        while self.pages.missing(owner, tokens) > self.pages.left:
+            self._interrupt([r for r in self.requests.values() if r.begun][-1])
+        self.pages.extend(owner, tokens)
+        return owner
+
+    def _begin(self, request: Request) -> bool:
+        """Give a request a slot and the pages that are kept of its prompt, where there is room for
+        the rest of it; nobody who goes is interrupted for one that has not begun."""
+        if not self._slots:
+            return False
+        request.fed = self.pages.begin(request.key, request.ids)
+        if self.pages.missing(request.key, len(request.ids)) > self.pages.left:
+            self.pages.end(request.key)
+            request.fed = 0
+            return False
+        request.slot = self._slots.pop()
+        self._cleared(request.slot)
+        self.counts.kept += request.fed
+        return True
+
+    def _given(self, request: Request, tokens: int) -> bool:
+        """Pages for so many tokens, where need be from those who came later."""
+        while self.pages.missing(request.key, tokens) > self.pages.left:
+            later = [r for r in self.requests.values() if r.begun and r.key > request.key]
+            if not later:
+                return False  # its turn comes when somebody older has ended
+            self._interrupt(later[-1])
+        self.pages.extend(request.key, tokens)
+        return True
+
+    def _interrupt(self, request: Request) -> None:
+        """Take a request's pages; all its tokens will be fed again."""
+        self._release(request)
+        request.fed = 0
+        self.counts.interrupted += 1
+
+    def _release(self, request: Request) -> None:
+        if request.slot is not None:
+            self.pages.end(request.key)
+            self._slots.append(request.slot)
+            request.slot = None
+
+    def _drew(self, request: Request) -> None:
+        found, ask = request.told, request.ask
+        if isinstance(found, OutsizeError):
+            self.leave(request, End("error", str(found)))
+            return
+        assert found is not None, "it was drawn for"
+        request.ids.append(found.id)
+        request.drawn += 1
+        self.counts.drawn += 1
+        request.deliver(found)
+        if found.id in ask.stop:
+            self.leave(request, End("stop"))
+        elif request.drawn == ask.max_new_tokens:
+            self.leave(request, End("length"))
+
+    def _wait(self, tokens: int) -> float:
+        """Seconds that so many tokens of prompts take at the pace so far."""
+        done = self.counts.prompt + self.counts.drawn
+        return tokens * self.counts.busy / done if done else 1.0

@@ -1,0 +1,129 @@
+"""The engine for texts: prompts in, texts out, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
+from queue import SimpleQueue
+
+from outsize.data.tokenizer import Tokenizer
+from outsize.decode.samplers import Sampling
+from outsize.decode.text import StopStrings, pieces, prompt_ids
+from outsize.errors import OutsizeError
+from outsize.serve.asks import Ask, End, Token
+from outsize.serve.engine import Engine
+from outsize.serve.model import Model
+from outsize.serve.policies import POLICIES
+from outsize.serve.room import Served, Wanted, served
+
+Prompt = str | Sequence[int]
+
+
+class TextEngine:
+    """A model in memory that many may ask at once, from any thread; use it in a `with`.
+
+    plan: what it has room for, and how long a token takes. OutsizeError where the memory is too
+    small.
+    """
+
+    def __init__(
+        self, model: Model, text: Tokenizer | None, wanted: Wanted, policy: str = "mixed"
+    ) -> None:
+        self.text = text
+        self.plan: Served = served(model, wanted)
+        self.engine = Engine(model, self.plan.room, POLICIES.get(policy))
+
+    def __enter__(self) -> TextEngine:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 128,
+        sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
+        stop: Collection[str] = (),
+    ) -> list[str | list[int]]:
+        """What follows each prompt: a text for a text, token ids for token ids, each what it would
+        be alone. OutsizeError, before anything is computed, for a prompt that cannot be served."""
+        own = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(own) != len(prompts):
+            raise OutsizeError(
+                f"generate: {len(own)} samplings for {len(prompts)} prompts; expected one for all,"
+                " or one each"
+            )
+        asks = [self._ask(p, max_tokens, one) for p, one in zip(prompts, own, strict=True)]
+        for ask in asks:
+            self.engine.check(ask.ids, ask.max_new_tokens)
+        came = SimpleQueue[tuple[int, Token | End]]()
+        keys, left = list[int](), list(range(len(asks)))[::-1]
+        found = [list[int]() for _ in asks]
+        over = 0
+
+        def submit() -> None:  # no more than may go at once, so that the queue is others' too
+            number = left.pop()
+            keys.append(
+                self.engine.submit(asks[number], lambda one, n=number: came.put((n, one)))  # type: ignore[misc]
+            )
+
+        try:
+            while left and len(keys) < self.engine.room.slots:
+                submit()
+            while over < len(asks):
+                number, one = came.get()
+                if isinstance(one, Token):
+                    found[number].append(one.id)
+                    continue
+                if one.reason in ("error", "cancelled"):
+                    raise OutsizeError(one.error or "the engine is closed; expected an open one")
+                over += 1
+                if left:
+                    submit()
+        finally:
+            for key in keys:
+                self.engine.cancel(key)
+        return [
+            "".join(self._pieces(iter(ids), stop)) if isinstance(prompt, str) else ids
+            for prompt, ids in zip(prompts, found, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 128,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        stop: Collection[str] = (),
+    ) -> Iterator[str]:
+        """The text that follows a prompt, in pieces that are never empty, as it comes."""
+        ask = self._ask(prompt, max_tokens, sampling, text=True)
+        with closing(self.engine.tokens(ask)) as tokens:
+            yield from self._pieces((one.id for one in tokens), stop)
+
+    def logprobs(self, prompt: Prompt) -> list[float]:
+        """Of each token but the first, the log of the probability that the model gave it."""
+        return [one.logprob for one in self.engine.logprobs(self._ids(prompt))]
+
+    def _pieces(self, tokens: Iterator[int], stop: Collection[str]) -> Iterator[str]:
+        text = self._known()
+        return pieces(tokens, text.stream(), StopStrings(stop), (text.eos,))
+
+    def _ask(self, prompt: Prompt, most: int, sampling: Sampling, text: bool = False) -> Ask:
+        ends = (self._known().eos,) if text or isinstance(prompt, str) else ()
+        return Ask(tuple(self._ids(prompt)), most, sampling, frozenset(ends))
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        return prompt_ids(self._known(), prompt) if isinstance(prompt, str) else prompt
+
+    def _known(self) -> Tokenizer:
+        if self.text is None:
+            raise OutsizeError(
+                "no tokenizer is known for this model; pass tokenizer=DIRECTORY with a"
+                " tokenizer.json, or prompts of token ids"
+            )
+        return self.text

@@ -1,0 +1,94 @@
+"""`outsize serve`: a process that serves, drains and ends; what is refused before it does."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from decoders import SMALL
+
+import outsize
+from outsize.cli.main import main
+from outsize.models.build import build
+from outsize.models.families import parse
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "small"
+    config = {**SMALL, "model_type": "llama", "vocab_size": 257}
+    outsize.save(build(parse(config), seed=3), path)
+    return path
+
+
+@contextmanager
+def killed(process: subprocess.Popen[str]) -> Iterator[None]:
+    """In the end, whatever happens."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def test_it_serves_and_ends_when_all_is_answered(directory: Path) -> None:
+    """A stream is under way when SIGTERM comes: it is answered to its end."""
+    command = [sys.executable, "-m", "outsize", "serve", str(directory), "--port", "0"]
+    command += ["--tokenizer", "bytes", "--context", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, killed(process):
+        assert process.stdout is not None
+        plan = [process.stdout.readline() for _ in range(2)]
+        assert "cache" in plan[0] and "up to 16 requests at once, of 64 tokens each" in plan[1]
+        line = process.stdout.readline()
+        assert line.startswith("serving small at http://127.0.0.1:") and "no chat template" in line
+        port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        ask = {"prompt": "a", "max_tokens": 60, "stream": True, "logit_bias": {"97": 100}}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(ask), headers)
+        answer = connection.getresponse()
+        process.send_signal(signal.SIGTERM)
+        events = answer.read().decode().split("\n\n")
+        said = [json.loads(one.removeprefix("data: ")) for one in events[:-2]]
+        assert "".join(one["choices"][0]["text"] for one in said) == "a" * 60
+        assert events[-2:] == ["data: [DONE]", ""]
+        assert process.wait(120) in (0, -signal.SIGTERM)
+
+
+def keyed(path: Path, mode: int, text: str = "secret\n") -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases: list[tuple[tuple[Any, ...], str]] = [
+            (("--port", port), f"--port {port} on 127.0.0.1: "),
+            (("--port", 70000), "--port 70000 on 127.0.0.1: "),
+            (("--host", "0.0.0.0"), "--host 0.0.0.0 is open to other machines"),
+            (("--key-file", tmp_path / "none"), "is no file"),
+            (("--key-file", keyed(tmp_path / "open", 0o644)), "can be read by others"),
+            (("--key-file", keyed(tmp_path / "empty", 0o600, "\n")), "expected keys"),
+            (("--policy", "mixd"), "policy 'mixd' is not known; did you mean 'mixed'"),
+            (("--memory", "10KiB", "--port", 0), "--memory: "),
+            (("--context", 100, "--port", 0), "this model has 64 positions"),
+            (("--template", "chatm", "--port", 0), "'chatm'"),
+            (("--tokenizer", tmp_path, "--port", 0), "tokenizer.json"),
+        ]
+        for words, said in cases:
+            known = () if "--tokenizer" in words else ("--tokenizer", "bytes")
+            found = CliRunner().invoke(main, ["serve", *map(str, (directory, *known, *words))])
+            assert found.exit_code == 2, (words, found.output)
+            (line,) = found.stderr.splitlines()
+            assert line.startswith("error: ") and said in line, line

@@ -1,0 +1,86 @@
+"""Products and attention of each token alone: right, and the same bits in any company."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from outsize.kernels import native, product, rows
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LARGEST = {torch.float32: 1e-6, torch.bfloat16: 5e-3}  # relative to the largest of the result
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 5, 3), (7, 64, 33), (130, 50, 70), (4, 1000, 65)], ids=str)
+def test_products_are_right_and_know_nobody(name: str, sizes: tuple[int, int, int]) -> None:
+    tokens, inner, outputs = sizes
+    dtype = DTYPES[name]
+    x, w, b = (_random(*s).to(dtype) for s in ((tokens, inner), (outputs, inner), (outputs,)))
+    with torch.no_grad(), rows.alone():
+        y = product.linear(x, w, b)
+    expected = x.double() @ w.double().T + b.double()
+    assert float((y - expected).abs().max() / expected.abs().max()) < LARGEST[dtype]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for first, last in ((0, 1), (tokens // 2, tokens), (tokens - 1, tokens)):
+            some = rows.linear(x[first:last].contiguous(), w, b)
+            assert torch.equal(some, y[first:last])
+        few = slice(outputs // 3, outputs // 2 + 1)  # nor do outputs
+        assert torch.equal(rows.linear(x, w[few].contiguous(), b[few].contiguous()), y[:, few])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:
+    x, w = _random(3, 8), _random(4, 8)
+    with torch.no_grad():
+        assert not rows.wanted(x, w)
+        with rows.alone():
+            assert rows.wanted(x, w) and not rows.wanted(x.double(), w.double())
+        assert not rows.wanted(x, w)
+    with rows.alone():
+        assert not rows.wanted(x, w)  # gradients are recorded
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("sort", ["plain", "window", "softcap"])
+def test_attention_over_pages(name: str, sort: str) -> None:
+    """Two sequences whose pages lie anywhere, beside softmax over what each token sees."""
+    dtype, page, heads, groups, size, value = DTYPES[name], 4, 6, 2, 20, 12
+    window, softcap = (3 if sort == "window" else None), (2.0 if sort == "softcap" else None)
+    keys, values = (
+        _random(9, page, groups, width, seed=width).to(dtype) for width in (size, value)
+    )
+    tables, places = ([7, 2, 5], [0, 8]), ([8, 9, 10], [6])  # of the second one token alone
+    q_THK = _random(4, heads, size, seed=3).to(dtype)
+    seen = rows.Seen(
+        rows.numbers([*tables[0], *tables[1]]),
+        rows.numbers([0, 0, 0, 3]),
+        rows.numbers([*places[0], *places[1]]),
+    )
+    o_THW = rows.attend(q_THK, keys, values, seen, 0.3, window, softcap)
+    at = [(0, place) for place in places[0]] + [(1, place) for place in places[1]]
+    for t, (which, place) in enumerate(at):
+        low = 0 if window is None else max(0, place - window + 1)
+        k, v = (x[tables[which]].flatten(0, 1)[low : place + 1].double() for x in (keys, values))
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = k[:, group] @ q_THK[t, head].double() * 0.3
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            expected = scores.softmax(0) @ v[:, group]
+            wrong = float((o_THW[t, head] - expected).abs().max() / expected.abs().max())
+            assert wrong < 4 * LARGEST[dtype], (t, head)
+    one = rows.Seen(rows.numbers(tables[1]), rows.numbers([0]), rows.numbers(places[1]))
+    alone = rows.attend(q_THK[3:].contiguous(), keys, values, one, 0.3, window, softcap)
+    assert torch.equal(alone, o_THW[3:]) and not math.isnan(float(alone.sum()))

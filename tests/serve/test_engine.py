@@ -1,0 +1,288 @@
+"""The engine: what a request is told is what it would be told alone, whatever else is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import CONFIGS, SMALL
+from torch import Tensor
+
+import outsize
+from outsize.decode.samplers import Sampling
+from outsize.errors import OutsizeError
+from outsize.kernels import native
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.engine import Engine
+from outsize.serve.model import Model
+from outsize.serve.policies import POLICIES, View, Waiting
+from outsize.serve.room import Wanted, served
+
+ROOM = Room(pages=32, page=4, slots=8, budget=64, queue=1000, context=64)
+# Room that is narrow in one way each: in slices, in pages (requests are interrupted), in slots.
+ROOMS = {
+    "slices": replace(ROOM, budget=5),
+    "pages": replace(ROOM, pages=14),
+    "slots": replace(ROOM, slots=2),
+}
+COMPILED = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+VOCAB = 61
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32) -> Model:
+    config = {**CONFIGS[name], "n_positions": 64} if name == "learned" else CONFIGS[name]
+    made = build(parse(config), seed=3, dtype=dtype)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return Model(made)
+
+
+def asks() -> list[Ask]:
+    """Prompts of many lengths, some of which begin alike, greedy ones and others."""
+    seeded = torch.Generator().manual_seed(0)
+    text = torch.randint(VOCAB, (40,), generator=seeded).tolist()
+    found = []
+    for number, (length, new) in enumerate(((1, 9), (23, 5), (9, 12), (30, 1), (14, 8), (24, 6))):
+        own = torch.randint(VOCAB, (length,), generator=seeded).tolist()
+        ids = text[:length] if number % 2 else own
+        sampling = Sampling(0.0 if number % 3 == 0 else 1.0, seed=number)
+        found.append(Ask(tuple(ids), new, sampling, frozenset(), 2))
+    return found
+
+
+class Told:
+    """What a request is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.end: End | None = None
+        self.over = threading.Event()
+
+    def __call__(self, one: Token | End) -> None:
+        if isinstance(one, Token):
+            self.tokens.append(one)
+        else:
+            self.end = one
+            self.over.set()
+
+    def wait(self) -> list[Token]:
+        assert self.over.wait(120), "the engine stands still"
+        return self.tokens
+
+
+@contextmanager
+def paused(model: Model, room: Room, policy: str = "mixed") -> Iterator[Engine]:
+    """An engine that has not started, so that what is asked is there before the first step."""
+    engine = Engine(model, room, POLICIES.get(policy))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def told(model: Model, some: Sequence[Ask], room: Room, policy: str = "mixed") -> list[list[Token]]:
+    """What all are told that ask together."""
+    with paused(model, room, policy) as engine:
+        each = [Told() for _ in some]
+        for ask, one in zip(some, each, strict=True):
+            engine.submit(ask, one)
+        engine.start()
+        found = [one.wait() for one in each]
+        assert engine.line.pages.left == room.pages and engine.fault is None
+    return found
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_and_logprobs_do_not_depend_on_others(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit: alone; in slices, interrupted for want of pages, few at once, prompts first."""
+    model, some = model_of(name, dtype), asks()
+    alone = [told(model, [ask], ROOM)[0] for ask in some]
+    assert [len(one) for one in alone] == [ask.max_new_tokens for ask in some]
+    for room in (ROOM, *ROOMS.values()):
+        assert told(model, some, room) == alone
+    assert told(model, some, ROOMS["slices"], "prompt-first") == alone
+    with Engine(model, ROOMS["slices"], POLICIES.get("mixed")) as engine:
+        whole = [*some[2].ids, *(one.id for one in alone[2])]
+        scored = engine.logprobs(whole, 2)
+    assert scored[len(some[2].ids) - 1 :] == alone[2]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_one_full_pass(name: str) -> None:
+    """In float64: what the plain model gives the tokens that were drawn."""
+    model, some = model_of(name, torch.float64), asks()
+    for room in ROOMS.values():
+        for ask, found in zip(some, told(model, some, room), strict=True):
+            ids = torch.tensor([*ask.ids, *(one.id for one in found)])
+            with torch.no_grad():
+                logs_TV = model(ids).log_softmax(-1)
+            for place, one in enumerate(found, len(ask.ids) - 1):
+                expected = float(logs_TV[place, one.id])
+                assert abs(one.logprob - expected) < 1e-10
+                likeliest = logs_TV[place].topk(2)
+                assert [i for i, _ in one.tops] == likeliest.indices.tolist()
+            if ask.sampler.temperature == 0:  # type: ignore[attr-defined]
+                assert [x.id for x in found] == model.generate(ask.ids, ask.max_new_tokens)
+
+
+def test_recurrent_states_go_with_their_request() -> None:
+    config = {**SMALL, "model_type": "gla", "num_key_value_heads": 4}
+    model = Model(build(parse(config), seed=3, dtype=torch.float64))
+    some = asks()
+    for found in (told(model, some, ROOMS["slices"]), told(model, some, ROOMS["pages"])):
+        for ask, one in zip(some, found, strict=True):
+            ids = torch.tensor([*ask.ids, *(x.id for x in one)])
+            with torch.no_grad():
+                logs_TV = model(ids).log_softmax(-1)
+            for place, x in enumerate(one, len(ask.ids) - 1):
+                assert abs(x.logprob - float(logs_TV[place, x.id])) < 1e-10
+
+
+def test_kept_pages_spare_work_and_are_told_of() -> None:
+    model, ask = model_of("llama"), Ask(tuple(range(30)), 3, Sampling())
+    with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+        first = [one.id for one in engine.tokens(ask)]
+        fed = engine.line.counts.prompt
+        assert [one.id for one in engine.tokens(ask)] == first
+        assert engine.line.counts.kept == 28 and engine.line.counts.prompt - fed == 2
+
+
+def test_the_oldest_goes_on_where_pages_are_few() -> None:
+    """Room for little more than one: all come to their end, and the first is never interrupted."""
+    model = model_of("llama")
+    some = [Ask((n,) * 20, 20, Sampling()) for n in range(1, 5)]
+    room, each, order = replace(ROOM, pages=14), [Told() for _ in some], list[int]()
+    with paused(model, room) as engine:
+        for number, (ask, one) in enumerate(zip(some, each, strict=True)):
+
+            def deliver(x: Token | End, number: int = number, one: Told = one) -> None:
+                order.extend([number] if isinstance(x, End) else [])
+                one(x)
+
+            engine.submit(ask, deliver)
+        engine.start()
+        assert [len(one.wait()) for one in each] == [20] * 4
+        assert order[0] == 0 and engine.line.counts.interrupted > 0
+
+
+def test_logits_that_are_not_numbers_end_their_request_alone() -> None:
+    model = model_of("llama")
+
+    class Broken:
+        def __call__(self, logits_V: Tensor, index: int) -> int:
+            return Sampling()(logits_V * float("nan") if index == 2 else logits_V, index)
+
+    good = Ask((1, 2, 3), 6, Sampling())
+    each = [Told(), Told()]
+    with paused(model, ROOM) as engine:
+        for ask, one in zip((Ask((4, 5), 6, Broken()), good), each, strict=True):
+            engine.submit(ask, one)
+        engine.start()
+        assert len(each[0].wait()) == 2 and each[0].end is not None
+        assert each[0].end.reason == "error" and "not finite" in each[0].end.error
+        assert [x.id for x in each[1].wait()] == model.generate([1, 2, 3], 6)
+
+
+def test_who_leaves_is_not_served() -> None:
+    model, told_ = model_of("llama"), Told()
+    with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+        came = engine.tokens(Ask((1, 2), 60, Sampling()))
+        next(came)
+        came.close()  # type: ignore[attr-defined]
+        engine.submit(Ask((3,), 2, Sampling()), told_)
+        told_.wait()
+        assert engine.line.pages.left == ROOM.pages
+        assert engine.line.counts.drawn < 60
+
+
+def test_what_cannot_be_served_is_refused_before_it_waits() -> None:
+    model = model_of("llama")
+    with paused(model, replace(ROOM, queue=10)) as engine:
+        for ids, new, words in (
+            ((), 1, "no tokens"),
+            ((61,), 1, "expected 0 to 60"),
+            ((1,) * 60, 6, "has room for 64"),
+        ):
+            with pytest.raises(OutsizeError, match=words):
+                engine.submit(Ask(ids, new, Sampling()), Told())
+        engine.submit(Ask((1,) * 8, 1, Sampling()), Told())  # one may always wait
+        with pytest.raises(Full, match="8 tokens wait in the queue, which holds 10") as refused:
+            engine.submit(Ask((1,) * 8, 1, Sampling()), Told())
+        assert refused.value.wait > 0 and engine.line.counts.refused == 1
+        engine.start()
+    with pytest.raises(OutsizeError, match="closed"):
+        engine.submit(Ask((1,), 1, Sampling()), Told())
+
+
+def test_a_fault_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, one = model_of("llama"), Told()
+    engine = Engine(model, ROOM, POLICIES.get("mixed"))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(engine, "_step", broken)
+    with engine:
+        engine.submit(Ask((1,), 3, Sampling()), one)
+        one.wait()
+        assert one.end == End("error", "the disk is gone") and engine.stuck(1e9)
+        with pytest.raises(OutsizeError, match="has failed: the disk is gone"):
+            engine.logprobs([1, 2])
+
+
+def test_policies() -> None:
+    """Who is fed what: prompts in slices beside everybody's next token, or before it."""
+    some = [
+        Waiting(0, 1, True, False), Waiting(1, 9, True, True), Waiting(2, 30, False, True),
+        Waiting(3, 1, True, False), Waiting(4, 5, False, True),
+    ]  # fmt: skip
+    view = View(some, budget=16, slots=4)
+    assert POLICIES.get("mixed")(view) == {0: 1, 3: 1, 1: 9, 2: 5}
+    assert POLICIES.get("prompt-first")(view) == {1: 9, 2: 7}
+    full = View(some, budget=64, slots=3)
+    assert POLICIES.get("mixed")(full) == {0: 1, 3: 1, 1: 9}
+    assert POLICIES.get("prompt-first")(View([some[0], some[3]], 16, 4)) == {0: 1, 3: 1}
+
+
+def test_room_is_what_the_memory_leaves() -> None:
+    model = model_of("llama")
+    wide = served(model, Wanted(context=64, requests=4))
+    assert wide.room.pages == 16 and wide.room.context == 64  # 4 requests, 4 pages of 16 each
+    each = 3 * 2 * 2 * 8 * 4 * 16  # layers, keys and values, heads, size, bytes, tokens
+    assert wide.cache == 16 * each
+    weights = sum(x.nbytes for x in model.parameters())
+    assert wide.weights == weights
+    memory = weights + wide.work + 6 * each
+    assert served(model, Wanted(memory, 64, 4)).room.pages == 6
+    with pytest.raises(OutsizeError, match=rf"give {weights + wide.work + 4 * each:,} bytes"):
+        served(model, Wanted(weights + wide.work + 3 * each, 64, 4))
+    with pytest.raises(OutsizeError, match="this model has 64 positions"):
+        served(model, Wanted(context=65))
+    assert served(model_of("llama", torch.float64), Wanted()).notes[0].startswith("approximate")
+
+
+def test_many_texts_at_once(tmp_path: Path) -> None:
+    config = parse({**SMALL, "model_type": "llama", "vocab_size": 257})
+    outsize.save(build(config, seed=3), tmp_path / "hf")
+    model = outsize.load(tmp_path / "hf")
+    prompts: list[str | list[int]] = ["one", "two", "three and more", [5, 6, 7]]
+    with outsize.engine(tmp_path / "hf", requests=2) as e:
+        found = e.generate(prompts, 8)
+        assert found == [model.generate(prompt, 8) for prompt in prompts]
+        assert "".join(e.stream("one", 8)) == found[0]
+        stop = str(found[1])[3:5]
+        if stop:
+            assert e.generate(["two"], 8, stop=[stop]) == [str(found[1]).partition(stop)[0]]
+        with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
+            e.generate(["one"], 8, [Sampling(), Sampling()])

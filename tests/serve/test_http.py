@@ -1,0 +1,301 @@
+"""The OpenAI API, asked by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import openai
+import pytest
+import torch
+import uvicorn
+from decoders import SMALL
+from prometheus_client.parser import text_string_to_metric_families
+
+from outsize.data.template import template_of
+from outsize.data.tokenizer import open_tokenizer
+from outsize.decode.samplers import Sampling
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.serve.asks import Ask, Room
+from outsize.serve.engine import Engine
+from outsize.serve.http import guard
+from outsize.serve.http.app import Serving, app_of
+from outsize.serve.http.choices import Weighed, pieces
+from outsize.serve.http.guard import Guard
+from outsize.serve.http.run import socket_of
+from outsize.serve.model import Model
+from outsize.serve.policies import POLICIES
+from outsize.serve.talk import Talk
+
+KEY = "sesame"
+PROMPT = "def f("
+ROOM = Room(pages=64, page=16, slots=4, budget=64, queue=900, context=256)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    config = {**SMALL, "model_type": "llama", "vocab_size": 257, "initializer_range": 0.5}
+    return Model(build(parse(config), seed=3))
+
+
+@contextmanager
+def served(engine: Engine, lifespan: Literal["on", "off"]) -> Iterator[tuple[str, int]]:
+    """The address of a server. lifespan: off: nobody starts its engine."""
+    text = open_tokenizer("bytes")
+    template = template_of(None, text, "plain")
+    assert template is not None
+    talk = Talk(engine.model, text, template)
+    app = Guard(app_of(Serving(engine, text, "small", talk)), [KEY])
+    with socket_of("127.0.0.1", 0) as listening:
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan=lifespan))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield listening.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(model: Model) -> Iterator[tuple[str, int]]:
+    engine = Engine(model, ROOM, POLICIES.get("mixed"))
+    with served(engine, "on") as found:
+        yield found
+    assert engine.fault is None and not engine.line.requests
+
+
+@pytest.fixture(scope="module")
+def client(address: tuple[str, int]) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{address[1]}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=120) as made:
+        yield made
+
+
+def asked(
+    address: tuple[str, int], path: str, body: bytes | dict[str, Any] | None, key: str = KEY
+) -> tuple[int, Any, http.client.HTTPMessage]:
+    """Status, the answer's JSON (or text) and headers of a request made by hand."""
+    connection = http.client.HTTPConnection(*address, timeout=120)
+    try:
+        sent = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection.request("GET" if body is None else "POST", path, sent, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        try:
+            return answer.status, json.loads(text), answer.headers
+        except json.JSONDecodeError:
+            return answer.status, text, answer.headers
+    finally:
+        connection.close()
+
+
+def test_completions_are_the_models_own(client: openai.OpenAI, model: Model) -> None:
+    expected = model.generate(PROMPT, 12)
+    found = client.completions.create(model="small", prompt=PROMPT, max_tokens=12, temperature=0)
+    assert found.choices[0].text == expected and found.choices[0].finish_reason == "length"
+    assert found.usage is not None and found.usage.prompt_tokens == len(PROMPT) + 1
+    ids = [256, *PROMPT.encode()]
+    both = client.completions.create(
+        model="small", prompt=[ids, ids], max_tokens=12, temperature=0, echo=True, n=2
+    )
+    assert [one.text for one in both.choices] == [PROMPT + str(expected)] * 4
+    assert [one.index for one in both.choices] == [0, 1, 2, 3]
+
+
+def test_a_seed_says_what_is_drawn(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 9, "n": 3}
+    one = client.completions.create(**ask, seed=5)
+    assert client.completions.create(**ask, seed=5).choices == one.choices
+    assert client.completions.create(**ask, seed=6).choices != one.choices
+    assert len({choice.text for choice in one.choices}) > 1
+
+
+def test_streams_say_what_answers_say(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "small", "max_tokens": 14, "seed": 1, "n": 2, "top_logprobs": 2, "logprobs": True,
+        "messages": [{"role": "user", "content": "Is it so?"}],
+    }  # fmt: skip
+    whole = client.chat.completions.create(**ask)
+    texts, logs, usage = ["", ""], [list[Any](), list[Any]()], None
+    for event in client.chat.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs is not None:
+                logs[choice.index] += choice.logprobs.content or []
+    assert texts == [choice.message.content for choice in whole.choices] and usage == whole.usage
+    for choice, log in zip(whole.choices, logs, strict=True):
+        assert choice.logprobs is not None
+        assert [x.model_dump() for x in choice.logprobs.content or []] == [
+            x.model_dump() for x in log
+        ]
+
+
+def test_logprobs_of_prompt_and_answer(client: openai.OpenAI, model: Model) -> None:
+    found = client.completions.create(
+        model="small", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
+    ).choices[0]
+    assert found.logprobs is not None and found.logprobs.token_logprobs is not None
+    ids = [256, *PROMPT.encode(), *model.generate([256, *PROMPT.encode()], 3)]  # type: ignore[list-item]
+    with torch.no_grad():
+        logs_TV = model(torch.tensor(ids)).log_softmax(-1)
+    expected = [float(logs_TV[i, token]) for i, token in enumerate(ids[1:])]
+    assert found.logprobs.token_logprobs[0] is None
+    assert found.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert found.logprobs.text_offset == [0, *range(len(ids) - 1)]
+
+
+def test_stop_bias_and_penalties(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    only = client.completions.create(**ask, logit_bias={"97": 100}).choices[0]
+    assert only.text == "a" * 12
+    stopped = client.completions.create(**ask, logit_bias={"97": 100}, stop=["aaa", "b"]).choices[0]
+    assert stopped.text == "" and stopped.finish_reason == "stop"
+    ended = client.completions.create(**ask, logit_bias={"256": 100}).choices[0]
+    assert ended.text == "" and ended.finish_reason == "stop"
+
+
+def test_penalties_and_biases_are_those_of_the_formula() -> None:
+    logits_V = torch.tensor([3.0, 2.0, 1.0, 0.5])
+    seen: list[torch.Tensor] = []
+
+    class Kept:
+        def __call__(self, scores_V: torch.Tensor, index: int) -> int:
+            seen.append(scores_V)
+            return 1 if index < 2 else 0
+
+    weighed = Weighed(Kept(), 0.5, 0.25, {3: 4.0})
+    for index in range(3):
+        weighed(logits_V, index)
+    weighed(logits_V, 3)
+    assert seen[0].tolist() == [3, 2, 1, 4.5] and seen[1].tolist() == [3, 1.25, 1, 4.5]
+    assert seen[3].tolist() == [2.25, 1.0, 1, 4.5] and logits_V.tolist() == [3, 2, 1, 0.5]
+
+
+HELLO = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
+    "unknown field": ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix"),
+    "wrong type": ("completions", {"prompt": 5}, 400, "prompt", "prompt"),
+    "range": ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "less than"),
+    "choices": ("completions", {"prompt": "a", "n": 1000}, 400, "n", "less than"),
+    "id": ("completions", {"prompt": [999]}, 400, None, "expected 0 to 256"),
+    "empty": ("completions", {"prompt": []}, 400, None, "no tokens"),
+    "long": ("completions", {"prompt": "a" * 300}, 400, None, "has room for 256"),
+    "bias": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, None, "logit_bias"),
+    "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, None, "'small'"),
+    "tools": ("chat/completions", {"messages": HELLO, "tools": []}, 400, "tools", "tools"),
+    "schema": (
+        "chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400,
+        "response_format", "response_format.type",
+    ),
+    "role": (
+        "chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages",
+        "role",
+    ),
+    "path": ("embeddings", {"input": "a"}, 404, None, "Not Found"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
+def test_what_is_not_there_is_said(
+    address: tuple[str, int], case: tuple[str, dict[str, Any], int, str | None, str]
+) -> None:
+    path, body, status, param, words = case
+    for stream in ({}, {"stream": True}):
+        found, answer, _ = asked(address, f"/v1/{path}", {**body, **stream})
+        assert found == status and answer["error"]["param"] == param
+        assert words in answer["error"]["message"]
+
+
+def test_bodies_that_are_none(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for body in (b'{"prompt": ', b"\xff\xfe", b"[]", b""):
+        status, answer, _ = asked(address, "/v1/completions", body)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+    with socket.create_connection(address) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000000\r\n"
+                    b"Authorization: Bearer sesame\r\n\r\n")  # fmt: skip
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+    monkeypatch.setattr(guard, "MOST_BYTES", 100)
+    with socket.create_connection(address) as raw:  # nothing is said of its length
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+                    b"Authorization: Bearer sesame\r\nContent-Type: text/json\r\n\r\n")  # fmt: skip
+        raw.sendall(b"80\r\n" + b" " * 128 + b"\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_come(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "SECONDS", 0.0)
+    with socket.create_connection(address) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n"
+                    b"Authorization: Bearer sesame\r\nContent-Type: text/json\r\n\r\n")  # fmt: skip
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_keys(address: tuple[str, int], client: openai.OpenAI) -> None:
+    status, answer, _ = asked(address, "/v1/models", None, "wrong")
+    assert status == 401 and answer["error"]["type"] == "authentication_error"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert asked(address, "/health", None, "wrong")[:2] == (200, {"status": "ok"})
+    assert [one.id for one in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("large")
+
+
+def test_more_than_may_wait_is_refused_with_a_time(model: Model) -> None:
+    """An engine that has not started: five choices whose prompts wait, where four may."""
+    engine = Engine(model, replace(ROOM, queue=810), POLICIES.get("mixed"))
+    with served(engine, "off") as address:
+        ask = {"prompt": "a" * 200, "max_tokens": 50, "n": 5, "stream": True}
+        status, answer, headers = asked(address, "/v1/completions", ask)
+        assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+        assert "804 tokens wait" in answer["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        assert all(one.cancelled for one in engine.line.requests.values())
+        monkey = asked(address, "/health", None)[0]
+        assert monkey == 200 and not engine.stuck(1e9) and engine.stuck(-1.0)
+    engine.close()
+
+
+def test_tokens_and_metrics(address: tuple[str, int]) -> None:
+    status, answer, _ = asked(address, "/tokenize", {"prompt": "hé"})
+    assert status == 200 and answer == {"tokens": [256, 104, 195, 169], "count": 4,
+                                        "max_model_len": 256}  # fmt: skip
+    assert asked(address, "/detokenize", {"tokens": answer["tokens"]})[1] == {"prompt": "hé"}
+    assert asked(address, "/detokenize", {"tokens": [257]})[0] == 400
+    _, text, _ = asked(address, "/metrics", None)
+    found = {x.name: x.samples[0].value for x in text_string_to_metric_families(text)}
+    assert found["outsize_drawn"] > 0 and found["outsize_pages"] == 64
+    assert asked(address, "/openapi.json", None)[1]["info"]["title"] == "Outsize"
+
+
+def test_who_goes_away_is_not_drawn_for(model: Model) -> None:
+    engine, text = Engine(model, ROOM, POLICIES.get("mixed")), open_tokenizer("bytes")
+
+    async def left() -> None:
+        made = pieces(engine, text, Ask((1, 2), 9, Sampling()), ())
+        waiting = asyncio.ensure_future(anext(made))
+        while not engine.line.requests:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(left())
+    assert [one.cancelled for one in engine.line.requests.values()] == [True]
+    engine.close()
