@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import torch
@@ -21,6 +21,7 @@ from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.errors import OutsizeError, counted
 from outsize.kernels import rows
 from outsize.models.decoder import typed
+from outsize.models.layout import prompted
 from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
 from outsize.serve.line import Line
@@ -30,7 +31,7 @@ from outsize.serve.policies import Policy
 
 @dataclass
 class _Scoring:
-    """Log-probabilities of all tokens of a text but the first."""
+    """Log-probabilities of all tokens of a text but the first. ids: behind virtual ones."""
 
     ids: tuple[int, ...]
     tops: int
@@ -85,7 +86,7 @@ class Engine:
     @property
     def limit(self) -> int:
         """Tokens that a request may have."""
-        return self.line.limit
+        return self.line.limit - self.model.config.virtual
 
     def check(self, ids: Sequence[int], max_new_tokens: int) -> None:
         """OutsizeError for what can never be served."""
@@ -109,7 +110,8 @@ class Engine:
             return -1
         with self._wake:
             self._refuse_if_over()
-            key = self.line.add(ask, deliver)
+            ids = prompted(ask.ids, self.model.config.virtual)
+            key = self.line.add(replace(ask, ids=ids), deliver)
             self._wake.notify()
         return key
 
@@ -120,7 +122,7 @@ class Engine:
                 self.line.requests[key].cancelled = True
                 self._wake.notify()
 
-    def tokens(self, ask: Ask) -> Iterator[Token]:
+    def tokens(self, ask: Ask) -> Generator[Token, None, None]:
         """The tokens that follow a prompt, as they come; who reads no more cancels. OutsizeError as
         of submit, and where the engine ends it."""
         came = SimpleQueue[Token | End]()
@@ -137,7 +139,7 @@ class Engine:
         """Of each token but the first, the log of the probability that the model gave it behind
         those before, with those of the likeliest ones."""
         self.check(ids, 1)
-        one = _Scoring(tuple(ids), tops)
+        one = _Scoring(prompted(ids, self.model.config.virtual), tops)
         with self._wake:
             self._refuse_if_over()
             self._scorings.append(one)
@@ -232,7 +234,8 @@ class Engine:
                     torch.tensor(some), past.positions(self._device), past.bounds, past
                 )
                 behind = one.ids[first + 1 : first + 1 + len(some)]
-                found = zip(logits_TV.cpu(), behind, strict=False)
+                own = max(0, self.model.config.virtual - first)  # from the first token on
+                found = zip(logits_TV[own:].cpu(), behind[own:], strict=False)
                 one.found += [told(logits_V, token, one.tops) for logits_V, token in found]
         except Exception as error:
             one.error = error

@@ -149,6 +149,20 @@ def test_recurrent_states_go_with_their_request() -> None:
                 assert abs(x.logprob - float(logs_TV[place, x.id])) < 1e-10
 
 
+@pytest.mark.parametrize("method", ["prompt", "prefix"])
+def test_virtual_tokens_stand_before_each_prompt(method: str) -> None:
+    model = outsize.adapt(model_of("llama", torch.float64), {method: {"tokens": 5}})
+    some = asks()
+    for ask, found in zip(some, told(model, some, ROOMS["slices"]), strict=True):
+        drawn = [one.id for one in found]
+        assert drawn == model.generate(ask.ids, ask.max_new_tokens, ask.sampler)
+        with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
+            scored = engine.logprobs([*ask.ids, *drawn])
+        assert len(scored) == len(ask.ids) + len(drawn) - 1
+        for one, other in zip(found, scored[-len(drawn) :], strict=True):
+            assert abs(one.logprob - other.logprob) < 1e-10
+
+
 def test_kept_pages_spare_work_and_are_told_of() -> None:
     model, ask = model_of("llama"), Ask(tuple(range(30)), 3, Sampling())
     with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
@@ -199,7 +213,7 @@ def test_who_leaves_is_not_served() -> None:
     with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
         came = engine.tokens(Ask((1, 2), 60, Sampling()))
         next(came)
-        came.close()  # type: ignore[attr-defined]
+        came.close()
         engine.submit(Ask((3,), 2, Sampling()), told_)
         told_.wait()
         assert engine.line.pages.left == ROOM.pages
