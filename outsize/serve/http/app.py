@@ -137,9 +137,10 @@ def _generation(app: FastAPI, serving: Serving) -> None:
 
 
 def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return prompt  # type: ignore[return-value]
+    if isinstance(prompt, str):
+        return [prompt]
+    several = [one for one in prompt if not isinstance(one, int)]
+    return several or [[one for one in prompt if isinstance(one, int)]]
 
 
 def _ids(serving: Serving, prompt: str | list[int]) -> list[int]:
