@@ -129,22 +129,26 @@ def engine(
     """A model that many ask at once: `with outsize.engine(path) as engine: engine.generate([...])`.
 
     What each gets is bit for bit what it would get alone, in float32 and bfloat16 on a CPU. memory:
-    most bytes of tensors; context: tokens of a request; requests: that go at once; weights, dtype,
+    most bytes of tensors; weights beyond it stay in their files, and are read once a step whatever
+    the step feeds; context: tokens of a request; requests: that go at once; weights, dtype,
     device: as of `load`; policy: what a step feeds, mixed or prompt-first. OutsizeError where the
     memory is too small, with what is missing.
     """
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
 
-    limit = None if memory is None else parse_bytes(memory)
-    model = load(path, dtype, device, weights=weights)
+    model = load(path, dtype, device, weights=weights, memory=memory)
     try:
-        text = tokenizer_of(model, tokenizer)
-    except OutsizeError:
-        if tokenizer is not None:
-            raise
-        text = None  # prompts of token ids need none
-    return TextEngine(model, text, Wanted(limit, context, requests), policy)
+        try:
+            text = tokenizer_of(model, tokenizer)
+        except OutsizeError:
+            if tokenizer is not None:
+                raise
+            text = None  # prompts of token ids need none
+        return TextEngine(model, text, Wanted(context, requests), policy)
+    except BaseException:
+        model.close()
+        raise
 
 
 def save(

@@ -19,7 +19,10 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.option("--key-file", type=click.Path(path_type=Path), metavar="FILE", help="Keys, a line"
               " each, of which requests must have one.")  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB: weights, cache and"
-              " steps. Left out: the cache has up to half of the memory that is left.")  # fmt: skip
+              " steps. Weights beyond it stay in their files, read in each step. Left out: all of"
+              " them, and up to half of the memory that is left for the cache.")  # fmt: skip
+@click.option("--disk", metavar="DIR", help="With --memory: where weights that must be converted"
+              " go; by default the folder for temporary files.")  # fmt: skip
 @click.option("--context", type=click.IntRange(1), metavar="TOKENS", help="Of a request, with what"
               " is drawn; by default what the model has, 8,192 at most.")  # fmt: skip
 @click.option("--requests", default=16, show_default=True, type=click.IntRange(1, 1024),
@@ -43,6 +46,7 @@ def serve(
     port: int,
     key_file: Path | None,
     memory: str | None,
+    disk: str | None,
     context: int | None,
     requests: int,
     step: int,
@@ -59,9 +63,8 @@ def serve(
     /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is answered.
     """
     from outsize import accelerator
-    from outsize.cli.generate import found_in, opened
+    from outsize.cli.generate import found_in, limits_of, opened
     from outsize.errors import OutsizeError
-    from outsize.memory.sizes import parse_bytes
     from outsize.models.coding import asked
     from outsize.serve.engine import Engine
     from outsize.serve.policies import POLICIES
@@ -78,15 +81,17 @@ def serve(
     if key_file is None and host not in LOCAL:
         raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
     keys = () if key_file is None else keys_in(key_file)
-    limit = None if memory is None else parse_bytes(memory)
+    limits = None if memory is None else limits_of(memory, disk, False)
+    if memory is None and disk is not None:
+        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
     place = accelerator.named(device)
     found, config, text = found_in(directory, tokenizer)
     config = asked(config, weights, "--weights")
     listening = socket_of(host, port)  # a port in use is known before weights are read
-    with listening, opened(found, config, None, place, adapters_of(adapters)) as model:
-        wanted = Wanted(limit, context, requests, step, queue)
+    with listening, opened(found, config, limits, place, adapters_of(adapters)) as model:
+        wanted = Wanted(context, requests, step, queue)
         plan = served(model, wanted)
         for line in plan.lines():
             click.echo(line)
-        engine = Engine(model, plan.room, chosen)
-        run(engine, text, found, directory, template, tokenizer, keys, listening)
+        engine = Engine(model, plan.room, chosen, plan.session)
+        run(engine, text, found, directory, template, tokenizer, keys, listening, plan.lines())

@@ -177,6 +177,11 @@ class FileTokenizer:
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         return cls(inner, eos, eos if start is None else start, digest)
 
+    @property
+    def content(self) -> str:
+        """What a tokenizer.json of it says."""
+        return str(self._inner.to_str())
+
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
@@ -259,6 +264,16 @@ def _added_in_front(inner: tokenizers.Tokenizer) -> int | None:
     if len(full) > len(plain) and full[1 : 1 + len(plain)] == plain and full[:1] != plain[:1]:
         return int(full[0])
     return None
+
+
+def ends_in(directory: Path, vocab: int) -> frozenset[int]:
+    """The ids that end a text by a model's own settings: of several, all."""
+    found = set[int]()
+    for name in ("config.json", "generation_config.json"):
+        value = settings_in(directory / name).get("eos_token_id")
+        every = value if isinstance(value, list) else [value]
+        found |= {one for one in every if type(one) is int and 0 <= one < vocab}
+    return frozenset(found)
 
 
 def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:

@@ -41,16 +41,20 @@ class _Scoring:
 
 
 class Engine:
-    """Serves a model that is in memory. Use it in a `with`, or `start` and `close` it.
+    """Serves a model. Use it in a `with`, or `start` and `close` it.
 
-    Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. fault: what
-    has ended it, if something has.
+    Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
+    what plays steps over weights that are not in memory as a whole. fault: what has ended it, if
+    something has.
     """
 
-    def __init__(self, model: Model, room: Room, policy: Policy) -> None:
-        assert model.home is None, "its weights are in memory"
+    def __init__(
+        self, model: Model, room: Room, policy: Policy, session: Session | None = None
+    ) -> None:
+        assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self.model, self.room = model, room
-        self._session, weight = Session(model), model.prologue.tokens.weight
+        self._own = session is None
+        self._session, weight = session or Session(model), model.prologue.tokens.weight
         self._device = weight.device
         left = [one for block in typed(model.blocks) for one in block.mixer.states(weight.dtype)]
         # What a whole sequence leaves is not there for its first tokens alone.
@@ -74,7 +78,8 @@ class Engine:
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
-        self._session.close()
+        if self._own:
+            self._session.close()
 
     def __enter__(self) -> Engine:
         self.start()

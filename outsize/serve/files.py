@@ -120,6 +120,21 @@ class InFiles:
         self._request = request
         return self._with(found), found.slice
 
+    def ready_for(self, found: Needs, tokens: int) -> Session:
+        """The same for any steps, of whose needs somebody else knows. tokens: of the cache."""
+        missing, work = self.budget.missing(found), found.work + self.buffers
+        limit, least = self.budget.memory, self.budget.least
+        self._refuse([Room(missing, found.slice, limit, least, found.cache, work)], tokens)
+        self._request = None
+        return self._with(found)
+
+    def foretold(self, request: Request) -> Seconds:
+        """Of a request for which it is ready, where nobody else asks."""
+        assert self.outlook is not None, "it is ready"
+        length, layout = self.outlook.share.needs.slice, self.outlook.layout
+        some = self._computing(layout, probed(request, length))
+        return seconds(request, length, self.outlook.computing, some, self.outlook.reading)
+
     def peak(self, request: Request) -> int:
         self.ready(request)
         assert self.outlook is not None
@@ -138,9 +153,7 @@ class InFiles:
         session, outlook, request = self.session, self.outlook, self._request
         assert session is not None and outlook is not None and request, "asked after a request"
         length, layout = outlook.share.needs.slice, outlook.layout
-        some = self._computing(layout, probed(request, length))
-        own = seconds(request, length, outlook.computing, some, outlook.reading)
-        told = [_Told(*each) for each in self._told((outlook.share.peak, *own))]
+        told = [_Told(*each) for each in self._told((outlook.share.peak, *self.foretold(request)))]
         token, prompt = self._of_all(told, -(-len(request.ids) // (1 + length)))
         steps = sum(map(len, session.seconds.values()))
         return (

@@ -20,7 +20,7 @@ Prompt = str | Sequence[int]
 
 
 class TextEngine:
-    """A model in memory that many may ask at once, from any thread; use it in a `with`.
+    """A model that many may ask at once, from any thread; use it in a `with`.
 
     plan: what it has room for, and how long a token takes. OutsizeError where the memory is too
     small.
@@ -31,7 +31,8 @@ class TextEngine:
     ) -> None:
         self.text = text
         self.plan: Served = served(model, wanted)
-        self.engine = Engine(model, self.plan.room, POLICIES.get(policy))
+        self._model = model
+        self.engine = Engine(model, self.plan.room, POLICIES.get(policy), self.plan.session)
 
     def __enter__(self) -> TextEngine:
         self.engine.start()
@@ -42,6 +43,7 @@ class TextEngine:
 
     def close(self) -> None:
         self.engine.close()
+        self._model.close()
 
     def generate(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -277,13 +278,47 @@ def test_room_is_what_the_memory_leaves() -> None:
     assert wide.cache == 16 * each
     weights = sum(x.nbytes for x in model.parameters())
     assert wide.weights == weights
-    memory = weights + wide.work + 6 * each
-    assert served(model, Wanted(memory, 64, 4)).room.pages == 6
-    with pytest.raises(OutsizeError, match=rf"give {weights + wide.work + 4 * each:,} bytes"):
-        served(model, Wanted(weights + wide.work + 3 * each, 64, 4))
     with pytest.raises(OutsizeError, match="this model has 64 positions"):
         served(model, Wanted(context=65))
     assert served(model_of("llama", torch.float64), Wanted()).notes[0].startswith("approximate")
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose blocks are most of it."""
+    config = {**SMALL, "model_type": "llama", "num_hidden_layers": 8, "intermediate_size": 512}
+    path = tmp_path_factory.mktemp("larger") / "hf"
+    outsize.save(build(parse(config), seed=3), path)
+    return path
+
+
+class Unkept(list[float]):
+    def append(self, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("share", [0.4, 2.0])
+def test_weights_that_stay_in_files(
+    larger: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a budget, to the byte, with the tokens of the whole model in memory."""
+    prompts = [[n] * (5 * n) for n in range(1, 5)]
+    whole = outsize.load(larger)
+    weights = sum(x.nbytes for x in whole.parameters())
+    memory = int(share * weights) + 300_000
+    with outsize.engine(larger, memory=memory, context=64, requests=3) as engine:
+        session, home = engine.plan.session, engine.engine.model.home
+        assert session is not None and home is not None
+        session.count(home.buffers)  # and goes on counting
+        monkeypatch.setattr(session, "forget", lambda: None)
+        monkeypatch.setattr(session, "seconds", defaultdict(Unkept))
+        found = engine.generate(prompts, 9)
+        plan = engine.plan
+        assert 0 < session.peak <= plan.weights + plan.cache + plan.work <= memory
+        assert any("stay in their files" in line for line in plan.lines()) == (share < 1)
+    assert found == [whole.generate(prompt, 9) for prompt in prompts]
+    with pytest.raises(OutsizeError, match="bytes missing"):
+        outsize.engine(larger, memory=200_000, context=64, requests=3)
 
 
 def test_many_texts_at_once(tmp_path: Path) -> None:

@@ -10,17 +10,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
+import tokenizers
 import torch
 import uvicorn
 from decoders import SMALL
 from prometheus_client.parser import text_string_to_metric_families
 
 from outsize.data.template import template_of
-from outsize.data.tokenizer import open_tokenizer
+from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.decode.samplers import Sampling
 from outsize.models.build import build
 from outsize.models.families import parse
@@ -31,6 +34,7 @@ from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.choices import Weighed, pieces
 from outsize.serve.http.guard import Guard
 from outsize.serve.http.run import socket_of
+from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
 from outsize.serve.talk import Talk
@@ -111,6 +115,28 @@ def test_completions_are_the_models_own(client: openai.OpenAI, model: Model) -> 
     )
     assert [one.text for one in both.choices] == [PROMPT + str(expected)] * 4
     assert [one.index for one in both.choices] == [0, 1, 2, 3]
+
+
+class Fruit(pydantic.BaseModel):
+    name: Literal["apple", "pear"]
+    ripe: bool
+    weights: Annotated[list[int], pydantic.Field(max_length=2)]
+
+
+def test_an_answer_of_a_schema_is_of_it(client: openai.OpenAI) -> None:
+    """The model knows nothing: what comes is of the shape all the same, however it is drawn."""
+    for seed in range(3):
+        found = client.chat.completions.parse(
+            model="small", messages=[{"role": "user", "content": "A fruit?"}], max_tokens=120,
+            response_format=Fruit, seed=seed, temperature=1.5, logit_bias={"93": 30},
+        )  # fmt: skip
+        assert isinstance(found.choices[0].message.parsed, Fruit)
+        assert found.choices[0].finish_reason == "stop"
+    plain = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "A fruit?"}], max_tokens=60,
+        response_format={"type": "json_object"}, logit_bias={"125": 30}, seed=1,
+    )  # fmt: skip
+    assert isinstance(json.loads(plain.choices[0].message.content or ""), dict)
 
 
 def test_a_seed_says_what_is_drawn(client: openai.OpenAI) -> None:
@@ -197,9 +223,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "bias": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, None, "logit_bias"),
     "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, None, "'small'"),
     "tools": ("chat/completions", {"messages": HELLO, "tools": []}, 400, "tools", "tools"),
+    "format": (
+        "chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400,
+        "response_format", "'json_schema'",
+    ),
     "schema": (
-        "chat/completions", {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400,
-        "response_format", "response_format.type",
+        "chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"type": "nothing"}}}},
+        400, None, "cannot be compiled",
     ),
     "role": (
         "chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages",
@@ -271,6 +303,35 @@ def test_more_than_may_wait_is_refused_with_a_time(model: Model) -> None:
         monkey = asked(address, "/health", None)[0]
         assert monkey == 200 and not engine.stuck(1e9) and engine.stuck(-1.0)
     engine.close()
+
+
+def test_the_page_is_one_file_of_its_own(address: tuple[str, int]) -> None:
+    status, text, headers = asked(address, "/", None, "wrong")
+    assert status == 200 and "connect-src 'self'" in headers["content-security-policy"]
+    assert '"name": "small"' in text and "src=" not in text and "http" not in text
+
+
+def test_shapes_of_a_tokenizer_of_words(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    inner.train_from_iterator(['{"name": "apple", "ripe": true}'] * 2, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": [0, 7, 900]}', encoding="utf-8")
+    assert ends_in(tmp_path, 320) == {0, 7}  # as many as the model names
+    text = open_tokenizer(str(tmp_path))
+    shapes = Shapes(text, 320, [text.eos])  # the model has more ids than there are tokens
+    sampler, ids = Shaped(Sampling(1.0, seed=3), shapes.of(Fruit.model_json_schema())), list[int]()
+    seeded = torch.Generator().manual_seed(0)
+    while not ids or ids[-1] != text.eos:
+        ids.append(sampler(torch.randn(320, generator=seeded), len(ids)))
+        assert len(ids) < 500
+    assert Fruit.model_validate_json(text.decode(ids))
 
 
 def test_tokens_and_metrics(address: tuple[str, int]) -> None:

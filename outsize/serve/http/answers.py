@@ -16,11 +16,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from outsize.decode.samplers import Sampling
+from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, Token
 from outsize.serve.http.asked import Chat, Completion
 from outsize.serve.http.choices import Piece, Weighed, pieces
+from outsize.serve.http.shapes import Shaped
 
 if TYPE_CHECKING:
     from outsize.serve.http.app import Serving
@@ -44,15 +45,22 @@ class _Said:
 
 
 class Answer(ABC, Generic[Asked]):
-    """prompts: token ids; each has `n` choices, and choice i of prompt p is number p n + i."""
+    """prompts: token ids; each has `n` choices, and choice i of prompt p is number p n + i.
+    shape: what an answer is to be, None: any text."""
 
     kind = ""  # of object
     streamed = ""
+    talking = False
 
     def __init__(
-        self, serving: Serving, asked: Asked, prompts: Sequence[Sequence[int]], ident: str
+        self,
+        serving: Serving,
+        asked: Asked,
+        prompts: Sequence[Sequence[int]],
+        ident: str,
+        shape: Any = None,
     ) -> None:
-        self.serving, self.prompts = serving, prompts
+        self.serving, self.prompts, self._shape = serving, prompts, shape
         self.asked: Asked = asked
         self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
         self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
@@ -157,9 +165,10 @@ class Answer(ABC, Generic[Asked]):
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, self.seed + number)
         weighed = Weighed(sampling, asked.presence_penalty, asked.frequency_penalty, bias)
         plain = not bias and not asked.presence_penalty and not asked.frequency_penalty
-        return Ask(
-            tuple(ids), self.most(ids), sampling if plain else weighed, self.ends(), self.tops()
-        )
+        sampler: Sampler = sampling if plain else weighed
+        if self._shape is not None:
+            sampler = Shaped(sampler, self._shape.deep_copy())
+        return Ask(tuple(ids), self.most(ids), sampler, self.ends(), self.tops())
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self.prompts))
@@ -172,7 +181,7 @@ class Answer(ABC, Generic[Asked]):
         return self.serving.text.written([token])
 
     def ends(self) -> frozenset[int]:
-        return frozenset((self.serving.text.eos,))
+        return self.serving.ends(self.talking)
 
     @abstractmethod
     def most(self, ids: Sequence[int]) -> int:
@@ -250,15 +259,11 @@ class CompletionAnswer(Answer[Completion]):
 
 
 class ChatAnswer(Answer[Chat]):
-    kind, streamed = "chat.completion", "chat.completion.chunk"
+    kind, streamed, talking = "chat.completion", "chat.completion.chunk", True
 
     def most(self, ids: Sequence[int]) -> int:
         said = self.asked.max_completion_tokens or self.asked.max_tokens
         return said or max(1, self.serving.engine.limit - len(ids) + 1)
-
-    def ends(self) -> frozenset[int]:
-        talk = self.serving.talk
-        return super().ends() if talk is None else talk.ends
 
     def tops(self) -> int | None:
         return (self.asked.top_logprobs or 0) if self.asked.logprobs else None

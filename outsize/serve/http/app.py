@@ -6,17 +6,21 @@ OpenAI's in form: {"error": {"message", "type", "param", "code"}}.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
@@ -25,8 +29,17 @@ from outsize.errors import OutsizeError
 from outsize.serve.asks import Full
 from outsize.serve.engine import Engine
 from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
-from outsize.serve.http.asked import Chat, Completion, Text, Tokens
+from outsize.serve.http.asked import (
+    Chat,
+    Completion,
+    JsonObject,
+    JsonSchema,
+    PlainText,
+    Text,
+    Tokens,
+)
 from outsize.serve.http.metrics import metrics_of
+from outsize.serve.http.shapes import Shapes
 from outsize.serve.talk import Talk
 
 STUCK = 120.0  # seconds without a step while somebody waits
@@ -36,12 +49,25 @@ _CODES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 @dataclass(frozen=True)
 class Serving:
     """What the API speaks for. name: of the model; talk: how its chats are written, None: it has no
-    template."""
+    template; plan: lines about what it holds; keyed: whether a key is asked for; more: ids that end
+    a text beside the tokenizer's own."""
 
     engine: Engine
     text: Tokenizer
     name: str
     talk: Talk | None
+    plan: Sequence[str] = ()
+    keyed: bool = False
+    more: frozenset[int] = frozenset()
+
+    def ends(self, talking: bool) -> frozenset[int]:
+        """The ids that end a text, or an answer."""
+        own = self.talk.ends if talking and self.talk is not None else {self.text.eos}
+        return self.more | own
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return Shapes(self.text, self.engine.model.config.vocab, self.ends(True))
 
 
 class Missing(OutsizeError):
@@ -62,6 +88,7 @@ def app_of(serving: Serving) -> FastAPI:
     _generation(app, serving)
     _tokens(app, serving)
     _state(app, serving)
+    _page(app, serving)
     return app
 
 
@@ -133,7 +160,16 @@ def _generation(app: FastAPI, serving: Serving) -> None:
                 " /v1/completions"
             )
         ids = serving.talk.prompt([one.plain() for one in asked.messages])
-        return await ChatAnswer(serving, asked, [ids], ident("chatcmpl")).respond(request)
+        shape = await asyncio.to_thread(_shape, serving, asked.response_format)
+        answer = ChatAnswer(serving, asked, [ids], ident("chatcmpl"), shape)
+        return await answer.respond(request)
+
+
+def _shape(serving: Serving, wanted: PlainText | JsonObject | JsonSchema | None) -> Any:
+    """What an answer is to be, None: any text. OutsizeError for what cannot be compiled."""
+    if isinstance(wanted, JsonObject):
+        return serving.shapes.of({"type": "object"})
+    return serving.shapes.of(wanted.json_schema.shape) if isinstance(wanted, JsonSchema) else None
 
 
 def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -167,6 +203,22 @@ def _tokens(app: FastAPI, serving: Serving) -> None:
                 " tokenizer's vocabulary"
             )
         return {"prompt": serving.text.decode(asked.tokens)}
+
+
+def _page(app: FastAPI, serving: Serving) -> None:
+    facts = {
+        "name": serving.name, "plan": list(serving.plan), "keyed": serving.keyed,
+        "chats": serving.talk is not None,
+    }  # fmt: skip
+    raw = files("outsize.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+    said = json.dumps(facts).replace("<", "\\u003c")  # a name ends no script
+    page = raw.replace("/*FACTS*/null", said)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+    headers = {"Content-Security-Policy": f"{policy} connect-src 'self'"}
+
+    @app.get("/", include_in_schema=False)
+    async def chat() -> Response:
+        return HTMLResponse(page, headers=headers)
 
 
 def _state(app: FastAPI, serving: Serving) -> None:

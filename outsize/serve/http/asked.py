@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -63,8 +63,27 @@ class Message(_Asked):
         return {"role": role, "content": "".join(parts)}
 
 
-class Format(_Asked):
+class Schema(_Asked):
+    name: str
+    description: str | None = None
+    strict: bool | None = None  # what comes is always of the schema
+    shape: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class PlainText(_Asked):
     type: Literal["text"]
+
+
+class JsonObject(_Asked):
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Asked):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
 class Chat(_Drawn):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ import uvicorn
 
 from outsize.checkpoint.adapters import tokenizer_directory
 from outsize.data.template import OWN, template_of
-from outsize.data.tokenizer import Tokenizer
+from outsize.data.tokenizer import Tokenizer, ends_in
 from outsize.errors import OutsizeError
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
@@ -46,15 +47,17 @@ def run(
     tokenizer: str | None,
     keys: tuple[str, ...],
     listening: socket.socket,
+    plan: Sequence[str],
 ) -> None:
     """Serve until a signal ends it, and what was begun is answered. said: the directory as it was
-    named, whose name is the model's."""
+    named, whose name is the model's; plan: lines about what it holds."""
     folder = tokenizer or str(tokenizer_directory(found))
     own = template_of(None if folder == "bytes" else folder, text, template)
     if own is None and template != OWN:
         raise OutsizeError(f"--template {template} is none")
     talk = None if own is None else Talk(engine.model, text, own)
-    serving = Serving(engine, text, said.resolve().name, talk)
+    more = ends_in(found, engine.model.config.vocab)
+    serving = Serving(engine, text, said.resolve().name, talk, plan, bool(keys), more)
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
@@ -67,7 +70,7 @@ def run(
     )
     listening.listen(_WAITING)  # who comes from now on waits
     chats = "" if talk is not None else "; no chat template, so no chats"
-    click.echo(f"serving {serving.name} at {address}/v1{chats}")
+    click.echo(f"serving {serving.name} at {address}/v1, a page to try it at {address}{chats}")
     uvicorn.Server(config).run([listening])
     if engine.fault is not None:
         raise OutsizeError(f"the engine has failed: {engine.fault}")
