@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from outsize.kernels import rows
 from outsize.models.seams import AttendSpec, Recurrence, StateSpec, Tensors
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A request's tokens in a step. pages: with room for all of them; start: tokens before;
     count: of this step; ahead: that are known to follow in later ones; slot: of its states."""
 
@@ -157,7 +157,7 @@ class PagedPast:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 ahead = part.ahead + stop - high
-                here = replace(part, start=part.start + low - start, count=high - low, ahead=ahead)
+                here = part._replace(start=part.start + low - start, count=high - low, ahead=ahead)
                 found.append(here)
         return PagedPast(self.cache, tuple(found))
 

@@ -40,8 +40,8 @@ class Request:
         return len(self.ids) - self.fed
 
     def seen(self) -> Waiting:
-        prompt = not self.begun or self.waiting > 1
-        return Waiting(self.key, self.waiting, self.begun, prompt)
+        waiting, begun = len(self.ids) - self.fed, self.slot is not None
+        return Waiting(self.key, waiting, begun, not begun or waiting > 1)
 
     def draw(self, logits_V: Tensor, index: int) -> int:
         """A Sampler that keeps what is told, and ends nothing but its own request."""

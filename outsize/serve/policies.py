@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outsize.registry import Registry
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A request as a policy sees it. key: its own; tokens: that wait to be fed, 1 where the prompt
     is through; begun: whether it has pages; prompt: whether what waits is of a prompt."""
 
