@@ -5,7 +5,7 @@ N blocks of B bytes, G codes of a group.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +18,36 @@ Order = Literal["bytes", "halves", "pairs"]
 _ORDERS: dict[str, int] = {"bytes": 0, "halves": 1, "pairs": 2}
 
 
-def decoded(
-    blocks_NB: Tensor,
-    scales_N1: Tensor,
-    table: Tensor | None,
-    order: Order,
-    head: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """(N, G) in `dtype`, each a product in float32 that is rounded once. scales: float32; table:
-    the values of 16 codes, float32, where these have 4 bits; head: bytes before a block's codes."""
+class Laid(NamedTuple):
+    """Blocks and what their codes stand for. scales: float32; table: the values of 16 codes,
+    float32, where these have 4 bits; head: bytes before a block's codes."""
+
+    blocks_NB: Tensor
+    scales_N1: Tensor
+    table: Tensor | None
+    order: Order
+    head: int
+
+    @property
+    def number(self) -> int:
+        """Of the order, as codes.cpp counts them."""
+        return _ORDERS[self.order]
+
+    @property
+    def ready(self) -> bool:
+        """Whether codes.cpp reads them where they lie."""
+        alike = self.blocks_NB.is_contiguous() and self.scales_N1.is_contiguous()
+        return alike and self.blocks_NB.is_cpu
+
+
+def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(N, G) in `dtype`, each a product in float32 that is rounded once."""
+    blocks_NB, scales_N1, table, order, head = laid
     like = scales_N1 if dtype == torch.float32 else scales_N1.new_empty(0, dtype=dtype)
-    ready = blocks_NB.is_contiguous() and scales_N1.is_contiguous()
-    if ready and native.reads(scales_N1, like) and blocks_NB.is_cpu:
+    if laid.ready and native.reads(scales_N1, like):
         given = scales_N1 if table is None else table
         y: Tensor = torch.ops.outsize.decode.default(
-            blocks_NB, scales_N1, given, _ORDERS[order], head, dtype
+            blocks_NB, scales_N1, given, laid.number, head, dtype
         )
         return y
     return plain(blocks_NB, scales_N1, table, order, head).to(dtype)

@@ -37,7 +37,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
     for name in ("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows")
 )
-_HEADERS = tuple(map(Path(__file__).with_name, ("storage.h", "tiles.h")))
+_HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp"),
@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "decode": (None, (_I, _I, *[_P] * 4, *[_N] * 4, _I)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 4, _N, _N, _N, _I)),
+    "rows_product_coded": (None, (_I, _I, *[_P] * 6, *[_N] * 6, _I)),
     "pages_attend": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
     "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
     "shared_close": (None, (_P,)),

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #if defined(__FMA__)
@@ -15,6 +16,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "codes.h"
 #include "tiles.h"
 
 namespace {
@@ -59,9 +61,9 @@ inline float together(vec sum) {
 }
 
 // A block: ROWS tokens by COLUMNS outputs. x: padded with zeros to whole vectors.
-template <class W, int ROWS, int COLUMNS>
+template <class W, class T, int ROWS, int COLUMNS>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_row, const W* w,
-                                                    int64_t inner, const float* bias, W* y,
+                                                    int64_t inner, const float* bias, T* y,
                                                     int64_t y_row) {
     vec sum[ROWS][COLUMNS];
 #pragma GCC unroll 8
@@ -91,22 +93,23 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_ro
     }
     for (int t = 0; t < ROWS; ++t)
         for (int o = 0; o < COLUMNS; ++o)
-            y[t * y_row + o] = narrow<W>(together(sum[t][o]) + (bias ? bias[o] : 0.0f));
+            y[t * y_row + o] = narrow<T>(together(sum[t][o]) + (bias ? bias[o] : 0.0f));
 }
 
-template <class W, int COLUMNS>
+template <class W, class T, int COLUMNS>
 inline void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int64_t inner,
-                 const float* bias, W* y, int64_t y_row) {
+                 const float* bias, T* y, int64_t y_row) {
     int64_t t = 0;
     for (; t + TOKENS <= tokens; t += TOKENS)
-        multiply<W, TOKENS, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
+        multiply<W, T, TOKENS, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
     for (; t < tokens; ++t)
-        multiply<W, 1, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
+        multiply<W, T, 1, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
 }
 
-template <class W>
-void product(const W* x, const W* w, const W* bias, W* y, int64_t tokens, int64_t inner,
-             int64_t outputs, int threads) {
+// weights(o, count): rows [o, o + count) of w, count at most OUTPUTS, for the thread that asks.
+template <class T, class F>
+void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
+             int threads, F weights) {
     const int64_t x_row = (inner + LANES - 1) / LANES * LANES;
     std::vector<float> wide_x(tokens * x_row), wide_bias(bias ? outputs : 0);
     for (int64_t t = 0; t < tokens; ++t)
@@ -116,24 +119,54 @@ void product(const W* x, const W* w, const W* bias, W* y, int64_t tokens, int64_
     const int64_t tasks = (outputs + TASK - 1) / TASK;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t task = 0; task < tasks; ++task) {
+        auto rows = weights();
         const int64_t last = std::min(outputs, (task + 1) * TASK);
         for (int64_t first = 0; first < tokens; first += held) {
             const int64_t some = std::min(held, tokens - first);
             const float* from = wide_x.data() + first * x_row;
-            int64_t o = task * TASK;
-            for (; o < last;) {
+            for (int64_t o = task * TASK; o < last;) {
                 const float* add = bias ? wide_bias.data() + o : nullptr;
-                W* to = y + first * outputs + o;
+                T* to = y + first * outputs + o;
                 if (o + OUTPUTS <= last) {
-                    down<W, OUTPUTS>(from, x_row, some, w + o * inner, inner, add, to, outputs);
+                    const auto* w = rows(o, OUTPUTS);
+                    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+                    down<W, T, OUTPUTS>(from, x_row, some, w, inner, add, to, outputs);
                     o += OUTPUTS;
                 } else {
-                    down<W, 1>(from, x_row, some, w + o * inner, inner, add, to, outputs);
+                    const auto* w = rows(o, 1);
+                    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+                    down<W, T, 1>(from, x_row, some, w, inner, add, to, outputs);
                     ++o;
                 }
             }
         }
     }
+}
+
+template <class T>
+void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t inner,
+            int64_t outputs, int threads) {
+    product(x, bias, y, tokens, inner, outputs, threads, [=] {
+        return [=](int64_t o, int64_t) { return w + o * inner; };
+    });
+}
+
+// Codes are decoded a few rows at a time, rounded to what x is held in.
+template <class T>
+void coded(const T* x, const uint8_t* blocks, const Layout& layout, const float* scales,
+           const float* table, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
+           int threads) {
+    product(x, bias, y, tokens, inner, outputs, threads, [&] {
+        return [&, held = std::vector<float>(OUTPUTS * inner)](int64_t o, int64_t count) mutable {
+            const int64_t groups = inner / layout.group;
+            for (int64_t g = 0; g < count * groups; ++g)
+                one(blocks + (o * groups + g) * layout.block, layout, table,
+                    scales[o * groups + g], held.data() + g * layout.group);
+            if (sizeof(T) != sizeof(float))
+                for (int64_t i = 0; i < count * inner; ++i) held[i] = wide(narrow<T>(held[i]));
+            return static_cast<const float*>(held.data());
+        };
+    });
 }
 
 // Attention -----------------------------------------------------------------------------------------
@@ -232,13 +265,30 @@ extern "C" {
 void outsize_rows_product(int dtype, const void* x, const void* w, const void* bias, void* y,
                           int64_t tokens, int64_t inner, int64_t outputs, int threads) {
     if (dtype == 0)
-        product(static_cast<const float*>(x), static_cast<const float*>(w),
-                static_cast<const float*>(bias), static_cast<float*>(y), tokens, inner, outputs,
-                threads);
+        stored(static_cast<const float*>(x), static_cast<const float*>(w),
+               static_cast<const float*>(bias), static_cast<float*>(y), tokens, inner, outputs,
+               threads);
     else
-        product(static_cast<const bfloat16*>(x), static_cast<const bfloat16*>(w),
-                static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
-                outputs, threads);
+        stored(static_cast<const bfloat16*>(x), static_cast<const bfloat16*>(w),
+               static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
+               outputs, threads);
+}
+
+// The same of a weight that is coded: blocks of rows one after another, a scale for each.
+void outsize_rows_product_coded(int dtype, int order, const void* x, const void* blocks,
+                                const float* scales, const float* table, const void* bias, void* y,
+                                int64_t tokens, int64_t inner, int64_t outputs, int64_t group,
+                                int64_t block, int64_t head, int threads) {
+    const Layout layout{order, group, block, head};
+    const uint8_t* raw = static_cast<const uint8_t*>(blocks);
+    if (dtype == 0)
+        coded(static_cast<const float*>(x), raw, layout, scales, table,
+              static_cast<const float*>(bias), static_cast<float*>(y), tokens, inner, outputs,
+              threads);
+    else
+        coded(static_cast<const bfloat16*>(x), raw, layout, scales, table,
+              static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
+              outputs, threads);
 }
 
 // sizes: tokens of a page (at most PAGE), heads, groups, key and value sizes, window.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
+from outsize.kernels.codes import Laid
 
 PAGE = 64  # tokens of a page at most, as in rows.cpp
 WIDTH = 256  # the largest head size, as in tiles.h
@@ -66,6 +67,28 @@ def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., O)."""
     y: Tensor = torch.ops.outsize.rows_product.default(x, weight_OI, bias_O)
+    return y
+
+
+def wanted_by_codes(x: Tensor) -> bool:
+    """Whether `by_codes` is to make products by codes that it reads."""
+    return getattr(_HERE, "alone", False) and native.served(x)
+
+
+def by_codes(x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None) -> Tensor:
+    """x (..., I) times the weight that blocks of codes stand for, rows one behind another, rounded
+    to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight."""
+    x, y = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
+    blocks, scales, table = laid.blocks_NB, laid.scales_N1, laid.table
+    bias = None if bias_O is None else bias_O.to(x.dtype).contiguous()
+    group = x.shape[-1] * outputs // len(blocks)
+    native.loaded().outsize_rows_product_coded(
+        *(native.CODES[x.dtype], laid.number, x.data_ptr(), blocks.data_ptr(), scales.data_ptr()),
+        *(scales.data_ptr() if table is None else table.data_ptr(),),
+        *(None if bias is None else bias.data_ptr(), y.data_ptr()),
+        *(y.numel() // outputs, x.shape[-1], outputs, group, blocks.shape[1], laid.head),
+        native.threads(),
+    )
     return y
 
 

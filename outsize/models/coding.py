@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.kernels.codes import Laid
+from outsize.kernels.codes import decoded as numbers_of
 from outsize.registry import Registry
 
 if TYPE_CHECKING:
@@ -76,6 +78,10 @@ class Format(Protocol):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """weight_OI of any rows and blocks of a weight: numbers of float32, rounded to `dtype`."""
+
+    def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid | None:
+        """The same as blocks and what their codes stand for, None where they are no values times
+        scales."""
 
     def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
         """Whether all scales are."""
@@ -210,14 +216,16 @@ def decoded(format: Format, codes_OR: Tensor, shared: Tensor | None) -> Tensor:
 @dataclass(frozen=True)
 class Blocks:
     """A Format all of whose bytes lie in the groups' blocks. pack: blocks (N, B) of groups (N, G)
-    in float32; unpack: the way back, rounded to a dtype; scales: of blocks, as numbers."""
+    in float32; scales: of blocks, as numbers; lay: what codes of blocks stand for, or, where that
+    is no value times a scale, unpack: the way back, rounded to a dtype."""
 
     name: str
     group: int
     block: int
     pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor, torch.dtype], Tensor]
     scales: Callable[[Tensor], Tensor]
+    lay: Callable[[Tensor], Laid] | None = None
+    unpack: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
     @property
     def bits(self) -> float:
@@ -242,8 +250,16 @@ class Blocks:
         grid: Grid,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        values: Tensor = self.unpack(codes_OR.reshape(-1, self.block), dtype)
+        laid = self.laid(codes_OR, shared, grid)
+        if laid is None:
+            assert self.unpack is not None, "its own way"
+            values = self.unpack(codes_OR.reshape(-1, self.block), dtype)
+        else:
+            values = numbers_of(laid, dtype)
         return values.view(len(codes_OR), -1)
+
+    def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid | None:
+        return None if self.lay is None else self.lay(codes_OR.reshape(-1, self.block))
 
     def finite(self, codes_OR: Tensor, shared: Tensor | None) -> bool:
         return bool(self.scales(codes_OR.reshape(-1, self.block)).isfinite().all())

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
+from outsize.kernels import rows as alone
+from outsize.kernels.codes import Laid
 from outsize.kernels.linear import GradSink, embedding, linear
 from outsize.models.coding import CODES, SCALES, Coded, Coding, Grid
 from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
@@ -46,6 +48,10 @@ def by_codes(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     """A weight that is decoded for the product, and again for the gradient of x."""
     from outsize.kernels.coded import linear as multiply
 
+    if alone.wanted_by_codes(x):
+        laid = one.laid()
+        if laid is not None and laid.ready:
+            return alone.by_codes(x, laid, one.sizes[0], bias)
     y = multiply(x, one.sizes, one.decoded)
     return y if bias is None else y + bias
 
@@ -123,6 +129,12 @@ class Linear(nn.Module):
         shared, form = self._parameters.get(SCALES), self.coded.format
         rows = self.get_parameter(CODES).detach()[first:last]
         return form.decode(rows, shared, self.coded.grid.below(first), dtype)
+
+    def laid(self) -> Laid | None:
+        """What codes stand for, as blocks; None where they are no values times scales."""
+        assert self.coded is not None, "asked of one that is"
+        shared, codes = self._parameters.get(SCALES), self.get_parameter(CODES).detach()
+        return self.coded.format.laid(codes, shared, self.coded.grid)
 
     def matrix(self) -> Tensor:
         """The weight (d_out, d_in); of codes what they stand for, float32."""

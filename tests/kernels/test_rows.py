@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native, product, rows
+from outsize.models.coding import Grid, format_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,6 +40,20 @@ def test_products_are_right_and_know_nobody(name: str, sizes: tuple[int, int, in
         assert torch.equal(rows.linear(x, w[few].contiguous(), b[few].contiguous()), y[:, few])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "q8_0", "q4_0"])
+def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str) -> None:
+    dtype, found, (outputs, inner) = DTYPES[name], format_of(form), (21, 192)
+    codes, shared = found.encode(_random(outputs, inner))
+    grid = Grid(inner // found.group)
+    laid, weight = found.laid(codes, shared, grid), found.decode(codes, shared, grid, dtype)
+    assert laid is not None and laid.ready
+    bias = _random(outputs, seed=1).to(dtype)
+    for tokens in (1, 7, 70):
+        x = _random(tokens, inner, seed=tokens).to(dtype)
+        assert torch.equal(rows.by_codes(x, laid, outputs, bias), rows.linear(x, weight, bias))
 
 
 def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:

@@ -321,6 +321,26 @@ def test_weights_that_stay_in_files(
         outsize.engine(larger, memory=200_000, context=64, requests=3)
 
 
+@COMPILED
+@pytest.mark.parametrize("form", ["int4:16", "q4_k"])
+def test_weights_as_codes(larger: Path, form: str) -> None:
+    """Codes that are multiplied by as they lie, and those that are decoded first."""
+    path = larger if form != "q4_k" else larger.parent / "wide"
+    if not path.exists():
+        config = {**SMALL, "model_type": "llama", "hidden_size": 256, "head_dim": 64}
+        config |= {"intermediate_size": 256, "num_hidden_layers": 1}
+        outsize.save(build(parse(config), seed=3), path)
+    model, some = outsize.load(path, weights=form), asks()
+    alone = [told(model, [ask], ROOM)[0] for ask in some]
+    assert told(model, some, ROOMS["slices"]) == alone
+    for ask, found in zip(some, alone, strict=True):
+        ids = torch.tensor([*ask.ids, *(one.id for one in found)])
+        with torch.no_grad():
+            logs_TV = model(ids).log_softmax(-1)
+        for place, one in enumerate(found, len(ask.ids) - 1):
+            assert abs(one.logprob - float(logs_TV[place, one.id])) < 1e-4
+
+
 def test_many_texts_at_once(tmp_path: Path) -> None:
     config = parse({**SMALL, "model_type": "llama", "vocab_size": 257})
     outsize.save(build(config, seed=3), tmp_path / "hf")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import decoded
+from outsize.kernels.codes import Laid
 from outsize.models.coding import (
     FORMATS,
     Blocks,
@@ -33,9 +33,9 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((scale_N2, halves(codes_NG.to(torch.uint8))), -1)
 
 
-def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
+def laid(blocks_NB: Tensor) -> Laid:
     steps = torch.arange(-float(ZERO), ZERO, device=blocks_NB.device, dtype=torch.float32)
-    return decoded(blocks_NB, scales(blocks_NB), steps, "halves", 2, dtype)
+    return Laid(blocks_NB, scales(blocks_NB), steps, "halves", 2)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 def made(size: int | None) -> Blocks:
     group = groups_of(size, GROUP, GROUPS, NAME)
-    return Blocks(spelled(NAME, group, GROUP), group, 2 + group // 2, pack, unpack, scales)
+    return Blocks(spelled(NAME, group, GROUP), group, 2 + group // 2, pack, scales, laid)
 
 
 FORMATS.add(NAME, made)

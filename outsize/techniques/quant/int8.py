@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import decoded
+from outsize.kernels.codes import Laid
 from outsize.models.coding import FORMATS, Blocks, groups_of, numbers, over, raw, spelled
 
 NAME, GROUP, GROUPS = "int8", 64, (16, 32, 64, 128, 256)
@@ -22,8 +22,8 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((scale_N2, codes_NG.to(torch.int8).view(torch.uint8)), -1)
 
 
-def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
-    return decoded(blocks_NB, scales(blocks_NB), None, "bytes", 2, dtype)
+def laid(blocks_NB: Tensor) -> Laid:
+    return Laid(blocks_NB, scales(blocks_NB), None, "bytes", 2)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 def made(size: int | None) -> Blocks:
     group = groups_of(size, GROUP, GROUPS, NAME)
-    return Blocks(spelled(NAME, group, GROUP), group, 2 + group, pack, unpack, scales)
+    return Blocks(spelled(NAME, group, GROUP), group, 2 + group, pack, scales, laid)
 
 
 FORMATS.add(NAME, made)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels.blockwise import table
-from outsize.kernels.codes import decoded
+from outsize.kernels.codes import Laid, decoded
 from outsize.models.coding import FORMATS, Grid, groups_of, numbers, pieces, raw, spelled
 
 NAME, GROUP, GROUPS, NESTED = "nf4", 64, (16, 32, 64, 128, 256), 256
@@ -79,12 +79,14 @@ class NormalFloat:
         grid: Grid,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
+        return decoded(self.laid(codes_OR, shared, grid), dtype).view(len(codes_OR), -1)
+
+    def laid(self, codes_OR: Tensor, shared: Tensor | None, grid: Grid) -> Laid:
         assert shared is not None, "its second scales"
         blocks = codes_OR.reshape(len(codes_OR), -1, self.block)
         values = torch.tensor(VALUES, device=codes_OR.device)
         largest = self._largest(blocks, shared, grid).view(-1, 1)
-        found = decoded(blocks.reshape(-1, self.block), largest, values, "pairs", 1, dtype)
-        return found.view(len(codes_OR), -1)
+        return Laid(blocks.reshape(-1, self.block), largest, values, "pairs", 1)
 
     def _largest(self, blocks: Tensor, shared: Tensor, grid: Grid) -> Tensor:
         """The magnitude of each group, (rows, columns)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import decoded
+from outsize.kernels.codes import Laid
 from outsize.models.coding import FORMATS, Blocks, groups_of, halves, numbers, raw
 
 NAME, GROUP = "q4_0", 32
@@ -23,9 +23,9 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((raw(scale_N1, torch.float16), halves(codes_NG)), -1)
 
 
-def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
+def laid(blocks_NB: Tensor) -> Laid:
     steps = torch.arange(-8.0, 8, device=blocks_NB.device, dtype=torch.float32)
-    return decoded(blocks_NB, scales(blocks_NB), steps, "halves", 2, dtype)
+    return Laid(blocks_NB, scales(blocks_NB), steps, "halves", 2)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 
 def made(size: int | None) -> Blocks:
-    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 18, pack, unpack, scales)
+    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 18, pack, scales, laid)
 
 
 FORMATS.add(NAME, made)

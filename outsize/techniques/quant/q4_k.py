@@ -70,7 +70,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 
 def made(size: int | None) -> Blocks:
-    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), BLOCK, pack, unpack, scales)
+    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), BLOCK, pack, scales, unpack=unpack)
 
 
 FORMATS.add(NAME, made)

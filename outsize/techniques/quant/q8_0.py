@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outsize.kernels.codes import decoded
+from outsize.kernels.codes import Laid
 from outsize.models.coding import FORMATS, Blocks, groups_of, numbers, raw
 
 NAME, GROUP = "q8_0", 32
@@ -22,8 +22,8 @@ def pack(groups_NG: Tensor) -> Tensor:
     return torch.cat((raw(scale_N1, torch.float16), whole_NG.to(torch.int8).view(torch.uint8)), -1)
 
 
-def unpack(blocks_NB: Tensor, dtype: torch.dtype) -> Tensor:
-    return decoded(blocks_NB, scales(blocks_NB), None, "bytes", 2, dtype)
+def laid(blocks_NB: Tensor) -> Laid:
+    return Laid(blocks_NB, scales(blocks_NB), None, "bytes", 2)
 
 
 def scales(blocks_NB: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 
 def made(size: int | None) -> Blocks:
-    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 34, pack, unpack, scales)
+    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 34, pack, scales, laid)
 
 
 FORMATS.add(NAME, made)

@@ -171,7 +171,7 @@ def test_the_pass_in_c_is_its_twin_bit_for_bit(order, group, dtype):
     blocks = torch.randint(0, 256, (77, size), dtype=torch.uint8, generator=draw)
     scales = torch.randn(77, 1, generator=draw)
     table = None if order == "bytes" else torch.randn(16, generator=draw)
-    found = codes.decoded(blocks, scales, table, order, 3, dtype)
+    found = codes.decoded(codes.Laid(blocks, scales, table, order, 3), dtype)
     wanted = codes.plain(blocks, scales, table, order, 3).to(dtype)
     assert found.shape == (77, group) and torch.equal(found, wanted)
 

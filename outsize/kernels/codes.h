@@ -1,0 +1,122 @@
+// A block of bytes to its group's numbers: each code's value times the group's scale.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace outsize {
+
+using std::int64_t;
+using std::uint8_t;
+
+constexpr int64_t MOST = 256;       // numbers of a group
+enum Order { BYTES = 0, HALVES = 1, PAIRS = 2 };
+
+inline void bytes(const uint8_t* codes, int64_t group, float scale, float* out) {
+    for (int64_t i = 0; i < group; ++i) out[i] = float(int8_t(codes[i])) * scale;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Values of 8 codes, which are the lower 4 bits of each.
+struct Values {
+    __m256 low, high, factor;
+
+    Values(const float* table, float scale)
+        : low(_mm256_loadu_ps(table)),
+          high(_mm256_loadu_ps(table + 8)),
+          factor(_mm256_set1_ps(scale)) {}
+
+    __m256 of(__m256i codes) const {  // permutes look at three bits, the fourth chooses
+        const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+        const __m256 a = _mm256_permutevar8x32_ps(low, codes);
+        const __m256 b = _mm256_permutevar8x32_ps(high, codes);
+        return _mm256_mul_ps(_mm256_blendv_ps(a, b, fourth), factor);
+    }
+};
+
+inline __m256i eight(const uint8_t* codes) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+}
+#endif
+
+// The first half of a group lies in the lower bits, the second in the upper ones.
+inline void halves(const uint8_t* codes, int64_t half, const float* table, float scale, float* out) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512 values = _mm512_loadu_ps(table), factor = _mm512_set1_ps(scale);
+    for (; i + 16 <= half; i += 16) {
+        const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+        const __m512i both = _mm512_cvtepu8_epi32(raw);  // permutes look at four bits alone
+        const __m512i upper = _mm512_srli_epi32(both, 4);
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_permutexvar_ps(both, values), factor));
+        _mm512_storeu_ps(out + half + i,
+                         _mm512_mul_ps(_mm512_permutexvar_ps(upper, values), factor));
+    }
+#elif defined(__AVX2__)
+    const Values values(table, scale);
+    for (; i + 8 <= half; i += 8) {
+        const __m256i both = eight(codes + i);
+        _mm256_storeu_ps(out + i, values.of(both));
+        _mm256_storeu_ps(out + half + i, values.of(_mm256_srli_epi32(both, 4)));
+    }
+#endif
+    for (; i < half; ++i) {
+        out[i] = table[codes[i] & 15] * scale;
+        out[half + i] = table[codes[i] >> 4] * scale;
+    }
+}
+
+// Neighbours lie in a byte, the first in its upper bits.
+inline void pairs(const uint8_t* codes, int64_t half, const float* table, float scale, float* out) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512 values = _mm512_loadu_ps(table), factor = _mm512_set1_ps(scale);
+    const __m512i first =
+        _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (; i + 16 <= half; i += 16) {
+        const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+        const __m512i both = _mm512_cvtepu8_epi32(raw);
+        const __m512 upper = _mm512_mul_ps(
+            _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), values), factor);
+        const __m512 lower = _mm512_mul_ps(_mm512_permutexvar_ps(both, values), factor);
+        _mm512_storeu_ps(out + 2 * i, _mm512_permutex2var_ps(upper, first, lower));
+        _mm512_storeu_ps(out + 2 * i + 16, _mm512_permutex2var_ps(upper, second, lower));
+    }
+#elif defined(__AVX2__)
+    const Values values(table, scale);
+    for (; i + 8 <= half; i += 8) {
+        const __m256i both = eight(codes + i);
+        const __m256 upper = values.of(_mm256_srli_epi32(both, 4)), lower = values.of(both);
+        const __m256 even = _mm256_unpacklo_ps(upper, lower);
+        const __m256 odd = _mm256_unpackhi_ps(upper, lower);
+        _mm256_storeu_ps(out + 2 * i, _mm256_permute2f128_ps(even, odd, 0x20));
+        _mm256_storeu_ps(out + 2 * i + 8, _mm256_permute2f128_ps(even, odd, 0x31));
+    }
+#endif
+    for (; i < half; ++i) {
+        out[2 * i] = table[codes[i] >> 4] * scale;
+        out[2 * i + 1] = table[codes[i] & 15] * scale;
+    }
+}
+
+struct Layout {
+    int order;
+    int64_t group, block, head;  // numbers, bytes, and bytes before the codes
+};
+
+inline void one(const uint8_t* block, const Layout& layout, const float* table, float scale, float* out) {
+    const uint8_t* codes = block + layout.head;
+    if (layout.order == BYTES)
+        bytes(codes, layout.group, scale, out);
+    else if (layout.order == HALVES)
+        halves(codes, layout.group / 2, table, scale, out);
+    else
+        pairs(codes, layout.group / 2, table, scale, out);
+}
+
+}  // namespace outsize
