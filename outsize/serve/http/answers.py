@@ -19,14 +19,14 @@ from starlette.responses import Response
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, Token
-from outsize.serve.http.asked import Chat, Completion
+from outsize.serve.http.asked import Completion, Conversation
 from outsize.serve.http.choices import Piece, Weighed, pieces
 from outsize.serve.http.shapes import Shaped
 
 if TYPE_CHECKING:
     from outsize.serve.http.app import Serving
 
-Asked = TypeVar("Asked", Completion, Chat)
+Asked = TypeVar("Asked", Completion, Conversation)
 DONE = "data: [DONE]\n\n"
 
 
@@ -258,7 +258,7 @@ class CompletionAnswer(Answer[Completion]):
         }
 
 
-class ChatAnswer(Answer[Chat]):
+class ChatAnswer(Answer[Conversation]):
     kind, streamed, talking = "chat.completion", "chat.completion.chunk", True
 
     def most(self, ids: Sequence[int]) -> int:

@@ -30,8 +30,8 @@ from outsize.serve.asks import Full
 from outsize.serve.engine import Engine
 from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
 from outsize.serve.http.asked import (
-    Chat,
     Completion,
+    Conversation,
     JsonObject,
     JsonSchema,
     PlainText,
@@ -152,7 +152,7 @@ def _generation(app: FastAPI, serving: Serving) -> None:
         return await CompletionAnswer(serving, asked, prompts, ident("cmpl")).respond(request)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: Chat, request: Request) -> Any:
+    async def chat(asked: Conversation, request: Request) -> Any:
         _check_model(serving, asked.model)
         if serving.talk is None:
             raise OutsizeError(

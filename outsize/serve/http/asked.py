@@ -86,7 +86,7 @@ class JsonSchema(_Asked):
 Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-class Chat(_Drawn):
+class Conversation(_Drawn):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
