@@ -26,17 +26,17 @@ from outsize.models.seams import AttendSpec, Recurrence, StateSpec, Tensors
 
 class Part(NamedTuple):
     """A request's tokens in a step. pages: with room for all of them; start: tokens before;
-    count: of this step; ahead: that are known to follow in later ones; slot: of its states."""
+    tokens: of this step; ahead: that are known to follow in later ones; slot: of its states."""
 
     pages: Sequence[int]
     start: int
-    count: int
+    tokens: int
     ahead: int
     slot: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.count
+        return self.start + self.tokens
 
 
 class PagedCache:
@@ -83,7 +83,7 @@ class PagedPast:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        return (0, *itertools.accumulate(part.count for part in self.parts))
+        return (0, *itertools.accumulate(part.tokens for part in self.parts))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class PagedPast:
     def _seen(self) -> rows.Seen:
         tables, begins = list[int](), list[int]()
         for part in self.parts:
-            begins += [len(tables)] * part.count
+            begins += [len(tables)] * part.tokens
             tables += part.pages
         return rows.Seen(*map(rows.numbers, (tables, begins, self._positions)))
 
@@ -157,7 +157,7 @@ class PagedPast:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 ahead = part.ahead + stop - high
-                here = part._replace(start=part.start + low - start, count=high - low, ahead=ahead)
+                here = part._replace(start=part.start + low - start, tokens=high - low, ahead=ahead)
                 found.append(here)
         return PagedPast(self.cache, tuple(found))
 
@@ -176,11 +176,11 @@ class PagedPast:
         outputs = []
         for part, (first, last) in zip(self.parts, itertools.pairwise(bounds), strict=True):
             own, slot = tuple(x[first:last] for x in inputs), part.slot
-            if part.count == 1:
+            if part.tokens == 1:
                 y, behind = recurrence.step(own, tuple(x[slot : slot + 1] for x in held))
                 behind = tuple(x[0] for x in behind)
             else:
-                y, behind = recurrence.whole(own, (0, part.count), tuple(x[slot] for x in held))
+                y, behind = recurrence.whole(own, (0, part.tokens), tuple(x[slot] for x in held))
             for x, new in zip(held, behind, strict=True):
                 x[slot] = new
             outputs.append(y)

@@ -111,7 +111,7 @@ class Line:
         for key, part in parts.items():
             request = self.requests[key]
             drew = not part.ahead
-            self.counts.prompt += part.count - (drew and request.drawn > 0)
+            self.counts.prompt += part.tokens - (drew and request.drawn > 0)
             request.fed = part.stop
             self.pages.written(key, request.ids, part.stop)
             if drew and not request.cancelled:
