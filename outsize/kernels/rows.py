@@ -15,12 +15,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.kernels.codes import Laid
+
+if TYPE_CHECKING:
+    from outsize.kernels.codes import Laid
 
 PAGE = 64  # tokens of a page at most, as in rows.cpp
 WIDTH = 256  # the largest head size, as in tiles.h

@@ -21,7 +21,6 @@ from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.models.flash import flash
 from outsize.models.layout import chunks, clip, past, stretches, visible
 from outsize.models.linear import Linear
-from outsize.models.masked import attend_masked
 from outsize.models.norm import Norm, upcast
 from outsize.models.rope import rotate
 from outsize.models.seams import MIXERS, AttendSpec, Context, StateSpec
@@ -192,6 +191,8 @@ class LocalAttend:
     ) -> Tensor:
         queries, keys = q_THK.shape[0], k_TGK.shape[0]
         if not spec.in_order or spec.first_key or spec.first_query + queries > keys:
+            from outsize.models.masked import attend_masked  # of specs that are not plain
+
             return attend_masked(q_THK, k_TGK, v_TGW, bounds, spec)[0]
         if not queries:
             return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.kernels.codes import Laid
-from outsize.kernels.codes import decoded as numbers_of
 from outsize.registry import Registry
 
 if TYPE_CHECKING:
+    from outsize.kernels.codes import Laid
     from outsize.models.config import DecoderConfig
     from outsize.models.cuts import Cut
 
@@ -250,6 +249,8 @@ class Blocks:
         grid: Grid,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
+        from outsize.kernels.codes import decoded as numbers_of
+
         laid = self.laid(codes_OR, shared, grid)
         if laid is None:
             assert self.unpack is not None, "its own way"

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from outsize.errors import OutsizeError
 from outsize.kernels import rows as alone
-from outsize.kernels.codes import Laid
 from outsize.kernels.linear import GradSink, embedding, linear
 from outsize.models.coding import CODES, SCALES, Coded, Coding, Grid
 from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
 
 if TYPE_CHECKING:
+    from outsize.kernels.codes import Laid
     from outsize.models.adapter import Beside
 
 Use = Literal["column", "row", "plain"]
