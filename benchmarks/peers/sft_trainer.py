@@ -26,7 +26,8 @@ class Watch(TrainerCallback):
 
 def collated(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows are of one length: nothing is padded."""
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    made = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    return {**made, "attention_mask": torch.ones_like(made["input_ids"])}
 
 
 def main() -> None:
