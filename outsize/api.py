@@ -125,14 +125,16 @@ def engine(
     device: torch.device | str | None = None,
     tokenizer: str | Path | Tokenizer | None = None,
     policy: str = "mixed",
+    draft: str | None = None,
 ) -> TextEngine:
     """A model that many ask at once: `with outsize.engine(path) as engine: engine.generate([...])`.
 
     What each gets is bit for bit what it would get alone, in float32 and bfloat16 on a CPU. memory:
     most bytes of tensors; weights beyond it stay in their files, and are read once a step whatever
     the step feeds; context: tokens of a request; requests: that go at once; weights, dtype,
-    device: as of `load`; policy: what a step feeds, mixed or prompt-first. OutsizeError where the
-    memory is too small, with what is missing.
+    device: as of `load`; policy: what a step feeds, mixed or prompt-first; draft: lookup, which has
+    a step look at several tokens where the text repeats itself, without another result.
+    OutsizeError where the memory is too small, with what is missing.
     """
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
@@ -145,7 +147,9 @@ def engine(
             if tokenizer is not None:
                 raise
             text = None  # prompts of token ids need none
-        return TextEngine(model, text, Wanted(context, requests), policy)
+        return TextEngine(
+            model, text, Wanted(context, requests, drafts=draft is not None), policy, draft
+        )
     except BaseException:
         model.close()
         raise

@@ -33,6 +33,8 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
               " more are refused. By default four times the cache's.")  # fmt: skip
 @click.option("--policy", default="mixed", show_default=True, help="mixed: tokens of all, slices of"
               " prompts beside them; prompt-first: prompts before anything else.")  # fmt: skip
+@click.option("--draft", metavar="NAME", help="lookup: a step looks at several tokens where a text"
+              " repeats itself; what comes is the same.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
 @click.option(
     "--template", default="own", help="Of chats: own, a file of Jinja, chatml, llama3, ..."
@@ -52,6 +54,7 @@ def serve(
     step: int,
     queue: int | None,
     policy: str,
+    draft: str | None,
     weights: str | None,
     template: str,
     tokenizer: str | None,
@@ -66,6 +69,7 @@ def serve(
     from outsize.cli.generate import found_in, limits_of, opened
     from outsize.errors import OutsizeError
     from outsize.models.coding import asked
+    from outsize.serve.drafts import DRAFTERS
     from outsize.serve.engine import Engine
     from outsize.serve.policies import POLICIES
     from outsize.serve.room import Wanted, served
@@ -78,6 +82,7 @@ def serve(
             f"serve: {error.name} is missing; pip install 'outsize[serve]'"
         ) from None
     chosen = POLICIES.get(policy)
+    drafter = None if draft is None else DRAFTERS.get(draft)
     if key_file is None and host not in LOCAL:
         raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
     keys = () if key_file is None else keys_in(key_file)
@@ -89,9 +94,9 @@ def serve(
     config = asked(config, weights, "--weights")
     listening = socket_of(host, port)  # a port in use is known before weights are read
     with listening, opened(found, config, limits, place, adapters_of(adapters)) as model:
-        wanted = Wanted(context, requests, step, queue)
+        wanted = Wanted(context, requests, step, queue, draft is not None)
         plan = served(model, wanted)
         for line in plan.lines():
             click.echo(line)
-        engine = Engine(model, plan.room, chosen, plan.session)
+        engine = Engine(model, plan.room, chosen, plan.session, drafter)
         run(engine, text, found, directory, template, tokenizer, keys, listening, plan.lines())

@@ -69,14 +69,16 @@ class Full(OutsizeError):
 
 @dataclass
 class Counts:
-    """Since the start. kept: tokens of prompts that were in pages already; busy: seconds in
-    steps."""
+    """Since the start. kept: tokens of prompts that were in pages already; drafted, accepted:
+    tokens of drafts, and those that came true; busy: seconds in steps."""
 
     steps: int = 0
     prompt: int = 0
     kept: int = 0
     drawn: int = 0
     interrupted: int = 0
+    drafted: int = 0
+    accepted: int = 0
     refused: int = 0
     busy: float = 0.0
 

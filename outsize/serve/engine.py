@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -24,7 +24,8 @@ from outsize.models.decoder import typed
 from outsize.models.layout import prompted
 from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
-from outsize.serve.line import Line
+from outsize.serve.drafts import Drafter
+from outsize.serve.line import Feed, Line
 from outsize.serve.model import Model
 from outsize.serve.policies import Policy
 
@@ -44,12 +45,17 @@ class Engine:
     """Serves a model. Use it in a `with`, or `start` and `close` it.
 
     Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
-    what plays steps over weights that are not in memory as a whole. fault: what has ended it, if
-    something has.
+    what plays steps over weights that are not in memory as a whole. drafter: makes one for each
+    request, where what layers keep is of single tokens. fault: what has ended it, if something has.
     """
 
     def __init__(
-        self, model: Model, room: Room, policy: Policy, session: Session | None = None
+        self,
+        model: Model,
+        room: Room,
+        policy: Policy,
+        session: Session | None = None,
+        drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self.model, self.room = model, room
@@ -60,7 +66,8 @@ class Engine:
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)
         self._cache = PagedCache(room.pages, room.page, room.slots + 1)  # one to score in
-        self.line = Line(room, policy, sharing, self._cache.clear)
+        drafting = drafter if sharing else None
+        self.line = Line(room, policy, sharing, self._cache.clear, drafting)
         self._scorings: list[_Scoring] = []
         self._wake = threading.Condition()
         self._closing = False
@@ -199,29 +206,27 @@ class Engine:
                 return False
             scoring = self._scorings.pop(0) if self._scorings else None
             begin = time.perf_counter()
-            parts = self.line.parts() if scoring is None else {}
+            feeds = self.line.feeds() if scoring is None else []
         if scoring is not None:
             self._score(scoring)
-        elif parts:
-            self._step(parts)
+        elif feeds:
+            self._step(feeds)
             self.line.counts.steps += 1
             self.line.counts.busy += time.perf_counter() - begin
         return True
 
-    def _step(self, parts: dict[int, Part]) -> None:
-        requests = [self.line.requests[key] for key in parts]
-        some = list(zip(requests, parts.values(), strict=True))
-        fed = [token for r, part in some for token in r.ids[part.start : part.stop]]
+    def _step(self, feeds: Sequence[Feed]) -> None:
+        fed = [token for feed in feeds for token in feed.ids]
         draws = [
-            Draw(row, r.draw, r.drawn, False)
-            for row, (r, part) in enumerate(some)
-            if not part.ahead
+            Draw(row, one.request.draw, one.request.drawn + one.place, False)
+            for row, one in enumerate(feeds)
+            if not one.part.ahead
         ]
-        past = PagedPast(self._cache, tuple(parts.values()))
+        past = PagedPast(self._cache, tuple(feed.part for feed in feeds))
         self._session(torch.tensor(fed), past.positions(self._device), past.bounds, past, draws)
         self._session.forget()
         with self._wake:
-            self.line.take(parts)
+            self.line.take(feeds)
 
     def _score(self, one: _Scoring) -> None:
         """All of a text in slices of their own, in pages that it has for that long."""

@@ -4,14 +4,16 @@ that logits are drawn from, and no threads."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
 from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room, Token, told
+from outsize.serve.drafts import Drafter
 from outsize.serve.pages import Pages
 from outsize.serve.policies import Policy, View, Waiting
 
@@ -19,17 +21,20 @@ from outsize.serve.policies import Policy, View, Waiting
 @dataclass
 class Request:
     """ids: the prompt and what was drawn; fed: how many of them are in pages; slot: None while it
-    has none; told: what its last draw said."""
+    has none; draft: tokens that this step feeds behind them; told, fault: what its draws said."""
 
     key: int
     ask: Ask
     deliver: Deliver
     ids: list[int]
+    drafter: Drafter | None = None
     fed: int = 0
     slot: int | None = None
     drawn: int = 0
     cancelled: bool = False
-    told: Token | OutsizeError | None = None
+    draft: Sequence[int] = ()
+    told: list[Token] = field(default_factory=list)
+    fault: OutsizeError | None = None
 
     @property
     def begun(self) -> bool:
@@ -44,26 +49,50 @@ class Request:
         return Waiting(self.key, waiting, begun, not begun or waiting > 1)
 
     def draw(self, logits_V: Tensor, index: int) -> int:
-        """A Sampler that keeps what is told, and ends nothing but its own request."""
+        """A Sampler that keeps what is told, and ends nothing but its own request. Behind a draft
+        nothing is drawn where something else came before."""
+        place = index - self.drawn
+        if place and not self._goes_on(place):
+            return 0
         try:
             token = self.ask.sampler(logits_V, index)
         except OutsizeError as error:
-            self.told = error
+            self.fault = error
             return 0
-        self.told = told(logits_V, token, self.ask.tops)
+        self.told.append(told(logits_V, token, self.ask.tops))
         return token
+
+    def _goes_on(self, place: int) -> bool:
+        if len(self.told) < place:
+            return False
+        last = self.told[place - 1].id
+        return last == self.draft[place - 1] and last not in self.ask.stop
+
+
+class Feed(NamedTuple):
+    """What a step feeds of a request. place: of its draw among the request's in this step."""
+
+    request: Request
+    part: Part
+    ids: Sequence[int]
+    place: int = 0
 
 
 class Line:
     """sharing: pages of prompts that begin alike are shared. cleared: called with a slot that a
-    sequence begins in."""
+    sequence begins in. drafter: makes one for each request, None: nothing is drafted."""
 
     def __init__(
-        self, room: Room, policy: Policy, sharing: bool, cleared: Callable[[int], None]
+        self,
+        room: Room,
+        policy: Policy,
+        sharing: bool,
+        cleared: Callable[[int], None],
+        drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         self.room, self.counts = room, Counts()
         self.pages = Pages(room.pages, room.page, sharing)
-        self._policy, self._cleared = policy, cleared
+        self._policy, self._cleared, self._drafter = policy, cleared, drafter
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
@@ -84,16 +113,17 @@ class Line:
                 self._wait(waiting),
             )
         key = next(self._keys)
-        self.requests[key] = Request(key, ask, deliver, list(ask.ids))
+        drafter = None if self._drafter is None else self._drafter()
+        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter)
         return key
 
-    def parts(self) -> dict[int, Part]:
-        """What the next step feeds, by request, with pages for it."""
+    def feeds(self) -> list[Feed]:
+        """What the next step feeds, with pages for it."""
         for request in [r for r in self.requests.values() if r.cancelled]:
             self.leave(request, End("cancelled"))
         seen = [r.seen() for r in self.requests.values()]
         wanted = self._policy(View(seen, self.room.budget, self.room.slots))
-        found = dict[int, Part]()
+        found, left = list[Feed](), self.room.budget - sum(wanted.values())
         for key, count in sorted(wanted.items()):
             request = self.requests[key]
             if not request.begun and not self._begin(request):
@@ -102,20 +132,28 @@ class Line:
             if not self._given(request, request.fed + count):
                 continue
             assert request.slot is not None
-            ahead, pages = request.waiting - count, self.pages.of(key)
-            found[key] = Part(pages, request.fed, count, ahead, request.slot)
+            start, ahead = request.fed, request.waiting - count
+            pages = self.pages.of(key)
+            part = Part(pages, start, count, ahead, request.slot)
+            request.told, request.fault, request.draft = [], None, ()
+            found.append(Feed(request, part, request.ids[start : part.stop]))
+            if request.drafter is not None and count == 1 and not ahead and left > 0:
+                found += self._drafted(request, part, left)
+                left -= len(request.draft)
         return found
 
-    def take(self, parts: Mapping[int, Part]) -> None:
+    def take(self, feeds: Sequence[Feed]) -> None:
         """A step has fed these, and those with nothing ahead have drawn."""
-        for key, part in parts.items():
-            request = self.requests[key]
+        for request, part, _, place in feeds:
+            if place:
+                continue  # with the first of the request's
             drew = not part.ahead
             self.counts.prompt += part.tokens - (drew and request.drawn > 0)
             request.fed = part.stop
-            self.pages.written(key, request.ids, part.stop)
             if drew and not request.cancelled:
                 self._drew(request)
+            else:
+                self.pages.written(request.key, request.ids, request.fed)
 
     def leave(self, request: Request, end: End) -> None:
         """A request is over."""
@@ -169,17 +207,41 @@ class Line:
             self._slots.append(request.slot)
             request.slot = None
 
+    def _drafted(self, request: Request, part: Part, left: int) -> list[Feed]:
+        """A draft behind the token that waits, in pages that nobody has. Each of its tokens is fed
+        as if it were the last one that is known."""
+        assert request.drafter is not None
+        room = len(part.pages) + self.pages.left
+        most = min(
+            left,
+            request.ask.max_new_tokens - request.drawn - 1,
+            room * self.pages.size - part.stop,
+            self.limit - part.stop,
+        )
+        request.draft = request.drafter.propose(request.ids, most) if most > 0 else ()
+        self.pages.extend(request.key, part.stop + len(request.draft))
+        return [
+            Feed(request, part._replace(start=part.start + place), (token,), place)
+            for place, token in enumerate(request.draft, 1)
+        ]
+
     def _drew(self, request: Request) -> None:
         found, ask = request.told, request.ask
-        if isinstance(found, OutsizeError):
-            self.leave(request, End("error", str(found)))
-            return
-        assert found is not None, "it was drawn for"
-        request.ids.append(found.id)
-        request.drawn += 1
-        self.counts.drawn += 1
-        request.deliver(found)
-        if found.id in ask.stop:
+        request.ids += [one.id for one in found]
+        request.drawn += len(found)
+        request.fed += max(0, len(found) - 1)  # of a draft what came true
+        self.counts.drawn += len(found)
+        self.pages.written(request.key, request.ids, request.fed)
+        if request.draft and request.drafter is not None and found:
+            accepted = len(found) - 1
+            self.counts.drafted += len(request.draft)
+            self.counts.accepted += accepted
+            request.drafter.judged(len(request.draft), accepted)
+        for one in found:
+            request.deliver(one)
+        if request.fault is not None:
+            self.leave(request, End("error", str(request.fault)))
+        elif found[-1].id in ask.stop:
             self.leave(request, End("stop"))
         elif request.drawn == ask.max_new_tokens:
             self.leave(request, End("length"))

@@ -16,6 +16,7 @@ from outsize.models.decoder import typed
 from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
+from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
 from outsize.serve.model import Model
 from outsize.simulate.tokens import Held, Needs, Seconds, needs, pace, probed, resident, seconds
@@ -30,12 +31,13 @@ _CACHE = 0.25  # of a budget that does not hold all weights, which pages may hav
 @dataclass(frozen=True)
 class Wanted:
     """What is said of serving; None: what follows from the model and the machine. queue: tokens of
-    waiting requests."""
+    waiting requests; drafts: whether steps look at drafts."""
 
     context: int | None = None
     requests: int = 16
     budget: int = 512
     queue: int | None = None
+    drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ def _sizes(
     held: Held, left: Sequence[StateSpec], wanted: Wanted, context: int, budget: int
 ) -> _Sizes:
     asked = Request((0,) * budget, 1, Sampling(1.0))
-    logits = wanted.requests * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize
+    drawn = min(budget + wanted.requests, wanted.requests * (1 + wanted.drafts * MOST))
+    logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize
     least = math.ceil(context / PAGE)
     return _Sizes(
         page=sum(one.bytes(PAGE) for one in left if one.per == "token"),

@@ -11,6 +11,7 @@ from outsize.decode.samplers import Sampling
 from outsize.decode.text import StopStrings, pieces, prompt_ids
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Token
+from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
@@ -27,12 +28,20 @@ class TextEngine:
     """
 
     def __init__(
-        self, model: Model, text: Tokenizer | None, wanted: Wanted, policy: str = "mixed"
+        self,
+        model: Model,
+        text: Tokenizer | None,
+        wanted: Wanted,
+        policy: str = "mixed",
+        draft: str | None = None,
     ) -> None:
         self.text = text
+        drafter = None if draft is None else DRAFTERS.get(draft)
         self.plan: Served = served(model, wanted)
         self._model = model
-        self.engine = Engine(model, self.plan.room, POLICIES.get(policy), self.plan.session)
+        self.engine = Engine(
+            model, self.plan.room, POLICIES.get(policy), self.plan.session, drafter
+        )
 
     def __enter__(self) -> TextEngine:
         self.engine.start()

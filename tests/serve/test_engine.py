@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.drafts import Drafter, Lookup
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES, View, Waiting
@@ -77,18 +78,29 @@ class Told:
 
 
 @contextmanager
-def paused(model: Model, room: Room, policy: str = "mixed") -> Iterator[Engine]:
+def paused(
+    model: Model,
+    room: Room,
+    policy: str = "mixed",
+    drafter: Callable[[], Drafter] | None = None,
+) -> Iterator[Engine]:
     """An engine that has not started, so that what is asked is there before the first step."""
-    engine = Engine(model, room, POLICIES.get(policy))
+    engine = Engine(model, room, POLICIES.get(policy), drafter=drafter)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def told(model: Model, some: Sequence[Ask], room: Room, policy: str = "mixed") -> list[list[Token]]:
+def told(
+    model: Model,
+    some: Sequence[Ask],
+    room: Room,
+    policy: str = "mixed",
+    drafter: Callable[[], Drafter] | None = None,
+) -> list[list[Token]]:
     """What all are told that ask together."""
-    with paused(model, room, policy) as engine:
+    with paused(model, room, policy, drafter) as engine:
         each = [Told() for _ in some]
         for ask, one in zip(some, each, strict=True):
             engine.submit(ask, one)
@@ -113,6 +125,67 @@ def test_tokens_and_logprobs_do_not_depend_on_others(name: str) -> None:
         whole = [*some[2].ids, *(one.id for one in alone[2])]
         scored = engine.logprobs(whole, 2)
     assert scored[len(some[2].ids) - 1 :] == alone[2]
+
+
+class Guess:
+    """Drafts that come true now and then."""
+
+    def propose(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        return [ids[-1], (ids[-1] + len(ids)) % VOCAB, ids[0]][:most]
+
+    def judged(self, proposed: int, accepted: int) -> None:
+        assert 0 <= accepted <= proposed <= 3
+
+
+@COMPILED
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_change_nothing(name: str) -> None:
+    """Bit for bit, be they right or wrong, drawn or greedy; at a stop token; in few pages."""
+    model, some = model_of(name), asks()
+    alone = [told(model, [ask], ROOM)[0] for ask in some]
+    ends = frozenset({alone[0][4].id})
+    some[0], alone[0] = replace(some[0], stop=ends), until(alone[0], ends)
+    for room, drafter in ((ROOM, Lookup), (replace(ROOM, pages=14, budget=9), Guess)):
+        assert told(model, some, room, drafter=drafter) == alone
+
+
+def until(tokens: list[Token], ends: frozenset[int]) -> list[Token]:
+    last = next(i for i, one in enumerate(tokens) if one.id in ends)
+    return tokens[: last + 1]
+
+
+class Recited:
+    """A sampler that says a text again and again."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        return self.text[index % len(self.text)]
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_drafts_that_come_true_spare_steps(repeated: bool) -> None:
+    """Most of what is looked up comes true where a text repeats itself; else nothing is drafted."""
+    model, text = model_of("llama"), [5, 9, 2, 7, 1, 8] if repeated else list(range(48))
+    with Engine(model, ROOM, POLICIES.get("mixed"), drafter=Lookup) as engine:
+        found = [one.id for one in engine.tokens(Ask((3,), 48, Recited(text)))]
+        assert found == [text[i % len(text)] for i in range(48)]
+        counts = engine.line.counts
+    assert counts.steps == 48 - counts.accepted and counts.accepted <= counts.drafted
+    assert counts.accepted >= 30 if repeated else not counts.drafted
+
+
+def test_lookup_rests_where_little_comes_true() -> None:
+    one = Lookup()
+    ids = [1, 2, 3, 4, 1, 2, 3]
+    assert one.propose(ids, 9) == [4, 1, 2, 3] and one.propose(ids, 2) == [4, 1]
+    for _ in range(6):
+        one.judged(6, 0)
+    assert not one.propose(ids, 9)
+    for _ in range(30):
+        one.propose(ids, 9)
+    assert one.propose(ids, 9)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,6 +14,8 @@ _COUNTED = {
     "prompt": "Tokens of prompts that were fed.",
     "kept": "Tokens of prompts that were found in kept pages.",
     "drawn": "Tokens that were drawn.",
+    "drafted": "Tokens of drafts.",
+    "accepted": "Tokens of drafts that came true.",
     "interrupted": "Requests whose pages were taken by an older one.",
     "refused": "Requests that the full queue refused.",
     "busy": "Seconds in steps.",
