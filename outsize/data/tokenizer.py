@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -268,12 +268,15 @@ def _added_in_front(inner: tokenizers.Tokenizer) -> int | None:
 
 def ends_in(directory: Path, vocab: int) -> frozenset[int]:
     """The ids that end a text by a model's own settings: of several, all."""
-    found = set[int]()
+    every = (one for some in _ends(directory) for one in some)
+    return frozenset(one for one in every if type(one) is int and 0 <= one < vocab)
+
+
+def _ends(directory: Path) -> Iterator[list[Any]]:
+    """What each of a model's own settings says of the ids that end a text."""
     for name in ("config.json", "generation_config.json"):
         value = settings_in(directory / name).get("eos_token_id")
-        every = value if isinstance(value, list) else [value]
-        found |= {one for one in every if type(one) is int and 0 <= one < vocab}
-    return frozenset(found)
+        yield value if isinstance(value, list) else [value]
 
 
 def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:
@@ -284,9 +287,7 @@ def _find_eos(directory: Path, inner: tokenizers.Tokenizer) -> int:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and (found := inner.token_to_id(text)) is not None:
             return int(found)
-    for name in ("config.json", "generation_config.json"):
-        value = settings_in(directory / name).get("eos_token_id")
-        first = value[0] if isinstance(value, list) and value else value
+    for first, *_ in filter(None, _ends(directory)):
         if isinstance(first, int) and inner.id_to_token(first) is not None:
             return first
     raise OutsizeError(

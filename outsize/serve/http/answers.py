@@ -21,6 +21,7 @@ from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, Token
 from outsize.serve.http.asked import Completion, Conversation
 from outsize.serve.http.choices import Piece, Weighed, pieces
+from outsize.serve.http.guard import fault
 from outsize.serve.http.shapes import Shaped
 
 if TYPE_CHECKING:
@@ -120,8 +121,7 @@ class Answer(ABC, Generic[Asked]):
         except OutsizeError as error:
             if not begun:
                 raise
-            yield _event({"error": {"message": str(error), "type": "server_error",
-                                    "param": None, "code": None}})  # fmt: skip
+            yield _event(fault(500, str(error)))
             return
         if usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
@@ -183,6 +183,10 @@ class Answer(ABC, Generic[Asked]):
     def ends(self) -> frozenset[int]:
         return self.serving.ends(self.talking)
 
+    def room(self, ids: Sequence[int]) -> int:
+        """Tokens that may be drawn behind these."""
+        return max(1, self.serving.engine.limit - len(ids) + 1)
+
     @abstractmethod
     def most(self, ids: Sequence[int]) -> int:
         """Tokens that are drawn at most."""
@@ -204,23 +208,15 @@ class CompletionAnswer(Answer[Completion]):
     kind = streamed = "text_completion"
 
     def most(self, ids: Sequence[int]) -> int:
-        return self._left(ids) if self.asked.max_tokens is None else self.asked.max_tokens
-
-    def _left(self, ids: Sequence[int]) -> int:
-        return max(1, self.serving.engine.limit - len(ids) + 1)
+        return self.room(ids) if self.asked.max_tokens is None else self.asked.max_tokens
 
     def tops(self) -> int | None:
         return self.asked.logprobs
 
     async def choice(self, number: int, said: _Said) -> dict[str, Any]:
-        echoed = await self._echoed(number)
-        text = self._prompt(number) + said.text
-        logprobs = self._logprobs([*echoed, *said.tokens], bool(echoed))
-        return {
-            "index": number, "text": text, "finish_reason": said.reason, "logprobs": logprobs
-        }  # fmt: skip
+        return await self.part(number, said, True)
 
-    async def part(self, number: int, piece: Piece, first: bool) -> dict[str, Any]:
+    async def part(self, number: int, piece: Piece | _Said, first: bool) -> dict[str, Any]:
         echoed = await self._echoed(number) if first else []
         text = self._prompt(number) + piece.text if first else piece.text
         logprobs = self._logprobs([*echoed, *piece.tokens], bool(echoed))
@@ -263,7 +259,7 @@ class ChatAnswer(Answer[Conversation]):
 
     def most(self, ids: Sequence[int]) -> int:
         said = self.asked.max_completion_tokens or self.asked.max_tokens
-        return said or max(1, self.serving.engine.limit - len(ids) + 1)
+        return said or self.room(ids)
 
     def tops(self) -> int | None:
         return (self.asked.top_logprobs or 0) if self.asked.logprobs else None

@@ -38,12 +38,12 @@ from outsize.serve.http.asked import (
     Text,
     Tokens,
 )
+from outsize.serve.http.guard import fault
 from outsize.serve.http.metrics import metrics_of
 from outsize.serve.http.shapes import Shapes
 from outsize.serve.talk import Talk
 
 STUCK = 120.0  # seconds without a step while somebody waits
-_CODES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,7 @@ def _errors(app: FastAPI) -> None:
 def said(
     status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> Response:
-    kind = _CODES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": None}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse(fault(status, message, param), status, headers)
 
 
 def _models(app: FastAPI, serving: Serving) -> None:

@@ -8,6 +8,7 @@ import json
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from outsize.texts import read_text
 
 MOST_BYTES = 16 << 20  # of a body
 SECONDS = 30.0  # in which a whole body comes
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPEN = ("/health", "/metrics", "/")  # to whoever asks
 
 
@@ -87,10 +89,14 @@ def _bounded(receive: Receive) -> Receive:
     return some
 
 
+def fault(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error, as OpenAI has it. param: the field that is wrong."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
 async def _say(send: Send, status: int, message: str) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(fault(status, message)).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
