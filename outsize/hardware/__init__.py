@@ -1,17 +1,27 @@
-"""Hardware: devices, memory tiers and links with their rates; a catalogue; a probe.
+"""Hardware: devices, memory tiers and links with their rates; clusters; a catalogue; a probe.
 
 `outsize.hardware.probe` imports PyTorch and is imported by its users themselves.
 """
 
+from typing import TYPE_CHECKING
+
+# Not when it is asked for: a module has the same name as the function.
 from outsize.hardware.catalogue import catalogue, names
-from outsize.hardware.form import dumps, loads, read
-from outsize.hardware.hardware import (
-    Attention,
-    Device,
-    Hardware,
-    Link,
-    Matmul,
-    Measured,
-    Rate,
-    Tier,
-)
+from outsize.lazy import importing
+
+if TYPE_CHECKING:
+    from outsize.hardware.cluster import Cluster, Group, Level
+    from outsize.hardware.form import dumps, loads, read
+    from outsize.hardware.hardware import (
+        Attention,
+        Device,
+        Hardware,
+        Link,
+        Matmul,
+        Measured,
+        Rate,
+        Tier,
+    )
+    from outsize.hardware.spec import parse_spec, read_cluster
+
+__getattr__ = importing(__name__)

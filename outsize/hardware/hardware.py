@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from outsize.errors import OutsizeError, nearest
 
-UNITS = ("FLOP/s", "B/s", "B", "s")
+Unit = Literal["FLOP/s", "B/s", "B", "s", "W", "money/h"]
+Kind = Literal["cpu", "gpu", "systolic"]
+UNITS = get_args(Unit)
 NAME = r"[A-Za-z][A-Za-z0-9_-]*"  # of a tier
 
 
@@ -23,7 +25,7 @@ class Rate:
     """One figure. upto is the upper end where the source gives a range; value is the lower."""
 
     value: float
-    unit: Literal["FLOP/s", "B/s", "B", "s"]
+    unit: Unit
     source: str
     date: str  # year-month-day; of the measurement, or of the table
     sparsity: Literal["dense", "sparse"] = "dense"
@@ -114,10 +116,11 @@ class Measured:
 @dataclass(frozen=True)
 class Device:
     """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...). grain:
-    bytes of which its allocator gives whole multiples."""
+    bytes of which its allocator gives whole multiples. watts, price: of one device in use, where
+    known. array: rows and columns of a systolic array, 0 where there is none."""
 
     name: str
-    kind: Literal["cpu", "gpu"]
+    kind: Kind
     memory: Rate  # bytes of one device, as sold or as found
     peak: Mapping[str, Rate]
     bandwidth: Rate  # B/s of its own memory
@@ -126,6 +129,9 @@ class Device:
     measured: Measured = field(default_factory=Measured)
     note: str = ""
     grain: int = 1
+    watts: Rate | None = None
+    price: Rate | None = None  # money/h
+    array: int = 0
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name}: grain", self.grain, "B")
@@ -134,6 +140,9 @@ class Device:
         _unit(f"device {self.name}: bandwidth", self.bandwidth, "B/s")
         for dtype, rate in self.peak.items():
             _unit(f"device {self.name}: peak {dtype}", rate, "FLOP/s")
+        for name, of, unit in (("watts", self.watts, "W"), ("price", self.price, "money/h")):
+            if of is not None:
+                _unit(f"device {self.name}: {name}", of, unit)
 
     @property
     def apart(self) -> bool:

@@ -27,6 +27,12 @@ TABLE = {
     "MI300X": (1307, 2614, 192, 5.3, 7 * 64, 50),
     "RTX-4090": (165, 330, 24, 1.008, 32, 1),
     "L40S": (362, 733, 48, 0.864, 32, 25),
+    "A800-SXM-80": (312, None, 80, 2.039, 200, 25),
+    "TPU-v4": (275, None, 34.36, 1.2, 300, 6.25),
+    "TPU-v5e": (197, None, 17.18, 0.819, 200, 3.125),
+    "TPU-v5p": (459, None, 102.005, 2.765, 600, 6.25),
+    "TPU-v6e": (918, None, 34.36, 1.64, 400, 3.125),
+    "Ascend-910": (256, None, 32, 1.2, 30, 12.5),
 }
 
 
@@ -36,7 +42,7 @@ def test_row(name: str) -> None:
     hardware = catalogue(name, count=8)
     (device,) = hardware.devices
     assert device.count == 8
-    half_name = "fp16" if name.startswith("V100") else "bf16"
+    half_name = "fp16" if name.startswith(("V100", "Ascend")) else "bf16"
     assert device.peak[half_name].value == pytest.approx(half * 1e12)
     assert ("fp8" in device.peak) == (fp8 is not None)
     if fp8 is not None:
@@ -50,6 +56,9 @@ def test_row(name: str) -> None:
     rates = [*device.peak.values(), device.bandwidth, inside.bandwidth, between.bandwidth]
     assert {(r.sparsity, r.direction) for r in rates} == {("dense", "one")}
     assert all(r.source and r.date for r in rates)
+    if device.watts is not None:
+        assert device.watts.unit == "W" and 50 < device.watts.value < 2000
+    assert (device.kind == "systolic") == (device.array > 0)
 
 
 def test_table_is_complete() -> None:

@@ -1,0 +1,152 @@
+"""A cluster as data: groups of like devices, each a nest of levels from the chip outwards.
+
+A level joins so many of the units of the level below; its bandwidth is that of one device, in one
+direction. What joins unlike groups is the slowest of their outermost levels. A measured matrix of
+pairwise rates, where there is one, goes before the levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outsize.errors import OutsizeError
+from outsize.hardware.hardware import Device, Hardware, Link, Rate, Tier
+
+# Seconds until the first byte of a message: NCCL's base latencies of a hop (its tuning.cc, 2.19)
+# and what Calculon (Isaev et al., 2023) takes for networks.
+NEAR, FAR = 10e-6, 20e-6
+
+
+@dataclass(frozen=True)
+class Level:
+    """So many (`size`) units of the level below, joined. dims: of a torus, with product size."""
+
+    name: str  # "board", "node", "domain", "cluster", or the fabric's
+    size: int
+    bandwidth: Rate
+    latency: Rate
+    shape: Literal["switched", "torus"] = "switched"
+    dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise OutsizeError(f"level {self.name}: size {self.size}, expected 1 or more")
+        if (self.bandwidth.unit, self.latency.unit) != ("B/s", "s"):
+            raise OutsizeError(f"level {self.name}: expected a bandwidth in B/s, a latency in s")
+        if self.shape == "torus" and math.prod(self.dims) != self.size:
+            dims = "x".join(map(str, self.dims))
+            raise OutsizeError(f"level {self.name}: a torus {dims} of {self.size} chips")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Like devices. levels: from the innermost outwards; the last joins all of them."""
+
+    device: Device
+    levels: tuple[Level, ...]
+
+    @property
+    def count(self) -> int:
+        """Its devices."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def node(self) -> int:
+        """Devices of one machine, or of one domain: what the innermost level joins."""
+        return self.levels[0].size if self.levels else 1
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups of devices; tiers beside them; rates: B/s between every two nodes, measured."""
+
+    groups: tuple[Group, ...]
+    tiers: tuple[Tier, ...] = ()
+    rates: tuple[tuple[float, ...], ...] = ()
+    source: str = "catalogue"
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise OutsizeError("a cluster without devices; expected at least one group")
+        _square(self.rates, self.nodes)
+
+    @property
+    def count(self) -> int:
+        """All devices."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        """All machines, or domains."""
+        return sum(group.count // group.node for group in self.groups)
+
+    @property
+    def alike(self) -> bool:
+        """Whether its devices are of one kind."""
+        return len({group.device.name for group in self.groups}) == 1
+
+    def between(self, first: int, second: int) -> float:
+        """B/s of one device from a node to another: as measured, else of the slowest level that
+        joins them."""
+        if self.rates:
+            return self.rates[first][second]
+        return min(group.levels[-1].bandwidth.value for group in self.groups)
+
+    def hardware(self) -> Hardware:
+        """It as the planner of one machine's kind has it: devices of the first group, a node of
+        them with a link inside and one to the others. Raises OutsizeError for unlike devices."""
+        if not self.alike:
+            found = ", ".join(group.device.name for group in self.groups)
+            raise OutsizeError(f"devices of this cluster are {found}; expected one kind")
+        group = self.groups[0]
+        links = []
+        if group.node > 1:
+            inner = group.levels[0]
+            links.append(Link(inner.name, "devices", inner.bandwidth, inner.latency))
+        if self.nodes > 1:
+            outer = group.levels[-1]
+            links.append(Link(outer.name, "nodes", outer.bandwidth, outer.latency))
+        device = replace(group.device, count=group.node)
+        own = Tier("device", device.memory_bytes, device.bandwidth, device.bandwidth)
+        return Hardware((device,), (own, *self.tiers), tuple(links), self.source)
+
+
+def of_machine(hardware: Hardware) -> Cluster:
+    """One machine, as a probe or a file has it."""
+    device = hardware.devices[0]
+    inner = [link for link in hardware.links if link.between == "devices"]
+    fastest = max(inner, key=lambda link: link.bandwidth.value, default=None)
+    if fastest is None:  # workers that share one memory: a copy in and a copy out
+        said = f"{device.bandwidth.source}; a quarter of the memory's"
+        shared = Rate(device.bandwidth.value / 4, "B/s", said, device.bandwidth.date)
+        level = Level("memory", device.count, shared, latency(NEAR))
+    else:
+        found = fastest.latency or latency(NEAR)
+        level = Level(fastest.name, device.count, fastest.bandwidth, found)
+    tiers = tuple(tier for tier in hardware.tiers if tier.name != "device")
+    one = replace(device, count=1)
+    return Cluster((Group(one, (level,)),), tiers, source=hardware.source)
+
+
+def latency(seconds: float) -> Rate:
+    """A latency of this file's figures."""
+    return Rate(seconds, "s", "NCCL 2.19 tuning, Isaev et al., Calculon, 2023", "2026-11-26")
+
+
+def _square(rates: Sequence[Sequence[float]], nodes: int) -> None:
+    """Refuse a matrix of rates that is none of these nodes'."""
+    if not rates:
+        return
+    for i, row in enumerate(rates):
+        if len(row) != len(rates):
+            raise OutsizeError(
+                f"rates: row {i} has {len(row)} entries of {len(rates)}; expected a square matrix"
+            )
+        for j, value in enumerate(row):
+            if i != j and not 0 < value < math.inf:
+                raise OutsizeError(f"rates: from {i} to {j} is {value}; expected more than 0 B/s")
+    if len(rates) != nodes:
+        raise OutsizeError(f"rates: a matrix of {len(rates)} nodes; expected {nodes}")
