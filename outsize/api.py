@@ -115,7 +115,7 @@ def generate(
 
 
 def engine(
-    path: str | Path,
+    path: str | Path | Model,
     *,
     memory: str | int | None = None,
     context: int | None = None,
@@ -135,11 +135,20 @@ def engine(
     device: as of `load`; policy: what a step feeds, mixed or prompt-first; draft: lookup, which has
     a step look at several tokens where the text repeats itself, without another result.
     OutsizeError where the memory is too small, with what is missing.
+
+    path may be what `load` gives, which is closed with the engine: on a mesh,
+    `outsize.engine(outsize.load(path, mesh="tensor=2"))`, all workers make one, and the one that
+    `engine.leads` is asked.
     """
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
 
-    model = load(path, dtype, device, weights=weights, memory=memory)
+    if not isinstance(path, Model):
+        model = load(path, dtype, device, weights=weights, memory=memory)
+    elif (memory, weights, dtype, device) == (None, "required", None, None):
+        model = path
+    else:
+        raise OutsizeError("engine: memory, weights, dtype and device of a model are load's")
     try:
         try:
             text = tokenizer_of(model, tokenizer)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+import torch
+
 from outsize.collectives.axes import Axis
 from outsize.collectives.collective import Alone, Collective
 from outsize.collectives.hierarchical import own
@@ -90,3 +92,13 @@ def received(world: World, *uses: Use) -> Counter[str]:
 def everyone(world: World, use: Use = "compute") -> Collective:
     """The collective of all workers."""
     return world.group(tuple(range(world.mesh.size)), use)
+
+
+def told(world: World, numbers: Sequence[float]) -> list[list[float]]:
+    """What every worker says, by rank; whole numbers are exact. All of them ask."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    count, size = len(mine), world.mesh.size
+    out = mine.new_empty(count * size)
+    spans = [(count * rank, count * (rank + 1)) for rank in range(size)]
+    everyone(world, "agreement").all_gather(mine, spans, out)
+    return [list(each) for each in out.view(size, count).tolist()]

@@ -91,7 +91,7 @@ class Session:
 
         self.seconds: dict[Kind, list[float]] = {}
         self.peak = self._weights = 0
-        self._playable = playable
+        self._playable, self._sample = playable, sample
         self.steps = TokenSteps(
             flow, self.engine, sample, lambda kind, *_: playable(kind), microbatches.carry
         )
@@ -124,6 +124,11 @@ class Session:
         self.seconds = {Kind.PREFILL: [], Kind.DECODE: []}
         self.peak = self._weights = 0
         self.watch.ledger = None
+
+    def keep(self) -> None:
+        """What is drawn, and the logits of all tokens, stay from now on where they are made: with
+        the worker that draws."""
+        self._sample.tell = untold
 
     def count(self, beside: int = 0) -> None:
         """Count bytes in the request that begins. beside: of buffers that are there already."""

@@ -17,9 +17,10 @@ from queue import SimpleQueue
 import torch
 
 from outsize.decode.generate import Draw, check_request
-from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
 from outsize.kernels import rows
+from outsize.launch.heartbeat import Heartbeat
 from outsize.models.decoder import typed
 from outsize.models.layout import prompted
 from outsize.runtime.session import Session
@@ -28,6 +29,7 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.line import Feed, Line
 from outsize.serve.model import Model
 from outsize.serve.policies import Policy
+from outsize.serve.steps import Steps
 
 
 @dataclass
@@ -47,6 +49,9 @@ class Engine:
     Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
     what plays steps over weights that are not in memory as a whole. drafter: makes one for each
     request, where what layers keep is of single tokens. fault: what has ended it, if something has.
+
+    On a mesh every worker has one, of like room. One of them leads, and is asked; the others follow
+    it, and are closed when it is. pulse: told what it does.
     """
 
     def __init__(
@@ -56,18 +61,15 @@ class Engine:
         policy: Policy,
         session: Session | None = None,
         drafter: Callable[[], Drafter] | None = None,
+        pulse: Heartbeat | None = None,
     ) -> None:
-        assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self.model, self.room = model, room
-        self._own = session is None
-        self._session, weight = session or Session(model), model.prologue.tokens.weight
-        self._device = weight.device
-        left = [one for block in typed(model.blocks) for one in block.mixer.states(weight.dtype)]
+        self.steps = Steps(model, room, session, pulse)
+        dtype = model.prologue.tokens.weight.dtype
+        left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)
-        self._cache = PagedCache(room.pages, room.page, room.slots + 1)  # one to score in
-        drafting = drafter if sharing else None
-        self.line = Line(room, policy, sharing, self._cache.clear, drafting)
+        self.line = Line(room, policy, sharing, drafter if sharing else None)
         self._scorings: list[_Scoring] = []
         self._wake = threading.Condition()
         self._closing = False
@@ -79,14 +81,16 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """What has begun is cancelled."""
+        """What has begun is cancelled. One that follows waits for the one that leads to be closed,
+        and raises what went wrong in its own steps."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._own:
-            self._session.close()
+        self.steps.close()
+        if self.fault is not None and not self.steps.leads:
+            raise self.fault
 
     def __enter__(self) -> Engine:
         self.start()
@@ -174,6 +178,8 @@ class Engine:
         return self.fault is not None or (waits and time.monotonic() - self._last > seconds)
 
     def _refuse_if_over(self) -> None:
+        if not self.steps.leads:
+            raise OutsizeError(f"this worker follows rank {self.steps.leader}; ask there")
         if self.fault is not None:
             raise OutsizeError(f"the engine has failed: {self.fault}")
         if self._closing:
@@ -182,8 +188,7 @@ class Engine:
     def _run(self) -> None:
         try:
             with torch.no_grad(), rows.alone():
-                while self._next():
-                    self._last = time.monotonic()
+                self._lead() if self.steps.leads else self.steps.follow()
         except BaseException as error:  # whoever waits is told, and health says so
             self.fault = error
         end = End("cancelled") if self.fault is None else End("error", str(self.fault))
@@ -196,14 +201,30 @@ class Engine:
                 one.error = OutsizeError(f"the engine has ended: {self.fault or 'it was closed'}")
                 one.done.set()
 
-    def _next(self) -> bool:
-        """One step, or a wait for somebody who asks; whether to go on."""
+    def _lead(self) -> None:
+        while not self._closing:
+            if self._waited():
+                self._next()
+            else:
+                self.steps.rest()
+        self.steps.end()
+
+    def _waited(self) -> bool:
+        """Whether somebody asks, or is to close; waits for it as long as the others may."""
+
+        def asked() -> bool:
+            return bool(self.line.requests or self._scorings or self._closing)
+
         with self._wake:
-            while not (self.line.requests or self._scorings or self._closing):
-                self._wake.wait()
-                self._last = time.monotonic()
+            found = asked() or self._wake.wait_for(asked, self.steps.idle())
+            self._last = time.monotonic()
+        return found
+
+    def _next(self) -> None:
+        """One step."""
+        with self._wake:
             if self._closing:
-                return False
+                return
             scoring = self._scorings.pop(0) if self._scorings else None
             begin = time.perf_counter()
             feeds = self.line.feeds() if scoring is None else []
@@ -213,7 +234,6 @@ class Engine:
             self._step(feeds)
             self.line.counts.steps += 1
             self.line.counts.busy += time.perf_counter() - begin
-        return True
 
     def _step(self, feeds: Sequence[Feed]) -> None:
         fed = [token for feed in feeds for token in feed.ids]
@@ -222,16 +242,13 @@ class Engine:
             for row, one in enumerate(feeds)
             if not one.part.ahead
         ]
-        past = PagedPast(self._cache, tuple(feed.part for feed in feeds))
-        self._session(torch.tensor(fed), past.positions(self._device), past.bounds, past, draws)
-        self._session.forget()
+        self.steps.feed([feed.part for feed in feeds], fed, draws)
         with self._wake:
             self.line.take(feeds)
 
     def _score(self, one: _Scoring) -> None:
         """All of a text in slices of their own, in pages that it has for that long."""
         slot, budget = self.room.slots, self.room.budget
-        self._cache.clear(slot)
         with self._wake:
             owner = self.line.lent(len(one.ids))
         try:
@@ -239,10 +256,7 @@ class Engine:
                 some = one.ids[first : first + budget]
                 ahead = len(one.ids) - first - len(some)
                 part = Part(self.line.pages.of(owner), first, len(some), ahead, slot)
-                past = PagedPast(self._cache, (part,))
-                logits_TV = self._session.steps.logits(
-                    torch.tensor(some), past.positions(self._device), past.bounds, past
-                )
+                logits_TV = self.steps.score(part, some)
                 behind = one.ids[first + 1 : first + 1 + len(some)]
                 own = max(0, self.model.config.virtual - first)  # from the first token on
                 found = zip(logits_TV[own:].cpu(), behind[own:], strict=False)

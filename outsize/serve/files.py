@@ -18,7 +18,8 @@ import torch
 
 from outsize import accelerator
 from outsize.checkpoint.hub import Described
-from outsize.collectives import Lone, World, along, everyone
+from outsize.collectives import Lone, World, along
+from outsize.collectives.world import told
 from outsize.decode.generate import Request
 from outsize.errors import counted
 from outsize.memory.sizes import format_bytes
@@ -34,7 +35,8 @@ from outsize.schedule.layout import Placement
 from outsize.schedule.programs import program_of
 from outsize.schedule.schedule import Schedule
 from outsize.serve.budget import Budget, Outlook, Room, outlook, over_stages
-from outsize.serve.meshed import Division, placed_on, session_peers, shells, split_on
+from outsize.serve.meshed import Division, placed_on, session_peers, split_on
+from outsize.serve.shells import shells
 from outsize.simulate.tokens import Needs, Seconds, needs, pace, probed, seconds
 
 NEAR = 0.9  # of the pool that could be had: one as large is kept for the next request
@@ -101,8 +103,8 @@ class InFiles:
         self.session: Session | None = None
         self.outlook: Outlook | None = None
         self._request: Request | None = None
-        held = replace(self.division.held[self._turn], stored=self.source.table.dtype)
-        self.budget = Budget(limits.memory, held, self.source)
+        self.held = replace(self.division.held[self._turn], stored=self.source.table.dtype)
+        self.budget = Budget(limits.memory, self.held, self.source)
 
     @property
     def buffers(self) -> int:
@@ -114,7 +116,7 @@ class InFiles:
 
         OutsizeError where the budget of a worker is too small, with what is missing.
         """
-        rooms = [Room(*map(int, each)) for each in self._told(self.budget.room(request))]
+        rooms = [Room(*map(int, each)) for each in told(self.world, self.budget.room(request))]
         self._refuse(rooms, request.capacity)
         found = needs(self.budget.held, request, min(room.slice for room in rooms))
         self._request = request
@@ -124,16 +126,25 @@ class InFiles:
         """The same for any steps, of whose needs somebody else knows. tokens: of the cache."""
         missing, work = self.budget.missing(found), found.work + self.buffers
         limit, least = self.budget.memory, self.budget.least
-        self._refuse([Room(missing, found.slice, limit, least, found.cache, work)], tokens)
+        room = Room(missing, found.slice, limit, least, found.cache, work)
+        self._refuse([Room(*map(int, each)) for each in told(self.world, room)], tokens)
         self._request = None
         return self._with(found)
 
-    def foretold(self, request: Request) -> Seconds:
-        """Of a request for which it is ready, where nobody else asks."""
+    @property
+    def weights(self) -> int:
+        """Bytes on the device for them, once it is ready."""
         assert self.outlook is not None, "it is ready"
-        length, layout = self.outlook.share.needs.slice, self.outlook.layout
-        some = self._computing(layout, probed(request, length))
-        return seconds(request, length, self.outlook.computing, some, self.outlook.reading)
+        return self.outlook.share.weights + self.outlook.share.buffers
+
+    def foretold(self, request: Request, length: int) -> Seconds:
+        """Of a request for which it is ready, whose prompt is fed `length` tokens at once after the
+        first, where nobody else asks. All workers ask."""
+        assert self.outlook is not None, "it is ready"
+        some = self._computing(self.outlook.layout, probed(request, length))
+        own = seconds(request, length, self.outlook.computing, some, self.outlook.reading)
+        said = [_Told(*each) for each in told(self.world, (self.outlook.share.peak, *own))]
+        return self._of_all(said, -(-len(request.ids) // (1 + length)))
 
     def peak(self, request: Request) -> int:
         self.ready(request)
@@ -143,7 +154,7 @@ class InFiles:
     def ready_for_rows(self, rows: int, length: int) -> Session:
         """The same for the logits of all tokens of rows."""
         found, room = self.budget.room_for_rows(rows, length)
-        self._refuse([Room(*map(int, each)) for each in self._told(room)], rows * length)
+        self._refuse([Room(*map(int, each)) for each in told(self.world, room)], rows * length)
         return self._with(found)
 
     def __str__(self) -> str:
@@ -152,9 +163,8 @@ class InFiles:
     def timing(self) -> str:
         session, outlook, request = self.session, self.outlook, self._request
         assert session is not None and outlook is not None and request, "asked after a request"
-        length, layout = outlook.share.needs.slice, outlook.layout
-        told = [_Told(*each) for each in self._told((outlook.share.peak, *self.foretold(request)))]
-        token, prompt = self._of_all(told, -(-len(request.ids) // (1 + length)))
+        layout = outlook.layout
+        token, prompt = self.foretold(request, outlook.share.needs.slice)
         steps = sum(map(len, session.seconds.values()))
         return (
             f"{session.timing(outlook.share.peak, prompt, token)};"
@@ -174,15 +184,6 @@ class InFiles:
         """What the worker has of a stage of the pipeline that shares its other places."""
         return Mine(self._cuts, self.division.held[turn].here)
 
-    def _told(self, numbers: Sequence[float]) -> list[list[float]]:
-        """What every worker says, by rank; whole numbers are exact."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        count, size = len(mine), self.mesh.size
-        out = mine.new_empty(count * size)
-        spans = [(count * rank, count * (rank + 1)) for rank in range(size)]
-        everyone(self.world, "agreement").all_gather(mine, spans, out)
-        return [list(each) for each in out.view(size, count).tolist()]
-
     def _refuse(self, rooms: Sequence[Room], tokens: int) -> None:
         """All workers in the words of the one that misses most."""
         worst = max(rooms, key=lambda room: room.missing)
@@ -195,10 +196,10 @@ class InFiles:
         most, wanted = self.budget.left(found), self.budget.pool(found)
         old = None if self.pooled is None else self.pooled.layout
         anew = old is None or old.pool > most or old.capacity < NEAR * wanted
-        told = self._told((anew, wanted))
-        if any(each[0] for each in told):
+        every = told(self.world, (anew, wanted))
+        if any(each[0] for each in every):
             self._release()  # before the next pool is there
-            self._lay_out([int(each[1]) for each in told])
+            self._lay_out([int(each[1]) for each in every])
         assert self.pooled is not None and self.session is not None
         self.session.forget()
         before = self.source.bytes_read
@@ -253,9 +254,9 @@ class InFiles:
         if self.mesh.size == 1:
             return made
         own = max(made.reading, made.computing)
-        told = [_Told(*each) for each in self._told((made.share.peak, own, own))]
-        peaks = tuple(int(told[rank].peak) for rank in self.mesh.ranks("pipeline", 0))
-        token, _ = self._of_all(told, 1)
+        said = [_Told(*each) for each in told(self.world, (made.share.peak, own, own))]
+        peaks = tuple(int(said[rank].peak) for rank in self.mesh.ranks("pipeline", 0))
+        token, _ = self._of_all(said, 1)
         return replace(made, mesh=str(self.mesh), peaks=peaks, token=token)
 
     def _computing(self, layout: Layout, tokens: int) -> float:
@@ -267,11 +268,11 @@ class InFiles:
         common = (axis.all_reduce(here) == axis.size).nonzero().flatten().tolist()
         return pace(self.model, common, tokens).whole(self.model, self.division.stages(self._turn))
 
-    def _of_all(self, told: Sequence[_Told], steps: int) -> Seconds:
+    def _of_all(self, said: Sequence[_Told], steps: int) -> Seconds:
         """By the slowest worker of each stage."""
         slowest = list[Seconds]()
         for first in self.mesh.ranks("pipeline", 0):
-            here = [told[rank] for rank in self.mesh.ranks("tensor", first)]
+            here = [said[rank] for rank in self.mesh.ranks("tensor", first)]
             slowest.append(Seconds(max(x.token for x in here), max(x.prompt for x in here)))
         return over_stages(slowest, steps)
 

@@ -32,7 +32,8 @@ from outsize.runtime.tokens.cycle import layout_of
 from outsize.runtime.tokens.parts import Mine
 from outsize.runtime.tokens.source import Outline, outline
 from outsize.serve.budget import Budget, over_stages
-from outsize.serve.meshed import Division, held, shells
+from outsize.serve.meshed import Division
+from outsize.serve.shells import held, shells
 from outsize.simulate.tokens import Pace, Seconds, Share, needs, pace, probed, seconds, timed
 
 

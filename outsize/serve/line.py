@@ -79,20 +79,19 @@ class Feed(NamedTuple):
 
 
 class Line:
-    """sharing: pages of prompts that begin alike are shared. cleared: called with a slot that a
-    sequence begins in. drafter: makes one for each request, None: nothing is drafted."""
+    """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
+    None: nothing is drafted."""
 
     def __init__(
         self,
         room: Room,
         policy: Policy,
         sharing: bool,
-        cleared: Callable[[int], None],
         drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         self.room, self.counts = room, Counts()
         self.pages = Pages(room.pages, room.page, sharing)
-        self._policy, self._cleared, self._drafter = policy, cleared, drafter
+        self._policy, self._drafter = policy, drafter
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
@@ -181,7 +180,6 @@ class Line:
             request.fed = 0
             return False
         request.slot = self._slots.pop()
-        self._cleared(request.slot)
         self.counts.kept += request.fed
         return True
 

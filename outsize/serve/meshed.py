@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from outsize import accelerator
-from outsize.checkpoint.hub import Described, check_tied_head
+from outsize.checkpoint.hub import Described
 from outsize.collectives import Mesh, World, along, everyone
 from outsize.decode.generate import PREFILL_TOKENS, Request
 from outsize.errors import OutsizeError, counted
 from outsize.memory.chunk import Dtypes
 from outsize.memory.sizes import format_bytes
-from outsize.models.build import build, materialise, segments
+from outsize.models.build import segments
 from outsize.models.config import DecoderConfig
 from outsize.models.cuts import Cut
 from outsize.models.decoder import Decoder
@@ -46,9 +46,19 @@ from outsize.schedule.programs import drawer, generating
 from outsize.search.branch_and_bound import Cost
 from outsize.search.partition import partition
 from outsize.serve.prompts import Weighed, weighed
-from outsize.simulate.tokens import HOST, Held, Pace, Share, needs, pace, probed, seconds
-
-TOKENS = "prologue.tokens.weight"
+from outsize.serve.shells import TOKENS, fill, held, shells
+from outsize.simulate.tokens import (
+    HOST,
+    Held,
+    Needs,
+    Pace,
+    Seconds,
+    Share,
+    needs,
+    pace,
+    probed,
+    seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class OnMesh:
         cuts = split_on(self.model, world, settings, self.prompts)
         self._turn = world.mesh.index("pipeline", world.rank)
         names = held(found.model, self.division.held[self._turn].here)
-        _read(self.model, found, names, cuts, dtype)
+        fill(self.model, found, names, cuts, dtype)
         self.session = session_on(self.model, world, self.division.turns, settings)
         turns = self.division.turns
         self.session.steps.leaving = [
@@ -163,6 +173,28 @@ class OnMesh:
         gains = self.weigh(request) is not None
         self.session.steps.prompts = self.prompts if gains else None
         return self.session, PREFILL_TOKENS
+
+    @property
+    def held(self) -> Held:
+        """What this worker has."""
+        return self.division.held[self._turn]
+
+    @property
+    def weights(self) -> int:
+        """Bytes of it."""
+        return self.division.weights[self._turn]
+
+    def ready_for(self, found: Needs, tokens: int) -> Session:
+        """What plays any steps, of whose needs somebody else knows."""
+        self.session.forget()
+        self.session.steps.prompts = None
+        return self.session
+
+    def foretold(self, request: Request, length: int) -> Seconds:
+        """Of a request whose prompt is fed `length` tokens at once after the first, where nobody
+        else asks. All workers ask."""
+        one, some = self._seconds(1), self._seconds(probed(request, length))
+        return seconds(request, length, one, some, slowest=self.division.slowest)
 
     def peak(self, request: Request) -> int:
         return self._share(request, self._turn).peak
@@ -321,52 +353,3 @@ def turns_of(sizes: Sequence[int], workers: int) -> list[int]:
     costs = [Cost(float(size)) for size in sizes]
     cuts = partition(costs, one_way(workers, looped(workers, 1), 1))
     return [sum(cut <= segment for cut in cuts) for segment in range(len(sizes))]
-
-
-def shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.device) -> Decoder:
-    """A decoder whose parameters have one element of memory each, not a number: who computes with
-    what is not here sees it."""
-    model = build(found.model.config)
-    model.origin = found.model.origin
-
-    def shell(name: str, x: Tensor) -> Tensor:
-        return torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(x.shape)
-
-    for segment, _ in segments(model):
-        materialise(model, segment, shell)
-    return model.requires_grad_(False)
-
-
-def held(model: Decoder, here: Sequence[bool]) -> set[str]:
-    """Names of the parameters that the segments of this worker compute with."""
-    table = segments(model)
-    names = {name for mine, (_, ns) in zip(here, table, strict=True) if mine for name in ns}
-    return names | ({TOKENS} if here[-1] and model.config.tied else set())
-
-
-def _read(
-    model: Decoder,
-    found: Described,
-    names: set[str],
-    cuts: Mapping[str, Cut],
-    dtype: torch.dtype | None,
-) -> None:
-    """Read what this worker has: of each parameter its part alone stays."""
-    wholes = dict(found.model.named_parameters())
-    device = next(model.parameters()).device
-    read = found.fill(dtype, device)
-
-    def fill(name: str, part: Tensor) -> Tensor:
-        if name not in names:
-            return part.detach()
-        whole = read(name, wholes[name])
-        if name == TOKENS:
-            check_tied_head(found.shards, found.model.config, lambda: whole)
-        cut = cuts[name]
-        if cut.dim is None:
-            return whole
-        return cut.of(whole).clone(memory_format=torch.contiguous_format)
-
-    for segment, inside in segments(model):
-        if not names.isdisjoint(inside):
-            materialise(model, segment, fill)

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.collectives import World
 from outsize.data.tokenizer import Tokenizer, open_tokenizer
 from outsize.decode.generate import (
     GREEDY,
@@ -42,6 +43,7 @@ class Home(Protocol):
     """Where the weights of a model are that is not in memory as a whole."""
 
     what: str  # the argument of `load` that asked for it
+    world: World  # the workers that share it
 
     @property
     def buffers(self) -> int:

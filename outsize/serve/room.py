@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
+from outsize.collectives import Lone, World
+from outsize.collectives.world import told
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError, counted
@@ -18,7 +22,9 @@ from outsize.runtime.session import Session
 from outsize.serve.asks import Room
 from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
+from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
+from outsize.serve.steps import message
 from outsize.simulate.tokens import Held, Needs, Seconds, needs, pace, probed, resident, seconds
 
 PAGE = 16  # tokens: fewer would be longer tables, more would share less
@@ -42,9 +48,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Served:
-    """What a model will be served with. session: what plays the steps where weights stay in files;
-    weights: bytes on the device; cache, work: bytes; alone: of a prompt of so many tokens and a
-    token, where nobody else asks; notes: what differs from what one may expect."""
+    """What a model will be served with. session: what plays the steps where weights are not in
+    memory as a whole; weights: bytes on the device; cache, work: bytes; alone: of a prompt of so
+    many tokens and a token, where nobody else asks; notes: what differs from what one may expect.
+    mesh: of several workers, "" for one; shares: weights, cache and work of the first worker of
+    each stage of a pipeline."""
 
     room: Room
     session: Session | None
@@ -54,14 +62,22 @@ class Served:
     alone: Seconds
     prompt: int
     notes: tuple[str, ...]
+    mesh: str
+    shares: tuple[tuple[int, int, int], ...]
 
     def lines(self) -> list[str]:
-        room, whole = self.room, self.weights + self.cache + self.work
+        room = self.room
+        weights, cache, work = (
+            ", ".join(map(format_bytes, each)) for each in zip(*self.shares, strict=True)
+        )
+        whole = ", ".join(format_bytes(sum(each)) for each in self.shares)
+        each = " of each stage" if len(self.shares) > 1 else ""
+        where = f"on {self.mesh} a worker{each} holds: " if self.mesh else ""
         return [
-            f"weights {format_bytes(self.weights)}; cache {format_bytes(self.cache)} for"
+            f"{where}weights {weights}; cache {cache} for"
             f" {room.pages * room.page:,} tokens in pages of {room.page}; a step of at most"
-            f" {counted(room.budget, 'token')} works in {format_bytes(self.work)}:"
-            f" {format_bytes(whole)} in all, Python and PyTorch on top",
+            f" {counted(room.budget, 'token')} works in {work}:"
+            f" {whole} in all, Python and PyTorch on top",
             f"up to {counted(room.slots, 'request')} at once, of {room.context:,} tokens each;"
             f" {room.queue:,} tokens may wait; alone, a prompt of {self.prompt} takes about"
             f" {self.alone.prompt:.3g} s to its first token, each further one"
@@ -83,31 +99,41 @@ class _Sizes:
 
 
 def served(model: Model, wanted: Wanted) -> Served:
-    """OutsizeError where the memory is too small, with what is missing."""
+    """All workers of a mesh ask. OutsizeError where the memory of one is too small, with what is
+    missing."""
     home = model.home
-    assert home is None or isinstance(home, InFiles), "on one worker"
-    held = resident(model) if home is None else home.budget.held
+    assert home is None or isinstance(home, InFiles | OnMesh)
+    held, world = (resident(model), Lone()) if home is None else (home.held, home.world)
     context = _context(model, wanted.context)
     budget, dtype = min(wanted.budget, context), held.dtypes["prologue.tokens.weight"]
-    left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
+    each = [block.mixer.states(dtype) for block in typed(model.blocks)]
+    left = [one for layer, some in enumerate(each) if held.has(layer + 1) for one in some]
     sizes = _sizes(held, left, wanted, context, budget)
-    pages = _pages(home, sizes, context)
+    pages = _pages(home, world, sizes, context)
     found = Needs(pages * sizes.page + sizes.slots, sizes.work, budget - 1)
     session = None if home is None else home.ready_for(found, pages * PAGE)
     prompt = min(PROMPT, context)
     asked = Request((0,) * prompt, 1, Sampling())
-    if home is None:
-        weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
-        alone, notes = _alone(model, asked, budget), _notes(model, left)
-    else:
-        assert home.outlook is not None, "it is ready"
-        with rows.alone():
-            alone = home.foretold(asked)
-        weights = home.outlook.share.weights + home.outlook.share.buffers
-        notes = (*_notes(model, left), *_staying(home))
+    notes = _notes(model, [one for some in each for one in some])
     queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
     room = Room(pages, PAGE, wanted.requests, budget, queue, context)
-    return Served(room, session, weights, found.cache, found.work, alone, prompt, notes)
+    if home is None:
+        weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
+        alone = _alone(model, asked, budget)
+    else:
+        with rows.alone():
+            alone = home.foretold(asked, budget - 1)
+        weights = home.weights
+        notes = (*notes, *(_staying(home) if isinstance(home, InFiles) else ()))
+    shares = [
+        (int(w), int(c), int(x)) for w, c, x in told(world, (weights, found.cache, found.work))
+    ]
+    stages = tuple(shares[rank] for rank in world.mesh.ranks("pipeline", 0))
+    mesh = str(world.mesh) if world.mesh.size > 1 else ""
+    notes = (*notes, *_on_mesh(world, room))
+    return Served(
+        room, session, weights, found.cache, found.work, alone, prompt, notes, mesh, stages
+    )
 
 
 def _sizes(
@@ -115,7 +141,7 @@ def _sizes(
 ) -> _Sizes:
     asked = Request((0,) * budget, 1, Sampling(1.0))
     drawn = min(budget + wanted.requests, wanted.requests * (1 + wanted.drafts * MOST))
-    logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize
+    logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize * held.last
     least = math.ceil(context / PAGE)
     return _Sizes(
         page=sum(one.bytes(PAGE) for one in left if one.per == "token"),
@@ -126,19 +152,28 @@ def _sizes(
     )
 
 
-def _pages(home: InFiles | None, sizes: _Sizes, context: int) -> int:
-    """As many as all requests may fill, where there is room for them."""
+def _pages(home: InFiles | OnMesh | None, world: World, sizes: _Sizes, context: int) -> int:
+    """As many as the worker with least room for them has, and all requests may fill."""
+    if isinstance(home, InFiles):
+        return int(min(told(world, (_beside(home, sizes),)))[0])
+    near = len(_near(world))
+    free = int(_SHARE * host.memory().available) // near - sizes.work - sizes.slots
+    fits = free // sizes.page if sizes.page else sizes.enough
+    fewest, free, page = map(int, min(told(world, (fits, free, sizes.page))))
+    if fewest < sizes.least:
+        raise OutsizeError(
+            f"{format_bytes(max(free, 0))} may be had for the cache, and one request of"
+            f" {context:,} tokens takes {format_bytes(sizes.least * page)}: serve with a"
+            " smaller --context"
+        )
+    return min(sizes.enough, fewest)
+
+
+def _beside(home: InFiles, sizes: _Sizes) -> int:
+    """Beside weights that stay in files: in what is left by all of them, or in a share of the
+    budget."""
     if not sizes.page:
         return sizes.enough
-    if home is None:
-        free = int(_SHARE * host.memory().available) - sizes.work - sizes.slots
-        if free < sizes.least * sizes.page:
-            raise OutsizeError(
-                f"{format_bytes(max(free, 0))} may be had for the cache, and one request of"
-                f" {context:,} tokens takes {format_bytes(sizes.least * sizes.page)}: serve with a"
-                " smaller --context"
-            )
-        return min(sizes.enough, free // sizes.page)
     whole = home.budget.left(Needs(sizes.slots, sizes.work, 0))
     every = home.budget.pool(Needs(0, 0, 0)) if whole > 0 else 0  # of all weights, or nearly so
     beside = (whole - every) // sizes.page
@@ -146,6 +181,12 @@ def _pages(home: InFiles | None, sizes: _Sizes, context: int) -> int:
         return min(sizes.enough, beside)
     share = int(_CACHE * home.budget.memory) // sizes.page
     return min(sizes.enough, max(sizes.least, share))
+
+
+def _near(world: World) -> list[int]:
+    """The ranks of this machine."""
+    names = [each[0] for each in told(world, (crc32(platform.node().encode()),))]
+    return [rank for rank, name in enumerate(names) if name == names[world.rank]]
 
 
 def _context(model: Model, said: int | None) -> int:
@@ -180,6 +221,24 @@ def _staying(home: InFiles) -> tuple[str, ...]:
     return (
         f"of {format_bytes(home.outlook.weights)} of weights {format_bytes(layout.read)} stay in"
         f" their files and are read in each step, whatever it feeds, at {format_bytes(rate)}/s",
+    )
+
+
+def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
+    """What several workers make of it."""
+    if world.mesh.size == 1:
+        return ()
+    size, near = format_bytes(message(room)), len(_near(world))
+    found = (f"a step is told to the other workers in a message of {size}",)
+    if world.mesh.tensor == 1:
+        return found
+    others = "they do not depend on who else asks"
+    if world.mesh.tensor > 2 and near < world.mesh.size:  # a ring's order depends on the place
+        others = "between machines they depend, as much, on who else asks"
+    return (
+        *found,
+        "approximate: tokens are those of one worker to rounding, since products are summed over"
+        f" {world.mesh}; {others}",
     )
 
 

@@ -24,7 +24,8 @@ class TextEngine:
     """A model that many may ask at once, from any thread; use it in a `with`.
 
     plan: what it has room for, and how long a token takes. OutsizeError where the memory is too
-    small.
+    small. On a mesh all workers make one: the one that leads is asked, the others go on from their
+    `with` when it does.
     """
 
     def __init__(
@@ -51,8 +52,15 @@ class TextEngine:
         self.close()
 
     def close(self) -> None:
-        self.engine.close()
-        self._model.close()
+        try:
+            self.engine.close()
+        finally:
+            self._model.close()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the worker that is asked."""
+        return self.engine.steps.leads
 
     def generate(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from asking import ROOM, ROOMS, VOCAB, Told, Unkept, answered, asks
 from decoders import CONFIGS, SMALL
 from torch import Tensor
 
@@ -27,11 +27,7 @@ from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES, View, Waiting
 from outsize.serve.room import Wanted, served
 
-ROOM = Room(pages=32, page=4, slots=8, budget=64, queue=1000, context=64)
-# Room that is narrow: in slices and slots, or in pages, so that requests are interrupted.
-ROOMS = {"slices": replace(ROOM, budget=5, slots=3), "pages": replace(ROOM, pages=14)}
 COMPILED = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-VOCAB = 61
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Model:
@@ -42,39 +38,6 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> Model:
             if parameter.dim() > 1:
                 parameter.mul_(8)
     return Model(made)
-
-
-def asks() -> list[Ask]:
-    """Prompts of many lengths, some of which begin alike, greedy ones and others."""
-    seeded = torch.Generator().manual_seed(0)
-    text = torch.randint(VOCAB, (40,), generator=seeded).tolist()
-    found = []
-    for number, (length, new) in enumerate(((1, 9), (23, 5), (9, 12), (30, 1), (24, 6))):
-        own = torch.randint(VOCAB, (length,), generator=seeded).tolist()
-        ids = text[:length] if number % 2 else own
-        sampling = Sampling(0.0 if number % 3 == 0 else 1.0, seed=number)
-        found.append(Ask(tuple(ids), new, sampling, frozenset(), 2))
-    return found
-
-
-class Told:
-    """What a request is told."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Token] = []
-        self.end: End | None = None
-        self.over = threading.Event()
-
-    def __call__(self, one: Token | End) -> None:
-        if isinstance(one, Token):
-            self.tokens.append(one)
-        else:
-            self.end = one
-            self.over.set()
-
-    def wait(self) -> list[Token]:
-        assert self.over.wait(120), "the engine stands still"
-        return self.tokens
 
 
 @contextmanager
@@ -101,13 +64,7 @@ def told(
 ) -> list[list[Token]]:
     """What all are told that ask together."""
     with paused(model, room, policy, drafter) as engine:
-        each = [Told() for _ in some]
-        for ask, one in zip(some, each, strict=True):
-            engine.submit(ask, one)
-        engine.start()
-        found = [one.wait() for one in each]
-        assert engine.line.pages.left == room.pages and engine.fault is None
-    return found
+        return answered(engine, some)
 
 
 @COMPILED
@@ -357,11 +314,6 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("larger") / "hf"
     outsize.save(build(parse(config), seed=3), path)
     return path
-
-
-class Unkept(list[float]):
-    def append(self, seconds: float) -> None:
-        pass
 
 
 @pytest.mark.parametrize("share", [0.4, 2.0])

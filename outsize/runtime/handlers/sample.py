@@ -31,7 +31,7 @@ class Sample:
     def __init__(
         self, logits: Logits, draws: bool = True, tell: Callable[[Tensor], Tensor] = untold
     ) -> None:
-        self._logits, self._here, self._tell = logits, draws, tell
+        self._logits, self._here, self.tell = logits, draws, tell
         self._drawn = list[Drawn]()
         self._draws: Callable[[int], Sequence[Draw]] = lambda m: ()
         self._take: Callable[[int, list[Drawn]], None] = self._book
@@ -71,7 +71,7 @@ class Sample:
         if self._form is not None:
             made = logits_NV if self._here else torch.empty_like(self._form, device="cpu")
             assert made is not None, "who draws has the last stage"
-            self.given = self._tell(made)
+            self.given = self.tell(made)
         if not draws:
             return
         mine = [(0, 0.0)] * len(draws)
@@ -79,5 +79,5 @@ class Sample:
             assert logits_NV is not None, "who draws has the last stage"
             here_NV = logits_NV.cpu()  # the one wait of a step
             mine = [drawn(here_NV[d.row], d.sampler, d.number, d.scored) for d in draws]
-        told = self._tell(torch.tensor(mine, dtype=torch.float64))  # ids are exact in it
+        told = self.tell(torch.tensor(mine, dtype=torch.float64))  # ids are exact in it
         self._take(m, [Drawn(int(token), logprob) for token, logprob in told.tolist()])
