@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.kernels.entropy import logprobs
 from outsize.models.random import uniform
 
 _STREAM = "sample"  # the name of the random stream that tokens are drawn with
@@ -102,7 +103,7 @@ def drawn(logits_V: Tensor, sampler: Sampler, index: int, scored: bool) -> Drawn
     token = sampler(logits_V, index)
     if not scored:
         return Drawn(token, math.nan)
-    return Drawn(token, float(logits_V.detach().double().log_softmax(-1)[token]))
+    return Drawn(token, float(logprobs(logits_V)[token]))
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -25,8 +25,6 @@ using namespace outsize;
 
 constexpr int SEGMENT = 256;  // queries or keys of a task
 constexpr int TILES = SEGMENT / BLOCK;
-constexpr float LOG2E = 1.44269504f;
-constexpr float NEVER = -3.0e38f;  // a score that is not seen; finite, so that differences are
 
 // What queries of a tile see of a tile of keys; positions are those in the document.
 struct Sight {
@@ -74,34 +72,44 @@ void soften(float* scores, int keys, int vectors, const Sight& sight, float* top
         most[0] = most[0] > most[1] ? most[0] : most[1];
         most[2] = most[2] > most[3] ? most[2] : most[3];
         const vec now = most[0] > most[2] ? most[0] : most[2];
-        vec sums[2] = {vec{}, vec{}};
-        for (int j = 0; j < seen; ++j) {
-            const vec x = load(s + j * BLOCK);
-            vec p = power(x - now);
-            if (MASKED) p = x == NEVER ? vec{} : p;
-            sums[j & 1] += p;
-            store(s + j * BLOCK, p);
-        }
+        vec sums[LANES];
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; ++l) sums[l] = vec{};
+        for (int first = 0; first < seen; first += LANES)
+#pragma GCC unroll 16
+            for (int l = 0; l < LANES; ++l) {
+                const int j = first + l;
+                if (j >= seen) break;
+                const vec x = load(s + j * BLOCK);
+                vec p = power(x - now);
+                if (MASKED) p = x == NEVER ? vec{} : p;
+                sums[l] += p;
+                store(s + j * BLOCK, p);
+            }
+        for (int width = LANES / 2; width > 0; width /= 2)
+            for (int l = 0; l < width; ++l) sums[l] += sums[l + width];
         for (int j = seen; j < padded; ++j) store(s + j * BLOCK, vec{});
         const vec fade = power(before - now);
         store(top + v * LANES, now);
         store(factor + v * LANES, fade);
-        store(total + v * LANES, load(total + v * LANES) * fade + (sums[0] + sums[1]));
+        store(total + v * LANES, fused(sums[0], load(total + v * LANES), fade));
     }
 }
 
 // Scores to weights, gradients of weights to gradients of scores.
 template <bool MASKED>
-void slopes(float* scores, float* gradient, int keys, int vectors, const Sight& sight,
+void slopes(float* scores, float* gradient, int keys, int vectors, const Sight& sight, const Cap& cap,
             const float* lse, const float* delta) {
     const bool diagonal = sight.query == sight.key;
+    const vec inverse = all(cap.size > 0 ? 1 / cap.size : 0.0f);  // 0: no cap has a slope of 1
     const int padded = rounded(keys, EVEN);
     for (int v = 0; v < vectors; ++v) {
         float *s = scores + v * LANES, *g = gradient + v * LANES;
         const vec sum = load(lse + v * LANES), along = load(delta + v * LANES);
         const int seen = reach(v, diagonal, keys);
         for (int j = 0; j < seen; ++j) {
-            vec p = power(load(s + j * BLOCK) - sum), d = load(g + j * BLOCK) - along;
+            const vec score = load(s + j * BLOCK), bent = score * inverse;
+            vec p = power(score - sum), d = (load(g + j * BLOCK) - along) * (1 - bent * bent);
             if (MASKED) {
                 const ints lanes = sight.lanes(j, v * LANES);
                 p = lanes ? p : vec{};
@@ -125,6 +133,15 @@ void score(const float* tile, const float* turned, int size, float* to, int rows
     for (int d = 0; d < size; d += TERMS)
         product<ROW, 1>({to, BLOCK, tile + d, turned + d * BLOCK, BLOCK, rows, columns,
                          std::min(TERMS, size - d), part, d > 0, nullptr});
+}
+
+void capped(float* scores, int rows, int columns, const Cap& cap) {
+    if (cap.size > 0)
+        for (int i = 0; i < rows; ++i)
+            for (int j = 0; j < columns; j += LANES) {
+                float* x = scores + i * BLOCK + j;
+                store(x, cap(load(x)));
+            }
 }
 
 // Tasks ---------------------------------------------------------------------------------------------
@@ -157,6 +174,7 @@ struct Forward {
     int64_t tokens, heads, shared;  // shared: query heads that read one key head
     float scale;
     int64_t window;
+    Cap cap;
 
     struct Space {
         Buffer turned, tile, keys, values, scores, out;
@@ -202,6 +220,7 @@ struct Forward {
         float* scores = space.scores.get();
         score(space.keys.get(), turned, q.size, scores, rounded(keys, EVEN), columns,
               diagonal ? RIGHT : WHOLE);
+        capped(scores, keys, columns, cap);
         auto* soft = sight.whole(queries) ? soften<false> : soften<true>;
         soft(scores, keys, columns / LANES, sight, space.top + at, space.total + at, space.factor);
         product<1, BLOCK>({space.out.get() + at * wide, wide, scores, space.values.get(), ROW,
@@ -230,6 +249,7 @@ struct Backward {
     int64_t tokens, heads, shared;
     float scale;
     int64_t window;
+    Cap cap;
 
     struct Space {
         Buffer queries, turned, pulls, turned_pulls, outputs, gqueries;
@@ -315,8 +335,9 @@ struct Backward {
         score(space.keys.get(), space.turned.get() + at * size, q.size, scores, rows, columns, part);
         score(space.values.get(), space.turned_pulls.get() + at * value_size, v.size, slope, rows,
               columns, part);
+        capped(scores, keys, columns, cap);
         auto* bend = sight.whole(queries) ? slopes<false> : slopes<true>;
-        bend(scores, slope, keys, columns / LANES, sight, space.lse + at, space.delta + at);
+        bend(scores, slope, keys, columns / LANES, sight, cap, space.lse + at, space.delta + at);
         product<BLOCK, 1>({space.gvalues.get(), ROW, scores, space.pulls.get() + at * ROW, ROW, rows,
                            value_size, queries, after, into, nullptr});
         product<BLOCK, 1>({space.gkeys.get(), ROW, slope, space.queries.get() + at * ROW, ROW, rows,
@@ -417,11 +438,11 @@ Tensor<T> tensor(const void* data, const int64_t*& strides, int64_t size) {
 template <class T>
 void forward(const void* q, const void* k, const void* v, const int64_t* strides, void* o,
              float* lse, const int64_t* facts, const int64_t* bounds, int64_t documents, float scale,
-             int threads) {
+             float softcap, int threads) {
     const int64_t past = facts[6];
     Forward<T> call{tensor<T>(q, strides, facts[3]), tensor<T>(k, strides, facts[3]),
                     tensor<T>(v, strides, facts[4]), static_cast<T*>(o), lse, facts[0], facts[1],
-                    facts[1] / facts[2], scale, facts[5]};
+                    facts[1] / facts[2], scale, facts[5], Cap(softcap)};
     call.q.data -= past * call.q.by_token;  // a token's place is then that of its keys
     call.o -= past * facts[1] * facts[4];
     call.lse -= past;
@@ -432,11 +453,11 @@ void forward(const void* q, const void* k, const void* v, const int64_t* strides
 template <class T>
 void backward(const void* const* inputs, const int64_t* strides, const float* lse, float* gq,
               float* gk, float* gv, const int64_t* facts, const int64_t* bounds, int64_t documents,
-              float scale, int threads) {
+              float scale, float softcap, int threads) {
     Backward<T> call{tensor<T>(inputs[0], strides, facts[4]), tensor<T>(inputs[1], strides, facts[3]),
                      tensor<T>(inputs[2], strides, facts[3]), tensor<T>(inputs[3], strides, facts[4]),
                      tensor<T>(inputs[4], strides, facts[4]), lse, gq, gk, gv, facts[0], facts[1],
-                     facts[1] / facts[2], scale, facts[5]};
+                     facts[1] / facts[2], scale, facts[5], Cap(softcap)};
     const int64_t past = facts[6];
     for (auto* x : {&call.go, &call.q, &call.o}) x->data -= past * x->by_token;
     call.lse -= past;
@@ -449,20 +470,22 @@ void backward(const void* const* inputs, const int64_t* strides, const float* ls
 
 extern "C" {
 
+// softcap 0: none.
 void outsize_attention(int dtype, const void* q, const void* k, const void* v,
                        const int64_t* strides, void* o, float* lse, const int64_t* facts,
-                       const int64_t* bounds, int64_t documents, float scale, int threads) {
+                       const int64_t* bounds, int64_t documents, float scale, float softcap,
+                       int threads) {
     auto* call = dtype == 0 ? forward<float> : forward<bfloat16>;
-    call(q, k, v, strides, o, lse, facts, bounds, documents, scale, threads);
+    call(q, k, v, strides, o, lse, facts, bounds, documents, scale, softcap, threads);
 }
 
 // inputs: the gradient of the output, q, k, v and the output. gq, gk and gv are added to.
 void outsize_attention_backward(int dtype, const void* const* inputs, const int64_t* strides,
                                 const float* lse, float* gq, float* gk, float* gv,
                                 const int64_t* facts, const int64_t* bounds, int64_t documents,
-                                float scale, int threads) {
+                                float scale, float softcap, int threads) {
     auto* call = dtype == 0 ? backward<float> : backward<bfloat16>;
-    call(inputs, strides, lse, gq, gk, gv, facts, bounds, documents, scale, threads);
+    call(inputs, strides, lse, gq, gk, gv, facts, bounds, documents, scale, softcap, threads);
 }
 
 }  // extern "C"

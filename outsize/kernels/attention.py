@@ -39,10 +39,11 @@ def attend(
     bounds: tuple[int, ...],
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """o_THW, dtype as q: inside each document, each token over those before it and itself, the
-    last `window` of them."""
-    o: Tensor = _Attention.apply(q_THK, k_TGK, v_TGW, bounds, scale, window)  # type: ignore[no-untyped-call]
+    last `window` of them. softcap c turns a score s into c * tanh(s / c)."""
+    o: Tensor = _Attention.apply(q_THK, k_TGK, v_TGW, bounds, scale, window, softcap)  # type: ignore[no-untyped-call]
     return o
 
 
@@ -54,15 +55,14 @@ class _Attention(torch.autograd.Function):
         k_TGK: Tensor,
         v_TGW: Tensor,
         bounds: tuple[int, ...],
-        scale: float,
-        window: int | None,
+        *facts: float | None,
     ) -> Tensor:
         inputs = (q_THK, k_TGK, v_TGW)
-        made = torch.ops.outsize.attention.default(*inputs, bounds, scale, window)
+        made = torch.ops.outsize.attention.default(*inputs, bounds, *facts)
         o_THW: Tensor
         o_THW, lse_HT = made
         ctx.save_for_backward(*inputs, o_THW, lse_HT)
-        ctx.facts = (bounds, scale, window)
+        ctx.facts = (bounds, *facts)
         return o_THW
 
     @staticmethod
@@ -74,26 +74,22 @@ class _Attention(torch.autograd.Function):
         pull = torch.ops.outsize.attention_backward.default
         gradients = pull(go_THW, *saved, *ctx.facts)
         if go_THW.dtype == torch.float32:
-            return *gradients, None, None, None
-        return *(g.to(x.dtype) for g, x in zip(gradients, saved, strict=False)), None, None, None
+            return *gradients, None, None, None, None
+        narrow = (g.to(x.dtype) for g, x in zip(gradients, saved, strict=False))
+        return *narrow, None, None, None, None
 
 
-def _allocate(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _allocate(q: Tensor, k: Tensor, v: Tensor, *facts: object) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
     lse_HT = q.new_empty((heads, tokens), dtype=torch.float32)
     return q.new_empty((tokens, heads, v.shape[2])), lse_HT
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    o, lse = _allocate(q, k, v, bounds, scale, window)
+def _run(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
+    o, lse = _allocate(q, k, v)
     native.loaded().outsize_attention(
         *(native.CODES[q.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(), _strides(q, k, v)),
-        *(o.data_ptr(), lse.data_ptr(), _facts(q, k, v, window)),
-        *(*_documents(bounds, k), scale, native.threads()),
+        *(o.data_ptr(), lse.data_ptr(), *_facts(q, k, v, *asked), native.threads()),
     )
     return o, lse
 
@@ -111,16 +107,14 @@ def _run_backward_into(
     o: Tensor,
     lse: Tensor,
     sums: Sequence[Tensor],
-    bounds: Sequence[int],
-    scale: float,
-    window: int | None,
+    *asked: Any,
 ) -> Tensor:
     assert all(g.is_contiguous() and g.dtype == torch.float32 for g in sums)
     gq, inputs = _allocate_backward_into(go, q), (go, q, k, v, o)
     native.loaded().outsize_attention_backward(
         *(native.CODES[q.dtype], native.numbers(x.data_ptr() for x in inputs)),
         *(_strides(*inputs), lse.data_ptr(), gq.data_ptr(), *(g.data_ptr() for g in sums)),
-        *(_facts(q, k, v, window), *_documents(bounds, k), scale, native.threads()),
+        *(*_facts(q, k, v, *asked), native.threads()),
     )
     return gq
 
@@ -134,10 +128,10 @@ def _allocate_backward(
 
 
 def _run_backward(
-    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *facts: Any
+    go: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *asked: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     gk, gv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
-    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), *facts), gk, gv
+    return _run_backward_into(go, q, k, v, o, lse, (gk, gv), *asked), gk, gv
 
 
 def _strides(*heads: Tensor) -> bytes:
@@ -145,23 +139,29 @@ def _strides(*heads: Tensor) -> bytes:
     return native.numbers(stride for x in heads for stride in x.stride()[:2])
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bytes:
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+) -> tuple[bytes, bytes, int, float, float]:
+    """As attention.cpp has them: numbers, the bounds of documents, how many these are, the factor
+    on scores and their cap."""
     (queries, heads, size), (keys, groups, _) = q.shape, k.shape
     past = keys - queries
     assert past >= 0 and past % BLOCK == 0, "the first query begins a tile"
+    assert bounds[0] >= 0 and bounds[-1] <= keys, "documents lie in the tokens"
     window = _EVERY if window is None else window
-    return native.numbers((queries, heads, groups, size, v.size(2), window, past))
-
-
-def _documents(bounds: Sequence[int], k: Tensor) -> tuple[bytes, int]:
-    """The bounds, and how many documents they part."""
-    assert bounds[0] >= 0 and bounds[-1] <= k.size(0), "documents lie in the tokens"
-    return native.numbers(bounds), len(bounds) - 1
+    facts = native.numbers((queries, heads, groups, size, v.size(2), window, past))
+    return facts, native.numbers(bounds), len(bounds) - 1, scale, softcap or 0.0
 
 
 # Where there are more keys than queries, the queries are the last of the tokens.
 _INPUTS = "Tensor q, Tensor k, Tensor v"
-_FACTS = "int[] bounds, float scale, int? window"
+_FACTS = "int[] bounds, float scale, int? window, float? softcap=None"
 _OPERATORS = (
     native.define(f"attention({_INPUTS}, {_FACTS}) -> (Tensor, Tensor)", _run, _allocate),
     native.define(

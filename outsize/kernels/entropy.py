@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
+from outsize.kernels import rows
 from outsize.torch_private import FakeTensor
 
 IGNORE = -100  # target of a token that has none
@@ -120,6 +121,11 @@ class Seen:
     grown_C: Tensor | None = None
 
 
+def logprobs(logits: Tensor) -> Tensor:
+    """Logs of the probabilities that logits (..., V) stand for, float64: each row's its own."""
+    return logits.detach().double().log_softmax(-1)
+
+
 def check(targets_T: Tensor, size: int) -> None:
     """OutsizeError for a target that is no token of a vocabulary of `size`."""
     if isinstance(targets_T, FakeTensor) or targets_T.is_meta:
@@ -156,8 +162,13 @@ def plain(
         index_C = targets_C - first
     index_C1 = index_C.masked_fill(~here_C, 0).unsqueeze(1)
     smooth = options.label_smoothing
+    told_C = None
+    if loss is not None and rows.here():
+        told_C = logprobs(logits_CV).gather(1, index_C1).squeeze(1)
     seen = _look(logits_CV, index_C1, here_C, smooth > 0.0, vocabulary)
     losses_C, slope_C = losses(seen, options)
+    if told_C is not None:  # what serving says of the same tokens
+        losses_C = losses_C.copy_(-told_C)
     losses_C, counted_C = weighed(losses_C, targets, loss)
     if gradient:
         logits_CV.mul_((slope_C * counted_C * factor).unsqueeze(1))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.kernels import native, product
+from outsize.kernels import native, product, rows
 from outsize.kernels.entropy import (
     IGNORE,
     PLAIN,
@@ -51,7 +51,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def logits(h_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> None:
     """out = h @ weight.T + bias, in the dtype of out."""
-    if out_CV.dtype != h_CD.dtype:
+    if rows.wanted(h_CD, weight_VD):
+        if out_CV.dtype == h_CD.dtype:
+            rows.put(h_CD, weight_VD, bias_V, out_CV)
+        else:
+            out_CV.copy_(rows.linear(h_CD, weight_VD, bias_V))
+    elif out_CV.dtype != h_CD.dtype:
         out_CV.copy_(h_CD @ weight_VD.t())
         if bias_V is not None:
             out_CV.add_(bias_V)
@@ -67,8 +72,8 @@ def soften(logits_CV: Tensor, scale: float, softcap: float | None) -> Tensor | N
         logits_CV.mul_(scale)
     if softcap is None:
         return None
-    tanh_CV = logits_CV.div_(softcap).tanh_().clone()
-    logits_CV.mul_(softcap)
+    tanh_CV = rows.by_element(torch.tanh, logits_CV.div_(softcap))
+    torch.mul(tanh_CV, softcap, out=logits_CV)
     return tanh_CV
 
 

@@ -35,7 +35,10 @@ CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by it
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows")
+    for name in (
+        *("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows"),
+        *("pages",),
+    )
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
@@ -62,8 +65,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "add": (None, (_I, _P, _P, _N, _I)),
     "exponential": (None, (_P, _P, _N)),
     "checksum": (c_uint64, (_P, _N)),
-    "attention": (None, (_I, *[_P] * 8, _N, _F, _I)),
-    "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _I)),
+    "attention": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+    "attention_backward": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
     "sparse_mark": (None, (_I, _P, _N, _N, _P, _P, _I)),
     "sparse_pack": (None, (_I, _P, _N, _N, _P, _P, _P, _I)),
     "sparse_unpack": (_N, (_I, _P, _P, _P, _N, _N, _N, _P, _I)),

@@ -1,4 +1,4 @@
-// What serving computes for each token alone: products by a weight, and attention over pages.
+// Products by a weight of each token alone.
 //
 // Every number is summed in an order of its own that depends on the token alone: not on how many
 // others are computed beside it, nor on the number of threads. So a request gets the same bits
@@ -9,12 +9,6 @@
 #include <cstdint>
 #include <type_traits>
 #include <vector>
-
-#if defined(__FMA__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 #include "codes.h"
 #include "tiles.h"
@@ -31,6 +25,8 @@ using namespace outsize;
 constexpr int TOKENS = 3, OUTPUTS = 4;     // of a block in registers
 constexpr int64_t HELD = 40 * 1024;        // floats of x that stay in a cache while w goes by
 constexpr int64_t TASK = 64;               // outputs of a task, a multiple of OUTPUTS
+constexpr int64_t SOME = 512;              // tokens of which x is made wide at once
+constexpr int64_t MANY = 12;               // tokens for which weights are made wide beforehand
 
 inline vec read(const float* x) { return load(x); }
 inline vec read(const bfloat16* x) {
@@ -40,25 +36,40 @@ inline vec read(const bfloat16* x) {
     return vec(__builtin_convertvector(bits, ints) << 16);
 }
 
-// sum + a b rounded once. Said to the processor: a compiler may fuse the two in one loop and not in
-// another, as GCC does for Zen where a sum is a single chain.
-inline vec fused(vec sum, vec a, vec b) {
-#if defined(__AVX512F__)
-    return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
-#elif defined(__FMA__)
-    return vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
+// A compiler would load it anew for every use, and loads would be what a product waits for.
+inline void registered(vec& x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
 #elif defined(__aarch64__)
-    return vec(vfmaq_f32(float32x4_t(sum), float32x4_t(a), float32x4_t(b)));
-#else
-    return sum + a * b;
+    asm("" : "+w"(x));
 #endif
 }
 
-inline float together(vec sum) {
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
-    return sum[0];
+#if defined(__GNUC__) && !defined(__clang__)
+// Of two vectors of GROUPS groups each, in each group its second half onto its first.
+template <int GROUPS>
+inline __attribute__((always_inline)) vec halved(vec a, vec b) {
+    constexpr int size = LANES / GROUPS, half = size > 1 ? size / 2 : 1;
+    ints low, high;
+    for (int l = 0; l < LANES; ++l) {
+        low[l] = (l / half < GROUPS ? 0 : LANES) + l / half % GROUPS * size + l % half;
+        high[l] = low[l] + half;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
+
+// The sum of all lanes of each of four, in the order of one alone.
+inline __attribute__((always_inline)) void each_together(const vec* sum, float* to) {
+    vec x = halved<2>(halved<1>(sum[0], sum[1]), halved<1>(sum[2], sum[3]));
+    if (LANES > 4) x = halved<4>(x, x);
+    if (LANES > 8) x = halved<8>(x, x);
+    std::memcpy(to, &x, 4 * sizeof(float));
+}
+#else
+inline void each_together(const vec* sum, float* to) {
+    for (int n = 0; n < 4; ++n) to[n] = together(sum[n]);
+}
+#endif
 
 // A block: ROWS tokens by COLUMNS outputs. x: padded with zeros to whole vectors.
 template <class W, class T, int ROWS, int COLUMNS>
@@ -70,17 +81,16 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_ro
     for (int t = 0; t < ROWS; ++t)
 #pragma GCC unroll 8
         for (int o = 0; o < COLUMNS; ++o) sum[t][o] = vec{};
-    const int64_t whole = inner / LANES * LANES;
     int64_t i = 0;
-    for (; i < whole; i += LANES) {
-        vec right[COLUMNS];
+    for (; i + LANES <= inner; i += LANES) {
+        vec left[ROWS];  // all of these in registers, and one vector of w at a time
 #pragma GCC unroll 8
-        for (int o = 0; o < COLUMNS; ++o) right[o] = read(w + o * inner + i);
+        for (int t = 0; t < ROWS; ++t) registered(left[t] = load(x + t * x_row + i));
 #pragma GCC unroll 8
-        for (int t = 0; t < ROWS; ++t) {
-            const vec left = load(x + t * x_row + i);
+        for (int o = 0; o < COLUMNS; ++o) {
+            const vec right = read(w + o * inner + i);
 #pragma GCC unroll 8
-            for (int o = 0; o < COLUMNS; ++o) sum[t][o] = fused(sum[t][o], left, right[o]);
+            for (int t = 0; t < ROWS; ++t) sum[t][o] = fused(sum[t][o], left[t], right);
         }
     }
     if (i < inner) {
@@ -91,13 +101,19 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_ro
             for (int t = 0; t < ROWS; ++t) sum[t][o] = fused(sum[t][o], load(x + t * x_row + i), right);
         }
     }
-    for (int t = 0; t < ROWS; ++t)
+    for (int t = 0; t < ROWS; ++t) {
+        float whole[COLUMNS];
+        if constexpr (COLUMNS == 4)
+            each_together(sum[t], whole);
+        else
+            for (int o = 0; o < COLUMNS; ++o) whole[o] = together(sum[t][o]);
         for (int o = 0; o < COLUMNS; ++o)
-            y[t * y_row + o] = narrow<T>(together(sum[t][o]) + (bias ? bias[o] : 0.0f));
+            y[t * y_row + o] = narrow<T>(bias ? whole[o] + bias[o] : whole[o]);
+    }
 }
 
 template <class W, class T, int COLUMNS>
-inline void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int64_t inner,
+void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int64_t inner,
                  const float* bias, T* y, int64_t y_row) {
     int64_t t = 0;
     for (; t + TOKENS <= tokens; t += TOKENS)
@@ -106,48 +122,65 @@ inline void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int6
         multiply<W, T, 1, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
 }
 
-// weights(o, count): rows [o, o + count) of w, count at most OUTPUTS, for the thread that asks.
+// x as float32 in rows of whole vectors: as it lies where it does so, else some rows at a time.
+template <class T>
+const float* widened(const T* x, int64_t tokens, int64_t inner, std::vector<float>& to) {
+    if constexpr (sizeof(T) == sizeof(float))
+        if (inner % LANES == 0) return x;
+    const int64_t x_row = rounded(int(inner), LANES);
+    to.resize(std::max<int64_t>(to.size(), tokens * x_row));
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t i = 0; i < inner; ++i) to[t * x_row + i] = wide(x[t * inner + i]);
+    return to.data();
+}
+
+// weights(): for the thread that asks, (o, count) to rows [o, o + count) of w, count <= OUTPUTS.
 template <class T, class F>
 void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
              int threads, F weights) {
-    const int64_t x_row = (inner + LANES - 1) / LANES * LANES;
-    std::vector<float> wide_x(tokens * x_row), wide_bias(bias ? outputs : 0);
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t i = 0; i < inner; ++i) wide_x[t * x_row + i] = wide(x[t * inner + i]);
+    const int64_t x_row = rounded(int(inner), LANES);
+    std::vector<float> space, wide_bias(bias ? outputs : 0);
     for (int64_t o = 0; o < int64_t(wide_bias.size()); ++o) wide_bias[o] = wide(bias[o]);
-    const int64_t held = std::max<int64_t>(HELD / x_row / TOKENS, 1) * TOKENS;
+    const int64_t held = std::max<int64_t>(HELD / std::max<int64_t>(x_row, 1) / TOKENS, 1) * TOKENS;
     const int64_t tasks = (outputs + TASK - 1) / TASK;
+    for (int64_t some = 0; some < tokens; some += SOME) {
+        const int64_t here = std::min(SOME, tokens - some);
+        const float* wide_x = widened(x + some * inner, here, inner, space);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t task = 0; task < tasks; ++task) {
-        auto rows = weights();
-        const int64_t last = std::min(outputs, (task + 1) * TASK);
-        for (int64_t first = 0; first < tokens; first += held) {
-            const int64_t some = std::min(held, tokens - first);
-            const float* from = wide_x.data() + first * x_row;
-            for (int64_t o = task * TASK; o < last;) {
-                const float* add = bias ? wide_bias.data() + o : nullptr;
-                T* to = y + first * outputs + o;
-                if (o + OUTPUTS <= last) {
-                    const auto* w = rows(o, OUTPUTS);
+        for (int64_t task = 0; task < tasks; ++task) {
+            auto rows = weights();
+            const int64_t last = std::min(outputs, (task + 1) * TASK);
+            for (int64_t first = 0; first < here; first += held) {
+                const int64_t count = std::min(held, here - first);
+                const float* from = wide_x + first * x_row;
+                for (int64_t o = task * TASK; o < last;) {
+                    const bool whole = o + OUTPUTS <= last;
+                    const float* add = bias ? wide_bias.data() + o : nullptr;
+                    T* to = y + (some + first) * outputs + o;
+                    const auto* w = rows(o, whole ? OUTPUTS : 1);
                     using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-                    down<W, T, OUTPUTS>(from, x_row, some, w, inner, add, to, outputs);
-                    o += OUTPUTS;
-                } else {
-                    const auto* w = rows(o, 1);
-                    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-                    down<W, T, 1>(from, x_row, some, w, inner, add, to, outputs);
-                    ++o;
+                    auto* call = whole ? down<W, T, OUTPUTS> : down<W, T, 1>;
+                    call(from, x_row, count, w, inner, add, to, outputs);
+                    o += whole ? OUTPUTS : 1;
                 }
             }
         }
     }
 }
 
+// Rows of w as they lie; where many tokens meet them, made wide once for all.
 template <class T>
 void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t inner,
             int64_t outputs, int threads) {
+    if (sizeof(T) == sizeof(float) || tokens < MANY)
+        return product(x, bias, y, tokens, inner, outputs, threads, [=] {
+            return [=](int64_t o, int64_t) { return w + o * inner; };
+        });
     product(x, bias, y, tokens, inner, outputs, threads, [=] {
-        return [=](int64_t o, int64_t) { return w + o * inner; };
+        return [=, held = std::vector<float>(OUTPUTS * inner)](int64_t o, int64_t count) mutable {
+            for (int64_t i = 0; i < count * inner; ++i) held[i] = wide(w[o * inner + i]);
+            return static_cast<const float*>(held.data());
+        };
     });
 }
 
@@ -167,94 +200,6 @@ void coded(const T* x, const uint8_t* blocks, const Layout& layout, const float*
             return static_cast<const float*>(held.data());
         };
     });
-}
-
-// Attention -----------------------------------------------------------------------------------------
-//
-// A token's queries of one key-value head over the pages that it sees, in order: a running maximum
-// and sum (Milakov and Gimelshein, 2018), a page at a time.
-
-constexpr float LOG2E = 1.44269504f;
-constexpr float NEVER = -3.0e38f;
-constexpr int PAGE = 64;  // keys of a page at most
-
-struct Pages {
-    const int64_t* tables;    // pages of each sequence, one behind another
-    const int64_t* begins;    // by token, where its sequence's pages begin
-    const int64_t* positions;  // by token, its place in the sequence
-    int64_t page, heads, groups, key, value, window;
-    float scale, softcap;  // softcap 0: none
-};
-
-inline float dot(const float* q, const float* k, int64_t size) {
-    vec sum = vec{};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum = fused(sum, load(q + i), load(k + i));
-    float all = together(sum);
-    for (; i < size; ++i) all += q[i] * k[i];
-    return all;
-}
-
-template <class T>
-inline void widen(const T* from, float* to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) to[i] = wide(from[i]);
-}
-
-template <class T>
-void token(const T* q, const T* keys, const T* values, T* out, const Pages& p, int64_t t,
-           int64_t group) {
-    const int64_t repeat = p.heads / p.groups, place = p.positions[t];
-    const int64_t low = std::max<int64_t>(0, place - p.window + 1);
-    float k[WIDTH], v[WIDTH];
-    std::vector<float> queries(repeat * p.key), sums(repeat * p.value, 0.0f), weights(repeat * PAGE);
-    std::vector<float> top(repeat, NEVER), total(repeat, 0.0f);
-    widen(q + (t * p.heads + group * repeat) * p.key, queries.data(), repeat * p.key);
-    for (int64_t page = low / p.page; page <= place / p.page; ++page) {
-        const int64_t at = p.tables[p.begins[t] + page] * p.page;
-        const int64_t first = std::max(low, page * p.page) - page * p.page;
-        const int64_t last = std::min(place + 1, (page + 1) * p.page) - page * p.page;
-        for (int64_t i = first; i < last; ++i) {
-            widen(keys + ((at + i) * p.groups + group) * p.key, k, p.key);
-            for (int64_t r = 0; r < repeat; ++r) {
-                float score = dot(queries.data() + r * p.key, k, p.key) * p.scale;
-                if (p.softcap > 0) score = p.softcap * std::tanh(score / p.softcap);
-                weights[r * PAGE + i] = score * LOG2E;
-            }
-        }
-        for (int64_t r = 0; r < repeat; ++r) {
-            float* mine = weights.data() + r * PAGE;
-            const float highest = std::max(top[r], *std::max_element(mine + first, mine + last));
-            const float factor = power(all(top[r] - highest))[0];
-            top[r] = highest;
-            total[r] *= factor;
-            for (int64_t i = first; i < last; ++i) {
-                mine[i] = power(all(mine[i] - highest))[0];
-                total[r] += mine[i];
-            }
-            for (int64_t d = 0; d < p.value; ++d) sums[r * p.value + d] *= factor;
-        }
-        for (int64_t i = first; i < last; ++i) {
-            widen(values + ((at + i) * p.groups + group) * p.value, v, p.value);
-            for (int64_t r = 0; r < repeat; ++r) {
-                const float weight = weights[r * PAGE + i];
-                float* sum = sums.data() + r * p.value;
-                for (int64_t d = 0; d < p.value; ++d) sum[d] += weight * v[d];
-            }
-        }
-    }
-    for (int64_t r = 0; r < repeat; ++r)
-        for (int64_t d = 0; d < p.value; ++d)
-            out[(t * p.heads + group * repeat + r) * p.value + d] =
-                narrow<T>(sums[r * p.value + d] / total[r]);
-}
-
-template <class T>
-void attend(const T* q, const T* keys, const T* values, T* out, const Pages& p, int64_t tokens,
-            int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4) collapse(2) if (threads > 1)
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t group = 0; group < p.groups; ++group)
-            token<T>(q, keys, values, out, p, t, group);
 }
 
 }  // namespace
@@ -289,22 +234,6 @@ void outsize_rows_product_coded(int dtype, int order, const void* x, const void*
         coded(static_cast<const bfloat16*>(x), raw, layout, scales, table,
               static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
               outputs, threads);
-}
-
-// sizes: tokens of a page (at most PAGE), heads, groups, key and value sizes, window.
-void outsize_pages_attend(int dtype, const void* q, const void* keys, const void* values, void* out,
-                          const int64_t* tables, const int64_t* begins, const int64_t* positions,
-                          const int64_t* sizes, int64_t tokens, float scale, float softcap,
-                          int threads) {
-    const Pages p{tables,   begins,   positions, sizes[0], sizes[1], sizes[2],
-                  sizes[3], sizes[4], sizes[5],  scale,    softcap};
-    if (dtype == 0)
-        attend(static_cast<const float*>(q), static_cast<const float*>(keys),
-               static_cast<const float*>(values), static_cast<float*>(out), p, tokens, threads);
-    else
-        attend(static_cast<const bfloat16*>(q), static_cast<const bfloat16*>(keys),
-               static_cast<const bfloat16*>(values), static_cast<bfloat16*>(out), p, tokens,
-               threads);
 }
 
 }  // extern "C"

@@ -1,8 +1,9 @@
-"""Products and attention of each token alone: rows.cpp.
+"""Products and attention of each token alone: rows.cpp, pages.cpp.
 
 A library's product sums in an order that depends on how many rows it is given, so that what a
 request is told would depend on who else asks. Here every number has an order of its own: bit for
-bit the same in any batch, in slices of any length, with any number of threads.
+bit the same in any batch, in slices of any length, with any number of threads, and in a forward
+pass of training whose precision is +invariant.
 
 T tokens, I in, O out, H query heads, G key-value heads, K and W head sizes of keys and values, P
 pages of `page` tokens.
@@ -35,7 +36,7 @@ _HERE = threading.local()
 @contextmanager
 def alone() -> Iterator[None]:
     """In this thread, products of float32 and bfloat16 on a CPU are made row by row alone, where
-    nothing asks for gradients and there is a compiler."""
+    autograd does not record them and there is a compiler."""
     before = getattr(_HERE, "alone", False)
     _HERE.alone = True
     try:
@@ -48,6 +49,11 @@ def wanted(x: Tensor, weight_OI: Tensor) -> bool:
     """Whether `linear` is to make this product."""
     here = getattr(_HERE, "alone", False) and x.dtype is weight_OI.dtype
     return here and weight_OI.is_contiguous() and native.served(x, weight_OI)
+
+
+def here() -> bool:
+    """Whether this thread computes each row alone."""
+    return getattr(_HERE, "alone", False)
 
 
 def lying(x: Tensor) -> Tensor:
@@ -71,6 +77,11 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., O)."""
     y: Tensor = torch.ops.outsize.rows_product.default(x, weight_OI, bias_O)
     return y
+
+
+def put(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out: Tensor) -> None:
+    """out = x (..., I) times weight plus bias, contiguous and of their dtype."""
+    torch.ops.outsize.rows_product_into.default(x, weight_OI, bias_O, out)
 
 
 def wanted_by_codes(x: Tensor) -> bool:
@@ -100,7 +111,14 @@ def _allocate(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def _run(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    x, y = x.contiguous(), _allocate(x, weight_OI, bias_O)
+    y = _allocate(x, weight_OI, bias_O)
+    _run_into(x, weight_OI, bias_O, y)
+    return y
+
+
+def _run_into(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, y: Tensor) -> None:
+    assert y.is_contiguous() and y.dtype is x.dtype, "rows lie one behind another"
+    x = x.contiguous()
     if bias_O is not None:
         bias_O = bias_O.to(x.dtype).contiguous()
     outputs, inner = weight_OI.shape
@@ -109,7 +127,6 @@ def _run(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         *(None if bias_O is None else bias_O.data_ptr(), y.data_ptr()),
         *(y.numel() // outputs if outputs else 0, inner, outputs, native.threads()),
     )
-    return y
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,11 @@ def numbers(values: Sequence[int]) -> array[int]:
     return array("q", values)
 
 
-_PRODUCT = native.define(
-    "rows_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _run, _allocate
+_PRODUCTS = (
+    native.define("rows_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _run, _allocate),
+    native.define(
+        "rows_product_into(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
+        _run_into,
+        native.nothing,
+    ),
 )

@@ -10,6 +10,12 @@
 #include <memory>
 #include <new>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "storage.h"
 
 namespace outsize {
@@ -46,20 +52,70 @@ inline vec load(const float* x) {
 inline void store(float* x, vec y) { std::memcpy(x, &y, sizeof y); }
 inline vec all(float x) { return x - vec{}; }
 
+// sum + a b rounded once. Said to the processor: a compiler may fuse the two in one loop and not in
+// another, as GCC does for Zen where a sum is a single chain; and what training and serving sum in
+// different loops is to be the same.
+inline vec fused(vec sum, vec a, vec b) {
+#if defined(__AVX512F__)
+    return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(sum)));
+#elif defined(__FMA__)
+    return vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(sum)));
+#elif defined(__aarch64__)
+    return vec(vfmaq_f32(float32x4_t(sum), float32x4_t(a), float32x4_t(b)));
+#else
+    return sum + a * b;
+#endif
+}
+
+// The sum of all lanes: halves onto each other, and so on.
+inline float together(vec sum) {
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
+    return sum[0];
+}
+
+// (2^r - 1) / r for |r| <= 1/2: a polynomial fitted for the least relative error.
+inline vec slope_of_power(vec r) {
+    vec p = fused(all(1.339887445e-3f), r, all(1.535336180e-4f));
+    p = fused(all(9.618437358e-3f), p, r);
+    p = fused(all(5.550332471e-2f), p, r);
+    p = fused(all(2.402264791e-1f), p, r);
+    return fused(all(6.931472029e-1f), p, r);
+}
+
+constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
 // 2^x within 2 units in the last place for x up to 127; 2^-126 below -126; NaN for NaN. x = n + r
-// with |r| <= 1/2; the polynomial is fitted to (2^r - 1) / r for the least relative error.
+// with |r| <= 1/2.
 inline vec power(vec x) {
     const vec low = all(-126.0f), held = x < low ? low : x;
-    const vec shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vec shifted = held + shift, r = held - (shifted - shift);
-    vec p = r * 1.535336180e-4f + 1.339887445e-3f;
-    p = p * r + 9.618437358e-3f;
-    p = p * r + 5.550332471e-2f;
-    p = p * r + 2.402264791e-1f;
-    p = p * r + 6.931472029e-1f;
-    p = p * r + 1.0f;
+    const vec shifted = held + all(SHIFT), r = held - (shifted - all(SHIFT));
+    const vec p = fused(all(1.0f), slope_of_power(r), r);
     return vec(ints(p) + (ints(shifted) << 23));
 }
+
+// tanh(x) of y = 2 log2(e) x, to a few units in the last place: m / (m + 2) of m = 2^|y| - 1.
+inline vec hyperbolic(vec y) {
+    const vec none = vec{}, most = all(60.0f);  // tanh is 1 from y = 26 on
+    vec size = y < none ? none - y : y;
+    size = size > most ? most : size;
+    const vec shifted = size + all(SHIFT), r = size - (shifted - all(SHIFT));
+    const vec whole = vec((ints(shifted) << 23) + ints(all(1.0f)));  // 2^n
+    const vec less = fused(whole - all(1.0f), slope_of_power(r) * r, whole);
+    const vec t = less / (less + all(2.0f));
+    return y < none ? none - t : t;
+}
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float NEVER = -3.0e38f;  // a score that is not seen; finite, so that differences are
+
+// What keeps scores, times log2(e), within a cap: c tanh(s / c). size 0: nothing does.
+struct Cap {
+    float size, bend;
+
+    explicit Cap(float c) : size(c * LOG2E), bend(c > 0 ? 2 / c : 0) {}
+    vec operator()(vec x) const { return fused(vec{}, all(size), hyperbolic(x * all(bend))); }
+};
 
 // Products ------------------------------------------------------------------------------------------
 
@@ -92,7 +148,7 @@ inline __attribute__((always_inline)) void micro(float* c, int64_t c_row, const 
         for (int i = 0; i < ROWS; ++i) {
             const vec left = all(a[i * DOWN]);
 #pragma GCC unroll 4
-            for (int j = 0; j < VECTORS; ++j) sum[i][j] += left * right[j];
+            for (int j = 0; j < VECTORS; ++j) sum[i][j] = fused(sum[i][j], left, right[j]);
         }
     }
 #pragma GCC unroll 16
@@ -101,7 +157,7 @@ inline __attribute__((always_inline)) void micro(float* c, int64_t c_row, const 
         for (int j = 0; j < VECTORS; ++j) {
             float* to = c + i * c_row + j * LANES;
             if (factor)
-                sum[i][j] += load(to) * factor[i];
+                sum[i][j] = fused(sum[i][j], load(to), all(factor[i]));
             else if (into)
                 sum[i][j] += load(to);
             store(to, sum[i][j]);

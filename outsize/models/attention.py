@@ -196,8 +196,8 @@ class LocalAttend:
             return attend_masked(q_THK, k_TGK, v_TGW, bounds, spec)[0]
         if not queries:
             return q_THK.new_empty((0, q_THK.shape[1], v_TGW.shape[2]))
-        cpu = q_THK.device.type == "cpu" and spec.softcap is None
-        if queries == keys and cpu:
+        cpu = q_THK.device.type == "cpu"
+        if queries == keys and cpu and spec.softcap is None:
             return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
         if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
             return _behind(q_THK, k_TGK, v_TGW, bounds, spec)
@@ -219,7 +219,7 @@ def _behind(
     low, lead = start - before, before % kernel.BLOCK
     seen = (k_LGK[low:stop], v_LGW[low:stop], clip(bounds, low, stop))
     q_THK = F.pad(q_THK, (0, 0, 0, 0, lead, 0)) if lead else q_THK
-    return kernel.attend(q_THK, *seen, spec.scale, spec.window)[lead:]
+    return kernel.attend(q_THK, *seen, spec.scale, spec.window, spec.softcap)[lead:]
 
 
 def attend(q_BHSK: Tensor, k_BGLK: Tensor, v_BGLW: Tensor, spec: AttendSpec) -> Tensor:

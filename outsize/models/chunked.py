@@ -73,7 +73,7 @@ def attended(
     part = Part(held, start, start + q_CHK.shape[0], spec)
     inputs = (q_CHK, k_CGK, v_CGW)
     o: Tensor
-    native = run is None and q_CHK.device.type == "cpu" and spec.softcap is None
+    native = run is None and q_CHK.device.type == "cpu"
     if native and kernel.fits(q_CHK, *held.values):
         o = _Native.apply(*inputs, part)  # type: ignore[no-untyped-call]
     else:
@@ -148,5 +148,5 @@ def _behind(lead: int, x_CHE: Tensor) -> Tensor:
     return F.pad(x_CHE, (0, 0, 0, 0, lead, 0)) if lead else x_CHE
 
 
-def _sight(part: Part) -> tuple[tuple[int, ...], float, int | None]:
-    return part.bounds, part.spec.scale, part.spec.window
+def _sight(part: Part) -> tuple[tuple[int, ...], float, int | None, float | None]:
+    return part.bounds, part.spec.scale, part.spec.window, part.spec.softcap

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from outsize.errors import OutsizeError, counted
 from outsize.kernels.entropy import Vocabulary
-from outsize.kernels.rows import by_element
+from outsize.kernels.rows import by_element, here
 from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.coding import Coding
@@ -29,7 +29,7 @@ from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
 from outsize.models.layout import VIRTUAL
 from outsize.models.linear import Embedding, Linear, dense, linears
-from outsize.models.norm import Norm
+from outsize.models.norm import Norm, upcast
 from outsize.models.rope import tables
 from outsize.models.seams import (
     Attend,
@@ -197,7 +197,10 @@ class Epilogue(nn.Module):
         return self.soften(self.head(h_TD))
 
     def soften(self, logits_TV: Tensor) -> Tensor:
-        """Of what the head gave."""
+        """Of what the head gave; where each row is computed alone in float32 at least, as a loss
+        does."""
+        if here() and (self.logit_scale != 1 or self.softcap is not None):
+            logits_TV = upcast(logits_TV)
         if self.logit_scale != 1:
             logits_TV = logits_TV * self.logit_scale
         if self.softcap is not None:

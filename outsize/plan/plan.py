@@ -22,6 +22,7 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 Computed = Literal["float64", "float32", "bfloat16", "float16"]
 DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16")
 HALVES: tuple[Computed, ...] = ("bfloat16", "float16")
+INVARIANT = "+invariant"  # behind a precision: each token alone, as serving computes it
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DEVICE = "device"
 DISK, FILES = "disk", "files"  # a tier; the files of a model, in which frozen weights stay
@@ -37,24 +38,35 @@ class Precision:
 
     compute: parameters, activations; with float16 losses are scaled. master: what the optimizer
     updates; None where it updates the parameters themselves. gradients, optimizer: the accumulated
-    gradients, the moments.
+    gradients, the moments. invariant: forward passes compute each token alone, bit for bit as
+    serving does (outsize/kernels/rows.py).
     """
 
     compute: Computed = "float32"
     master: Dtype | None = None
     gradients: Dtype = "float32"
     optimizer: Dtype = "float32"
+    invariant: bool = False
 
     @staticmethod
-    def named(name: str) -> Precision:
+    def named(said: str) -> Precision:
         """The usual precision of a name: "float32", "float64", or "bfloat16" and "float16" with
-        fp32 master."""
+        fp32 master; "float32+invariant", "bfloat16+invariant"."""
+        alone = tuple(name + INVARIANT for name in ("float32", "bfloat16"))
+        known, name = (*DTYPES, "float16", *alone), said
+        if said not in known:
+            raise OutsizeError(f"precision {said!r} is not known{nearest(said, known)}")
+        if said in alone:
+            name = said.removesuffix(INVARIANT)
         if name in HALVES:
-            return Precision(name, "float32", "float32", "float32")
-        if name not in DTYPES:
-            known = (*DTYPES, "float16")
-            raise OutsizeError(f"precision {name!r} is not known{nearest(name, known)}")
-        return Precision(name, None, name, name)
+            return Precision(name, "float32", "float32", "float32", said in alone)
+        assert name in DTYPES, "it is known"
+        return Precision(name, None, name, name, said in alone)
+
+    @property
+    def name(self) -> str:
+        """Of what is computed."""
+        return self.compute + (INVARIANT if self.invariant else "")
 
     @property
     def scaled(self) -> bool:

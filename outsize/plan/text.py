@@ -36,7 +36,7 @@ def explain(plan: Plan) -> list[tuple[str, str, str]]:
         ),
         (
             "precision",
-            precision.compute,
+            precision.name,
             f"master {precision.master or 'none: parameters are their own'}, gradients"
             f" {precision.gradients}, optimizer {precision.optimizer}: {_bytes(plan)}",
         ),

@@ -98,6 +98,10 @@ def check_world(plan: Plan, world: World, cuts: Mapping[str, Cut]) -> None:
 def check(flow: Flow, plan: Plan, recipe: Recipe) -> None:
     """Refuse what cannot be, before anything is allocated."""
     clip = recipe.clip
+    if plan.precision.invariant:
+        from outsize.runtime.invariant import check_invariant
+
+        check_invariant(flow, plan)
     check_approximate(recipe.optimizer, plan.approximate)
     _check_apart(recipe.optimizer, plan)
     _check_moments(recipe.optimizer, plan)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -115,7 +116,7 @@ class Loaded:
 class Engine:
     """Plays lists. handlers: each kind of action has one. before, after: what else happens around a
     computing action, and behind what the calling thread does of another. around: by kind, what a
-    technique makes of what carries an action out."""
+    technique makes of what carries an action out. within: what computing actions run in."""
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Engine:
         self._table = {key: handler for handler in handlers for key in handler.kinds}
         self._before, self._after = before, after
         self.around: dict[Kind, Around] = {}
+        self.within: Callable[[], AbstractContextManager[None]] = nullcontext
         self._device = device
         self._lanes = Lanes(device)
 
@@ -251,10 +253,12 @@ class Engine:
 
     def _compute(self, step: Step, begin: float) -> Ran:
         ledger = self._watch.ledger
+        if ledger is not None:
+            ledger.reset_peak()
+        with self.within():
+            ran = self._move(step, begin)
         if ledger is None:
-            return self._move(step, begin)
-        ledger.reset_peak()
-        ran = self._move(step, begin)
+            return ran
         ledger.settle()
         live = {f"device/{kind}": count for kind, count in ledger.live.items() if count}
         return ran._replace(live=live, peak=ledger.peak)

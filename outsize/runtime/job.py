@@ -14,6 +14,7 @@ from torch import Tensor
 from outsize.collectives import along
 from outsize.decode.generate import GREEDY
 from outsize.decode.samplers import Sampler
+from outsize.kernels.rows import alone
 from outsize.memory import Meter
 from outsize.models.cuts import NO_CUTS, Cut
 from outsize.optim import taker
@@ -94,6 +95,8 @@ class Job(Stateful):
         self.chunks = self.weight_pool.chunks
         self.method: Method = method(self)
         self.engine: Engine = self.method.engine
+        if plan.precision.invariant:
+            self.engine.within = alone
         self.loaded = self.playable(self.program.own)
         self._evaluations: dict[int, Loaded] = {}
         self.evaluated: Sequence[Ran] = ()  # the actions that evaluated last

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
+from outsize.kernels.entropy import logprobs
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def told(logits_V: Tensor, token: int, tops: int | None) -> Token:
     """A token with the log-probabilities that are asked for, of the raw logits."""
     if tops is None:
         return Token(token)
-    logs_V = logits_V.detach().double().log_softmax(-1)
+    logs_V = logprobs(logits_V)
     values, ids = logs_V.topk(min(tops, len(logs_V)))
     likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return Token(token, float(logs_V[token]), likeliest)

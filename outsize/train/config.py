@@ -168,8 +168,15 @@ class RunConfig:
     learning_rate: LearningRateKeys = dataclasses.field(default_factory=LearningRateKeys)
     plan: PlanKeys = dataclasses.field(default_factory=PlanKeys)
     sample: SampleKeys = dataclasses.field(default_factory=SampleKeys)
-    precision: Literal["float64", "float32", "bfloat16", "float16"] | None = setting(
-        None, "of the computation; 16 bits have a float32 master copy, float16 scaled losses"
+    precision: (
+        Literal[
+            "float64", "float32", "bfloat16", "float16", "float32+invariant", "bfloat16+invariant"
+        ]
+        | None
+    ) = setting(
+        None,
+        "of the computation; 16 bits have a float32 master copy, float16 scaled losses;"
+        " +invariant: log-probabilities are those of serving, bit for bit",
     )
     memory: str | int | None = setting(
         None, "most bytes on the device, as 2GiB; more is refused", may_change=True

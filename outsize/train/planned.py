@@ -150,7 +150,7 @@ def _fixed(plan: Plan) -> Iterator[tuple[str, Any]]:
         raise OutsizeError("the plan is of inputs that are not tokens; expected a decoder's plan")
     yield "train.sequence", plan.sequence
     yield "train.batch_tokens", plan.rows * plan.sequence
-    yield "precision", plan.precision.compute
+    yield "precision", plan.precision.name
     yield "mesh", str(plan.mesh) if plan.mesh.size > 1 else None
     yield "plan.approximate", plan.approximate
     for name in _SAME:

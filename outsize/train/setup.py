@@ -136,9 +136,15 @@ def set_up(
 def _check_precision(resolved: Resolved, hardware: Hardware) -> None:
     """Refuse a precision that the device does not have."""
     device, kind, name = hardware.devices[0], accelerator.there(), resolved.get("precision")
+    precision = Precision.named(name)
+    if precision.invariant and device.apart:
+        raise OutsizeError(
+            f"precision is {name!r}, whose kernels are of processors, and the device is"
+            f" {device.name}; set precision to {precision.compute}, or device to cpu"
+        )
     if not device.apart or not kind:
         return
-    if not accelerator.computes_in(torch.device(kind), getattr(torch, name)):
+    if not accelerator.computes_in(torch.device(kind), getattr(torch, precision.compute)):
         raise OutsizeError(
             f"precision is {name!r}, which {device.name} does not compute in; set precision to"
             " float32"
@@ -158,7 +164,7 @@ def request_of(resolved: Resolved, specs: tuple[TierSpec, ...] = ()) -> PlanRequ
     assert config.precision is not None
     mesh = Mesh() if config.mesh is None else parse_mesh(config.mesh)
     precision = Precision.named(config.precision)
-    if config.precision == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
+    if precision.compute == "bfloat16" and "bfloat16-weights" in config.plan.approximate:
         precision = replace(precision, master=None)
     recipe = recipe_of(config)
     precision = precision_for(recipe.optimizer, precision)

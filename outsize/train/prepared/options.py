@@ -93,7 +93,12 @@ class Options(TypedDict, total=False):
     """
 
     recompute: Sequence[str] | None
-    precision: Literal["float32", "float64", "bfloat16", "float16"] | None
+    precision: (
+        Literal[
+            "float32", "float64", "bfloat16", "float16", "float32+invariant", "bfloat16+invariant"
+        ]
+        | None
+    )
     host_memory: str | int | None
     disk: str | None
     tiers: Sequence[str]

@@ -1,0 +1,234 @@
+// Attention of tokens over the pages of their sequences, each token alone.
+//
+// A token's numbers are summed in the order of attention.cpp, over tiles of BLOCK places of its
+// sequence: bit for bit what the forward pass of training gives that token, whatever is computed
+// beside it. Tokens of one sequence that follow one another share what is read. Here keys lie across
+// a vector and not queries: a step of serving may have a single one.
+//
+// Storage of queries and results is float32 or bfloat16 (dtype 0 or 1), of keys and values that or
+// codes with a scale for each token and head.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "tiles.h"
+
+namespace {
+
+using namespace outsize;
+
+constexpr int TERMS = 128;  // of a head's numbers in one sum, as in attention.cpp
+constexpr int SPAN = 16;    // tokens that share what is read
+
+struct Pages {
+    const int64_t* tables;     // pages of each sequence, one behind another
+    const int64_t* begins;     // by token, where its sequence's pages begin
+    const int64_t* positions;  // by token, its place in the sequence
+    int64_t page, heads, groups, key, value, window;
+    float scale;
+    Cap cap;
+
+    // Of a token's sequence, the room of a place among those of all pages.
+    int64_t room(int64_t token, int64_t place) const {
+        return tables[begins[token] + place / page] * page + place % page;
+    }
+};
+
+// What pages hold of a token's head, as float32.
+template <class S>
+struct Stored {
+    const S* data;
+    int64_t groups, size;
+
+    void read(int64_t room, int64_t group, float* __restrict__ to) const {
+        const S* __restrict__ from = data + (room * groups + group) * size;
+        for (int64_t d = 0; d < size; ++d) to[d] = wide(from[d]);
+    }
+};
+
+// A tile of keys, turned, and of values; what is kept of the queries of a span.
+struct Space {
+    Buffer tile = buffer(BLOCK * ROW), turned = buffer(int64_t(WIDTH + 16) * BLOCK);
+    Buffer values = buffer(BLOCK * ROW);
+    std::vector<float> queries, sums, top, total;
+
+    void begin(int64_t rows, int64_t key, int64_t value) {
+        queries.resize(rows * key);
+        sums.assign(rows * value, 0.0f);
+        top.assign(rows, NEVER);
+        total.assign(rows, 0.0f);
+    }
+};
+
+// Scores of a query against keys [first, last) of a tile, in whole vectors; base 2.
+inline void score(const float* query, const float* turned, int size, int first, int last,
+                  const Cap& cap, float* to) {
+    constexpr int WIDE = 4;  // vectors at once
+    static_assert(BLOCK % (WIDE * LANES) == 0, "a tile is whole");
+    for (int at = first / (WIDE * LANES) * WIDE * LANES; at < last; at += WIDE * LANES) {
+        vec whole[WIDE];
+        for (int d = 0; d < size; d += TERMS) {
+            vec sum[WIDE] = {};
+            for (int i = d; i < std::min(d + TERMS, size); ++i) {
+                const vec left = all(query[i]);
+#pragma GCC unroll 4
+                for (int n = 0; n < WIDE; ++n)
+                    sum[n] = fused(sum[n], left, load(turned + i * BLOCK + at + n * LANES));
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < WIDE; ++n) whole[n] = d > 0 ? sum[n] + whole[n] : sum[n];
+        }
+        for (int n = 0; n < WIDE; ++n)
+            store(to + at + n * LANES, cap.size > 0 ? cap(whole[n]) : whole[n]);
+    }
+    std::fill(to + first / LANES * LANES, to + first, NEVER);
+    std::fill(to + last, to + rounded(last, LANES), NEVER);
+}
+
+// Scores to weights against the running maximum, as `soften` does; what is earlier fades so much.
+inline float soften(float* scores, int first, int last, float& top, float& total) {
+    const int from = first / LANES * LANES;
+    vec most = all(top), sum = vec{};
+    for (int j = from; j < last; j += LANES) {
+        const vec x = load(scores + j);
+        most = x > most ? x : most;
+    }
+    float now = most[0];
+    for (int l = 1; l < LANES; ++l) now = most[l] > now ? most[l] : now;
+    for (int j = from; j < last; j += LANES) {
+        const vec x = load(scores + j);
+        vec p = power(x - all(now));
+        p = x == all(NEVER) ? vec{} : p;
+        sum += p;
+        store(scores + j, p);
+    }
+    const float fade = power(all(top - now))[0];
+    top = now;
+    total = fused(all(together(sum)), all(total), all(fade))[0];
+    return fade;
+}
+
+// sums = sums * fade + weights [first, last) times values.
+template <int WIDE>
+inline void add(float* sums, float fade, const float* weights, const float* values, int first,
+                int last) {
+    vec sum[WIDE] = {};
+    for (int j = first; j < last; ++j) {
+        const vec weight = all(weights[j]);
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; ++n)
+            sum[n] = fused(sum[n], weight, load(values + j * ROW + n * LANES));
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < WIDE; ++n)
+        store(sums + n * LANES, fused(sum[n], load(sums + n * LANES), all(fade)));
+}
+
+// Tokens [first, first + count) of one sequence, one behind the other, with the queries of a group.
+template <class T, class Held>
+void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t first,
+          int64_t count, int64_t group, Space& space) {
+    const int64_t repeat = p.heads / p.groups, wide_value = rounded(int(p.value), LANES);
+    space.begin(count * repeat, p.key, wide_value);
+    const float factor = p.scale * LOG2E;
+    for (int64_t t = 0; t < count; ++t)
+        for (int64_t d = 0; d < repeat * p.key; ++d)
+            space.queries[t * repeat * p.key + d] =
+                wide(q[((first + t) * p.heads + group * repeat) * p.key + d]) * factor;
+    const int64_t begin = p.positions[first], end = begin + count;
+    const int64_t low = std::max<int64_t>(0, begin - p.window + 1);
+    alignas(64) float scores[BLOCK];
+    for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
+        const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
+        for (int i = 0; i < to; ++i) {
+            float *k = space.tile.get() + i * ROW, *v = space.values.get() + i * ROW;
+            std::fill_n(k, rounded(int(p.key), LANES), 0.0f);
+            std::fill_n(v, wide_value, 0.0f);
+            if (i < from) continue;
+            const int64_t room = p.room(first, at + i);
+            keys.read(room, group, k);
+            values.read(room, group, v);
+        }
+        if (to % EVEN) std::fill_n(space.tile.get() + to * ROW, rounded(int(p.key), LANES), 0.0f);
+        transpose(space.tile.get(), to, int(p.key), 1.0f, space.turned.get());
+        for (int64_t t = 0; t < count; ++t) {
+            const int64_t place = begin + t;
+            const int own = int(std::max<int64_t>(0, place - p.window + 1 - at));
+            const int last = int(std::min<int64_t>(to, place + 1 - at));
+            for (int64_t row = t * repeat; own < last && row < (t + 1) * repeat; ++row) {
+                score(space.queries.data() + row * p.key, space.turned.get(), int(p.key), own, last,
+                      p.cap, scores);
+                const float fade = soften(scores, own, last, space.top[row], space.total[row]);
+                float* sums = space.sums.data() + row * wide_value;
+                int64_t d = 0;
+                for (; d + 4 * LANES <= wide_value; d += 4 * LANES)
+                    add<4>(sums + d, fade, scores, space.values.get() + d, own, last);
+                for (; d < wide_value; d += LANES)
+                    add<1>(sums + d, fade, scores, space.values.get() + d, own, last);
+            }
+        }
+    }
+    for (int64_t t = 0; t < count; ++t)
+        for (int64_t r = 0; r < repeat; ++r) {
+            const int64_t row = t * repeat + r;
+            const float inverse = 1.0f / space.total[row];
+            T* to = out + ((first + t) * p.heads + group * repeat + r) * p.value;
+            for (int64_t d = 0; d < p.value; ++d)
+                to[d] = narrow<T>(space.sums[row * wide_value + d] * inverse);
+        }
+}
+
+// The first tokens of spans, and behind the last one how many tokens there are.
+std::vector<int64_t> spans(const Pages& p, int64_t tokens) {
+    std::vector<int64_t> found;
+    for (int64_t t = 0; t < tokens; ++t) {
+        const bool goes_on = t > 0 && p.begins[t] == p.begins[t - 1] &&
+                             p.positions[t] == p.positions[t - 1] + 1 && t - found.back() < SPAN;
+        if (!goes_on) found.push_back(t);
+    }
+    found.push_back(tokens);
+    return found;
+}
+
+template <class T, class Held>
+void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
+            int64_t tokens, int threads) {
+    const std::vector<int64_t> firsts = spans(p, tokens);
+    const int64_t tasks = (int64_t(firsts.size()) - 1) * p.groups;
+    const int useful = int(std::max<int64_t>(1, std::min<int64_t>(tasks, threads)));
+#pragma omp parallel num_threads(useful) if (useful > 1)
+    {
+        static thread_local Space space;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t first = firsts[task / p.groups], next = firsts[task / p.groups + 1];
+            span(p, q, keys, values, out, first, next - first, task % p.groups, space);
+        }
+    }
+}
+
+template <class T>
+void attend(const Pages& p, const void* q, const void* keys, const void* values, void* out,
+            int64_t tokens, int threads) {
+    const Stored<T> k{static_cast<const T*>(keys), p.groups, p.key};
+    const Stored<T> v{static_cast<const T*>(values), p.groups, p.value};
+    attend(p, static_cast<const T*>(q), k, v, static_cast<T*>(out), tokens, threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// sizes: tokens of a page, heads, groups, key and value sizes, window. softcap 0: none.
+void outsize_pages_attend(int dtype, const void* q, const void* keys, const void* values, void* out,
+                          const int64_t* tables, const int64_t* begins, const int64_t* positions,
+                          const int64_t* sizes, int64_t tokens, float scale, float softcap,
+                          int threads) {
+    const Pages p{tables,   begins,   positions, sizes[0], sizes[1],    sizes[2],
+                  sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
+    auto* call = dtype == 0 ? attend<float> : attend<bfloat16>;
+    call(p, q, keys, values, out, tokens, threads);
+}
+
+}  // extern "C"
