@@ -216,6 +216,11 @@ class FileTokenizer:
         added = self._inner.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
+    @property
+    def added(self) -> dict[str, int]:
+        """The ids of what was added to the vocabulary, special or not."""
+        return {x.content: i for i, x in self._inner.get_added_tokens_decoder().items()}
+
     def text_of(self, token: int) -> str:
         """How a token is written, special ones too."""
         return str(self._inner.id_to_token(token))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from outsize.data.targets import placed
 from outsize.data.template import Template
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampler
+from outsize.serve.calls import CallForm, form_of
 from outsize.serve.model import Model
 
 _ASKED, _SAID = "Is it so?", "It is so."  # what templates are tried on
@@ -28,10 +30,15 @@ class Talk:
     template: Template
     messages: list[Message] = field(default_factory=list)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The token ids that ask for an answer. OutsizeError for what the template refuses."""
-        written, _ = self.template.render(_WHERE, messages, None, True)
+        written, _ = self.template.render(_WHERE, messages, tools, True)
         return [int(token) for token in placed(self.text, written).ids]
+
+    @cached_property
+    def calls(self) -> CallForm:
+        """How tools are called. OutsizeError where the template has no place for them."""
+        return form_of(self.template)
 
     @cached_property
     def ends(self) -> frozenset[int]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,56 +15,29 @@ import pydantic
 import pytest
 import tokenizers
 import torch
-import uvicorn
 from decoders import SMALL
 from prometheus_client.parser import text_string_to_metric_families
+from serving import KEY, ROOM, asked, served
 
-from outsize.data.template import template_of
 from outsize.data.tokenizer import ends_in, open_tokenizer
 from outsize.decode.samplers import Sampling
 from outsize.models.build import build
 from outsize.models.families import parse
-from outsize.serve.asks import Ask, Room
+from outsize.serve.asks import Ask
 from outsize.serve.engine import Engine
 from outsize.serve.http import guard
-from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.choices import Weighed, pieces
-from outsize.serve.http.guard import Guard
-from outsize.serve.http.run import socket_of
 from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
-from outsize.serve.talk import Talk
 
-KEY = "sesame"
 PROMPT = "def f("
-ROOM = Room(pages=64, page=16, slots=4, budget=64, queue=900, context=256)
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
     config = {**SMALL, "model_type": "llama", "vocab_size": 257, "initializer_range": 0.5}
     return Model(build(parse(config), seed=3))
-
-
-@contextmanager
-def served(engine: Engine, lifespan: Literal["on", "off"]) -> Iterator[tuple[str, int]]:
-    """The address of a server. lifespan: off: nobody starts its engine."""
-    text = open_tokenizer("bytes")
-    template = template_of(None, text, "plain")
-    assert template is not None
-    talk = Talk(engine.model, text, template)
-    app = Guard(app_of(Serving(engine, text, "small", talk)), [KEY])
-    with socket_of("127.0.0.1", 0) as listening:
-        listening.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan=lifespan))
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield listening.getsockname()
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -83,25 +53,6 @@ def client(address: tuple[str, int]) -> Iterator[openai.OpenAI]:
     url = f"http://127.0.0.1:{address[1]}/v1"
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=120) as made:
         yield made
-
-
-def asked(
-    address: tuple[str, int], path: str, body: bytes | dict[str, Any] | None, key: str = KEY
-) -> tuple[int, Any, http.client.HTTPMessage]:
-    """Status, the answer's JSON (or text) and headers of a request made by hand."""
-    connection = http.client.HTTPConnection(*address, timeout=120)
-    try:
-        sent = json.dumps(body).encode() if isinstance(body, dict) else body
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        connection.request("GET" if body is None else "POST", path, sent, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        try:
-            return answer.status, json.loads(text), answer.headers
-        except json.JSONDecodeError:
-            return answer.status, text, answer.headers
-    finally:
-        connection.close()
 
 
 def test_completions_are_the_models_own(client: openai.OpenAI, model: Model) -> None:

@@ -19,8 +19,9 @@ from starlette.responses import Response
 from outsize.decode.samplers import Sampler, Sampling
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, Token
+from outsize.serve.calls import Call, CallForm
 from outsize.serve.http.asked import Completion, Conversation
-from outsize.serve.http.choices import Piece, Weighed, pieces
+from outsize.serve.http.choices import Piece, Weighed, calling, pieces
 from outsize.serve.http.guard import fault
 from outsize.serve.http.shapes import Shaped
 
@@ -38,16 +39,18 @@ class _Said:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     reason: str | None = None
+    calls: tuple[Call, ...] = ()
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
         self.reason = piece.reason or self.reason
+        self.calls += piece.calls
 
 
 class Answer(ABC, Generic[Asked]):
     """prompts: token ids; each has `n` choices, and choice i of prompt p is number p n + i.
-    shape: what an answer is to be, None: any text."""
+    shape: what an answer is to be, None: any text; form: how it calls tools, None: it may not."""
 
     kind = ""  # of object
     streamed = ""
@@ -60,8 +63,9 @@ class Answer(ABC, Generic[Asked]):
         prompts: Sequence[Sequence[int]],
         ident: str,
         shape: Any = None,
+        form: CallForm | None = None,
     ) -> None:
-        self.serving, self.prompts, self._shape = serving, prompts, shape
+        self.serving, self.prompts, self._shape, self._form = serving, prompts, shape, form
         self.asked: Asked = asked
         self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
         self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
@@ -134,6 +138,8 @@ class Answer(ABC, Generic[Asked]):
         async def follow(number: int, ask: Ask) -> None:
             try:
                 made = pieces(self.serving.engine, self.serving.text, ask, self.stops)
+                if self._form is not None:
+                    made = calling(made, self.serving.text, self._form)
                 async with contextlib.aclosing(made) as found:
                     async for piece in found:
                         came.put_nowait((number, piece))
@@ -265,16 +271,23 @@ class ChatAnswer(Answer[Conversation]):
         return (self.asked.top_logprobs or 0) if self.asked.logprobs else None
 
     async def choice(self, number: int, said: _Said) -> dict[str, Any]:
-        message = {"role": "assistant", "content": said.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+        if said.calls:
+            message |= {"content": said.text or None, "tool_calls": _called(said.calls)}
         return {
             "index": number, "message": message, "finish_reason": said.reason,
             "logprobs": self._logprobs(said.tokens),
         }  # fmt: skip
 
     async def part(self, number: int, piece: Piece, first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if first else {}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if piece.text or not piece.calls:
+            delta["content"] = piece.text
+        if piece.calls:
+            called = _called(piece.calls)
+            delta["tool_calls"] = [{"index": i, **one} for i, one in enumerate(called)]
         return {
-            "index": number, "delta": {**role, "content": piece.text},
+            "index": number, "delta": delta,
             "finish_reason": piece.reason, "logprobs": self._logprobs(piece.tokens),
         }  # fmt: skip
 
@@ -290,6 +303,14 @@ class ChatAnswer(Answer[Conversation]):
     def _word(self, token: int, logprob: float) -> dict[str, Any]:
         word = self.written(token)
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def _called(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call_{secrets.token_hex(12)}", "type": "function",
+         "function": {"name": one.name, "arguments": one.arguments}}
+        for one in calls
+    ]  # fmt: skip
 
 
 async def _left(request: Request) -> None:

@@ -27,6 +27,7 @@ from outsize.data.tokenizer import Tokenizer
 from outsize.decode.text import prompt_ids
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Full
+from outsize.serve.calls import CallForm
 from outsize.serve.engine import Engine
 from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
 from outsize.serve.http.asked import (
@@ -34,7 +35,6 @@ from outsize.serve.http.asked import (
     Conversation,
     JsonObject,
     JsonSchema,
-    PlainText,
     Text,
     Tokens,
 )
@@ -157,14 +157,22 @@ def _generation(app: FastAPI, serving: Serving) -> None:
                 "messages: this model has no chat template; serve it with --template, or ask"
                 " /v1/completions"
             )
-        ids = serving.talk.prompt([one.plain() for one in asked.messages])
-        shape = await asyncio.to_thread(_shape, serving, asked.response_format)
-        answer = ChatAnswer(serving, asked, [ids], ident("chatcmpl"), shape)
+        form = serving.talk.calls if asked.offered else None  # before the tools are written out
+        offered = [one.model_dump(exclude_none=True) for one in asked.tools or ()]
+        ids = serving.talk.prompt(
+            [one.plain() for one in asked.messages], offered if asked.offered else None
+        )
+        shape = await asyncio.to_thread(_shape, serving, asked, form)
+        answer = ChatAnswer(serving, asked, [ids], ident("chatcmpl"), shape, form)
         return await answer.respond(request)
 
 
-def _shape(serving: Serving, wanted: PlainText | JsonObject | JsonSchema | None) -> Any:
+def _shape(serving: Serving, asked: Conversation, form: CallForm | None) -> Any:
     """What an answer is to be, None: any text. OutsizeError for what cannot be compiled."""
+    if form is not None:
+        tools = {one.function.name: one.function.parameters for one in asked.offered}
+        return serving.shapes.calling(form, tools, asked.must_call, asked.parallel_tool_calls)
+    wanted = asked.response_format
     if isinstance(wanted, JsonObject):
         return serving.shapes.of({"type": "object"})
     return serving.shapes.of(wanted.json_schema.shape) if isinstance(wanted, JsonSchema) else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outsize.errors import OutsizeError
 
 MOST_CHOICES = 16
 MOST_TOPS = 20
@@ -52,15 +55,83 @@ class Part(_Asked):
     text: str
 
 
-class Message(_Asked):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1)]
+class Called(_Asked):
+    name: str
+    arguments: str
 
-    def plain(self) -> dict[str, str]:
-        """As templates know it: what developers say is the system's to them."""
+
+class ToolCall(_Asked):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class Message(_Asked):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None  # clients send answers back as they came
+
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        calls = self.tool_calls is not None
+        if calls and self.role != "assistant":
+            raise ValueError(f"tool_calls of the role {self.role}; expected the role assistant")
+        if self.content is None and not calls:
+            raise ValueError("content is missing; expected a text")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"tool_call_id of the role {self.role}; expected the role tool")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As templates know it: what developers say is the system's to them, arguments are an
+        object. OutsizeError for arguments that are none."""
         role = "system" if self.role == "developer" else self.role
-        parts = [self.content] if isinstance(self.content, str) else [x.text for x in self.content]
-        return {"role": role, "content": "".join(parts)}
+        said = self.content or ""
+        parts = [said] if isinstance(said, str) else [x.text for x in said]
+        made: dict[str, Any] = {"role": role, "content": "".join(parts)}
+        if self.tool_call_id is not None:
+            made["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            made["tool_calls"] = [_called(one) for one in self.tool_calls]
+        return made
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise OutsizeError(
+            f"messages: the call of {call.function.name} has the arguments"
+            f" {call.function.arguments[:80]!r}; expected JSON of an object"
+        )
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function",
+            "function": {"name": call.function.name, "arguments": arguments}}  # fmt: skip
+
+
+class Function(_Asked):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool | None = None  # what comes is always of the schema
+
+
+class Tool(_Asked):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Asked):
+    name: str
+
+
+class ToolChoice(_Asked):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class Schema(_Asked):
@@ -93,6 +164,36 @@ class Conversation(_Drawn):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
     response_format: Format | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools(self) -> Conversation:
+        names = [one.function.name for one in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tools: the name {max(names, key=names.count)} comes twice")
+        wanted = self.tool_choice
+        if isinstance(wanted, ToolChoice) and wanted.function.name not in names:
+            raise ValueError(f"tool_choice: {wanted.function.name} is none of the tools")
+        if wanted == "required" and not names:
+            raise ValueError("tool_choice: required, without tools")
+        shaped = self.response_format is not None and self.response_format.type != "text"
+        if shaped and self.offered:
+            raise ValueError('response_format: with tools; expected tool_choice "none" beside it')
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """What may be called."""
+        wanted = self.tool_choice
+        if isinstance(wanted, ToolChoice):
+            return [x for x in self.tools or () if x.function.name == wanted.function.name]
+        return [] if wanted == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
 
 
 class Text(_Asked):

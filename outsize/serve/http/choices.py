@@ -16,6 +16,7 @@ from outsize.decode.samplers import Sampler
 from outsize.decode.text import StopStrings
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Token
+from outsize.serve.calls import Call, CallForm
 from outsize.serve.engine import Engine
 
 
@@ -43,12 +44,13 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that has become certain, the tokens that were drawn since the last piece, and why the
-    choice is over, if it is: stop or length."""
+    """Text that has become certain, the tokens that were drawn since the last piece, why the
+    choice is over, if it is (stop, length or tool_calls), and the tools that it calls."""
 
     text: str
     tokens: tuple[Token, ...]
     reason: str | None = None
+    calls: tuple[Call, ...] = ()
 
 
 async def drawn(engine: Engine, ask: Ask) -> AsyncGenerator[Token | End, None]:
@@ -94,3 +96,64 @@ async def pieces(
             rest = held.push(stream.finish()) + held.finish()
             yield Piece(rest, tuple(waiting), "stop" if held.stopped else event.reason)
             return
+
+
+async def calling(
+    found: AsyncGenerator[Piece, None], text: Tokenizer, form: CallForm
+) -> AsyncGenerator[Piece, None]:
+    """A choice that may call tools: what is said before, and at the end what is called."""
+    content = _Content(text, form)
+    async with contextlib.aclosing(found) as every:
+        async for one in every:
+            shown = content.push(one)
+            if one.reason is None:
+                if shown:
+                    yield Piece(shown, content.taken())
+                continue
+            calls = tuple(form.calls(text.written(content.ids)))
+            reason = "tool_calls" if calls and one.reason == "stop" else one.reason
+            yield Piece(shown + content.finish(), content.taken(), reason, calls)
+
+
+class _Content:
+    """What of an answer is said before it calls a tool."""
+
+    def __init__(self, text: Tokenizer, form: CallForm) -> None:
+        self._text, self._head = text, "" if form.begin else form.head
+        special = [one for one in text.special if form.begin.startswith(one)]
+        self._token = text.encode(max(special, key=len))[0] if special else None
+        self._held = StopStrings([form.begin] if form.begin and not special else ())
+        self.ids, self._tokens = list[int](), list[Token]()
+        self._shown, self._waiting, self._over = 0, "", False
+
+    def push(self, piece: Piece) -> str:
+        self._tokens += piece.tokens
+        before, self.ids = len(self.ids), [*self.ids, *(one.id for one in piece.tokens)]
+        if self._over:
+            return ""
+        if self._token is not None and self._token in self.ids[before:]:
+            self._over, at = True, self.ids.index(self._token, before)
+            return self._text.decode(self.ids[:at])[self._shown :]
+        shown = self._held.push(piece.text if not self._head else self._behind_head(piece.text))
+        self._over |= self._held.stopped
+        self._shown += len(shown)
+        return shown
+
+    def _behind_head(self, text: str) -> str:
+        """Where calls begin with nothing of their own, the first characters tell them."""
+        self._waiting += text
+        if self._waiting.startswith(self._head):
+            self._over = True
+        if self._over or self._head.startswith(self._waiting):
+            return ""
+        self._head = ""
+        return self._waiting
+
+    def finish(self) -> str:
+        """What waited, where nothing is called."""
+        return "" if self._over else (self._waiting if self._head else self._held.finish())
+
+    def taken(self) -> tuple[Token, ...]:
+        """Those that have come since."""
+        taken, self._tokens = tuple(self._tokens), []
+        return taken

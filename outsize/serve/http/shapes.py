@@ -1,4 +1,4 @@
-"""Answers of a shape: JSON by a schema, by the grammars of llguidance.
+"""Answers of a shape: JSON by a schema, calls of tools, by the grammars of llguidance.
 
 Before each draw the tokens that cannot go on are ruled out, so what comes is of the shape as far as
 it comes; an answer that is cut for its length may be a part of it.
@@ -20,6 +20,7 @@ from torch import Tensor
 from outsize.data.tokenizer import FileTokenizer, Tokenizer
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
+from outsize.serve.calls import CallForm
 
 _LONGEST = 200  # characters of what the grammar says is wrong
 
@@ -56,7 +57,7 @@ class Shaped:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise OutsizeError(f"response_format: {self.matcher.get_error()[:_LONGEST]}")
+            raise OutsizeError(f"the answer's grammar: {self.matcher.get_error()[:_LONGEST]}")
 
 
 class Shapes:
@@ -78,13 +79,24 @@ class Shapes:
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         except ValueError as error:
-            raise _refused(str(error)) from None
+            raise _refused("response_format", str(error)) from None
+        return self._matcher("response_format", grammar)
+
+    def calling(
+        self, form: CallForm, tools: dict[str, dict[str, Any]], must: bool, several: bool
+    ) -> Any:
+        """Answers that may call tools, or must. tools: the schemas of their arguments."""
+        added = self._text.added if isinstance(self._text, FileTokenizer) else {}
+        special = {name: i for name, i in added.items() if self._tokens.is_special_token(i)}
+        return self._matcher("tools", form.grammar(tools, must, several, special))
+
+    def _matcher(self, field: str, grammar: str) -> Any:
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise _refused(matcher.get_error())
+            raise _refused(field, matcher.get_error())
         return matcher
 
 
-def _refused(why: str) -> OutsizeError:
+def _refused(field: str, why: str) -> OutsizeError:
     said = " ".join(why.split())[:_LONGEST]
-    return OutsizeError(f"response_format: the schema cannot be compiled: {said}")
+    return OutsizeError(f"{field}: a schema cannot be compiled: {said}")
