@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -115,6 +116,38 @@ adapted = click.option(
     multiple=True,
     metavar="DIR[=WEIGHT]",
     help="An adapter (a run, or a directory of peft's) that the weights take up; repeatable.",
+)
+
+
+def _taken(ctx: click.Context, _: click.Parameter, file: Path | None) -> None:
+    """Options of a file are where those of the command line are not."""
+    if file is None:
+        return
+    from outsize.texts import read_text
+    from outsize.typed import load_yaml, unknown
+
+    found = load_yaml(read_text(file, "expected options in YAML"), str(file)) or {}
+    if not isinstance(found, dict):
+        raise OutsizeError(f"{file}: expected options, a line each, as `context: 4096`")
+    own = [x for x in ctx.command.params if isinstance(x, click.Option) and x.expose_value]
+    names = {x.opts[-1].removeprefix("--"): x for x in own}
+    for key, value in found.items():
+        if key not in names:
+            raise unknown(key, tuple(names), str(file), "")
+        if isinstance(value, dict) or isinstance(value, list) != names[key].multiple:
+            wanted = "a list" if names[key].multiple else "one value"
+            raise OutsizeError(f"{file}: {key} is {value!r}; expected {wanted}")
+    ctx.default_map = {names[key].name: value for key, value in found.items()}
+
+
+optioned = click.option(
+    "--options",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_taken,
+    help="YAML with any of these options, as `context: 4096`; those that are given here win.",
 )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from outsize.cli.command import Command, adapted, adapters_of
+from outsize.cli.command import Command, adapted, adapters_of, optioned
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -41,6 +41,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--tokenizer", help="A directory with a tokenizer.json, or bytes.")
 @adapted
+@optioned
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
 def serve(
     directory: Path,

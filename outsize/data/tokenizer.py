@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without start and eos."""
 
+    def framed(self, text: str) -> list[int]:
+        """The ids of a text, with what the tokenizer itself puts around texts."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; start, eos and other special tokens say nothing."""
 
@@ -106,6 +109,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    framed = encode
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
@@ -184,6 +189,9 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def framed(self, text: str) -> list[int]:
+        return list(self._inner.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)

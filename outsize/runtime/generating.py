@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -61,6 +62,15 @@ class Generated:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+
+class Last(Enum):
+    """What steps end in: logits_NV of the last token of each sequence, to draw from; logits_TV of
+    every token; h_TE of every token, what the head would multiply."""
+
+    DRAWN = auto()
+    LOGITS = auto()
+    HIDDEN = auto()
 
 
 def native(flow: Flow) -> NativeFlow:
@@ -115,7 +125,6 @@ class TokenSteps:
         self.ran = self._engine.play(loaded, time.perf_counter())
         return self._sample.taken()
 
-    @torch.no_grad()
     def logits(
         self,
         ids_T: Tensor,
@@ -125,11 +134,29 @@ class TokenSteps:
     ) -> Tensor:
         """logits_TV of every token, on all workers. past None: with nothing kept of what they
         leave."""
+        return self._every(ids_T, positions_T, bounds, past, Last.LOGITS)
+
+    def hidden(
+        self, ids_T: Tensor, positions_T: Tensor, bounds: tuple[int, ...], past: Past | None = None
+    ) -> Tensor:
+        """h_TE of every token, what the head would multiply; else as `logits`."""
+        return self._every(ids_T, positions_T, bounds, past, Last.HIDDEN)
+
+    @torch.no_grad()
+    def _every(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        bounds: tuple[int, ...],
+        past: Past | None,
+        last: Last,
+    ) -> Tensor:
         loaded = self._list(Kind.PREFILL)
-        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, every=True)
+        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, last)
         self._begin(lambda m: walk)
-        kept = self.model.prologue.tokens.weight.dtype
-        form = torch.empty(len(ids_T), self.model.config.vocab, dtype=kept, device="meta")
+        config, kept = self.model.config, self.model.prologue.tokens.weight.dtype
+        size = config.vocab if last is Last.LOGITS else config.embed_size or config.hidden
+        form = torch.empty(len(ids_T), size, dtype=kept, device="meta")
         self._sample.ready((), form)
         self._engine.play(loaded, time.perf_counter())
         given, self._sample.given = self._sample.given, None
@@ -142,7 +169,8 @@ class TokenSteps:
         """Set out on a step; gives its list. past None: nothing came before, nothing is kept, and
         the logits of every token are asked for."""
         loaded = self._list(Kind.PREFILL if past is None else kind_of(bounds))
-        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, past is None)
+        last = Last.DRAWN if past is not None else Last.LOGITS
+        walk = self._walk(loaded, 0, ids_T, positions_T, bounds, past, last)
         self._begin(lambda m: walk)
         return loaded
 
@@ -160,7 +188,7 @@ class TokenSteps:
         positions_T: Tensor,
         bounds: tuple[int, ...],
         past: Past | None,
-        every: bool = False,
+        last: Last = Last.DRAWN,
     ) -> tuple[ChainWalk, Hashable]:
         """Of a microbatch, with what tells messages of other shapes apart."""
         dispatch = self.flow.execution.dispatch
@@ -170,8 +198,8 @@ class TokenSteps:
         way, count, through = self.prompts, len(ids_T), None
         if way is not None and past is not None and way.fits_step(count):
             through = way.through(context, past, self.leaving)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, every, through)
-        return walk, (count, len(bounds) - 1, every)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, last, through)
+        return walk, (count, len(bounds) - 1, last)
 
     def several(self, going: Going) -> list[tuple[int, Drawn]]:
         """Steps whose sequences fall into groups, so that stages of a pipeline work at once: one of
@@ -250,12 +278,11 @@ def tokens_walk(
     context: Context,
     points: Points,
     m: int = 0,
-    every: bool = False,
+    last: Last = Last.DRAWN,
     through: Through | None = None,
 ) -> ChainWalk:
-    """A microbatch's way through the stages, through their blocks as they are or as is said. Its
-    end is logits_NV of the last token of each sequence, or logits_TV of every token; of ends that
-    all share h_ND, of which every worker makes a part of them."""
+    """A microbatch's way through the stages, through their blocks as they are or as is said. Of
+    ends that all share its end is h_ND, of which every worker makes a part of the logits."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
         way, held = points.way(m), points.held(m)
@@ -264,10 +291,10 @@ def tokens_walk(
     chain: list[Callable[[Tensor], Tensor]] = [partial(_first, model, rows, context)]
     if through is None:
         chain += (partial(_block, block, context) for block in flow.blocks)
-        chain.append(partial(_end, model, rows, context, every))
+        chain.append(partial(_end, model, rows, context, last))
     else:
         chain += (partial(through.block, block) for block in flow.blocks)
-        chain.append(lambda x_TD: _end(model, rows, context, every, through.land(x_TD)))
+        chain.append(lambda x_TD: _end(model, rows, context, last, through.land(x_TD)))
 
     def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
         return Record(partial(one_by_one, chain[here.first : here.last]), [x], spill)
@@ -285,8 +312,10 @@ def _first(model: Decoder, rows: Rows | None, context: Context, x: Tensor) -> Te
     return model.prologue(x, context)  # type: ignore[no-any-return]
 
 
-def _end(model: Decoder, rows: Rows | None, context: Context, every: bool, x_TD: Tensor) -> Tensor:
+def _end(model: Decoder, rows: Rows | None, context: Context, last: Last, x_TD: Tensor) -> Tensor:
     h_TD: Tensor = model.epilogue(x_TD, context)
-    if not every:  # behind the norm: x may be cut by tokens
+    if last is Last.HIDDEN:
+        return h_TD
+    if last is Last.DRAWN:  # behind the norm: x may be cut by tokens
         h_TD = h_TD[accelerator.sent(torch.tensor(context.bounds[1:]) - 1, h_TD.device)]
     return h_TD if rows is not None else model.epilogue.logits(h_TD)

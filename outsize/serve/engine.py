@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
 from outsize.decode.generate import Draw, check_request
 from outsize.decode.paged import Part
@@ -33,12 +34,14 @@ from outsize.serve.steps import Steps
 
 
 @dataclass
-class _Scoring:
-    """Log-probabilities of all tokens of a text but the first. ids: behind virtual ones."""
+class _Whole:
+    """A text that is looked at as a whole. ids: behind virtual ones; hidden: what the head would
+    multiply is asked for, else logits; take: called with those of each slice, and of how many
+    tokens there are before it."""
 
     ids: tuple[int, ...]
-    tops: int
-    found: list[Token] = field(default_factory=list)
+    hidden: bool
+    take: Callable[[int, Tensor], None]
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -70,7 +73,8 @@ class Engine:
         # What a whole sequence leaves is not there for its first tokens alone.
         sharing = all(one.per == "token" for one in left)
         self.line = Line(room, policy, sharing, drafter if sharing else None)
-        self._scorings: list[_Scoring] = []
+        self._wholes: list[_Whole] = []
+        self._turn = False  # of a whole text, where requests go on too
         self._wake = threading.Condition()
         self._closing = False
         self.fault: BaseException | None = None
@@ -154,16 +158,35 @@ class Engine:
     def logprobs(self, ids: Sequence[int], tops: int = 0) -> list[Token]:
         """Of each token but the first, the log of the probability that the model gave it behind
         those before, with those of the likeliest ones."""
+        found, virtual = list[Token](), self.model.config.virtual
+
+        def take(first: int, logits_TV: Tensor) -> None:
+            behind = prompted(ids, virtual)[first + 1 : first + 1 + len(logits_TV)]
+            own = max(0, virtual - first)  # from the first token on
+            rows_TV = zip(logits_TV[own:].cpu(), behind[own:], strict=False)
+            found.extend(told(logits_V, token, tops) for logits_V, token in rows_TV)
+
+        self._look(ids, False, take)
+        return found
+
+    def hidden(self, ids: Sequence[int], take: Callable[[Tensor], None]) -> None:
+        """What the head would multiply, h_TE of a text, slice after slice on the engine's thread.
+        Errors as of submit."""
+        virtual = self.model.config.virtual
+        self._look(ids, True, lambda first, h_TE: take(h_TE[max(0, virtual - first) :]))
+
+    def _look(self, ids: Sequence[int], hidden: bool, take: Callable[[int, Tensor], None]) -> None:
         self.check(ids, 1)
-        one = _Scoring(prompted(ids, self.model.config.virtual), tops)
+        one = _Whole(prompted(ids, self.model.config.virtual), hidden, take)
         with self._wake:
             self._refuse_if_over()
-            self._scorings.append(one)
+            self.line.refuse_if_full(len(ids))
+            self._wholes.append(one)
+            self.line.beside += len(one.ids)
             self._wake.notify()
         one.done.wait()
         if one.error is not None:
             raise one.error
-        return one.found
 
     @property
     def busy(self) -> tuple[int, int]:
@@ -174,7 +197,7 @@ class Engine:
 
     def stuck(self, seconds: float) -> bool:
         """Whether somebody waits and no step has ended for so long, or none ever will."""
-        waits = bool(self.line.requests or self._scorings)
+        waits = bool(self.line.requests or self._wholes)
         return self.fault is not None or (waits and time.monotonic() - self._last > seconds)
 
     def _refuse_if_over(self) -> None:
@@ -197,7 +220,7 @@ class Engine:
             for request in list(self.line.requests.values()):
                 request.deliver(end)
             self.line.requests.clear()
-            for one in self._scorings:
+            for one in self._wholes:
                 one.error = OutsizeError(f"the engine has ended: {self.fault or 'it was closed'}")
                 one.done.set()
 
@@ -213,7 +236,7 @@ class Engine:
         """Whether somebody asks, or is to close; waits for it as long as the others may."""
 
         def asked() -> bool:
-            return bool(self.line.requests or self._scorings or self._closing)
+            return bool(self.line.requests or self._wholes or self._closing)
 
         with self._wake:
             found = asked() or self._wake.wait_for(asked, self.steps.idle())
@@ -225,11 +248,12 @@ class Engine:
         with self._wake:
             if self._closing:
                 return
-            scoring = self._scorings.pop(0) if self._scorings else None
+            self._turn = bool(self._wholes) and not (self._turn and self.line.requests)
+            whole = self._wholes.pop(0) if self._turn else None
             begin = time.perf_counter()
-            feeds = self.line.feeds() if scoring is None else []
-        if scoring is not None:
-            self._score(scoring)
+            feeds = self.line.feeds() if whole is None else []
+        if whole is not None:
+            self._see(whole)
         elif feeds:
             self._step(feeds)
             self.line.counts.steps += 1
@@ -246,7 +270,7 @@ class Engine:
         with self._wake:
             self.line.take(feeds)
 
-    def _score(self, one: _Scoring) -> None:
+    def _see(self, one: _Whole) -> None:
         """All of a text in slices of their own, in pages that it has for that long."""
         slot, budget = self.room.slots, self.room.budget
         with self._wake:
@@ -256,15 +280,12 @@ class Engine:
                 some = one.ids[first : first + budget]
                 ahead = len(one.ids) - first - len(some)
                 part = Part(self.line.pages.of(owner), first, len(some), ahead, slot)
-                logits_TV = self.steps.score(part, some)
-                behind = one.ids[first + 1 : first + 1 + len(some)]
-                own = max(0, self.model.config.virtual - first)  # from the first token on
-                found = zip(logits_TV[own:].cpu(), behind[own:], strict=False)
-                one.found += [told(logits_V, token, one.tops) for logits_V, token in found]
+                one.take(first, self.steps.look(part, some, one.hidden))
         except Exception as error:
             one.error = error
             raise
         finally:
             with self._wake:
                 self.line.pages.end(owner)
+                self.line.beside -= len(one.ids)
             one.done.set()

@@ -80,7 +80,7 @@ class Feed(NamedTuple):
 
 class Line:
     """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
-    None: nothing is drafted."""
+    None: nothing is drafted. beside: tokens of texts that are looked at and nothing else."""
 
     def __init__(
         self,
@@ -95,6 +95,7 @@ class Line:
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
+        self.beside = 0
 
     @property
     def limit(self) -> int:
@@ -103,18 +104,22 @@ class Line:
 
     def add(self, ask: Ask, deliver: Deliver) -> int:
         """A request comes; gives its key. Full where too many tokens wait."""
-        waiting = sum(r.waiting for r in self.requests.values() if not r.begun)
-        if waiting and waiting + len(ask.ids) > self.room.queue:
+        self.refuse_if_full(len(ask.ids))
+        key = next(self._keys)
+        drafter = None if self._drafter is None else self._drafter()
+        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter)
+        return key
+
+    def refuse_if_full(self, tokens: int) -> None:
+        """Full where so many more than wait are too many."""
+        waiting = self.beside + sum(r.waiting for r in self.requests.values() if not r.begun)
+        if waiting and waiting + tokens > self.room.queue:
             self.counts.refused += 1
             raise Full(
                 f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
                 f" {self.room.queue:,}; ask again later",
                 self._wait(waiting),
             )
-        key = next(self._keys)
-        drafter = None if self._drafter is None else self._drafter()
-        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter)
-        return key
 
     def feeds(self) -> list[Feed]:
         """What the next step feeds, with pages for it."""

@@ -33,6 +33,7 @@ class Do(IntEnum):
     REST = 1
     FEED = 2
     SCORE = 3
+    SEE = 4
 
 
 Said = tuple[Do, tuple[Part, ...], list[int]]
@@ -145,10 +146,11 @@ class Steps:
         self._say(Do.FEED, parts, ids)
         self._feed(parts, ids, draws)
 
-    def score(self, part: Part, ids: Sequence[int]) -> Tensor:
-        """logits_TV of some tokens of a text."""
-        self._say(Do.SCORE, (part,), ids)
-        return self._score(part, ids)
+    def look(self, part: Part, ids: Sequence[int], hidden: bool) -> Tensor:
+        """logits_TV of some tokens of a text, or h_TE, what the head would multiply."""
+        do = Do.SEE if hidden else Do.SCORE
+        self._say(do, (part,), ids)
+        return self._look(do, part, ids)
 
     def idle(self) -> float | None:
         """Nobody asks; gives the seconds after which the others are to hear of it."""
@@ -180,8 +182,8 @@ class Steps:
                     return
                 case Do.FEED:
                     self._feed(parts, ids, ())
-                case Do.SCORE:
-                    self._score(parts[0], ids)
+                case Do.SCORE | Do.SEE:
+                    self._look(do, parts[0], ids)
 
     def _say(self, do: Do, parts: Sequence[Part] = (), ids: Sequence[int] = ()) -> None:
         if self.told is not None:
@@ -194,10 +196,10 @@ class Steps:
         self._session(torch.tensor(ids), place, past.bounds, past, draws)
         self._session.forget()
 
-    def _score(self, part: Part, ids: Sequence[int]) -> Tensor:
-        past = self._past((part,))
-        place = past.positions(self._device)
-        return self._session.steps.logits(torch.tensor(ids), place, past.bounds, past)
+    def _look(self, do: Do, part: Part, ids: Sequence[int]) -> Tensor:
+        past, steps = self._past((part,)), self._session.steps
+        look = steps.hidden if do is Do.SEE else steps.logits
+        return look(torch.tensor(ids), past.positions(self._device), past.bounds, past)
 
     def _past(self, parts: Sequence[Part]) -> PagedPast:
         for part in parts:

@@ -15,6 +15,7 @@ from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
+from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.room import Served, Wanted, served
 
 Prompt = str | Sequence[int]
@@ -127,6 +128,12 @@ class TextEngine:
     def logprobs(self, prompt: Prompt) -> list[float]:
         """Of each token but the first, the log of the probability that the model gave it."""
         return [one.logprob for one in self.engine.logprobs(self._ids(prompt))]
+
+    def embed(self, prompts: Sequence[Prompt], pooling: Pooling = PLAIN) -> list[list[float]]:
+        """A vector of each text, of what the head would multiply. Texts get what the tokenizer
+        puts around them."""
+        texts = [self._known().framed(p) if isinstance(p, str) else p for p in prompts]
+        return [pooling.vector(self.engine, ids).tolist() for ids in texts]
 
     def _pieces(self, tokens: Iterator[int], stop: Collection[str]) -> Iterator[str]:
         text = self._known()

@@ -43,7 +43,8 @@ def killed(process: subprocess.Popen[str]) -> Iterator[None]:
 def test_it_serves_and_ends_when_all_is_answered(directory: Path) -> None:
     """A stream is under way when SIGTERM comes: it is answered to its end."""
     command = [sys.executable, "-m", "outsize", "serve", str(directory), "--port", "0"]
-    command += ["--tokenizer", "bytes", "--context", "64"]
+    (options := directory.parent / "serve.yaml").write_text("tokenizer: bytes\ncontext: 64\n")
+    command += ["--options", str(options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, killed(process):
         assert process.stdout is not None
         plan = [process.stdout.readline() for _ in range(2)]
@@ -71,6 +72,11 @@ def keyed(path: Path, mode: int, text: str = "secret\n") -> Path:
 
 
 def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
+    def said(text: str) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases: list[tuple[tuple[Any, ...], str]] = [
@@ -85,6 +91,11 @@ def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
             (("--context", 100, "--port", 0), "this model has 64 positions"),
             (("--template", "chatm", "--port", 0), "'chatm'"),
             (("--tokenizer", tmp_path, "--port", 0), "tokenizer.json"),
+            (("--options", said("contxt: 5")), "contxt: unknown key; did you mean 'context'"),
+            (("--options", said("context: [5]")), "context is [5]; expected one value"),
+            (("--options", said("adapter: x")), "adapter is 'x'; expected a list"),
+            (("--options", said("context: 100"), "--port", 0), "this model has 64 positions"),
+            (("--options", tmp_path / "none.yaml"), "none.yaml"),
         ]
         for words, said in cases:
             known = () if "--tokenizer" in words else ("--tokenizer", "bytes")

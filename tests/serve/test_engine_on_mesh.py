@@ -74,7 +74,8 @@ def told(model: Model, some: Sequence[Ask], room: Room, draft: bool = False) -> 
 
 
 def every(model: Model) -> list[Any]:
-    """Of each request alone; in slices; interrupted for want of pages; with drafts; scored."""
+    """Of each request alone; in slices; interrupted for want of pages; with drafts; scored, and
+    what the head would multiply."""
     some = asks()
     alone = [told(model, [ask], ROOM) for ask in some]
     rooms = [told(model, some, room) for room in ROOMS.values()]
@@ -83,8 +84,11 @@ def every(model: Model) -> list[Any]:
     if engine.steps.leads:
         engine.steps.rest()  # as after a while in which nobody asks
     with engine:
-        scored = engine.logprobs([*some[3].ids, 7, 2], 2) if engine.steps.leads else []
-    return [alone, *rooms, drafted, scored]
+        scored, seen = list[Token](), list[Any]()
+        if engine.steps.leads:
+            scored = engine.logprobs([*some[3].ids, 7, 2], 2)
+            engine.hidden(some[3].ids, lambda h_TE: seen.append(h_TE.tolist()))
+    return [alone, *rooms, drafted, scored, seen]
 
 
 @COMPILED
@@ -103,7 +107,8 @@ def test_tokens_and_logprobs_do_not_depend_on_others(
     found = play(axes, work)
     (lead,) = (rank for rank, one in enumerate(found) if one[1])
     assert lead == axes.ranks("pipeline", 0)[-1]
-    alone, *others, _ = found[lead]
+    alone, *others, _, seen = found[lead]
+    assert sum(map(len, seen)) == len(asks()[3].ids)
     assert all(company == [one for (one,) in alone] for company in others)
     if axes.tensor == 1:
         assert found[lead] == every(outsize.load(path))

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
         "chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages",
         "role",
     ),
-    "path": ("embeddings", {"input": "a"}, 404, None, "Not Found"),
+    "path": ("responses", {"input": "a"}, 404, None, "Not Found"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ OpenAI's in form: {"error": {"message", "type", "param", "code"}}.
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import secrets
@@ -24,7 +25,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
-from outsize.decode.text import prompt_ids
+from outsize.decode.text import check_prompt, prompt_ids
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Full
 from outsize.serve.calls import CallForm
@@ -33,6 +34,7 @@ from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
 from outsize.serve.http.asked import (
     Completion,
     Conversation,
+    Embedding,
     JsonObject,
     JsonSchema,
     Text,
@@ -41,6 +43,7 @@ from outsize.serve.http.asked import (
 from outsize.serve.http.guard import fault
 from outsize.serve.http.metrics import metrics_of
 from outsize.serve.http.shapes import Shapes
+from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.talk import Talk
 
 STUCK = 120.0  # seconds without a step while somebody waits
@@ -50,7 +53,7 @@ STUCK = 120.0  # seconds without a step while somebody waits
 class Serving:
     """What the API speaks for. name: of the model; talk: how its chats are written, None: it has no
     template; plan: lines about what it holds; keyed: whether a key is asked for; more: ids that end
-    a text beside the tokenizer's own."""
+    a text beside the tokenizer's own; pooling: of embeddings."""
 
     engine: Engine
     text: Tokenizer
@@ -59,6 +62,7 @@ class Serving:
     plan: Sequence[str] = ()
     keyed: bool = False
     more: frozenset[int] = frozenset()
+    pooling: Pooling = PLAIN
 
     def ends(self, talking: bool) -> frozenset[int]:
         """The ids that end a text, or an answer."""
@@ -86,6 +90,7 @@ def app_of(serving: Serving) -> FastAPI:
     _errors(app)
     _models(app, serving)
     _generation(app, serving)
+    _embeddings(app, serving)
     _tokens(app, serving)
     _state(app, serving)
     _page(app, serving)
@@ -187,6 +192,40 @@ def _listed(prompt: str | list[int] | list[str] | list[list[int]]) -> Sequence[s
 
 def _ids(serving: Serving, prompt: str | list[int]) -> list[int]:
     return prompt_ids(serving.text, prompt) if isinstance(prompt, str) else prompt
+
+
+def _embeddings(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(asked: Embedding) -> Any:
+        _check_model(serving, asked.model)
+        config = serving.engine.model.config
+        size = config.embed_size or config.hidden
+        if asked.dimensions is not None and asked.dimensions > size:
+            raise OutsizeError(f"dimensions: {asked.dimensions}; this model has {size}")
+        texts = [_framed(serving, one) for one in _listed(asked.input)]
+        for ids in texts:
+            serving.engine.check(ids, 1)
+        found = list[dict[str, Any]]()
+        for index, ids in enumerate(texts):
+            vector = await asyncio.to_thread(
+                serving.pooling.vector, serving.engine, ids, asked.dimensions
+            )
+            said: Any = vector.tolist()
+            if asked.encoding_format == "base64":
+                said = base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+            found.append({"object": "embedding", "index": index, "embedding": said})
+        count = sum(map(len, texts))
+        return {
+            "object": "list", "data": found, "model": serving.name,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }  # fmt: skip
+
+
+def _framed(serving: Serving, text: str | list[int]) -> list[int]:
+    if not isinstance(text, str):
+        return text
+    check_prompt(text)
+    return serving.text.framed(text)
 
 
 def _tokens(app: FastAPI, serving: Serving) -> None:

@@ -196,6 +196,18 @@ class Conversation(_Drawn):
         return self.tool_choice not in (None, "none", "auto")
 
 
+class Embedding(_Asked):
+    model: str | None = None
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[Ids, Field(min_length=1)]
+        | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None  # whose request it is: nothing depends on it
+
+
 class Text(_Asked):
     model: str | None = None
     prompt: str

@@ -16,6 +16,7 @@ from outsize.errors import OutsizeError
 from outsize.serve.engine import Engine
 from outsize.serve.http.app import Serving, app_of
 from outsize.serve.http.guard import Guard
+from outsize.serve.pooling import pooling_in
 from outsize.serve.talk import Talk
 
 _DRAIN = 600  # seconds that answers under way have at the end
@@ -57,7 +58,9 @@ def run(
         raise OutsizeError(f"--template {template} is none")
     talk = None if own is None else Talk(engine.model, text, own)
     more = ends_in(found, engine.model.config.vocab)
-    serving = Serving(engine, text, said.resolve().name, talk, plan, bool(keys), more)
+    serving = Serving(
+        engine, text, said.resolve().name, talk, plan, bool(keys), more, pooling_in(found)
+    )
     host, port = listening.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
