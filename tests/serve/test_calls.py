@@ -221,9 +221,11 @@ def test_openais_client_calls_and_answers(address: tuple[str, int]) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
          "tools: a schema cannot be compiled"),
-        ({"messages": [{"role": "user", "content": None}]}, "content is missing"),
+        ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool.tool_call_id"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.user.content"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "a", "arguments": "[1]"}}]}]}, "expected JSON of an object"),
+            {"id": "1", "function": {"name": "a", "arguments": "[1]"}}]}]},
+         "expected JSON of an object"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(address: tuple[str, int], more: dict[str, Any], words: str) -> None:

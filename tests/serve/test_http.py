@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
+import httpx_sse
 import openai
 import pydantic
 import pytest
+import sseclient
 import tokenizers
 import torch
 from decoders import SMALL
@@ -169,9 +174,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str | None, str]] = {
     "range": ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "less than"),
     "choices": ("completions", {"prompt": "a", "n": 1000}, 400, "n", "less than"),
     "id": ("completions", {"prompt": [999]}, 400, None, "expected 0 to 256"),
-    "empty": ("completions", {"prompt": []}, 400, None, "no tokens"),
+    "empty": ("completions", {"prompt": [[]]}, 400, "prompt", "at least 1"),
+    "lax": ("completions", {"prompt": "a", "logprobs": True}, 400, "logprobs", "integer"),
     "long": ("completions", {"prompt": "a" * 300}, 400, None, "has room for 256"),
-    "bias": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, None, "logit_bias"),
+    "bias": ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "x"),
+    "bias id": ("completions", {"prompt": "a", "logit_bias": {"257": 1}}, 400, None, "0 to 256"),
     "model": ("completions", {"prompt": "a", "model": "gpt"}, 404, None, "'small'"),
     "tools": ("chat/completions", {"messages": HELLO, "tools": []}, 400, "tools", "tools"),
     "format": (
@@ -283,6 +290,37 @@ def test_shapes_of_a_tokenizer_of_words(tmp_path: Path) -> None:
         ids.append(sampler(torch.randn(320, generator=seeded), len(ids)))
         assert len(ids) < 500
     assert Fruit.model_validate_json(text.decode(ids))
+
+
+def test_the_document_is_kept(address: tuple[str, int]) -> None:
+    """What schemathesis makes of it, right and wrong: no 5xx, answers of the forms it names."""
+    url = f"http://{address[0]}:{address[1]}/openapi.json"
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "run", url, "-H", f"Authorization: Bearer {KEY}",
+        "--phases=fuzzing", "--max-examples=12", "--seed=1", "--generation-deterministic",
+        "--exclude-checks=positive_data_acceptance,ignored_auth", "--suppress-health-check=all",
+        "--request-timeout=600", "--no-color",
+    ]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr
+
+
+def test_two_readers_of_events(address: tuple[str, int]) -> None:
+    """Those of others, one of them a byte at a time."""
+    body = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    url = f"http://{address[0]}:{address[1]}/v1/completions"
+    with httpx.Client(timeout=120) as client:
+        with httpx_sse.connect_sse(client, "POST", url, json=body, headers=headers) as source:
+            one = [event.data for event in source.iter_sse()]
+        with client.stream("POST", url, json=body, headers=headers) as answer:
+            other = [x.data for x in sseclient.SSEClient(answer.iter_bytes(1)).events()]
+
+    def texts(events: list[str]) -> list[str]:
+        assert events.pop() == "[DONE]"
+        return [json.loads(event)["choices"][0]["text"] for event in events]
+
+    assert texts(one) == texts(other) and len(one) > 1
 
 
 def test_tokens_and_metrics(address: tuple[str, int]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from outsize.data.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ from outsize.errors import OutsizeError
 from outsize.serve.asks import Full
 from outsize.serve.calls import CallForm
 from outsize.serve.engine import Engine
+from outsize.serve.http import told
 from outsize.serve.http.answers import ChatAnswer, CompletionAnswer
 from outsize.serve.http.asked import (
     Completion,
@@ -43,9 +44,12 @@ from outsize.serve.http.asked import (
 from outsize.serve.http.guard import fault
 from outsize.serve.http.metrics import metrics_of
 from outsize.serve.http.shapes import Shapes
+from outsize.serve.http.told import answers
 from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.talk import Talk
 
+_BODY = (400, 404, 408, 413)  # what may come where a body is read
+_ASKED = (*_BODY, 429, 500)
 STUCK = 120.0  # seconds without a step while somebody waits
 
 
@@ -94,20 +98,34 @@ def app_of(serving: Serving) -> FastAPI:
     _tokens(app, serving)
     _state(app, serving)
     _page(app, serving)
+    _document(app)
     return app
+
+
+def _document(app: FastAPI) -> None:
+    """What is wrong with a body is answered with 400, so no 422 is in the document."""
+    document = app.openapi()
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(unused, None)
 
 
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
+        every = error.errors()
+        own = [one for one in every if one["loc"][:2] == every[0]["loc"][:2]]
+        # Of several forms that it might have the one that it fits furthest.
+        first = max(own, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
         where = [str(x) for x in first["loc"] if x != "body"]
         param = ".".join(where[:1]) or None
         return said(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", param)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return said(error.status_code, str(error.detail))
+        return said(error.status_code, str(error.detail), headers=error.headers)
 
     @app.exception_handler(OutsizeError)
     async def ours(_: Request, error: OutsizeError) -> Response:
@@ -118,7 +136,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def said(
-    status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     return JSONResponse(fault(status, message, param), status, headers)
 
@@ -127,11 +145,11 @@ def _models(app: FastAPI, serving: Serving) -> None:
     made = {"id": serving.name, "object": "model", "created": int(time.time()),
             "owned_by": "outsize"}  # fmt: skip
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **answers(told.Models))
     async def models() -> Any:
         return {"object": "list", "data": [made]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **answers(told.Model, 404))
     async def model(name: str) -> Any:
         _check_model(serving, name)
         return made
@@ -148,13 +166,13 @@ def _generation(app: FastAPI, serving: Serving) -> None:
     def ident(kind: str) -> str:
         return f"{kind}-{secrets.token_hex(8)}{next(numbers):x}"
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **answers(told.Completion, *_ASKED, streamed=True))
     async def completions(asked: Completion, request: Request) -> Any:
         _check_model(serving, asked.model)
         prompts = [_ids(serving, one) for one in _listed(asked.prompt)]
         return await CompletionAnswer(serving, asked, prompts, ident("cmpl")).respond(request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **answers(told.Chat, *_ASKED, streamed=True))
     async def chat(asked: Conversation, request: Request) -> Any:
         _check_model(serving, asked.model)
         if serving.talk is None:
@@ -195,7 +213,7 @@ def _ids(serving: Serving, prompt: str | list[int]) -> list[int]:
 
 
 def _embeddings(app: FastAPI, serving: Serving) -> None:
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", **answers(told.Vectors, *_ASKED))
     async def embeddings(asked: Embedding) -> Any:
         _check_model(serving, asked.model)
         config = serving.engine.model.config
@@ -229,7 +247,7 @@ def _framed(serving: Serving, text: str | list[int]) -> list[int]:
 
 
 def _tokens(app: FastAPI, serving: Serving) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", **answers(told.Ids, *_BODY))
     async def tokenize(asked: Text) -> Any:
         _check_model(serving, asked.model)
         if asked.add_special_tokens:
@@ -238,7 +256,7 @@ def _tokens(app: FastAPI, serving: Serving) -> None:
             ids = serving.text.encode(asked.prompt)
         return {"tokens": ids, "count": len(ids), "max_model_len": serving.engine.limit}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **answers(told.Words, *_BODY))
     async def detokenize(asked: Tokens) -> Any:
         _check_model(serving, asked.model)
         wrong = [one for one in asked.tokens if one >= serving.text.vocab_size]
@@ -269,12 +287,12 @@ def _page(app: FastAPI, serving: Serving) -> None:
 def _state(app: FastAPI, serving: Serving) -> None:
     metrics = metrics_of(serving.engine)
 
-    @app.get("/health")
+    @app.get("/health", **answers(told.Health, 503))
     async def health() -> Response:
         if serving.engine.stuck(STUCK):
             return said(503, "requests wait, and no step is made")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def measured() -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -13,12 +13,14 @@ MOST_CHOICES = 16
 MOST_TOPS = 20
 DEFAULT_TOKENS = 16  # of a completion, as the OpenAI API has it
 
-Ids = list[Annotated[int, Field(ge=0)]]
+Id = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[Id], Field(min_length=1)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(_Asked):
@@ -39,12 +41,12 @@ class _Drawn(_Asked):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None  # whose request it is: nothing depends on it
 
 
 class Completion(_Drawn):
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = DEFAULT_TOKENS
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
@@ -66,36 +68,50 @@ class ToolCall(_Asked):
     function: Called
 
 
-class Message(_Asked):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None  # clients send answers back as they came
+Content = str | Annotated[list[Part], Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def _whole(self) -> Message:
-        calls = self.tool_calls is not None
-        if calls and self.role != "assistant":
-            raise ValueError(f"tool_calls of the role {self.role}; expected the role assistant")
-        if self.content is None and not calls:
-            raise ValueError("content is missing; expected a text")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError(f"tool_call_id of the role {self.role}; expected the role tool")
-        return self
+
+def _text(content: Content | None) -> str:
+    if isinstance(content, list):
+        return "".join(one.text for one in content)
+    return content or ""
+
+
+class Said(_Asked):
+    role: Literal["system", "developer", "user"]
+    content: Content
 
     def plain(self) -> dict[str, Any]:
-        """As templates know it: what developers say is the system's to them, arguments are an
-        object. OutsizeError for arguments that are none."""
+        """As templates know it: what developers say is the system's to them."""
         role = "system" if self.role == "developer" else self.role
-        said = self.content or ""
-        parts = [said] if isinstance(said, str) else [x.text for x in said]
-        made: dict[str, Any] = {"role": role, "content": "".join(parts)}
-        if self.tool_call_id is not None:
-            made["tool_call_id"] = self.tool_call_id
+        return {"role": role, "content": _text(self.content)}
+
+
+class Answered(_Asked):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    refusal: None = None  # clients send answers back as they came
+
+    def plain(self) -> dict[str, Any]:
+        """As templates know it: arguments are an object. OutsizeError for what is none."""
+        made: dict[str, Any] = {"role": self.role, "content": _text(self.content)}
         if self.tool_calls:
             made["tool_calls"] = [_called(one) for one in self.tool_calls]
         return made
+
+
+class Result(_Asked):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+    def plain(self) -> dict[str, Any]:
+        said = _text(self.content)
+        return {"role": self.role, "content": said, "tool_call_id": self.tool_call_id}
+
+
+Message = Annotated[Said | Answered | Result, Field(discriminator="role")]
 
 
 def _called(call: ToolCall) -> dict[str, Any]:
@@ -200,7 +216,7 @@ class Embedding(_Asked):
     model: str | None = None
     input: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[Ids, Field(min_length=1)]
+        | Ids
         | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
     )
     encoding_format: Literal["float", "base64"] = "float"
@@ -216,4 +232,4 @@ class Text(_Asked):
 
 class Tokens(_Asked):
     model: str | None = None
-    tokens: Ids
+    tokens: list[Id]
