@@ -36,14 +36,21 @@ from outsize.serve.steps import Steps
 @dataclass
 class _Whole:
     """A text that is looked at as a whole. ids: behind virtual ones; hidden: what the head would
-    multiply is asked for, else logits; take: called with those of each slice, and of how many
-    tokens there are before it."""
+    multiply is asked for, else logits; take: called with those of each slice."""
 
     ids: tuple[int, ...]
     hidden: bool
-    take: Callable[[int, Tensor], None]
+    take: Callable[[Tensor], None]
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
+
+    def see(self, steps: Steps, pages: Sequence[int], room: Room, virtual: int) -> None:
+        """All of it, in slices of its own, in pages that it has for that long."""
+        for first in range(0, len(self.ids), room.budget):
+            some = self.ids[first : first + room.budget]
+            ahead = len(self.ids) - first - len(some)
+            part = Part(pages, first, len(some), ahead, room.slots)
+            self.take(steps.look(part, some, self.hidden)[max(0, virtual - first) :])
 
 
 class Engine:
@@ -158,24 +165,19 @@ class Engine:
     def logprobs(self, ids: Sequence[int], tops: int = 0) -> list[Token]:
         """Of each token but the first, the log of the probability that the model gave it behind
         those before, with those of the likeliest ones."""
-        found, virtual = list[Token](), self.model.config.virtual
+        found = list[Token]()
 
-        def take(first: int, logits_TV: Tensor) -> None:
-            behind = prompted(ids, virtual)[first + 1 : first + 1 + len(logits_TV)]
-            own = max(0, virtual - first)  # from the first token on
-            rows_TV = zip(logits_TV[own:].cpu(), behind[own:], strict=False)
+        def take(logits_TV: Tensor) -> None:
+            behind = ids[len(found) + 1 :]
+            rows_TV = zip(logits_TV.cpu(), behind, strict=False)
             found.extend(told(logits_V, token, tops) for logits_V, token in rows_TV)
 
-        self._look(ids, False, take)
+        self.look(ids, False, take)
         return found
 
-    def hidden(self, ids: Sequence[int], take: Callable[[Tensor], None]) -> None:
-        """What the head would multiply, h_TE of a text, slice after slice on the engine's thread.
-        Errors as of submit."""
-        virtual = self.model.config.virtual
-        self._look(ids, True, lambda first, h_TE: take(h_TE[max(0, virtual - first) :]))
-
-    def _look(self, ids: Sequence[int], hidden: bool, take: Callable[[int, Tensor], None]) -> None:
+    def look(self, ids: Sequence[int], hidden: bool, take: Callable[[Tensor], None]) -> None:
+        """All of a text: logits_TV, or h_TE, what the head would multiply. take: called with those
+        of one slice after another, on the engine's thread. Errors as of submit."""
         self.check(ids, 1)
         one = _Whole(prompted(ids, self.model.config.virtual), hidden, take)
         with self._wake:
@@ -225,23 +227,18 @@ class Engine:
                 one.done.set()
 
     def _lead(self) -> None:
+        def asked() -> bool:
+            return bool(self.line.requests or self._wholes or self._closing)
+
         while not self._closing:
-            if self._waited():
+            with self._wake:  # as long as the others may wait
+                found = asked() or self._wake.wait_for(asked, self.steps.idle())
+                self._last = time.monotonic()
+            if found:
                 self._next()
             else:
                 self.steps.rest()
         self.steps.end()
-
-    def _waited(self) -> bool:
-        """Whether somebody asks, or is to close; waits for it as long as the others may."""
-
-        def asked() -> bool:
-            return bool(self.line.requests or self._wholes or self._closing)
-
-        with self._wake:
-            found = asked() or self._wake.wait_for(asked, self.steps.idle())
-            self._last = time.monotonic()
-        return found
 
     def _next(self) -> None:
         """One step."""
@@ -271,16 +268,10 @@ class Engine:
             self.line.take(feeds)
 
     def _see(self, one: _Whole) -> None:
-        """All of a text in slices of their own, in pages that it has for that long."""
-        slot, budget = self.room.slots, self.room.budget
         with self._wake:
             owner = self.line.lent(len(one.ids))
         try:
-            for first in range(0, len(one.ids), budget):
-                some = one.ids[first : first + budget]
-                ahead = len(one.ids) - first - len(some)
-                part = Part(self.line.pages.of(owner), first, len(some), ahead, slot)
-                one.take(first, self.steps.look(part, some, one.hidden))
+            one.see(self.steps, self.line.pages.of(owner), self.room, self.model.config.virtual)
         except Exception as error:
             one.error = error
             raise

@@ -47,7 +47,7 @@ class Pooling:
             elif len(h_TE) and not (kept and self.mode == FIRST):
                 kept[:] = [h_TE[0 if self.mode == FIRST else -1].double()]
 
-        engine.hidden(ids, take)
+        engine.look(ids, True, take)
         found_E = (kept[0] / count if self.mode == MEAN else kept[0]).cpu()[:dimensions]
         if self.normalized or dimensions is not None:
             found_E = torch.nn.functional.normalize(found_E, dim=0)

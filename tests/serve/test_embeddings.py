@@ -72,7 +72,7 @@ def expected(plain: hf.LlamaModel, ids: list[int], mode: str) -> torch.Tensor:
 def test_vectors_are_those_of_transformers(engine: Engine, plain: hf.LlamaModel, mode: str) -> None:
     for text in TEXTS:
         ids, found = list(text.encode()), list[torch.Tensor]()
-        engine.hidden(ids, found.append)
+        engine.look(ids, True, found.append)
         wanted_E = expected(plain, ids, mode)
         found_E = Pooling(mode, False).vector(engine, ids)
         torch.testing.assert_close(found_E.double(), wanted_E, rtol=1e-6, atol=1e-6)
@@ -148,6 +148,6 @@ def test_embeddings_wait_in_the_same_queue(model: Model) -> None:
     for _ in range(3):
         engine.submit(Ask((1,) * 250, 1, Sampling()), lambda one: None)
     with pytest.raises(Full, match="750 tokens wait in the queue, which holds 900"):
-        engine.hidden([1] * 200, lambda h_TE: None)
+        engine.look([1] * 200, True, lambda h_TE: None)
     engine.start()
     engine.close()

@@ -87,7 +87,7 @@ def every(model: Model) -> list[Any]:
         scored, seen = list[Token](), list[Any]()
         if engine.steps.leads:
             scored = engine.logprobs([*some[3].ids, 7, 2], 2)
-            engine.hidden(some[3].ids, lambda h_TE: seen.append(h_TE.tolist()))
+            engine.look(some[3].ids, True, lambda h_TE: seen.append(h_TE.tolist()))
     return [alone, *rooms, drafted, scored, seen]
 
 
