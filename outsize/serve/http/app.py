@@ -172,7 +172,7 @@ def _generation(app: FastAPI, serving: Serving) -> None:
         prompts = [_ids(serving, one) for one in _listed(asked.prompt)]
         return await CompletionAnswer(serving, asked, prompts, ident("cmpl")).respond(request)
 
-    @app.post("/v1/chat/completions", **answers(told.Chat, *_ASKED, streamed=True))
+    @app.post("/v1/chat/completions", **answers(told.ChatCompletion, *_ASKED, streamed=True))
     async def chat(asked: Conversation, request: Request) -> Any:
         _check_model(serving, asked.model)
         if serving.talk is None:

@@ -90,7 +90,7 @@ class ChatChoice(_Told):
     logprobs: ChatLogprobs | None
 
 
-class Chat(_Told):
+class ChatCompletion(_Told):
     id: str
     object: Literal["chat.completion"]
     created: int
