@@ -267,7 +267,7 @@ class _Wanted:
     def meet(self, model: Model, first: bool, pulse: Heartbeat) -> None:
         """Generate as one of several workers."""
         assert model.origin is not None
-        text = _tokenizer(model.origin, self.tokenizer, model.config)
+        text = tokenizer_in(model.origin, self.tokenizer, model.config)
         self.go(model, text, _printing(pulse) if first else None)
 
     def facts(self) -> dict[str, str]:
@@ -307,10 +307,10 @@ def found_in(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, T
 
     found = model_directory(directory)
     config = read_config(found)
-    return found, config, _tokenizer(found, named, config)
+    return found, config, tokenizer_in(found, named, config)
 
 
-def _tokenizer(found: Path, named: str | None, config: DecoderConfig) -> Tokenizer:
+def tokenizer_in(found: Path, named: str | None, config: DecoderConfig) -> Tokenizer:
     """The tokenizer that was named, or the model's, if it is one for the model."""
     from outsize.checkpoint.adapters import tokenizer_directory
     from outsize.data.tokenizer import check_vocabulary, open_tokenizer

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from outsize.cli.command import Command, adapted, adapters_of, optioned
 
+if TYPE_CHECKING:
+    from socket import socket
+    from types import ModuleType
+
+    from outsize.collectives import Mesh
+    from outsize.data.tokenizer import Tokenizer
+    from outsize.launch import Speaker
+    from outsize.launch.heartbeat import Heartbeat
+    from outsize.serve.files import Limits
+    from outsize.serve.model import Model
+    from outsize.serve.room import Wanted
+
 LOCAL = ("127.0.0.1", "::1", "localhost")
+FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
 
 
 @click.command(cls=Command)
@@ -43,7 +60,11 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @adapted
 @optioned
 @click.option("--device", default="auto", show_default=True, help="cpu, or an accelerator.")
+@click.option("--workers", type=int, help="Processes on this machine, each with a run of layers.")
+@click.option("--mesh", metavar="AXES", help="Workers on each axis, as pipeline=2,tensor=2.")
+@click.pass_context
 def serve(
+    ctx: click.Context,
     directory: Path,
     host: str,
     port: int,
@@ -61,43 +82,157 @@ def serve(
     tokenizer: str | None,
     adapters: tuple[str, ...],
     device: str,
+    workers: int | None,
+    mesh: str | None,
 ) -> None:
     """Serve the model in DIRECTORY (a run, a checkpoint, an adapter's directory, any Hugging Face
     decoder) by the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, and /tokenize,
     /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is answered.
     """
+    spread = mesh is not None or workers is not None or "RANK" in os.environ
+    if spread:
+        # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize import accelerator
     from outsize.cli.generate import found_in, limits_of, opened
     from outsize.errors import OutsizeError
     from outsize.models.coding import asked
     from outsize.serve.drafts import DRAFTERS
-    from outsize.serve.engine import Engine
     from outsize.serve.policies import POLICIES
-    from outsize.serve.room import Wanted, served
+    from outsize.serve.room import Wanted
+
+    server, keys = _server(), _keys(host, key_file)
+    POLICIES.get(policy)
+    if draft is not None:
+        DRAFTERS.get(draft)
+    limits = None if memory is None else limits_of(memory, disk, False)
+    if memory is None and disk is not None:
+        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
+    wanted = Wanted(context, requests, step, queue, draft is not None)
+    served = _Served(directory, wanted, policy, draft, template, tokenizer, keys, host, port)
+    if spread:
+        for name, value in (("--adapter", adapters), ("--weights", weights)):
+            if value:
+                raise OutsizeError(f"{name} is for one worker; convert the model before")
+        served.on_workers(ctx, mesh, workers, limits, device)
+    place = accelerator.named(device)
+    found, config, text = found_in(directory, tokenizer)
+    config = asked(config, weights, "--weights")
+    listening = server.socket_of(host, port)  # a port in use is known before weights are read
+    with listening, opened(found, config, limits, place, adapters_of(adapters)) as model:
+        served.go(model, text, found, listening)
+
+
+def _server() -> ModuleType:
+    """What starts it, where all is there that it takes."""
+    from outsize.errors import OutsizeError
 
     try:
-        from outsize.serve.http.guard import keys_in
-        from outsize.serve.http.run import run, socket_of
+        from outsize.serve.http import run
     except ImportError as error:
         raise OutsizeError(
             f"serve: {error.name} is missing; pip install 'outsize[serve]'"
         ) from None
-    chosen = POLICIES.get(policy)
-    drafter = None if draft is None else DRAFTERS.get(draft)
+    return run
+
+
+def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:
+    """Of which requests must have one."""
+    from outsize.errors import OutsizeError
+    from outsize.serve.http.guard import keys_in
+
     if key_file is None and host not in LOCAL:
         raise OutsizeError(f"--host {host} is open to other machines; give a --key-file with it")
-    keys = () if key_file is None else keys_in(key_file)
-    limits = None if memory is None else limits_of(memory, disk, False)
-    if memory is None and disk is not None:
-        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
-    place = accelerator.named(device)
-    found, config, text = found_in(directory, tokenizer)
-    config = asked(config, weights, "--weights")
-    listening = socket_of(host, port)  # a port in use is known before weights are read
-    with listening, opened(found, config, limits, place, adapters_of(adapters)) as model:
-        wanted = Wanted(context, requests, step, queue, draft is not None)
-        plan = served(model, wanted)
-        for line in plan.lines():
+    return () if key_file is None else keys_in(key_file)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What is served, whatever the model lies on. policy, draft: by name; keys: of which requests
+    must have one."""
+
+    directory: Path
+    wanted: Wanted
+    policy: str
+    draft: str | None
+    template: str
+    tokenizer: str | None
+    keys: tuple[str, ...]
+    host: str
+    port: int
+
+    def go(
+        self,
+        model: Model,
+        text: Tokenizer | None,
+        found: Path,
+        listening: socket | None,
+        pulse: Heartbeat | None = None,
+    ) -> None:
+        """Serve until a signal ends it; as one of several workers, until the one ends it that is
+        asked. text, listening None: to be opened by that one."""
+        from outsize.cli.generate import tokenizer_in
+        from outsize.serve.drafts import DRAFTERS
+        from outsize.serve.engine import Engine
+        from outsize.serve.http.run import run, socket_of
+        from outsize.serve.policies import POLICIES
+        from outsize.serve.room import served
+
+        plan = served(model, self.wanted)
+        drafter = None if self.draft is None else DRAFTERS.get(self.draft)
+        engine = Engine(model, plan.room, POLICIES.get(self.policy), plan.session, drafter, pulse)
+        if not engine.steps.leads:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # the one that is asked heeds them
+            engine.steps.follow()
+            return
+        if pulse is not None:
+            pulse.at("serving")
+        lines, text = plan.lines(), text or tokenizer_in(found, self.tokenizer, model.config)
+        for line in lines:
             click.echo(line)
-        engine = Engine(model, plan.room, chosen, plan.session, drafter)
-        run(engine, text, found, directory, template, tokenizer, keys, listening, plan.lines())
+        with listening or socket_of(self.host, self.port) as here:
+            run(
+                engine, text, found, self.directory, self.template, self.tokenizer, self.keys,
+                here, lines,
+            )  # fmt: skip
+
+    def on_workers(
+        self,
+        ctx: click.Context,
+        mesh: str | None,
+        workers: int | None,
+        limits: Limits | None,
+        device: str,
+    ) -> None:
+        """Serve on several workers and leave; nothing where there is one."""
+        from outsize.cli.generate import found_in
+        from outsize.launch.hosts import started
+        from outsize.plan.settings import NONE
+        from outsize.serve.http.run import socket_of
+        from outsize.serve.workers import Asked, run_workers, several
+
+        names = ("wanted", "policy", "draft", "tokenizer")
+        facts = {name: repr(getattr(self, name)) for name in names}
+        settings = NONE.having({"overlap": 0})  # prompts come in slices beside single tokens
+        asked = Asked(mesh, workers, facts, limits, settings, device)
+        if not several(asked):
+            return
+        here = None if started(os.environ) else socket_of(self.host, self.port)
+
+        def meet(model: Model, first: bool, pulse: Heartbeat) -> None:
+            assert model.origin is not None
+            self.go(model, None, model.origin, here, pulse)
+
+        def find() -> Path:
+            return found_in(self.directory, self.tokenizer)[0]
+
+        ctx.exit(run_workers(asked, find, meet, _speaker))
+
+
+def _speaker(mesh: Mesh) -> Speaker:
+    """The worker that is asked."""
+    from outsize.launch import Speaker
+    from outsize.serve.steps import front
+
+    return Speaker(front(mesh), FAREWELL)

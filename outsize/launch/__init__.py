@@ -3,4 +3,4 @@
 from outsize.launch.group import WorkerGroup, enter
 from outsize.launch.heartbeat import Heartbeat, Mailbox
 from outsize.launch.hosts import run_there
-from outsize.launch.local import run_here
+from outsize.launch.local import Speaker, run_here

@@ -28,6 +28,7 @@ from outsize.launch.board import Board, Place, memory, read
 from outsize.launch.capture import Capture, held, tail
 from outsize.launch.failure import CRASH, Failure, failure_of
 from outsize.launch.heartbeat import Mailbox
+from outsize.launch.local import FIRST, Speaker
 from outsize.launch.watchdog import GAP, SILENCE, Sample, Verdict, Watchdog, seen, waiting
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def started(environment: Mapping[str, str]) -> bool:
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
-def run_there(work: Work, environment: Mapping[str, str]) -> NoReturn:
+def run_there(work: Work, environment: Mapping[str, str], speaker: Speaker = FIRST) -> NoReturn:
     """Run work(post) as the worker that the environment says, and end this process with the exit
     code that it gives, without Python's own way out: threads that come back from PyTorch's C++ then
     (the one that watches does) are ended inside of it, which aborts the process.
@@ -59,7 +60,7 @@ def run_there(work: Work, environment: Mapping[str, str]) -> NoReturn:
         raise OutsizeError(f"RANK is {rank}; expected less than WORLD_SIZE, which is {count}")
     store = meeting(environment, CONNECT)
     _all_here(store, rank, count, environment)
-    capture = Capture(rank, None if rank == 0 else held(rank))
+    capture = Capture(rank, None if rank == speaker.rank else held(rank))
     error = os.fdopen(os.dup(2), "w", buffering=1)  # where the run was started
     capture.begin()
     board = Board(memory(1), 0)
@@ -69,7 +70,7 @@ def run_there(work: Work, environment: Mapping[str, str]) -> NoReturn:
     )
     machine = number(environment, "GROUP_RANK", 0)
     post = Mailbox(rank, count, here, near, machine, store, board, capture.settle)
-    watch = _Watch(post, store.clone(), board, capture, error)  # type: ignore[attr-defined]
+    watch = _Watch(post, store.clone(), board, capture, error, speaker)  # type: ignore[attr-defined]
     watch.start()
     try:
         code = work(post)
@@ -110,6 +111,7 @@ class _Watch:
     board: Board
     capture: Capture
     error: TextIO
+    speaker: Speaker = FIRST
     watchdog: Watchdog = field(default_factory=Watchdog)
     _heard: dict[int, tuple[Message, float]] = field(default_factory=dict)
     _looked: float = 0.0
@@ -139,6 +141,7 @@ class _Watch:
     def _heed(self) -> None:
         """End where somebody else has failed, who says so himself, or has come to a verdict."""
         if self.store.check(["failed"]) and not self._failing.is_set():
+            self._part()
             self._linger()
         if self.store.check(["verdict"]):
             self._judged(self._first(Verdict((), "")))
@@ -212,7 +215,8 @@ class _Watch:
     def _report(self, failure: Failure) -> None:
         rank, place = self.post.rank, read(self.board.memory, 0)
         if failure.kind == "error":
-            self._say(f"error: {'' if rank == 0 else f'rank {rank}: '}{failure.text}")
+            who = "" if rank == self.speaker.rank else f"rank {rank}: "
+            self._say(f"error: {who}{failure.text}")
             return
         self._say(failure.text)
         self._say(f"error: rank {rank} on {socket.gethostname()} failed (in {place})")
@@ -229,7 +233,15 @@ class _Watch:
             for rank in set(near) & set(verdict.culprits):
                 with suppress(OSError):
                     os.kill(words[rank].pid, signal.SIGKILL)
+        if self.post.rank not in verdict.culprits:
+            self._part()
         self._linger(but=verdict.culprits)
+
+    def _part(self) -> None:
+        """The worker that speaks to others sees that those it works with end, and has its time to
+        say so."""
+        if self.post.rank == self.speaker.rank:
+            time.sleep(self.speaker.farewell)
 
     def _linger(self, code: int = CRASH, but: Sequence[int] = ()) -> NoReturn:
         """The first worker may serve the store, where the others read why the run ends: it waits

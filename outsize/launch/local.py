@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from mmap import mmap
@@ -47,7 +47,19 @@ _PR_SET_PDEATHSIG = 1
 _DONE = "done"
 
 
-def run_here(count: int, work: Work) -> int:
+@dataclass(frozen=True)
+class Speaker:
+    """The worker that prints where the run was started, by its rank. farewell: seconds that it may
+    go on where another has failed, to say so to those that wait for it elsewhere."""
+
+    rank: int = 0
+    farewell: float = 0.0
+
+
+FIRST = Speaker()
+
+
+def run_here(count: int, work: Work, speaker: Speaker = FIRST) -> int:
     """Run work(post) in `count` processes; gives the exit code of the run.
 
     0, or what the workers agreed on giving; of a failure the failing worker's: 2 for an
@@ -56,7 +68,7 @@ def run_here(count: int, work: Work) -> int:
     SIGINT and SIGTERM are passed on to the workers.
     """
     listener = socket.create_server((HOST, 0), backlog=count)
-    team = _Team(count, memory(count))
+    team = _Team(count, memory(count), speaker)
     for rank in range(count):
         team.fork(rank, work, listener)
     with team.signals():
@@ -115,6 +127,7 @@ class _Worker:
 class _Team:
     count: int
     board: mmap
+    speaker: Speaker
     workers: list[_Worker] = field(default_factory=list)
     asked: int | None = None  # the signal that asked the run to stop
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -123,7 +136,7 @@ class _Team:
         """Start one worker."""
         parent = os.getpid()
         reading, writing = os.pipe()
-        output = None if rank == 0 else held(rank)
+        output = None if rank == self.speaker.rank else held(rank)
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -222,6 +235,7 @@ class _Team:
             time.sleep(SETTLE / 10)
         samples = self._samples()
         failed = [(r, w.failure) for r, w in enumerate(self.workers) if w.failure is not None]
+        self._part()
         self.end()
         rank, first = min(failed, key=lambda pair: _order(pair[1]))
         if self._was_asked(first):
@@ -238,7 +252,7 @@ class _Team:
     def _report(self, rank: int, failure: Failure, samples: Sequence[Sample]) -> None:
         where = samples[rank].place
         if failure.kind == "error":
-            who = "" if rank == 0 else f"rank {rank}: "
+            who = "" if rank == self.speaker.rank else f"rank {rank}: "
             _say(f"error: {who}{failure.text}")
             return
         if failure.kind == "crash":
@@ -250,6 +264,8 @@ class _Team:
         self._show(rank)
 
     def _judged(self, verdict: Verdict) -> int:
+        if self.speaker.rank not in verdict.culprits:
+            self._part()
         self.end()
         _say(f"error: {verdict.what}; the run was ended")
         for rank in verdict.culprits:
@@ -264,14 +280,25 @@ class _Team:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """No worker, nor what it started, is left."""
-        for worker in self.workers:
+    def _part(self) -> None:
+        """End all but the worker that speaks, which sees it, and leave it its time."""
+        speaker, until = self.workers[self.speaker.rank], time.monotonic() + self.speaker.farewell
+        if self.speaker.farewell:
+            self._kill(worker for worker in self.workers if worker is not speaker)
+        while time.monotonic() < until and not speaker.reap():
+            time.sleep(0.02)
+
+    def _kill(self, some: Iterable[_Worker]) -> None:
+        for worker in some:
             if not worker.ended:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """No worker, nor what it started, is left."""
+        self._kill(self.workers)
         until = time.monotonic() + KILL_PATIENCE
         while not all([w.reap() for w in self.workers]) and time.monotonic() < until:
             time.sleep(0.005)

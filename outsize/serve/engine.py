@@ -58,7 +58,8 @@ class Engine:
 
     Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
     what plays steps over weights that are not in memory as a whole. drafter: makes one for each
-    request, where what layers keep is of single tokens. fault: what has ended it, if something has.
+    request, where what layers keep is of single tokens. fault: what has ended it, if something has;
+    failed: called then, once all are told.
 
     On a mesh every worker has one, of like room. One of them leads, and is asked; the others follow
     it, and are closed when it is. pulse: told what it does.
@@ -85,6 +86,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self.fault: BaseException | None = None
+        self.failed: Callable[[], None] = lambda: None
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="outsize-engine", daemon=True)
 
@@ -225,6 +227,8 @@ class Engine:
             for one in self._wholes:
                 one.error = OutsizeError(f"the engine has ended: {self.fault or 'it was closed'}")
                 one.done.set()
+        if self.fault is not None:
+            self.failed()
 
     def _lead(self) -> None:
         def asked() -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor
 from outsize.collectives import Collective, Mesh, everyone
 from outsize.decode.generate import Draw
 from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.errors import counted
+from outsize.kernels import rows
 from outsize.launch.heartbeat import Heartbeat
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
@@ -172,23 +174,31 @@ class Steps:
             self._session.close()
 
     def follow(self) -> None:
-        """Play what is told, until the end is."""
+        """Play what is told, on the calling thread, until the end is."""
         assert self.told is not None and not self.leads, "who leads has nobody to follow"
-        while True:
-            do, parts, ids = self.told.hear()
-            self._pulse.at(f"a step of {len(ids)} tokens" if parts else "serving")
-            match do:
-                case Do.END:
-                    return
-                case Do.FEED:
-                    self._feed(parts, ids, ())
-                case Do.SCORE | Do.SEE:
-                    self._look(do, parts[0], ids)
+        self._pulse.at("serving")
+        with torch.no_grad(), rows.alone():
+            while self._heard(self.told):
+                pass
+
+    def _heard(self, told: Told) -> bool:
+        """One message; whether more follow."""
+        do, parts, ids = told.hear()
+        self._at(ids)
+        match do:
+            case Do.FEED:
+                self._feed(parts, ids, ())
+            case Do.SCORE | Do.SEE:
+                self._look(do, parts[0], ids)
+        return do is not Do.END
 
     def _say(self, do: Do, parts: Sequence[Part] = (), ids: Sequence[int] = ()) -> None:
         if self.told is not None:
-            self._pulse.at(f"a step of {len(ids)} tokens" if parts else "serving")
+            self._at(ids)
             self.told.say(do, parts, ids)
+
+    def _at(self, ids: Sequence[int]) -> None:
+        self._pulse.at(f"a step of {counted(len(ids), 'token')}" if ids else "serving")
 
     def _feed(self, parts: Sequence[Part], ids: Sequence[int], draws: Sequence[Draw]) -> None:
         past = self._past(parts)

@@ -22,7 +22,7 @@ from outsize.collectives.joined import number
 from outsize.errors import OutsizeError
 from outsize.hardware.host import cores
 from outsize.kernels import native
-from outsize.launch import Mailbox, enter, run_here, run_there
+from outsize.launch import Mailbox, Speaker, enter, run_here, run_there
 from outsize.launch.heartbeat import Heartbeat
 from outsize.launch.hosts import started
 from outsize.plan.settings import NONE, Settings
@@ -30,6 +30,7 @@ from outsize.serve.files import Limits
 from outsize.serve.load import on_mesh
 from outsize.serve.meshed import check_mesh, check_settings
 from outsize.serve.model import Model
+from outsize.torch_private import warm_fake_tensors
 from outsize.train.workers import count_of, sized
 
 # Generates; whether it is the first, which prints; the pulse of this worker.
@@ -71,19 +72,29 @@ def several(asked: Asked) -> bool:
     return asked.mesh_of().size > 1
 
 
-def run_workers(asked: Asked, find: Callable[[], Path], go: Go) -> int:
+def _first(mesh: Mesh) -> Speaker:
+    return Speaker()
+
+
+def run_workers(
+    asked: Asked, find: Callable[[], Path], go: Go, speaker: Callable[[Mesh], Speaker] = _first
+) -> int:
     """Have go(model, first) on every worker; gives the exit code, as `outsize.launch.run_here`.
 
-    find: the model's directory, asked of the first worker alone. OutsizeError for a mesh that the
-    model does not fit on; of workers that torchrun has started the launcher says what is wrong.
+    find: the model's directory, asked of the first worker alone; speaker: of a mesh. OutsizeError
+    for a mesh that the model does not fit on; of workers that torchrun has started the launcher
+    says what is wrong.
     """
     if started(os.environ):
-        run_there(lambda post: _work(asked, find, go, post), os.environ)
+        there = speaker(asked.mesh_of(number(os.environ, "WORLD_SIZE")))
+        run_there(lambda post: _work(asked, find, go, post), os.environ, there)
     directory = find()
     mesh = asked.mesh_of()
     check_mesh(hub.read_config(directory), mesh)
     native.library()  # compiled once for all of them, if need be
-    return run_here(mesh.size, lambda post: _work(asked, lambda: directory, go, post))
+    warm_fake_tensors()  # imported once
+    here = speaker(mesh)
+    return run_here(mesh.size, lambda post: _work(asked, lambda: directory, go, post), here)
 
 
 def _work(asked: Asked, find: Callable[[], Path], go: Go, post: Mailbox) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import until
+from forked import forked, until
 from torchrun import free_port
 
 import outsize
@@ -66,30 +65,6 @@ def test_the_text_of_a_run_ends_where_it_is_to_stop(printed, directory):
     text = printed(*words)[1]
     code, before, _ = printed(*words, "--mesh", "pipeline=4", "--stop", text[2:4])
     assert (code, before) == (0, text[: text.index(text[2:4])] + "\n")
-
-
-def forked(home: Path, place: dict[str, str], *words: object, closing: int | None = None) -> int:
-    """A process of `outsize *words` in an environment; what it prints is in home/out and err.
-    closing: a descriptor that it shall not have."""
-    pid = os.fork()
-    if pid == 0:
-        from outsize.cli.main import main
-
-        if closing is not None:
-            os.close(closing)
-        sys.stdout, sys.stderr = ((home / name).open("w") for name in ("out", "err"))
-        os.dup2(sys.stdout.fileno(), 1)
-        os.dup2(sys.stderr.fileno(), 2)
-        os.environ |= place
-        code = 99  # of workers of torchrun: the launcher ends the process itself
-        try:
-            main([str(word) for word in words], "outsize")
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -14,7 +14,7 @@ from forked import run_and_leave_nothing, until
 
 from outsize.collectives import Mesh, everyone
 from outsize.errors import OutsizeError
-from outsize.launch import Mailbox, enter, run_here, watchdog
+from outsize.launch import Mailbox, Speaker, enter, run_here, watchdog
 from outsize.launch.board import read
 
 WORKERS = 3
@@ -39,7 +39,11 @@ def working(fault: Callable[[Mailbox], None]) -> Callable[[Mailbox], int]:
             if post.rank == 1 and i == 1:
                 assert until(lambda: all(waits(post, rank) for rank in (0, 2)))
                 fault(post)
-            everyone(crew.world).all_reduce(torch.ones(1000))
+            try:
+                everyone(crew.world).all_reduce(torch.ones(1000))
+            except OutsizeError as error:
+                print(f"told: {error}")
+                raise
         return 0
 
     return work
@@ -94,14 +98,18 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "code", "words"), FAULTS, ids=lambda v: str(v)[:20])
 def test_a_fault_ends_the_run_and_names_the_worker(fault, code, words, tmp_path, capfd) -> None:
-    found = run_and_leave_nothing(WORKERS, working(fault), tmp_path)
+    """One that speaks has its time to say so."""
+    speaker = Speaker(0, 60.0) if fault in (raising, stopped) else Speaker()
+    found = run_and_leave_nothing(WORKERS, working(fault), tmp_path, speaker)
     out, err = capfd.readouterr()
     assert found == code, err
     for word in words:
         assert word in err
-    first = "Traceback" if fault is raising else "error: rank 1"
-    assert err.startswith(first) and err.count("Traceback") == (fault is raising)
-    assert out == "worker 0 is here\n"
+    begin = "Traceback" if fault is raising else "error: rank 1"
+    assert err.startswith(begin) and err.count("Traceback") == (fault is raising)
+    first, *more = out.splitlines()
+    assert first == "worker 0 is here" and len(more) == bool(speaker.farewell)
+    assert all(one.startswith("told: rank 0: all_reduce") for one in more)
     assert ("worker 1 is here" in err) == (fault is not refusing)
     assert "worker 2" not in err
 

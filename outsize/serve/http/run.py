@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import click
 import uvicorn
@@ -74,6 +77,27 @@ def run(
     listening.listen(_WAITING)  # who comes from now on waits
     chats = "" if talk is not None else "; no chat template, so no chats"
     click.echo(f"serving {serving.name} at {address}/v1, a page to try it at {address}{chats}")
-    uvicorn.Server(config).run([listening])
+    _until_the_end(uvicorn.Server(config), engine, listening)
     if engine.fault is not None:
         raise OutsizeError(f"the engine has failed: {engine.fault}")
+
+
+def _until_the_end(server: uvicorn.Server, engine: Engine, listening: socket.socket) -> None:
+    """Serve until a signal comes, or the engine fails. A server that has ended because of a signal
+    raises it once more, which asks for nothing then."""
+
+    def over() -> None:
+        server.should_exit = True
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if not server.started:
+            raise KeyboardInterrupt
+
+    engine.failed = over
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, asked)
+    try:
+        server.run([listening])
+    finally:
+        engine.close()  # where a second signal has cut it short
