@@ -18,6 +18,7 @@ from outsize.cli.merge import merge
 from outsize.cli.new import new
 from outsize.cli.plan import plan
 from outsize.cli.schedule import schedule
+from outsize.cli.score import score
 from outsize.cli.serve import serve
 from outsize.cli.trace import trace
 from outsize.cli.train import train
@@ -59,5 +60,5 @@ def main() -> None:
 
 
 _MODELS = (new, train, generate, chat, serve, evaluate, convert, merge, formats, export)
-for command in (*_MODELS, data, plan, keys, schedule, trace, verify):
+for command in (*_MODELS, data, plan, score, keys, schedule, trace, verify):
     main.add_command(command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outsize.errors import OutsizeError, nearest
-from outsize.hardware.devices import GIGA, MEBI, ROWS, TERA, Row, Span
+from outsize.hardware.devices import CORES, GIGA, MEBI, ROWS, TERA, Row, Span
 from outsize.hardware.hardware import Device, Hardware, Link, Tier
 
 
@@ -51,4 +51,5 @@ def _device(name: str, row: Row, count: int) -> Device:
         note=row.note,
         watts=None if row.watts is None else Span(row.watts).rate("W", 1, *said),
         array=row.array,
+        cores=CORES.get(name, 0),
     )

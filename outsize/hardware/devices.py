@@ -60,14 +60,19 @@ def _hopper(memory: float, bandwidth: float, note: str = "") -> Row:
     """The SXM boards of one chip, which differ in their memory."""
     peak = {"bf16": Span(989, note=note), "fp8": Span(1979)}
     watts = 500 if note else 700
-    return Row(peak, Span(memory), Span(bandwidth), ("nvlink", Span(450)), Span(50), watts=watts)
+    links = (("nvlink", Span(450)), Span(50))
+    visible = {80: 81_009, 96: 96_768}.get(int(memory))
+    return Row(peak, Span(memory), Span(bandwidth), *links, visible, watts=watts)
 
 
-def _ampere(memory: float, bandwidth: float, fabric: float = 300, note: str = "") -> Row:
+def _ampere(
+    memory: float, bandwidth: float, visible: int, fabric: float = 300, note: str = ""
+) -> Row:
+    """visible: as PyTorch reports it where memory runs out."""
     link, peak = ("nvlink", Span(fabric, note=note)), {"bf16": Span(312)}
     source = "NVIDIA A800 data sheet, 2023" if note else SOURCE
     return Row(
-        peak, Span(memory), Span(bandwidth), link, Span(25), note=note, watts=400, source=source
+        peak, Span(memory), Span(bandwidth), link, Span(25), visible, note, watts=400, source=source
     )
 
 
@@ -108,9 +113,9 @@ def _grace(fp4: float, memory: float, visible: int | None) -> Row:
 ROWS = {
     "V100-SXM2-16": _volta(16),
     "V100-SXM2-32": _volta(32),
-    "A100-SXM-40": _ampere(40, 1.555),
-    "A100-SXM-80": _ampere(80, 2.039),
-    "A800-SXM-80": _ampere(80, 2.039, 200, "links of 400 GB/s both ways, else an A100"),
+    "A100-SXM-40": _ampere(40, 1.555, 40_336),
+    "A100-SXM-80": _ampere(80, 2.039, 81_050),
+    "A800-SXM-80": _ampere(80, 2.039, 81_050, 200, "links of 400 GB/s both ways, else an A100"),
     "A100-PCIe-80": Row(
         {"bf16": Span(312)},
         Span(80),
@@ -209,3 +214,11 @@ ROWS = {
         date="2019-08-19",
     ),
 }
+
+# Multiprocessors, or compute units, of the data sheets and of the makers' architecture papers.
+CORES = {
+    "V100-SXM2-16": 80, "V100-SXM2-32": 80, "A100-SXM-40": 108, "A100-SXM-80": 108,
+    "A800-SXM-80": 108, "A100-PCIe-80": 108, "H100-SXM": 132, "H100-SXM-96": 132,
+    "H100-PCIe": 114, "H200": 132, "B200-SXM": 148, "B300-SXM": 148, "GB200": 148, "GB300": 148,
+    "MI250X": 220, "MI250X-GCD": 110, "MI300X": 304, "RTX-4090": 128, "L40S": 142,
+}  # fmt: skip

@@ -132,6 +132,7 @@ class Device:
     watts: Rate | None = None
     price: Rate | None = None  # money/h
     array: int = 0
+    cores: int = 0
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name}: grain", self.grain, "B")

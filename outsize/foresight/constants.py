@@ -1,0 +1,204 @@
+"""The constants that sheets do not give: one factor for each lane, by device and by software.
+
+A factor multiplies the seconds of a lane; its logarithm has a prior (what papers and the makers'
+guides say, and how far that is trusted), so that a device or a stack that no other publication has
+keeps what is held of it beforehand. Everything is a linear function in logarithms of a row's tags:
+one vector of constants, one matrix of tags for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outsize.foresight.runs import Run
+from outsize.foresight.step import AT_END, COMPUTING, LANES, Seconds, Terms, combine
+
+Array = npt.NDArray[np.float64]
+
+# name: (lane, tag, factor held beforehand, deviation of its logarithm). A tag is a device, a family
+# of devices, a stack, a kernel of attention, or "" for every run.
+PRIORS: Mapping[str, tuple[str, str, float, float]] = {
+    # Products reach less than the sheet: clocks fall under load (Calculon, 2023, takes 0.95 of an
+    # A100's peak for the largest; measured by others 0.85 of an A100's, 0.7 of an H100's).
+    "matmul": ("matmul", "", 1.25, 0.2),
+    "matmul A100": ("matmul", "A100", 1.0, 0.15),
+    "matmul H100": ("matmul", "H100", 1.15, 0.15),
+    "matmul B200": ("matmul", "B200", 1.05, 0.15),
+    "matmul GB200": ("matmul", "GB200", 0.9, 0.1),
+    "matmul GB300": ("matmul", "GB300", 0.85, 0.1),
+    "matmul of Megatron on H100": ("matmul", "megatron H100", 0.9, 0.1),
+    "products of 2023 on H100": ("matmul", "2023 H100", 1.15, 0.1),
+    "narrow products of 2023 on H100": ("narrow", "2023 H100", 1.15, 0.1),
+    "matmul V100": ("matmul", "V100", 1.1, 0.3),
+    "matmul at 500 W": ("matmul", "H100-SXM-96", 1.15, 0.15),
+    "matmul limited": ("matmul", "limited", 1.4, 0.3),
+    "narrow limited": ("narrow", "limited", 1.4, 0.3),
+    "narrow": ("narrow", "", 1.45, 0.2),
+    "narrow H100": ("narrow", "H100", 1.0, 0.15),
+    "narrow B200": ("narrow", "B200", 1.0, 0.15),
+    "narrow GB200": ("narrow", "GB200", 1.0, 0.1),
+    "narrow GB300": ("narrow", "GB300", 0.9, 0.1),
+    "narrow mxfp8": ("narrow", "mxfp8", 1.1, 0.15),
+    "narrow nvfp4": ("narrow", "nvfp4", 1.4, 0.3),
+    "narrow at 500 W": ("narrow", "H100-SXM-96", 1.15, 0.15),
+    "attention": ("attention", "", 1.1, 0.2),
+    "flash H100": ("attention", "flash H100", 1.6, 0.15),
+    "flash B200": ("attention", "flash B200", 2.2, 0.25),
+    "flash3 B200": ("attention", "flash3 B200", 1.2, 0.2),
+    "flash1": ("attention", "flash1", 1.0, 0.2),
+    "scores": ("scores", "", 1.1, 0.2),
+    "scores plain": ("scores", "plain", 1.0, 0.3),
+    "traffic": ("traffic", "", 1.2, 0.2),
+    "traffic unfused": ("traffic", "unfused", 1.0, 0.25),
+    "traffic of gated layers": ("traffic", "gated", 1.1, 0.2),
+    "adding": ("adding", "", 1.1, 0.2),
+    "cast": ("cast", "", 1.0, 0.4),
+    "cast outside of kernels": ("cast", "torch", 1.5, 0.3),
+    "narrow by rows": ("narrow", "fp8-rows", 1.4, 0.2),
+    "launch": ("launch", "", 1.0, 0.3),
+    "tensor": ("tensor", "", 1.3, 0.25),
+    "tensor beside": ("tensor", "beside", 0.6, 0.3),
+    "expert": ("expert", "", 1.3, 0.4),
+    "ring": ("ring", "", 1.2, 0.3),
+    "stages": ("stages", "", 1.2, 0.4),
+    "gathers": ("gathers", "", 1.3, 0.3),
+    "gathers of 2021": ("gathers", "stack deepspeed-2021", 2.0, 0.8),
+    "sums": ("sums", "", 1.3, 0.3),
+    "update": ("update", "", 1.3, 0.3),
+    "Megatron": ("computing", "megatron", 0.95, 0.1),
+    "nodes": ("nodes", "", 0.004, 0.5),  # of a step, for each doubling of the machines
+}
+STACK = 0.1  # deviation of a stack's factor on what it computes
+FAMILIES = (("GB200", "B200"), ("GB300", "B200"), ("B300", "B200"), ("B200", "B200"),
+            ("A800", "A100"), ("A100", "A100"), ("H100", "H100"), ("H200", "H100"),
+            ("V100", "V100"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Terms of many runs side by side, with their tags: what `seconds` and a fit take."""
+
+    middle: Mapping[str, Array]
+    last: Mapping[str, Array]
+    end: Mapping[str, Array]
+    slots: Array
+    stages: Array
+    chunks: Array
+    nodes: Array
+    window: Array
+    tags: Sequence[frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A batch with constants applied: what `combine` asks for."""
+
+    middle: Mapping[str, Array]
+    last: Mapping[str, Array]
+    end: Mapping[str, Array]
+    slots: Array
+    stages: Array
+    chunks: Array
+    window: Array
+
+
+def tags_of(run: Run) -> frozenset[str]:
+    """What constants may ask of a run."""
+    lay = run.layout
+    assert lay is not None
+    found = {
+        "",
+        run.device,
+        lay.attention,
+        lay.precision,
+        f"stack {lay.stack.like or lay.stack.name}",
+    }
+    family = next((family for name, family in FAMILIES if run.device.startswith(name)), "")
+    found |= {family, f"{lay.attention} {family}"}
+    if run.limited:
+        found.add("limited")
+    found |= {lay.stack.family, f"{lay.stack.libraries} {family}", f"{lay.stack.family} {family}"}
+    if not lay.stack.fused:
+        found.add("unfused")
+    if run.shape is not None and run.shape.gated:
+        found.add("gated")
+    if lay.stack.beside_tensor:
+        found.add("beside")
+    return frozenset(found)
+
+
+def batch_of(terms: Sequence[Terms], tags: Sequence[frozenset[str]]) -> Batch:
+    """Runs side by side."""
+
+    def lanes(of: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, Array]:
+        return {name: np.array([each.get(name, 0.0) for each in of]) for name in names}
+
+    def one(name: str) -> Array:
+        return np.array([float(getattr(each, name)) for each in terms])
+
+    return Batch(
+        lanes([each.middle for each in terms], LANES),
+        lanes([each.last for each in terms], LANES),
+        lanes([each.end for each in terms], AT_END),
+        one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"), tags,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """The constants of a batch: their names, priors, and which runs each applies to."""
+
+    names: tuple[str, ...]
+    lanes: tuple[str, ...]
+    centre: Array
+    deviation: Array
+    applies: Array  # runs x constants
+
+    @classmethod
+    def of(cls, batch: Batch) -> Model:
+        """The priors, and a factor for each stack that occurs."""
+        stacks = sorted({tag for tags in batch.tags for tag in tags if tag.startswith("stack ")})
+        table = [(name, *prior) for name, prior in PRIORS.items()]
+        table += [(stack, "computing", stack, 1.0, STACK) for stack in stacks]
+        applies = np.array(
+            [[tag in tags for _, _, tag, _, _ in table] for tags in batch.tags], dtype=float
+        ).reshape(len(batch.tags), len(table))
+        return cls(
+            tuple(row[0] for row in table),
+            tuple(row[1] for row in table),
+            np.log([row[3] for row in table]),
+            np.array([row[4] for row in table]),
+            applies,
+        )
+
+    def factor(self, lane: str, constants: Array) -> Array:
+        """Of each run."""
+        mine = np.array([name == lane for name in self.lanes], dtype=float)
+        made: Array = np.exp(self.applies @ (mine * constants))
+        return made
+
+    def seconds(self, batch: Batch, constants: Array) -> Seconds:
+        """Of a step of each run."""
+        stack = self.factor("computing", constants)
+        factors = {
+            lane: self.factor(lane, constants) * (stack if lane in (*COMPUTING, "launch") else 1.0)
+            for lane in (*LANES, *AT_END)
+        }
+        priced = Priced(
+            {lane: batch.middle[lane] * factors[lane] for lane in LANES},
+            {lane: batch.last[lane] * factors[lane] for lane in LANES},
+            {lane: batch.end[lane] * factors[lane] for lane in AT_END},
+            batch.slots, batch.stages, batch.chunks, batch.window,
+        )  # fmt: skip
+        spread = 1 + self.factor("nodes", constants) * np.log2(batch.nodes)
+        return combine(priced, spread)
+
+    def read(self, values: Mapping[str, float]) -> Array:
+        """Constants by name; a stack that none knows has its prior."""
+        return np.array(
+            [values.get(name, centre) for name, centre in zip(self.names, self.centre, strict=True)]
+        )

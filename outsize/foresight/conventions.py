@@ -1,0 +1,70 @@
+"""How publications count the operations of a step, so that an achieved rate becomes seconds.
+
+Each is a function of a shape, the tokens of a step and a sequence's length. L layers, H hidden
+size, s sequence, V vocabulary, N parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from outsize.foresight.shape import Shape
+
+Count = Callable[[Shape, float, int, bool], float]
+
+
+def palm(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """6 N + 12 L H s a token, all of N, no mask (Chowdhery et al., PaLM, 2022)."""
+    n = shape.parameters - _idle(shape)
+    return tokens * (6 * n + 3 * shape.scores(sequence))
+
+
+def megatron_2021(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """96 B s L H^2 (1 + s / 6 H + V / 16 L H), of which computing again is a quarter (Narayanan et
+    al., 2021); for these shapes, with MLPs of 4 H."""
+    layers = 24 * shape.layers * shape.hidden**2 + 4 * shape.layers * shape.hidden * sequence
+    return tokens * ((4 if again else 3) * layers + 6 * shape.hidden * shape.vocab)
+
+
+def megatron_2021_again(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """The same with what is computed again, whatever the figure is called (MT-NLG, 2022)."""
+    return megatron_2021(shape, tokens, sequence, True)
+
+
+def megatron_core(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """Products of layers and output, scores without a mask, forward and back (Megatron-LM's
+    num_floating_point_operations until 2024)."""
+    return 3 * tokens * (_layers(shape) + shape.scores(sequence))
+
+
+def causal(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """The same with half of the scores (Megatron-LM since 2024)."""
+    return 3 * tokens * (_layers(shape) + shape.scores(sequence) / 2)
+
+
+def parameters(shape: Shape, tokens: float, sequence: int, again: bool) -> float:
+    """8 N a token (BigScience's experiments with V100)."""
+    return tokens * 8 * shape.parameters
+
+
+COUNTS: Mapping[str, Count] = MappingProxyType({
+    "palm": palm,
+    "megatron-2021": megatron_2021,
+    "megatron-2021-again": megatron_2021_again,
+    "megatron-core": megatron_core,
+    "causal": causal,
+    "parameters": parameters,
+})  # fmt: skip
+
+
+def _layers(shape: Shape) -> float:
+    """Operations of a token in products of layers and of the output, forward."""
+    heads = 1 + shape.predicted
+    more = shape.predicted / shape.layers * shape.working
+    return 2.0 * (shape.working + more + heads * shape.of_vocabulary)
+
+
+def _idle(shape: Shape) -> int:
+    """Parameters of experts that a token does not meet."""
+    return shape.routed * (shape.experts - shape.active) * shape.of_expert

@@ -1,0 +1,97 @@
+"""The constants that ship: fitted on the package's table, with each publication left out in turn.
+
+A forecast of a row takes those fitted without its own publication where that is asked, so that it
+follows from the other publications alone, whatever the table that is scored has in its measured
+columns. `refit` makes them anew (tools/accuracy.py writes the file and checks it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from outsize.foresight.constants import Array, Model, batch_of, tags_of
+from outsize.foresight.fit import fit
+from outsize.foresight.measured import seconds_of
+from outsize.foresight.runs import Run, data, shipped
+from outsize.foresight.step import Terms, terms
+
+FILE = "constants.json"
+DIGITS = 4
+INSIDE = 0.9  # of rows lie in their interval
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants by name (logarithms), and what a forecast may be off: the 0.9 quantile of absolute
+    errors (logarithms) of other publications' rows, each held out."""
+
+    values: Mapping[str, float]
+    reach: float
+
+
+@cache
+def fitted(left_out: str = "") -> Fitted:
+    """Those of the file, without a publication where one is named that the table has."""
+    every = _file()
+    found = every.get(left_out, every[""])
+    return Fitted(found["values"], found["reach"])
+
+
+@cache
+def _file() -> Mapping[str, Any]:
+    read: Mapping[str, Any] = json.loads(data(FILE))
+    return read
+
+
+def terms_of(run: Run) -> Terms:
+    """Terms of a row that can be forecast."""
+    assert run.shape is not None and run.layout is not None and run.cluster is not None
+    return terms(run.shape, run.layout, run.cluster)
+
+
+def seconds_with(runs: list[Run], made: list[Terms], values: Mapping[str, float]) -> Array:
+    """Seconds of a step of each row, with constants by name."""
+    batch = batch_of(made, [tags_of(run) for run in runs])
+    model = Model.of(batch)
+    total: Array = model.seconds(batch, model.read(values)).total
+    return total
+
+
+def refit() -> dict[str, dict[str, object]]:
+    """Everything that the file has."""
+    runs = [run for run in shipped() if not run.missing and seconds_of(run) is not None]
+    made = [terms_of(run) for run in runs]
+    names = list(dict.fromkeys(run.source.name for run in runs))
+    values = {name: without(name, runs, made) for name in ("", *names)}
+    errors = {}
+    for name in names:
+        mine = [i for i, run in enumerate(runs) if run.source.name == name]
+        held = [runs[i] for i in mine]
+        found = np.log(seconds_with(held, [made[i] for i in mine], values[name]))
+        errors[name] = np.abs(found - np.log([seconds_of(run) or 1.0 for run in held]))
+    return {
+        name: {"values": values[name], "reach": round(_reach(errors, name), DIGITS)}
+        for name in values
+    }
+
+
+def without(name: str, runs: list[Run], made: list[Terms]) -> dict[str, float]:
+    """Constants of all rows but one publication's."""
+    kept = [i for i, run in enumerate(runs) if run.source.name != name]
+    batch = batch_of([made[i] for i in kept], [tags_of(runs[i]) for i in kept])
+    model = Model.of(batch)
+    measured = np.array([seconds_of(runs[i]) or 1.0 for i in kept])
+    found = fit(model, batch, measured, [runs[i].source.name for i in kept])
+    return {key: round(float(value), DIGITS) for key, value in zip(model.names, found, strict=True)}
+
+
+def _reach(errors: Mapping[str, Array], name: str) -> float:
+    """The quantile over the other publications, each with one voice."""
+    others = [np.quantile(found, INSIDE) for key, found in errors.items() if key != name]
+    return float(np.median(others))

@@ -1,0 +1,120 @@
+"""How a published run was spread over its devices, and by which software: what a forecast asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outsize.errors import OutsizeError, expect, nearest
+
+Recompute = Literal["none", "full", "attention", "half", "norms"]
+Vocabulary = Literal["last", "cut", "moved"]
+STORED = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+NARROW = (
+    "fp8",
+    "fp8-rows",
+    "mxfp8",
+    "nvfp4",
+)  # products of layers; all else of the step is in bf16
+PRECISIONS = (*STORED, *NARROW)
+RUNS = ("fp32", "bf16")  # what this runtime has; others are foretold alone
+ATTENTION = ("flash", "flash1", "flash3", "fused", "plain")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A trainer's habits. states: bytes a parameter of weights, gradients and optimizer; fused:
+    whether it has kernels for elementwise chains; hidden: which sums are beside computing;
+    scattered: whether what passes between stages is cut over the tensor axis."""
+
+    name: str
+    like: str = ""  # the stack whose residual it shares, where it differs in habits alone
+    weights: float = 2
+    gradients: float = 4
+    optimizer: float = 12
+    attention: str = "flash"
+    fused: bool = True
+    libraries: int = 2024  # year of its kernels' libraries
+    sharded: bool = False  # whether the optimizer's states are, where nothing is said
+    logits: float = 10.0  # bytes of a logit at the peak
+    logits_cut: bool = True  # over the tensor axis, where the loss is computed
+    buffers: int = 0  # microbatches that a stage holds beyond those of 1F1B
+    norms: bool = False  # whether norms are fused where other chains are not
+    family: str = "torch"  # "megatron": gradients are added up in products, one buffer of them
+    beside_data: bool = True
+    beside_tensor: bool = False
+    scattered: bool = False
+    sequence: bool = False  # sequence parallelism wherever there is a tensor axis
+    vocabulary_cut: bool = True  # over the tensor axis
+    parallel: bool = False  # attention and MLP side by side, with one sum each way
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, sizes of a step, and what is kept. shards: over how many data-parallel workers the
+    parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step."""
+
+    devices: int
+    rows: int
+    batch: int
+    sequence: int
+    stack: Stack
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    chunks: int = 1
+    recompute: Recompute = "none"
+    precision: str = "bf16"
+    shards: int = 1
+    cut_gradients: bool = False
+    states: int = 1
+    attention: str = "flash"
+    sequence_parallel: bool = False
+    vocabulary: Vocabulary = "last"
+    frozen: bool = False  # adapters are trained, whose work is left out
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "devices": self.devices, "rows": self.rows, "batch": self.batch,
+            "sequence": self.sequence, "tensor axis": self.tensor,
+            "pipeline axis": self.pipeline, "context axis": self.context,
+        }  # fmt: skip
+        for name, value in sizes.items():
+            expect(value >= 1, f"layout: {name}", value, "1 or more")
+        if self.precision not in PRECISIONS:
+            raise OutsizeError(
+                f"layout: precision {self.precision!r}{nearest(self.precision, PRECISIONS)}"
+            )
+        cut = self.tensor * self.pipeline * self.context
+        if self.devices % cut:
+            raise OutsizeError(
+                f"layout: {self.devices} devices in copies of {cut}"
+                f" (tensor {self.tensor} x pipeline {self.pipeline} x context {self.context});"
+                " expected whole copies"
+            )
+
+    @property
+    def data(self) -> int:
+        """Copies of the model that have rows of their own."""
+        return self.devices // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, on each worker: at least one, the last perhaps smaller."""
+        return max(1, -(-self.batch // (self.rows * self.data)))
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch, on one worker of the context axis."""
+        return self.rows * self.sequence / self.context
+
+    @property
+    def narrow(self) -> bool:
+        return self.precision in NARROW
+
+    @property
+    def foretold_only(self) -> bool:
+        """Whether this runtime has no such precision: the forecast stands, the run does not."""
+        return self.precision not in RUNS

@@ -1,0 +1,79 @@
+"""Seconds of a collective over a group of ranks, on the levels of a cluster.
+
+A group is so many ranks with a stride between neighbours; ranks fill nodes in order. Messages take
+the better of a ring and a tree, the rule by which NCCL chooses: a ring of g moves (g - 1) / g of
+the bytes at full bandwidth and waits g - 1 times, a tree moves them once and waits twice log2 g
+times; what is not summed for all has rings alone (Thakur, Rabenseifner and Gropp, Optimization of
+collective communication operations in MPICH, 2005). Where a group has k ranks on each node, k
+adapters carry its bytes between nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from outsize.hardware.cluster import Group
+
+# A ring's step inside a node waits for a flag in memory, one between nodes for an adapter: parts of
+# the latency of a message that starts alone (NCCL 2.19, tuning.cc: 0.6 and 2.7 microseconds).
+FLAG, HOP = 0.1, 0.3
+Operation = Literal["all_reduce", "gather", "scatter", "all_to_all", "send"]
+# Passes over the bytes: an all-reduce is a scatter and a gather of the same bytes.
+_PASSES = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of a group: how many, how many of them on one node, and the levels that they talk over."""
+
+    size: int
+    inside: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.inside)
+
+
+def ranks(size: int, stride: int, node: int) -> Ranks:
+    """A group of ranks that are `stride` apart on nodes of `node` devices."""
+    return Ranks(size, max(1, min(size, node // stride)))
+
+
+def seconds(
+    operation: Operation, bytes_: float, group: Ranks, machines: Group, calls: float = 1
+) -> float:
+    """Of one collective, in so many calls. bytes_: of the whole tensor, gathered or summed, on each
+    rank; of all_to_all what each rank has for all; of send what is sent."""
+    if group.size < 2 or not bytes_:
+        return 0.0
+    inner, outer = machines.levels[0], machines.levels[-1]
+    one_node = group.nodes == 1
+    if operation == "send":
+        level = inner if one_node else outer
+        return bytes_ / level.bandwidth.value + level.latency.value
+    if operation == "all_to_all":
+        return _exchange(bytes_, group, machines)
+    passes = _PASSES[operation]
+    wide, wait = inner.bandwidth.value, inner.latency.value
+    near = passes * (group.size - group.nodes) * wait * FLAG + wait
+    far = 0.0
+    if not one_node:
+        wide = min(wide, group.inside * outer.bandwidth.value)
+        far = passes * (group.nodes - 1) * outer.latency.value * HOP
+    moved = passes * bytes_ / wide
+    ring = moved * (group.size - 1) / group.size + calls * (near + far)
+    if operation != "all_reduce":
+        return ring
+    waits = 2 * outer.latency.value * math.log2(group.nodes) if group.nodes > 1 else wait
+    return min(ring, moved + calls * (waits + 2 * wait * math.log2(group.inside or 1) / 2))
+
+
+def _exchange(bytes_: float, group: Ranks, machines: Group) -> float:
+    """Every two ranks say something of their own: what leaves the node goes over its adapters."""
+    inner, outer = machines.levels[0], machines.levels[-1]
+    near = bytes_ * (group.inside - 1) / group.size / inner.bandwidth.value
+    far = bytes_ * (group.size - group.inside) / group.size / outer.bandwidth.value
+    wait = inner.latency.value if group.nodes == 1 else outer.latency.value
+    return max(near, far) + wait

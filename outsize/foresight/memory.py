@@ -1,0 +1,173 @@
+"""Bytes of the fullest worker in a training step: states, activations, what is kept beside them.
+
+Activations are counted operator by operator as Korthikanti et al. do (Reducing activation
+recomputation in large transformer models, 2022): s b H (34 + 5 a s / H) bytes a layer for GPT with
+dropout is what this gives, divided over the tensor axis as there. How many microbatches of them a
+stage holds is the 1F1B bound (outsize/schedule/pipelines), or that of interleaved chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outsize.foresight.layout import Layout
+from outsize.foresight.shape import Shape
+from outsize.foresight.sources import KERNELS
+from outsize.foresight.step import held, layers_of
+from outsize.hardware.cluster import Group
+
+GIB = 2.0**30
+# Kept beside tensors: the driver's context with the libraries' kernels, buffers of communicators,
+# what the allocator has and cannot use (AIConfigurator's and SimuMax's tables; PyTorch's forums).
+CONTEXT, COMMUNICATORS, FRAGMENTS = 0.85 * GIB, 0.3 * GIB, 0.04
+JOINED = 4.0  # bytes of a logit that came from others: the parts, and what they are joined into
+CHAIN = 10.0  # bytes more of a token and hidden unit: RMSNorm's chain keeps float32 copies
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest worker. tensors: all that is allocated at the peak; reserved: with what
+    the allocator cannot use; process: with context and communicators too."""
+
+    states: Mapping[str, float]
+    activations: float
+    head: float
+    gathered: float
+    axes: int  # communicators
+
+    @property
+    def tensors(self) -> float:
+        return sum(self.states.values()) + self.activations + self.head + self.gathered
+
+    @property
+    def reserved(self) -> float:
+        return self.tensors * (1 + FRAGMENTS)
+
+    @property
+    def process(self) -> float:
+        return self.reserved + CONTEXT + COMMUNICATORS * self.axes
+
+    def counted(self, way: str) -> float:
+        """As a publication counts: "allocated", "reserved" or "process"."""
+        return {"allocated": self.tensors, "reserved": self.reserved}.get(way, self.process)
+
+
+def memory(shape: Shape, layout: Layout) -> Memory:
+    """Of the fullest worker: that of the first stage, or of the last, whichever has more."""
+    ends = (True, False) if layout.pipeline > 1 else (False,)
+    return max((_stage(shape, layout, first) for first in ends), key=lambda made: made.tensors)
+
+
+def fits(made: Memory, machines: Group) -> bool:
+    """Whether a process has so much, reserves included."""
+    return made.process <= machines.device.memory_bytes
+
+
+def _stage(shape: Shape, lay: Layout, first: bool) -> Memory:
+    plain, experts = _parameters(shape, lay, first)
+    live = _in_flight(lay, first)
+    each = _per_layer(shape, lay, lay.recompute)
+    layers = layers_of(shape.layers, lay.pipeline)[0 if first else 1]
+    activations = each * layers * live
+    if lay.recompute == "full":  # one layer has all of its own while it is computed again
+        activations += _per_layer(shape, lay, "none")
+    head = 0.0 if first else _head(shape, lay)
+    axes = sum(size > 1 for size in (lay.tensor, lay.pipeline, lay.context, lay.data, lay.expert))
+    return Memory(_states(lay, plain, experts), activations, head, _gathered(shape, lay), axes)
+
+
+def _parameters(shape: Shape, lay: Layout, first: bool) -> tuple[float, float]:
+    """Of a stage: those that the data axis copies, and those of experts."""
+    plain, experts = held(shape, lay)
+    if lay.pipeline == 1:
+        return plain, experts
+    most, last = layers_of(shape.layers, lay.pipeline)
+    part = (most if first else last) / most
+    ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
+    if shape.routed:  # dense layers come first
+        average = shape.routed / shape.layers
+        mine = max(0.0, most - shape.dense) / most if first else min(1.0, shape.routed / last)
+        experts *= mine / average
+    return (plain - ends) * part + ends, experts * part
+
+
+def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
+    stack, every = lay.stack, plain + experts
+    if lay.frozen:
+        return {"weights": 2 * every / lay.shards, "gradients": 0.0, "optimizer": 0.0}
+    if lay.shards > 1:
+        cut = plain / lay.shards + experts / max(1, lay.shards // lay.expert)
+        return {
+            "weights": stack.weights * cut,
+            "gradients": stack.gradients * (every if lay.cut_gradients else cut),
+            "optimizer": stack.optimizer * cut,
+        }
+    cut = plain / lay.states + experts / max(1, lay.states // lay.expert)
+    return {
+        "weights": 2 * every,
+        "gradients": stack.gradients * every,
+        "optimizer": stack.optimizer * cut,
+    }
+
+
+def _in_flight(lay: Layout, first: bool) -> float:
+    """Microbatches whose activations a stage holds, in units of all its layers."""
+    p, v, m = lay.pipeline, lay.chunks, lay.microbatches
+    if p == 1:
+        return 1.0
+    mine = (p if first else 1) + lay.stack.buffers
+    whole = float(mine) if v == 1 else (p if first else 1) * (1 + (p - 1) / (p * v))
+    return min(float(m), whole)
+
+
+def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
+    """Bytes that an average layer keeps of a microbatch for its backward pass."""
+    t, tokens, h = lay.tensor, lay.tokens, shape.hidden
+    spread = t if lay.sequence_parallel else 1
+    if recompute == "full":
+        return 2 * h * tokens / spread
+    chains = shape.gated and not lay.stack.fused
+    stream = 8.0 + (2.0 if shape.dropout else 0.0)
+    if chains and not lay.stack.norms:
+        stream += CHAIN
+    kept = tokens * h * stream / spread
+    keys, values = shape.widths
+    heads = 2.0 * tokens / t
+    kept += heads * (shape.heads * (keys + values) + shape.n_groups * (keys + values))
+    if chains:
+        kept += heads * (shape.heads + shape.n_groups) * keys  # before they were rotated
+    if lay.attention not in KERNELS and recompute != "attention":
+        score = 5.0 if shape.dropout else 4.0
+        kept += score * lay.rows * shape.heads / t * lay.sequence**2
+    dense = 1 - shape.routed / shape.layers
+    inner = dense * shape.d_inner + shape.routed / shape.layers * shape.shared
+    kept += tokens / t * inner * (6.0 if shape.gated else 4.0)
+    if shape.routed:
+        sent = tokens / t * shape.active * shape.routed / shape.layers
+        kept += sent * (4.0 * h + shape.expert_inner * (6.0 if shape.gated else 4.0))
+    return kept * {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
+
+
+def _head(shape: Shape, lay: Layout) -> float:
+    """Logits in half and in float32, with the gradient that goes back, and the last norm."""
+    cut = lay.tensor if lay.stack.logits_cut else 1
+    if lay.vocabulary == "cut":
+        cut *= lay.pipeline
+    joined = JOINED if cut < lay.tensor else 0.0
+    spread = lay.tensor if lay.sequence_parallel else 1
+    each = shape.vocab / cut * (lay.stack.logits + joined)
+    return lay.tokens * (each + 4 * shape.hidden / spread)
+
+
+def _gathered(shape: Shape, lay: Layout) -> float:
+    """Parameters of two layers that are whole for a while, with the gradients of one."""
+    if lay.shards == 1:
+        return 0.0
+    plain, experts = held(shape, lay)
+    if lay.pipeline > 1:  # all stay from the first microbatch to the last
+        return (2 + lay.stack.gradients) * (plain + experts)
+    layers = layers_of(shape.layers, lay.pipeline)[0]
+    vocab = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
+    layer = (plain - vocab) / layers + experts / layers
+    return 2 * (2 * layer) + lay.stack.gradients * layer + 2 * vocab

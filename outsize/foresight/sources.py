@@ -1,0 +1,175 @@
+"""Where seconds come from: one protocol, and layers of it that know more and more.
+
+A Roofline prices a call by what the device does in tiles and waves, or in the cells of a systolic
+array; a Table by what was measured of shapes like it, and asks another source for the rest. What is
+left over, by device and by software, is a small fitted residual (outsize/foresight/constants.py).
+Every price says where it comes from and within what it is held to lie.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+from outsize.errors import OutsizeError
+from outsize.hardware.hardware import Device
+
+
+class Cost(NamedTuple):
+    """Seconds, the interval they are held to lie in, and who says so."""
+
+    seconds: float
+    low: float
+    high: float
+    source: str
+
+    def times(self, factor: float) -> Cost:
+        """So many calls one after the other."""
+        return Cost(self.seconds * factor, self.low * factor, self.high * factor, self.source)
+
+
+class CostSource(Protocol):
+    """What calls take on one device, in seconds."""
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
+        """(m, k) x (k, n)."""
+        ...
+
+    def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
+        """Of a fused kernel, for so many operations that are not masked. size: of the sequence and
+        of a head."""
+        ...
+
+    def traffic(self, moved: float) -> Cost:
+        """Of elementwise work that reads and writes so many bytes."""
+        ...
+
+
+# Tiles of a product's output that libraries have kernels for, and the part of the peak that one
+# reaches at best: a smaller tile reads its operands more often (NVIDIA, Matrix multiplication
+# background user's guide, 2023).
+TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 256, 0.9), (256, 64, 0.9),
+    (64, 128, 0.82), (128, 64, 0.82), (64, 64, 0.65), (32, 128, 0.55),
+)  # fmt: skip
+RAMP = 64  # of the inner dimension: what a tile's first loads and its last store cost
+SPREAD = 0.25  # of a roofline's price without a residual, either way
+# Parts of the peak by kernel, forward and back: FlashAttention (Dao et al., 2022), FlashAttention-2
+# (Dao, 2023), on an A100 at sizes of 128.
+# Dao et al., FlashAttention-3 (2024), on an H100: what cuDNN 9 has too.
+KERNELS = {"flash": (0.65, 0.58), "flash1": (0.45, 0.35), "flash3": (0.66, 0.56)}
+SHORT = 400  # tokens of a sequence at which half of a kernel's rate is reached (the same papers)
+BYTES = {
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "fp8-rows": 1,
+    "mxfp8": 1,
+    "nvfp4": 0.5,
+}
+# A dtype that a device's sheet does not name has the rate of another one.
+LIKE = {"fp8-rows": "fp8", "fp16": "bf16", "bf16": "fp16", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The device's sheet, less what shapes cost."""
+
+    device: Device
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
+        """Operations at the peak by tiles and waves, or the bytes, whichever takes longer."""
+        fill = self._fill(m, n, k)
+        computing = 2.0 * m * n * k / (self.peak(dtype) * fill)
+        moved = (m * k + k * n) * BYTES[dtype] + 2.0 * m * n
+        return self._cost(max(computing, moved / self.device.bandwidth.value))
+
+    def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
+        """Small heads leave part of a tile's inner products empty."""
+        sequence, head = size
+        part = KERNELS[kernel][back] * min(1.0, (head / 128) ** 0.15)
+        part *= sequence / (sequence + SHORT)
+        return self._cost(operations / (self.peak("bf16") * part))
+
+    def traffic(self, moved: float) -> Cost:
+        return self._cost(moved / self.device.bandwidth.value)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s, dense. Raises OutsizeError for a dtype that the device does not compute in."""
+        for name in (dtype, LIKE.get(dtype, "")):
+            if name in self.device.peak:
+                return self.device.peak[name].value
+        known = ", ".join(self.device.peak)
+        raise OutsizeError(f"device {self.device.name}: no rate in {dtype}; it has {known}")
+
+    def _fill(self, m: int, n: int, k: int) -> float:
+        if self.device.array:
+            return systolic(m, n, k, self.device.array)
+        return tiled(m, n, k, self.device.cores)
+
+    def _cost(self, seconds: float) -> Cost:
+        said = f"roofline of {self.device.name} ({self.device.bandwidth.source})"
+        return Cost(seconds, seconds, seconds * (1 + 2 * SPREAD), said)
+
+
+@lru_cache(maxsize=1 << 16)
+def tiled(m: int, n: int, k: int, cores: int) -> float:
+    """The part of the peak that a product reaches: of its best tile what covers the output, times
+    what of the last wave of tiles over the cores is in use. cores 0: unknown, no waves."""
+    best = 0.0
+    for high, wide, part in TILES:
+        tiles = math.ceil(m / high) * math.ceil(n / wide)
+        waves = math.ceil(tiles / cores) * cores if cores else tiles
+        best = max(best, part * m * n / (waves * high * wide))
+    return best * k / (k + RAMP)
+
+
+def systolic(m: int, n: int, k: int, side: int) -> float:
+    """The part of the peak of an array of side x side cells that holds weights: the cells that have
+    one, times the cycles in which rows pass, of those in which they enter and leave too."""
+    held = k * n / (math.ceil(k / side) * math.ceil(n / side) * side * side)
+    return held * m / (m + 2 * side - 2)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Products by shape as they were measured on the device, where the table has their dtype and
+    shapes within a factor of four; anything else from another source."""
+
+    device: Device
+    other: CostSource
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
+        if not self._near(m, n, k, dtype):
+            return self.other.product(m, n, k, dtype)
+        seconds = 2.0 * m * n * k / self.device.measured.matmul_rate(m, k, n, dtype)
+        return Cost(seconds, seconds * 0.9, seconds * 1.1, f"measured on {self.device.name}")
+
+    def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
+        return self.other.attention(operations, size, kernel, back)
+
+    def traffic(self, moved: float) -> Cost:
+        return self.other.traffic(moved)
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[tuple[int, int, int]]]:
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for entry in self.device.measured.matmul:
+            found.setdefault(entry.dtype, []).append((entry.tokens, entry.d_out, entry.d_in))
+        return found
+
+    def _near(self, m: int, n: int, k: int, dtype: str) -> bool:
+        return any(
+            all(1 / 4 <= one / other <= 4 for one, other in zip((m, n, k), shape, strict=True))
+            for shape in self._shapes.get(dtype, ())
+        )
+
+
+def source_of(device: Device) -> CostSource:
+    """The best that is known of a device: its measured shapes, else its sheet."""
+    sheet = Roofline(device)
+    return Table(device, sheet) if device.measured.matmul else sheet

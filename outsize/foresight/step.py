@@ -1,0 +1,252 @@
+"""Seconds of a training step of a layout on a cluster, from closed bounds of its schedule.
+
+A pipeline of p stages with m microbatches and v chunks takes m beats of its slowest stage and one
+beat of each other stage, of which v chunks leave 1 / v (Narayanan et al., Efficient large-scale
+language model training, 2021; equal to what outsize/simulate/coarse.py plays of 1F1B). What is said
+beside computing and what is computed hide each other only in part: a p-norm, not the larger one.
+
+`terms` counts what a layout does, at the rates of a cost source; `combine` makes seconds of it with
+the constants that remain. Both are plain arithmetic, so that combine takes numpy arrays of
+thousands of layouts as well as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outsize.foresight.layout import Layout
+from outsize.foresight.links import ranks, seconds
+from outsize.foresight.shape import Shape
+from outsize.foresight.sources import CostSource, source_of
+from outsize.foresight.work import Lanes, Work, add, lanes
+from outsize.hardware.cluster import Cluster
+
+COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
+SAYING = ("tensor", "expert")
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers")
+AT_END = ("sums", "update")
+BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
+HIDDEN = 4.0  # of the norm in which computing and saying hide each other
+UPDATED = 32.0  # bytes an update reads and writes of a parameter: gradient, master, two moments
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds of lanes: of a microbatch on a middle stage and on the last one; at the step's end.
+
+    slots: m, the microbatches; fill: other stages over chunks; nodes: machines of the run."""
+
+    middle: Mapping[str, float]
+    last: Mapping[str, float]
+    end: Mapping[str, float]
+    slots: float
+    stages: float
+    chunks: float
+    nodes: float
+    window: float  # of the beat that sums of gradients may go on beside
+
+
+def terms(
+    shape: Shape, layout: Layout, cluster: Cluster, source: CostSource | None = None
+) -> Terms:
+    """What a layout does in a step. Raises OutsizeError for a dtype the device does not know."""
+    machines = cluster.groups[0]
+    work = Work(shape, layout, source or source_of(machines.device), machines)
+    middle, last = _stages(work)
+    _accumulated(middle, work, ends=layout.pipeline == 1)
+    if last is not middle:
+        _accumulated(last, work, ends=True)
+    nodes = max(1, layout.devices // machines.node)
+    hidden = 2 / 3 if layout.stack.beside_data else 0.0
+    return Terms(
+        middle, last, _end(work), layout.microbatches, layout.pipeline, layout.chunks, nodes, hidden
+    )
+
+
+def _stages(work: Work) -> tuple[Lanes, Lanes]:
+    """Lanes of a microbatch on a stage in the middle, and on the last."""
+    shape, p = work.shape, work.layout.pipeline
+    layers = shape.layers + shape.predicted
+    middle, last = lanes(), lanes()
+    most, behind = layers_of(layers, p)
+    how = work.layout.vocabulary
+    if how == "moved" and p > 1:
+        most, behind = _moved(work, layers)
+    add(middle, work.layer, most)
+    add(last, work.layer, behind)
+    heads = 1 + shape.predicted
+    if how == "cut" and p > 1:
+        add(middle, work.head, heads / p)
+        add(last, work.head, heads / p)
+    else:
+        add(last, work.head, heads)
+    if p > 1:
+        sent = work.layout.tokens * shape.hidden * 2
+        if work.layout.stack.scattered or work.layout.sequence_parallel:
+            sent /= work.layout.tensor
+        group = ranks(2, work.layout.devices // p, work.machines.node)
+        one = seconds("send", sent, group, work.machines)
+        for stage in (middle, last):
+            stage["stages"] += 2 * one * work.layout.chunks
+    else:
+        middle = last
+    return middle, last
+
+
+def layers_of(layers: int, stages: int) -> tuple[float, float]:
+    """Of a stage in the middle, and of the last. Where layers and the two ends together divide
+    evenly and layers alone do not, ends count as layers (BLOOM's partition)."""
+    if layers % stages and not (layers + 2) % stages:
+        each = (layers + 2) // stages
+        return each, each - 1
+    return math.ceil(layers / stages), layers // stages
+
+
+def _moved(work: Work, layers: int) -> tuple[float, float]:
+    """Whole layers moved from the last stage to the others, as far as that helps."""
+    p = work.layout.pipeline
+    one, head = _total(work.layer), _total(work.head)
+    best = min(
+        range(layers // p + 1),
+        key=lambda kept: max(kept * one + head, math.ceil((layers - kept) / (p - 1)) * one),
+    )
+    return math.ceil((layers - best) / (p - 1)), best
+
+
+def _total(lanes: Mapping[str, float]) -> float:
+    return sum(value for lane, value in lanes.items() if lane != "launch")
+
+
+def held(shape: Shape, layout: Layout, ends: bool = True) -> tuple[float, float]:
+    """Parameters of the busiest worker: those that a data axis copies, and those of experts. ends:
+    with a vocabulary, which a stage in the middle has not unless it is cut over all."""
+    t, p = layout.tensor, layout.pipeline
+    layers, _ = layers_of(shape.layers, p)
+    each = shape.of_attention - 2 * shape.hidden
+    dense = (shape.layers - shape.routed) / shape.layers * shape.of_dense
+    routed = shape.routed / shape.layers
+    plain = layers * ((each + dense + routed * shape.of_shared) / t + 2 * shape.hidden)
+    vocab = shape.of_vocabulary / (t if layout.stack.vocabulary_cut else 1)
+    if layout.vocabulary == "cut":
+        plain += vocab / p * (1 if shape.tied else 2)
+    elif p > 1:
+        plain += vocab if ends else 0.0
+    else:
+        plain += vocab * (1 if shape.tied else 2)
+    experts = layers * routed * shape.experts * shape.of_expert / layout.expert
+    return plain, experts
+
+
+def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
+    """What gradients of a microbatch cost beside their products: they are added to what there is,
+    or go to the workers that keep them, whose parameters come in turn."""
+    lay, mine = work.layout, sum(held(work.shape, work.layout, ends))
+    if lay.shards > 1 and lay.pipeline == 1:
+        group = ranks(lay.shards, lay.tensor, work.machines.node)
+        passes = 1 if lay.cut_gradients else 2
+        layers = layers_of(work.shape.layers, lay.pipeline)[0]
+        one = seconds("gather", mine * 2, group, work.machines, layers)
+        back = seconds("scatter", mine * lay.stack.gradients, group, work.machines, layers)
+        stage["gathers"] += passes * one + back
+    elif lay.microbatches > 1 and not lay.frozen:
+        stage["adding"] += work.source.traffic(2 * lay.stack.gradients * mine).seconds
+
+
+def _end(work: Work) -> dict[str, float]:
+    """Of a step: sums of gradients, what the update moves, parameters that come back."""
+    lay = work.layout
+    plain, experts = held(work.shape, lay)
+    if lay.frozen:
+        return {"sums": 0.0, "update": 0.0}
+    copies = lay.data * lay.context
+    sums = 0.0
+    for mine, size, stride in (
+        (plain, copies, lay.tensor),
+        (experts, copies * lay.tensor // lay.expert, lay.tensor * lay.expert),
+    ):
+        if size > 1 and mine:
+            sums += _summed(mine, size, stride, work)
+    cut = max(lay.states, lay.shards)
+    mine = plain / cut + experts / max(1, cut // lay.expert)
+    moved = UPDATED * mine + 2 * lay.stack.gradients * (plain + experts) / lay.shards
+    return {"sums": sums, "update": work.source.traffic(moved).seconds}
+
+
+def _summed(mine: float, size: int, stride: int, work: Work) -> float:
+    """Seconds until gradients of a group are summed and its parameters are whole again."""
+    lay, machines = work.layout, work.machines
+    stride = min(stride, machines.count)
+    if lay.shards > 1 and lay.pipeline > 1:  # gathered and summed once, as sharded states are
+        return _over_states(mine, size, stride, lay.shards, work)
+    if lay.shards > 1:  # what is sharded over fewer than all is summed over the copies of a shard
+        rest = size // lay.shards
+        group = ranks(rest, stride * lay.shards, machines.node)
+        return seconds("all_reduce", mine / lay.shards * lay.stack.gradients, group, machines)
+    if lay.states > 1:
+        return _over_states(mine, size, stride, lay.states, work)
+    whole = ranks(size, stride, machines.node)
+    return seconds("all_reduce", mine * lay.stack.gradients, whole, machines)
+
+
+def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -> float:
+    """Sums to the workers that update a part each, and over those that update the same; then the
+    parts of parameters to all."""
+    lay, machines = work.layout, work.machines
+    cut = ranks(min(size, states), stride, machines.node)
+    calls = max(1.0, mine / BUCKET)
+    found = seconds("scatter", mine * lay.stack.gradients, cut, machines, calls)
+    found += seconds("gather", mine * 2, cut, machines, calls)
+    if states < size:
+        rest = ranks(size // states, stride * states, machines.node)
+        found += seconds("all_reduce", mine / states * lay.stack.gradients, rest, machines)
+    return found
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+
+def together(one: Any, other: Any, norm: float = HIDDEN) -> Any:
+    """Of two things beside each other: the longer one, and more the nearer they are."""
+    return (one**norm + other**norm) ** (1 / norm)
+
+
+def beat(of: Mapping[str, Any]) -> Any:
+    """Of a microbatch on a stage."""
+    computing = sum(of[lane] for lane in COMPUTING) + 1e-12
+    computing = together(computing, of["ring"])
+    computing = together(computing, of["launch"])
+    computing = computing + sum(of[lane] for lane in SAYING)
+    return together(computing, of["gathers"]) + of["stages"]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step: in beats of the slowest stage, in filling and draining, and at its end."""
+
+    beats: Any
+    fill: Any
+    sums: Any
+    update: Any
+    spread: Any  # factor of waiting for the slowest of many machines
+
+    @property
+    def total(self) -> Any:
+        return (self.beats + self.fill + self.sums + self.update) * self.spread
+
+
+def combine(terms: Any, spread: Any = 1.0) -> Seconds:
+    """Seconds of a step from terms whose lanes constants have already been applied to."""
+    middle, last = beat(terms.middle), beat(terms.last)
+    slowest = _larger(middle, last)
+    every = (terms.stages - 1) * middle + last
+    fill = (every - slowest) / terms.chunks
+    window = slowest * terms.window + 1e-9
+    sums = together(window, terms.end["sums"]) - window
+    return Seconds(terms.slots * slowest, fill, sums, terms.end["update"], spread)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    return (one + other + abs(one - other)) / 2

@@ -1,0 +1,242 @@
+"""What one worker of a stage does for a microbatch, as seconds of lanes at the rates of a source.
+
+T tokens of a microbatch on one worker, H hidden size, t workers of the tensor axis. Everything is
+counted from matrices and operators of the shape (outsize/foresight/shape.py); nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from outsize.foresight.layout import Layout
+from outsize.foresight.links import Ranks, ranks, seconds
+from outsize.foresight.shape import Shape
+from outsize.foresight.sources import KERNELS as KERNELS_FUSED
+from outsize.foresight.sources import CostSource
+from outsize.hardware.cluster import Group
+
+# Bytes that elementwise chains read and write of a token, in halves of H: two norms and two sums
+# into the stream, each with a kernel of its own, forward (counted from Megatron-LM's kernels).
+STREAM = 10.0
+TURNED, PLAIN = 3.0, 1.0  # of queries and keys: biases, rotations, transposes; without any
+# The same where every operator has a kernel of its own: LayerNorm and GELU are one kernel each in
+# PyTorch, RMSNorm and rotations are chains in float32, a gate is two kernels.
+CHAIN, ROTATED, GATED = 26.0, 14.0, 5.0
+BACK = 2.0  # times the forward's: it reads what was kept and the gradient
+DROPPED = 1.5  # halves of H: masks of dropout
+# Bytes of a score of unfused attention, forward and back: written by the product, masked,
+# normalised, dropped out, read by the next product.
+SCORES = {"fused": (13.0, 17.0), "plain": (24.0, 28.0)}
+ALIGNED = 8  # a head's size of other multiples has no tensor cores (NVIDIA, the same guide)
+SCALAR = 8.0  # times as long on the cores that remain
+LOGITS = (12.0, 12.0)  # bytes of a logit: it is cast, its maximum and sum are read, and back
+LAUNCH = 4.5e-6  # seconds of the processor to launch a kernel (PyTorch on a server processor)
+KERNELS = 17  # of a layer's forward, fused
+ROUTED = 100  # of a layer's experts: routing, sorting, exchanging, a product for each of a few
+MOVED = 8.0  # halves of H of a token and expert: sorted, gathered, weighted, summed
+CAST = 5.0  # bytes of an element that enters a product in 8 bits or fewer: read, written twice
+
+
+Lanes = defaultdict[str, float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model on the workers of a layout: seconds of the lanes of its parts, by a source's rates.
+
+    Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, traffic, launch;
+    tensor, expert: collectives of those axes; ring: keys and values of other
+    parts of a sequence.
+    """
+
+    shape: Shape
+    layout: Layout
+    source: CostSource
+    machines: Group
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer(self) -> Lanes:
+        """An average layer of a microbatch, forward and back, with what is computed again."""
+        s, found = self.shape, lanes()
+        dense, routed = (s.layers - s.routed) / s.layers, s.routed / s.layers
+        add(found, self._attention())
+        if dense:
+            add(found, self._mlp(s.d_inner, self.layout.tokens, 1), dense)
+        if routed:
+            add(found, self._experts(), routed)
+        add(found, self._stream())
+        return found
+
+    @cached_property
+    def head(self) -> Lanes:
+        """The last layer with its loss, forward and back; always in 16 bits."""
+        cut = self.layout.tensor if self.layout.stack.vocabulary_cut else 1
+        tokens, rows = self.layout.tokens, self.shape.vocab / cut
+        found = lanes()
+        for m, n, k in _three(tokens, rows, self.shape.hidden):
+            found["matmul"] += self.source.product(m, n, k, self._wide).seconds
+        whole = rows if self.layout.stack.logits_cut else self.shape.vocab
+        found["traffic"] = self.source.traffic(sum(LOGITS) * tokens * whole).seconds
+        return found
+
+    @cached_property
+    def tensor(self) -> Ranks:
+        return ranks(self.layout.tensor, 1, self.machines.node)
+
+    @property
+    def _wide(self) -> str:
+        return "bf16" if self.layout.narrow else self.layout.precision
+
+    # -- attention ---------------------------------------------------------------------------------
+
+    def _attention(self) -> Lanes:
+        """Its matrices, and its scores."""
+        tokens = self.layout.tokens
+        found = self._matrices(self.shape.attention, tokens)
+        add(found, self._scores())
+        if self.layout.context > 1:
+            s, mine = self.shape, self.layout.tokens
+            kept = 2 * s.n_groups * s.d_head * 2 * mine / self.layout.tensor
+            group = ranks(self.layout.context, self.layout.tensor, self.machines.node)
+            one = seconds("gather", kept * self.layout.context, group, self.machines)
+            found["ring"] += 3 * one  # keys and values forward and back, and their gradients
+        return found
+
+    def _scores(self) -> Lanes:
+        s, lay, found = self.shape, self.layout, lanes()
+        kernel = lay.attention
+        whole = s.scores(lay.sequence) / s.layers * lay.tokens / lay.tensor
+        again = lay.recompute in ("full", "attention")
+        if kernel in KERNELS_FUSED:
+            head = (lay.sequence, sum(s.widths) // 2)
+            forward = self.source.attention(whole / 2, head, kernel, False).seconds
+            back = self.source.attention(2.5 * whole / 2, head, kernel, True).seconds
+            again = lay.recompute == "full"  # the kernel computes scores again by itself
+            found["attention"] = back + forward * (2 if again else 1)
+            return found
+        # A batch of products, each of one head; the mask saves nothing.
+        keys, values = s.widths
+        heads = lay.rows * s.heads / lay.tensor
+        forward = sum(
+            self.source.product(lay.sequence, n, k, self._wide).seconds
+            for n, k in ((lay.sequence, keys), (values, lay.sequence))
+        )
+        if keys % ALIGNED:
+            forward *= SCALAR
+        ahead, behind = SCORES[kernel]
+        passed = heads * lay.sequence**2
+        found["attention"] = heads * forward * (4 if again else 3)
+        moved = passed * (behind + ahead * (2 if again else 1))
+        found["scores"] = self.source.traffic(moved).seconds
+        return found
+
+    # -- MLPs --------------------------------------------------------------------------------------
+
+    def _mlp(self, inner: int, tokens: float, count: float, cut: int = 0) -> Lanes:
+        """Of one inner size, for so many experts with so many tokens each."""
+        t = cut or self.layout.tensor
+        found = self._matrices(self.shape.mlp(inner), tokens, t)
+        gate = 3.0 if self.layout.stack.fused else GATED
+        halves = (gate if self.shape.gated else 2.0) * inner / t
+        found["traffic"] += self._elementwise(halves * tokens)
+        made = lanes()
+        add(made, found, count)
+        return made
+
+    def _experts(self) -> Lanes:
+        """Router, shared experts, what goes to other workers and back, and the experts here."""
+        s, lay = self.shape, self.layout
+        here = s.experts / lay.expert
+        tokens = lay.tokens * s.active * lay.expert / s.experts
+        if lay.tensor > 1:  # each worker sends its own part of the tokens
+            tokens /= lay.tensor
+        found = self._mlp(s.expert_inner, max(1.0, tokens), here, cut=1)
+        if s.shared:
+            add(found, self._mlp(s.shared, lay.tokens, 1))
+        mine = lay.tokens / lay.tensor
+        moved = MOVED * 2 * s.hidden * mine * s.active
+        found["traffic"] += self._passes() * self.source.traffic(moved).seconds
+        found["launch"] += LAUNCH * ROUTED * self._passes()
+        if lay.expert > 1:
+            group = ranks(lay.expert, lay.tensor, self.machines.node)
+            sent = mine * min(s.active, group.nodes * s.active) * s.hidden * 2
+            one = seconds("all_to_all", sent, group, self.machines)
+            found["expert"] += one * (6 if lay.recompute == "full" else 4)
+        return found
+
+    # -- what both have ----------------------------------------------------------------------------
+
+    def _matrices(
+        self, matrices: Iterable[tuple[int, int, bool]], tokens: float, cut: int = 0
+    ) -> Lanes:
+        """Products forward, back into inputs and into weights that are trained, and again where
+        that is asked."""
+        found, lay = lanes(), self.layout
+        lane = "narrow" if lay.narrow else "matmul"
+        once = {"full": 1.0, "half": 0.5}.get(lay.recompute, 0.0)
+        for index, (inner, out, divided) in enumerate(matrices):
+            t = (cut or lay.tensor) if divided else 1
+            column = index % 2 == 0
+            n, k = (out / t, inner) if column else (out, inner / t)
+            shapes = _three(tokens, n, k)
+            each = [self.source.product(*shape, lay.precision).seconds for shape in shapes]
+            found[lane] += sum(each[: 2 if lay.frozen else 3]) + once * each[0]
+            if lay.narrow:
+                moved = CAST * tokens * (2 * k + n)
+                found["cast"] += self.source.traffic(moved).seconds
+        return found
+
+    def _elementwise(self, halves: float) -> float:
+        """Seconds of chains that touch so many halves forward."""
+        return self._passes() * self.source.traffic(2 * halves).seconds
+
+    def _passes(self) -> float:
+        again = {"full": 1.0, "half": 1.0, "norms": 0.6}.get(self.layout.recompute, 0.0)
+        return 1 + BACK + again
+
+    def _stream(self) -> Lanes:
+        """Norms and sums of a layer, and the collectives of its tensor axis."""
+        s, lay, found = self.shape, self.layout, lanes()
+        t = lay.tensor
+        spread = t if lay.sequence_parallel else 1
+        chains = s.gated and not lay.stack.fused
+        stream = (CHAIN if chains and not lay.stack.norms else STREAM) / spread
+        stream += DROPPED / spread if s.dropout else 0.0
+        turned = TURNED if s.gated or s.dropout else PLAIN
+        halves = s.hidden * (stream + (ROTATED if chains else turned) / t)
+        found["traffic"] = self._elementwise(halves * lay.tokens)
+        found["launch"] = LAUNCH * KERNELS * self._passes() * (2 if chains else 1)
+        if t > 1:
+            # Two sums forward and two back; with sequence parallelism the same bytes as gathers and
+            # scatters, and the inputs once more where gradients of weights are computed.
+            whole = lay.tokens * s.hidden * 2
+            if lay.sequence_parallel:
+                count = 10 + (4 if lay.recompute == "full" else 0)
+                one = seconds("gather", whole, self.tensor, self.machines)
+            else:
+                count = 4 + (2 if lay.recompute == "full" else 0)
+                one = seconds("all_reduce", whole, self.tensor, self.machines)
+            found["tensor"] = count * one / (2 if lay.stack.parallel else 1)
+        return found
+
+
+def lanes() -> Lanes:
+    """None of any lane."""
+    return defaultdict(float)
+
+
+def add(into: Lanes, more: Mapping[str, float], times: float = 1.0) -> None:
+    """Add lanes, so many times."""
+    for lane, value in more.items():
+        into[lane] += value * times
+
+
+def _three(tokens: float, n: float, k: float) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of a product, of its gradient into the input and into the weight."""
+    m, n, k = max(1, round(tokens)), max(1, round(n)), max(1, round(k))
+    return ((m, n, k), (m, k, n), (k, n, m))

@@ -1,0 +1,240 @@
+"""Foresight against closed forms worked out by hand and against the package's own simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outsize.errors import OutsizeError
+from outsize.foresight.conventions import COUNTS
+from outsize.foresight.layout import Layout, Stack
+from outsize.foresight.links import FLAG, HOP, ranks, seconds
+from outsize.foresight.memory import memory
+from outsize.foresight.shape import Latent, Shape
+from outsize.foresight.sources import Roofline, Table, systolic, tiled
+from outsize.foresight.step import Terms, beat, combine, layers_of, terms
+from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
+from outsize.hardware.cluster import FAR, NEAR
+from outsize.schedule.pipelines import Shape as PipelineShape
+from outsize.schedule.pipelines import make
+from outsize.simulate.coarse import Times, play
+
+A100 = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s").groups[0]
+GPT = Shape(layers=48, hidden=6144, heads=64, vocab=51200, dropout=True)
+MEGATRON = Stack("megatron", attention="fused", family="megatron")
+LLAMA = Shape(80, 8192, 64, 128256, inner=28672, groups=8, gated=True, tied=False)
+
+
+def layout(**more: Any) -> Layout:
+    base: dict[str, Any] = {
+        "devices": 8, "rows": 4, "batch": 4, "sequence": 2048, "stack": MEGATRON, "tensor": 8,
+        "attention": "fused",
+    }  # fmt: skip
+    return Layout(**(base | more))
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_all_reduce_in_a_node_is_a_ring() -> None:
+    """2 (g - 1) / g of the bytes over 300 GB/s, and the waits of 14 steps and one message."""
+    size = 1 << 30
+    expected = 2 * 7 / 8 * size / 300e9 + 2 * 7 * NEAR * FLAG + NEAR
+    assert seconds("all_reduce", size, ranks(8, 1, 8), A100) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_group_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
+    """32 ranks on 4 nodes share eight adapters of 25 GB/s each; 4 ranks with stride 8 have one."""
+    size = 8 << 30
+    wide = 31 / 32 * size / 200e9
+    waits = 28 * NEAR * FLAG + NEAR + 3 * FAR * HOP
+    assert seconds("gather", size, ranks(32, 1, 8), A100) == pytest.approx(wide + waits, rel=1e-12)
+    thin = 3 / 4 * size / 25e9 + NEAR + 3 * FAR * HOP
+    assert seconds("gather", size, ranks(4, 8, 8), A100) == pytest.approx(thin, rel=1e-12)
+
+
+def test_small_messages_take_a_tree_and_rings_wait_for_every_call() -> None:
+    large = parse_spec("128 x 8 A100-SXM-80 @ 25GB/s").groups[0]
+    group = ranks(1024, 1, 8)
+    assert seconds("all_reduce", 1024, group, large) < seconds("gather", 1024, group, large)
+    once = seconds("gather", 1 << 30, group, large)
+    twice = seconds("gather", 1 << 30, group, large, calls=2)
+    assert twice - once == pytest.approx(896 * NEAR * FLAG + NEAR + 127 * FAR * HOP)
+
+
+def test_exchanges_and_sends() -> None:
+    """Of 16 ranks, half on each of two nodes: half of the bytes leave over one adapter each."""
+    expected = 0.5 * 1e9 / 25e9 + FAR
+    assert seconds("all_to_all", 1e9, ranks(16, 1, 8), A100) == pytest.approx(expected)
+    assert seconds("send", 1e9, ranks(2, 16, 8), A100) == pytest.approx(1e9 / 25e9 + FAR)
+    assert seconds("send", 1e9, ranks(1, 1, 8), A100) == 0.0
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def test_waves_of_tiles() -> None:
+    """108 tiles of 256 x 128 fill an A100 once; one tile more starts a wave almost idle."""
+    ramp = 4096 / (4096 + 64)
+    assert tiled(256 * 12, 128 * 9, 4096, 108) == pytest.approx(ramp)
+    assert tiled(256 * 109, 128, 4096, 108) < 0.96 * ramp
+    assert tiled(100, 100, 4096, 0) == pytest.approx(ramp * 0.95 * 1e4 / 128**2)
+
+
+def test_systolic_array() -> None:
+    """Weights fill the cells where sizes are whole multiples; rows enter and leave in 2 a - 2."""
+    assert systolic(1024, 256, 256, 128) == pytest.approx(1024 / (1024 + 254))
+    assert systolic(1024, 64, 128, 128) == pytest.approx(0.5 * 1024 / (1024 + 254))
+
+
+def test_a_table_goes_before_the_roofline_near_its_shapes() -> None:
+    (device,) = catalogue("H100-SXM").devices
+    rate = Rate(5e14, "FLOP/s", "test", "2026-11-26")
+    known = replace(device, measured=Measured((Matmul(4096, 4096, 4096, "bf16", rate),)))
+    table = Table(known, Roofline(known))
+    made = table.product(4096, 4096, 4096, "bf16")
+    assert made.seconds == pytest.approx(2 * 4096**3 / 5e14) and "measured" in made.source
+    far = table.product(64, 64, 64, "bf16")
+    assert far == Roofline(known).product(64, 64, 64, "bf16")
+    assert far.low <= far.seconds <= far.high
+
+
+def test_a_dtype_that_a_device_lacks_is_refused() -> None:
+    (device,) = catalogue("A100-SXM-80").devices
+    assert Roofline(device).peak("fp16") == Roofline(device).peak("bf16")
+    with pytest.raises(OutsizeError, match="no rate in fp8; it has bf16"):
+        Roofline(device).product(64, 64, 64, "fp8")
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "chunks"), [(4, 8, 1), (2, 6, 1), (4, 8, 2)])
+def test_beats_and_fill_are_what_the_simulator_plays(
+    devices: int, microbatches: int, chunks: int
+) -> None:
+    name = "1f1b" if chunks == 1 else "interleaved"
+    shape = PipelineShape(devices, microbatches, chunks=chunks if chunks > 1 else None)
+    played = play(make(name, shape), Times(1.0, 1.0, 1.0))
+    makespan = max(event.end for event in played.trace().events)
+    made = combine(_terms(3.0, 3.0, microbatches, devices, chunks)).total
+    assert made == pytest.approx(makespan, rel=1e-6)
+
+
+def test_a_slow_last_stage_sets_the_beat() -> None:
+    stages = (1.0, 1.0, 1.0, 1.5)
+    played = play(make("1f1b", PipelineShape(4, 16)), Times(1.0, 1.0, 1.0, stages=stages))
+    makespan = max(event.end for event in played.trace().events)
+    made = combine(_terms(3.0, 4.5, 16, 4, 1)).total
+    assert made == pytest.approx(makespan, rel=0.02)
+
+
+def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
+    lanes = dict.fromkeys(
+        ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "expert",
+         "ring", "stages", "gathers", "adding"), 0.0,
+    )  # fmt: skip
+    of = [{**lanes, "matmul": value} for value in (middle, last)]
+    return Terms(of[0], of[1], {"sums": 0.0, "update": 0.0}, slots, stages, chunks, 1, 0.0)
+
+
+def test_layers_of_stages() -> None:
+    assert layers_of(96, 8) == (12, 12)
+    assert layers_of(70, 12) == (6, 5)  # BLOOM: the two ends count as layers
+    assert layers_of(78, 12) == (7, 6)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "form"),
+    [
+        ({}, lambda s, h, a, t: 10 + 24 / t + 5 * a * s / (h * t)),
+        ({"sequence_parallel": True}, lambda s, h, a, t: (34 + 5 * a * s / h) / t),
+        ({"sequence_parallel": True, "recompute": "attention"}, lambda s, h, a, t: 34 / t),
+        ({"attention": "flash"}, lambda s, h, a, t: 10 + 24 / t),
+    ],
+)
+def test_activations_are_korthikantis(more: dict[str, Any], form: Any) -> None:
+    """s b h times the bytes of its tables 2 and 4, for each layer of the 22B model."""
+    made = memory(GPT, layout(**more))
+    s, b, h, a, t = 2048, 4, GPT.hidden, GPT.heads, 8
+    assert made.activations == pytest.approx(GPT.layers * s * b * h * form(s, h, a, t), rel=1e-12)
+
+
+def test_states_of_a_cut_optimizer() -> None:
+    """Two bytes of weights and four of gradients whole, twelve of the optimizer over eight."""
+    made = memory(LLAMA, layout(tensor=1, devices=8, states=8, attention="flash"))
+    n = LLAMA.parameters - LLAMA.hidden  # but for the last norm
+    assert sum(made.states.values()) == pytest.approx((2 + 4 + 12 / 8) * n, rel=1e-3)
+    whole = memory(LLAMA, layout(tensor=1, devices=8, shards=8, states=8, attention="flash"))
+    assert sum(whole.states.values()) == pytest.approx((2 + 4 + 12) / 8 * n, rel=1e-3)
+
+
+def test_the_first_stage_holds_as_many_microbatches_as_there_are_stages() -> None:
+    flat = memory(GPT, layout(tensor=1, devices=1, batch=32, attention="flash")).activations
+    piped = memory(GPT, layout(tensor=1, devices=4, pipeline=4, batch=32, attention="flash"))
+    assert piped.activations == pytest.approx(flat)  # a quarter of the layers, four times
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        (Shape(96, 12288, 96, 50257, positions=2048), 174.6),
+        (LLAMA, 70.55),
+        (
+            Shape(61, 7168, 128, 129280, inner=18432, gated=True, tied=False, experts=256, active=8,
+                  expert_inner=2048, shared=2048, dense=3,
+                  latent=Latent(1536, 512, 128, 64, 128)),
+            671.0,
+        ),
+        (
+            Shape(94, 4096, 64, 151936, groups=4, head=128, gated=True, tied=False, experts=128,
+                  active=8, expert_inner=1536),
+            235.1,
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_of_published_models(shape: Shape, billions: float) -> None:
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=3e-3)
+
+
+def test_conventions() -> None:
+    """96 B s L H^2 (1 + s / 6 H + V / 16 L H) of Narayanan et al. with recompute."""
+    s, h, v, layers = 2048, GPT.hidden, GPT.vocab, GPT.layers
+    form = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert COUNTS["megatron-2021"](GPT, s, s, True) == pytest.approx(form, rel=1e-12)
+    dense = 6 * (LLAMA.working + LLAMA.of_vocabulary) * 8192
+    scores = 12 * LLAMA.layers * LLAMA.hidden * 8192 * 8192
+    assert COUNTS["megatron-core"](LLAMA, 8192, 8192, False) == pytest.approx(dense + scores)
+    assert COUNTS["causal"](LLAMA, 8192, 8192, False) == pytest.approx(dense + scores / 2)
+
+
+def test_products_of_a_layer_are_six_operations_a_parameter() -> None:
+    """At the peak without tiles: 6 N operations of a token, 8 N where it is computed again."""
+
+    class Peak(Roofline):
+        def _fill(self, m: int, n: int, k: int) -> float:
+            return 1.0
+
+    cluster = parse_spec("A100-SXM-80")
+    source = Peak(cluster.groups[0].device)
+    lay = layout(devices=1, tensor=1, attention="flash")
+    plain = terms(GPT, lay, cluster, source).last["matmul"]
+    n = GPT.working + GPT.of_vocabulary
+    assert plain == pytest.approx(6 * n * 4 * 2048 / 312e12, rel=1e-6)
+    again = terms(GPT, layout(devices=1, tensor=1, recompute="full"), cluster, source)
+    extra = again.last["matmul"] - plain
+    assert extra == pytest.approx(2 * GPT.working * 4 * 2048 / 312e12, rel=1e-6)
+    assert math.isfinite(beat(dict.fromkeys(again.last, 0.0) | _zeros() | again.last))
+
+
+def _zeros() -> dict[str, float]:
+    return dict(_terms(0.0, 0.0, 1, 1, 1).middle) | {"matmul": 0.0}

@@ -1,0 +1,160 @@
+"""`outsize score`: tables, conventions, figures and bars."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from outsize.cli.main import main
+from outsize.errors import OutsizeError
+from outsize.foresight import fitted as fitting
+from outsize.foresight.measured import seconds_of
+from outsize.foresight.runs import COLUMNS, data, read_runs, shipped
+from outsize.foresight.score import bars, rank_correlation, report
+
+TEXT = data("published_training.csv")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, ["score", *words])
+
+
+def rows_of(*names: str, every: int = 1) -> list[dict[str, str]]:
+    """Rows of the shipped table whose source has one of these names in it."""
+    found = [r for r in csv.DictReader(io.StringIO(TEXT)) if any(n in r["source"] for n in names)]
+    return found[::every]
+
+
+def table(path: Path, rows: list[dict[str, str]], columns: Any = COLUMNS) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def test_conventions_give_the_step_times_that_their_papers_print() -> None:
+    """Table 1 of Narayanan et al.: 138, 138 and 140 TFLOP/s a device are 3.70, 14.45 and 16.06 s
+    (the table's notes); MegaScale's MFU of 53.0% is its 40.0 s; llm-foundry's MFU its tokens."""
+    found = {
+        (run.model, run.metric, run.source.name, run.layout.devices): seconds_of(run)
+        for run in shipped()
+        if run.layout is not None
+    }
+    paper = "Megatron-LM 2021"
+    for model, devices, expected in (("3.6B", 64, 3.70), ("39B", 512, 14.45), ("76B", 1024, 16.06)):
+        made = found[f"GPT-{model}", "hfu_tflops_per_gpu", paper, devices]
+        assert made == pytest.approx(expected, rel=2e-3)
+    assert found["GPT-175B", "mfu_pct", "MegaScale", 12288] == pytest.approx(6.34, rel=0.03)
+    pairs: dict[tuple[Any, ...], list[float]] = {}
+    for run in shipped():
+        if run.model.startswith("MPT") and run.layout is not None and not run.layout.narrow:
+            pairs.setdefault((run.shape, run.layout, run.device), []).append(seconds_of(run) or 0.0)
+    assert len(pairs) > 50
+    assert all(max(pair) == pytest.approx(min(pair), rel=3e-3) for pair in pairs.values())
+
+
+def test_blank_measured_columns_give_the_same_forecasts(tmp_path: Path) -> None:
+    rows = rows_of("Aleph", "SimuMax", every=20)
+    full = json.loads(invoke(table(tmp_path / "a.csv", rows), "--each-source-out", "--json").output)
+    for row in rows:
+        row["measured_metric"] = row["measured_value"] = ""
+    path = table(tmp_path / "b.csv", rows)
+    blank = json.loads(invoke(path, "--each-source-out", "--json").output)
+    assert full["forecasts"] == blank["forecasts"] and len(full["forecasts"]) == len(rows)
+    assert full["mape"] is not None and blank["mape"] is None
+    printed = invoke(path, "--each-source-out")
+    assert printed.exit_code == 0 and printed.output.count(" s ") >= len(rows)
+
+
+def test_json_has_the_names_of_the_issue_by_source_too(tmp_path: Path) -> None:
+    result = invoke(table(tmp_path / "a.csv", rows_of("SimuMax", "ORNL")), "--json")
+    made = json.loads(result.output)
+    names = {"mape", "rank", "regret", "oom_precision", "oom_recall", "memory_mape", "rows"}
+    assert names <= set(made) and names <= set(made["sources"]["SimuMax"])
+    assert made["sources"]["SimuMax"]["rows"] == 86 and made["rows"] == 86
+    assert [each["source"] for each in made["unforecast"]] == ["Frontier"]
+    first = made["forecasts"][0]
+    assert first["low"] < first["step_seconds"] < first["high"] and first["fits"] is True
+
+
+def test_a_bar_that_is_missed_is_exit_code_1(tmp_path: Path) -> None:
+    rows = rows_of("MegaScale")
+    good = invoke(table(tmp_path / "a.csv", rows), "--json")
+    for row in rows:
+        if row["measured_metric"] == "step_time_s":
+            row["measured_value"] = str(3 * float(row["measured_value"]))
+    bad = invoke(table(tmp_path / "b.csv", rows))
+    assert (good.exit_code, bad.exit_code) == (0, 1)
+    assert "missed: step time, MegaScale: 0." in bad.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"measured_metric": "minutes"}, "line 2: measured_metric 'minutes' is unknown"),
+        ({"measured_metric": "step_time"}, "did you mean 'step_time_s'"),
+        ({"measured_value": "fast"}, "line 2: measured_value is 'fast'; expected a number"),
+        ({"layers": "12.5"}, "line 2: layers is '12.5'; expected a count"),
+    ],
+)
+def test_bad_tables_name_line_and_column(tmp_path: Path, change: Any, said: str) -> None:
+    row = {**rows_of("SimuMax")[0], **change}
+    result = invoke(table(tmp_path / "a.csv", [row]))
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_missing_column(tmp_path: Path) -> None:
+    columns = [name for name in COLUMNS if name != "micro_batch"]
+    result = invoke(table(tmp_path / "a.csv", rows_of("SimuMax"), columns))
+    assert result.exit_code == 2 and "line 1: column 'micro_batch' is missing" in result.output
+
+
+def test_rows_that_cannot_be_forecast_say_why() -> None:
+    header = ",".join(COLUMNS)
+    row = ",".join(
+        {"source": "x", "model": "mystery", "gpus": "8", "gpu_type": "Abacus"}.get(name, "")
+        for name in COLUMNS
+    )
+    (run,) = read_runs(f"{header}\n{row}\n", "t")
+    assert run.missing == "device 'Abacus' is not in the catalogue"
+    with pytest.raises(OutsizeError, match="column 'source' is missing"):
+        read_runs("", "t")
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    """A closed form without ties, 1 - 6 sum d^2 / n (n^2 - 1), and a pair of ties by hand."""
+    assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(1 - 6 * 4 / (4 * 15))
+    assert rank_correlation([1, 1, 2], [1, 1, 2]) == pytest.approx(1.0)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) == 0.0
+
+
+def test_the_shipped_constants_are_those_of_the_shipped_table() -> None:
+    """Fitted once more, without one publication: the digits of the file."""
+    runs = [run for run in shipped() if not run.missing and seconds_of(run) is not None]
+    made = [fitting.terms_of(run) for run in runs]
+    found = fitting.without("SimuMax", runs, made)
+    kept = fitting.fitted("SimuMax").values
+    assert found.keys() == kept.keys()
+    off = np.array([abs(found[name] - kept[name]) for name in found])
+    assert off.max() < 5e-3
+
+
+def test_constants_without_a_publication_do_not_know_its_stack() -> None:
+    assert "stack simumax" not in fitting.fitted("SimuMax").values
+    assert "stack simumax" in fitting.fitted("").values
+    assert fitting.fitted("nobody") == fitting.fitted("")
+
+
+def test_every_bar_is_a_figure_of_the_whole_table() -> None:
+    said = [bar.what for bar in bars(report(shipped(), each_out=True))]
+    assert {"rank within sweeps", "regret within sweeps", "memory"} <= set(said)
+    assert "step time, BigScience V100" not in said  # rank alone counts
