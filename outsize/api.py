@@ -132,7 +132,8 @@ def engine(
     What each gets is bit for bit what it would get alone, in float32 and bfloat16 on a CPU. memory:
     most bytes of tensors; weights beyond it stay in their files, and are read once a step whatever
     the step feeds; context: tokens of a request; requests: that go at once; weights, dtype,
-    device: as of `load`; policy: what a step feeds, mixed or prompt-first; draft: lookup, which has
+    device: as of `load`; policy: what a step feeds (mixed, prompt-first, first-come,
+    decode-maximal, fixed, feedback, fair); draft: lookup, which has
     a step look at several tokens where the text repeats itself, without another result.
     OutsizeError where the memory is too small, with what is missing.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outsize.cli.command import Command, Drawing, drawing, placed, refuse_unused
+from outsize.cli.serving import NAMES, Serving, serving
+from outsize.cli.serving import show as show_serving
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     help="Predict `outsize generate` instead, for a prompt of so many tokens.",
 )
 @drawing
+@serving
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
 @click.pass_context
 def plan(
@@ -44,10 +47,11 @@ def plan(
     out: Path | None,
     prompt_tokens: int | None,
     drawn: Drawing,
+    served: Serving,
     as_json: bool,
 ) -> None:
     """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory; or, with
-    --prompt-tokens, what `outsize generate` holds and takes."""
+    --prompt-tokens, what `outsize generate` holds and takes; with --serve, `outsize serve`."""
     import json
 
     from outsize.screen import console, say
@@ -57,13 +61,19 @@ def plan(
 
     if model is not None and target is not None and not is_file(target):
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
+    draws = ("max_tokens", "temperature", "top_k", "top_p")
+    if served.serve:
+        lone = ("sets", "out", "host_memory", "disk", "tiers", "workers", "mesh", "prompt_tokens")
+        refuse_unused(ctx, (*lone, *draws), "--serve, which is of `outsize serve`")
+        show_serving(model or target, served, places["memory"], as_json)
+        return
+    refuse_unused(ctx, NAMES, "a run that is not served: they go with --serve")
     if prompt_tokens is not None:
         other = ("sets", "out", "host_memory", "disk", "tiers")
         refuse_unused(ctx, other, "--prompt-tokens, which is of `outsize generate`")
         _generation(model or target, prompt_tokens, drawn, places, as_json)
         return
-    names = ("max_tokens", "temperature", "top_k", "top_p")
-    refuse_unused(ctx, names, "a run that is trained: they go with --prompt-tokens")
+    refuse_unused(ctx, draws, "a run that is trained: they go with --prompt-tokens")
     resolved = values_of(target, (*sets, *as_sets({"model.name": model, **places})))
     from outsize.train.base import Base
     from outsize.train.setup import set_up

@@ -48,8 +48,11 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
               help="Of a step, at most.")  # fmt: skip
 @click.option("--queue", type=click.IntRange(0), metavar="TOKENS", help="Of requests that wait;"
               " more are refused. By default four times the cache's.")  # fmt: skip
-@click.option("--policy", default="mixed", show_default=True, help="mixed: tokens of all, slices of"
-              " prompts beside them; prompt-first: prompts before anything else.")  # fmt: skip
+@click.option("--policy", default="mixed", show_default=True, help="What a step feeds: mixed"
+              " (tokens of all, slices of prompts beside them), fixed, decode-maximal, first-come,"
+              " prompt-first, feedback, deadline, fair.")  # fmt: skip
+@click.option("--slo", metavar="SLO", help="What is promised, as ttft=500ms,tpot=50ms: steps are no"
+              " longer than tpot, and who would wait longer than ttft is refused.")  # fmt: skip
 @click.option("--draft", metavar="NAME", help="lookup: a step looks at several tokens where a text"
               " repeats itself; what comes is the same.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
@@ -76,6 +79,7 @@ def serve(
     step: int,
     queue: int | None,
     policy: str,
+    slo: str | None,
     draft: str | None,
     weights: str | None,
     template: str,
@@ -98,17 +102,19 @@ def serve(
     from outsize.errors import OutsizeError
     from outsize.models.coding import asked
     from outsize.serve.drafts import DRAFTERS
-    from outsize.serve.policies import POLICIES
+    from outsize.serve.policies import chosen
     from outsize.serve.room import Wanted
+    from outsize.serve.slo import NONE, parse_slo
 
     server, keys = _server(), _keys(host, key_file)
-    POLICIES.get(policy)
+    promised = NONE if slo is None else parse_slo(slo)
+    chosen(policy, promised)
     if draft is not None:
         DRAFTERS.get(draft)
     limits = None if memory is None else limits_of(memory, disk, False)
     if memory is None and disk is not None:
         raise OutsizeError("--disk goes with --memory; give --memory SIZE")
-    wanted = Wanted(context, requests, step, queue, draft is not None)
+    wanted = Wanted(context, requests, step, queue, draft is not None, promised)
     served = _Served(directory, wanted, policy, draft, template, tokenizer, keys, host, port)
     if spread:
         for name, value in (("--adapter", adapters), ("--weights", weights)):
@@ -175,12 +181,13 @@ class _Served:
         from outsize.serve.drafts import DRAFTERS
         from outsize.serve.engine import Engine
         from outsize.serve.http.run import run, socket_of
-        from outsize.serve.policies import POLICIES
+        from outsize.serve.policies import chosen
         from outsize.serve.room import served
 
         plan = served(model, self.wanted)
         drafter = None if self.draft is None else DRAFTERS.get(self.draft)
-        engine = Engine(model, plan.room, POLICIES.get(self.policy), plan.session, drafter, pulse)
+        playing = chosen(self.policy, plan.room.slo)
+        engine = Engine(model, plan.room, playing, plan.session, drafter, pulse)
         if not engine.steps.leads:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # the one that is asked heeds them

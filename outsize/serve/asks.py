@@ -11,19 +11,22 @@ from torch import Tensor
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import logprobs
+from outsize.serve.price import FREE, Price
+from outsize.serve.slo import NONE, Slo
 
 
 @dataclass(frozen=True)
 class Ask:
     """A prompt and how it is gone on with. stop: tokens that end it, told as its last; tops: of how
     many of the likeliest tokens log-probabilities are told, None: of none, not of the drawn one
-    either."""
+    either; owner: who asks, for policies that are fair."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
     sampler: Sampler
     stop: frozenset[int] = frozenset()
     tops: int | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ Deliver = Callable[[Token | End], None]  # on the engine's thread
 @dataclass(frozen=True)
 class Room:
     """pages: of `page` tokens each; slots: requests that go at once; budget: tokens of a step;
-    queue: tokens of requests that may wait; context: of a request with what is drawn, at most."""
+    queue: tokens of requests that may wait; context: of a request with what is drawn, at most;
+    price: of steps; slo: what is promised."""
 
     pages: int
     page: int
@@ -58,10 +62,12 @@ class Room:
     budget: int
     queue: int
     context: int
+    price: Price = FREE
+    slo: Slo = NONE
 
 
 class Full(OutsizeError):
-    """The queue is full. wait: seconds until there may be room, foretold."""
+    """Too many wait. wait: seconds until there may be room, foretold."""
 
     def __init__(self, message: str, wait: float) -> None:
         super().__init__(message)
@@ -71,7 +77,7 @@ class Full(OutsizeError):
 @dataclass
 class Counts:
     """Since the start. kept: tokens of prompts that were in pages already; drafted, accepted:
-    tokens of drafts, and those that came true; busy: seconds in steps."""
+    tokens of drafts, and those that came true; busy, foretold: seconds in steps."""
 
     steps: int = 0
     prompt: int = 0
@@ -82,6 +88,7 @@ class Counts:
     accepted: int = 0
     refused: int = 0
     busy: float = 0.0
+    foretold: float = 0.0
 
 
 def told(logits_V: Tensor, token: int, tops: int | None) -> Token:

@@ -62,18 +62,21 @@ class Budget:
         length = PREFILL_TOKENS
         while True:
             found = needs(self.held, request, length)
-            missing = self.missing(found)
-            if not missing or length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
+            room = self.short(found)
+            if not room.missing or length <= LEAST_SLICE or len(request.ids) <= LEAST_SLICE:
                 break
             length = max(LEAST_SLICE, min(length, len(request.ids)) // 2)
-        work = found.work + self.buffers
-        return Room(missing, found.slice, self.memory, self.least, found.cache, work)
+        return room
 
     def room_for_rows(self, rows: int, length: int) -> tuple[Needs, Room]:
         """For the logits of all tokens of rows."""
         found = Needs(0, needs_of_rows(self.held, rows, length), length)
-        work = found.work + self.buffers
-        return found, Room(self.missing(found), length, self.memory, self.least, 0, work)
+        return found, self.short(found)
+
+    def short(self, found: Needs) -> Room:
+        """What such needs leave."""
+        missing, work = self.missing(found), found.work + self.buffers
+        return Room(missing, found.slice, self.memory, self.least, found.cache, work)
 
     def missing(self, found: Needs) -> int:
         """Bytes of the least pool."""

@@ -257,8 +257,8 @@ class Engine:
             self._see(whole)
         elif feeds:
             self._step(feeds)
-            self.line.counts.steps += 1
-            self.line.counts.busy += time.perf_counter() - begin
+            with self._wake:
+                self.line.ran(feeds, time.perf_counter() - begin)
 
     def _step(self, feeds: Sequence[Feed]) -> None:
         fed = [token for feed in feeds for token in feed.ids]

@@ -124,9 +124,7 @@ class InFiles:
 
     def ready_for(self, found: Needs, tokens: int) -> Session:
         """The same for any steps, of whose needs somebody else knows. tokens: of the cache."""
-        missing, work = self.budget.missing(found), found.work + self.buffers
-        limit, least = self.budget.memory, self.budget.least
-        room = Room(missing, found.slice, limit, least, found.cache, work)
+        room = self.budget.short(found)
         self._refuse([Room(*map(int, each)) for each in told(self.world, room)], tokens)
         self._request = None
         return self._with(found)

@@ -117,7 +117,7 @@ def _from_files(
         layout = layout_of(knowns[turn], budget.pool(asked))
         part, count = division.weights[turn] / weights, probed(request, length)
         one, some = _computing(found, dtypes, mesh, [layout.filled], count)
-        rate = _read_rate(knowns[turn], timed(found.model, layout.filled)) / mesh.size
+        rate = read_rate(knowns[turn], timed(found.model, layout.filled)) / mesh.size
         shares.append(budget.share(layout, asked))
         spent.append(seconds(request, length, one * part, some * part, layout.read / rate))
         most = max(most, layout.read)
@@ -137,16 +137,16 @@ def _computing(
     split(model, along(PretendWorld(Mesh(tensor=mesh.tensor)), "tensor"))
     spent, weights = [0.0, 0.0], 0
     for here in stages:
-        _fill(model, timed(model, here), _random)
+        give(model, timed(model, here), _random)
         for index, count in enumerate((1, tokens)):
             one = pace(model, here, count)
             spent[index] += one.seconds
         weights += one.bytes
-        _fill(model, timed(model, here), _shell)
+        give(model, timed(model, here), _shell)
     return [Pace(each, weights).whole(model) for each in spent]
 
 
-def _fill(model: Decoder, stages: Collection[int], value: Callable[[Tensor], Tensor]) -> None:
+def give(model: Decoder, stages: Collection[int], value: Callable[[Tensor], Tensor]) -> None:
     """Give the parameters that some stages compute with other values."""
     names = held(model, [stage in stages for stage in range(len(model.blocks) + 2)])
 
@@ -166,7 +166,7 @@ def _shell(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-def _read_rate(known: Outline, stages: Collection[int]) -> float:
+def read_rate(known: Outline, stages: Collection[int]) -> float:
     """Bytes a second of reading some stages; of this folder's disk, where none lies in a file as
     it is used."""
     copies = [[c for part in known.stages[s].parts for c in part.copies] for s in stages]

@@ -4,8 +4,10 @@ that logits are drawn from, and no threads."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,19 +17,29 @@ from outsize.errors import OutsizeError, counted
 from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room, Token, told
 from outsize.serve.drafts import Drafter
 from outsize.serve.pages import Pages
-from outsize.serve.policies import Policy, View, Waiting
+from outsize.serve.policies import Policy, Step, View, Waiting, first_come
+from outsize.serve.price import Price
+from outsize.serve.slo import Load, limits, shown, wait
+
+_KEEP = 0.9  # of what was thought of steps before
+_WILD = 4.0  # times what was foretold, beyond which a step says no more
 
 
 @dataclass
 class Request:
     """ids: the prompt and what was drawn; fed: how many of them are in pages; slot: None while it
-    has none; draft: tokens that this step feeds behind them; told, fault: what its draws said."""
+    has none; draft: tokens that this step feeds behind them; told, fault: what its draws said;
+    first, came, last, spent: as of Waiting."""
 
     key: int
     ask: Ask
     deliver: Deliver
     ids: list[int]
     drafter: Drafter | None = None
+    first: float = 0.0
+    came: float = 0.0
+    last: float = -1.0
+    spent: float = 0.0
     fed: int = 0
     slot: int | None = None
     drawn: int = 0
@@ -46,7 +58,10 @@ class Request:
 
     def seen(self) -> Waiting:
         waiting, begun = len(self.ids) - self.fed, self.slot is not None
-        return Waiting(self.key, waiting, begun, not begun or waiting > 1)
+        return Waiting(
+            self.key, waiting, begun, not begun or waiting > 1, self.fed, self.first,
+            self.came, self.last, self.spent, self.ask.owner,
+        )  # fmt: skip
 
     def draw(self, logits_V: Tensor, index: int) -> int:
         """A Sampler that keeps what is told, and ends nothing but its own request. Behind a draft
@@ -78,9 +93,52 @@ class Feed(NamedTuple):
     place: int = 0
 
 
+@dataclass
+class Shares:
+    """Tokens that each owner has had since last nobody was there, a drawn one as two."""
+
+    had: dict[str, float] = field(default_factory=dict)
+
+    def come(self, owner: str, others: Collection[str]) -> None:
+        """A request of an owner comes to those of others: for the time that he was away he gets
+        nothing."""
+        if not others:
+            self.had = {}
+        if owner not in others:
+            least = min((self.had.get(one, 0.0) for one in others), default=0.0)
+            self.had[owner] = max(self.had.get(owner, 0.0), least)
+
+    def take(self, owner: str, tokens: int) -> None:
+        self.had[owner] = self.had.get(owner, 0.0) + tokens
+
+
+def foretold(price: Price, feeds: Sequence[Feed]) -> float:
+    """Seconds of a step."""
+    tokens = drawn = visited = 0
+    for _, part, _, _ in feeds:
+        tokens += part.tokens
+        drawn += not part.ahead
+        visited += price.visited(part.start, part.tokens)
+    return price.step(tokens, drawn, visited)
+
+
+def _load(request: Request, part: float) -> Load:
+    """part: that requests have drawn of the tokens that they might."""
+    waiting = request.seen()
+    new = part * (request.ask.max_new_tokens - request.drawn)
+    return Load(waiting.tokens if waiting.prompt else 0, max(new, 1.0), request.fed, request.begun)
+
+
+def _refused(counts: Counts, why: str, seconds: float) -> Full:
+    counts.refused += 1
+    return Full(f"{why}; ask again later", seconds)
+
+
 class Line:
     """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
-    None: nothing is drafted. beside: tokens of texts that are looked at and nothing else."""
+    None: nothing is drafted. beside: tokens of texts that are looked at and nothing else. clock:
+    gives seconds. slower: how long steps take beside what is foretold, of late. said, slots: of the
+    step that was last composed, foretold seconds and how many might go."""
 
     def __init__(
         self,
@@ -88,10 +146,14 @@ class Line:
         policy: Policy,
         sharing: bool,
         drafter: Callable[[], Drafter] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.room, self.counts = room, Counts()
         self.pages = Pages(room.pages, room.page, sharing)
         self._policy, self._drafter = policy, drafter
+        self.clock, self.slower, self.shares = clock, 1.0, Shares()
+        self.said, self.slots = 0.0, room.slots
+        self._part_drawn = 1.0  # of the tokens that requests may draw, those that they drew
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
@@ -103,41 +165,74 @@ class Line:
         return min(self.room.context, self.pages.tokens)
 
     def add(self, ask: Ask, deliver: Deliver) -> int:
-        """A request comes; gives its key. Full where too many tokens wait."""
+        """A request comes; gives its key. Full where too many tokens wait, or it would wait longer
+        than is promised."""
         self.refuse_if_full(len(ask.ids))
-        key = next(self._keys)
+        ttft = self.room.slo.ttft
+        if self.requests and ttft < math.inf and (first := self.wait(len(ask.ids))) > ttft:
+            raise _refused(
+                self.counts,
+                f"the first token would come in about {shown(first)}, and {shown(ttft)} is"
+                " promised",
+                first - ttft,
+            )
+        key, now = next(self._keys), self.clock()
         drafter = None if self._drafter is None else self._drafter()
-        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter)
+        self.shares.come(ask.owner, {r.ask.owner for r in self.requests.values()})
+        first = self.room.price.prompt(len(ask.ids))
+        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter, first, now)
         return key
 
     def refuse_if_full(self, tokens: int) -> None:
         """Full where so many more than wait are too many."""
         waiting = self.beside + sum(r.waiting for r in self.requests.values() if not r.begun)
         if waiting and waiting + tokens > self.room.queue:
-            self.counts.refused += 1
-            raise Full(
+            raise _refused(
+                self.counts,
                 f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
-                f" {self.room.queue:,}; ask again later",
-                self._wait(waiting),
+                f" {self.room.queue:,}",
+                self.wait(0),
             )
+
+    def wait(self, tokens: int) -> float:
+        """Seconds until the first token of a prompt that comes now, as foretold."""
+        loads = [_load(r, self._part_drawn) for r in self.requests.values()]
+        loads.append(Load(tokens + self.beside, 0.0))
+        seen = [r.seen() for r in self.requests.values() if r.begun]
+        return self.slower * wait(self.room.price, loads, *self._limits(seen))
 
     def feeds(self) -> list[Feed]:
         """What the next step feeds, with pages for it."""
         for request in [r for r in self.requests.values() if r.cancelled]:
             self.leave(request, End("cancelled"))
         seen = [r.seen() for r in self.requests.values()]
-        wanted = self._policy(View(seen, self.room.budget, self.room.slots))
-        found, left = list[Feed](), self.room.budget - sum(wanted.values())
-        for key, count in sorted(wanted.items()):
+        budget, self.slots = self._limits(seen)
+        room, now = self.room, self.clock()
+        view = View(seen, budget, self.slots, now, room.price, room.slo, self.shares.had)
+        found = self._composed(self._policy(view), budget)
+        if not found and any(one.begun for one in seen):  # who is wanted lacks what others have
+            begun = replace(view, requests=[r.seen() for r in self.requests.values() if r.begun])
+            found = self._composed(first_come(begun), budget)
+        self.said = foretold(room.price, found)
+        return found
+
+    def _composed(self, wanted: Step, budget: int) -> list[Feed]:
+        """What is wanted, as far as there are slots and pages for it."""
+        found, left, barred = list[Feed](), budget - sum(wanted.values()), False
+        for key, count in wanted.items():
             request = self.requests[key]
-            if not request.begun and not self._begin(request):
-                break  # those behind it do not overtake
-            count = min(count, request.waiting)
-            if not self._given(request, request.fed + count):
+            if not count:
+                continue
+            if request.slot is None and (barred or not self._begin(request, wanted)):
+                barred = True  # those behind it do not overtake
+                continue
+            start, waiting, pages = request.fed, request.waiting, self.pages.of(key)
+            count = min(count, waiting)
+            lacks = start + count > len(pages) * self.pages.size
+            if lacks and not self._given(request, start + count, wanted):
                 continue
             assert request.slot is not None
-            start, ahead = request.fed, request.waiting - count
-            pages = self.pages.of(key)
+            ahead = waiting - count
             part = Part(pages, start, count, ahead, request.slot)
             request.told, request.fault, request.draft = [], None, ()
             found.append(Feed(request, part, request.ids[start : part.stop]))
@@ -146,6 +241,18 @@ class Line:
                 left -= len(request.draft)
         return found
 
+    def ran(self, feeds: Sequence[Feed], seconds: float) -> None:
+        """A step took so long."""
+        said = self.said
+        self.counts.steps += 1
+        self.counts.busy += seconds
+        self.counts.foretold += said
+        for feed in feeds:
+            feed.request.spent += 0.0 if feed.place else said
+        if said > 0:
+            now = min(max(seconds / said, 1 / _WILD), _WILD)
+            self.slower = _KEEP * self.slower + (1 - _KEEP) * now
+
     def take(self, feeds: Sequence[Feed]) -> None:
         """A step has fed these, and those with nothing ahead have drawn."""
         for request, part, _, place in feeds:
@@ -153,6 +260,7 @@ class Line:
                 continue  # with the first of the request's
             drew = not part.ahead
             self.counts.prompt += part.tokens - (drew and request.drawn > 0)
+            self.shares.take(request.ask.owner, part.tokens)
             request.fed = part.stop
             if drew and not request.cancelled:
                 self._drew(request)
@@ -161,6 +269,9 @@ class Line:
 
     def leave(self, request: Request, end: End) -> None:
         """A request is over."""
+        if end.reason in ("stop", "length"):
+            part = request.drawn / request.ask.max_new_tokens
+            self._part_drawn = _KEEP * self._part_drawn + (1 - _KEEP) * part
         self._release(request)
         del self.requests[request.key]
         request.deliver(end)
@@ -174,29 +285,52 @@ class Line:
         self.pages.extend(owner, tokens)
         return owner
 
-    def _begin(self, request: Request) -> bool:
+    def _begin(self, request: Request, order: Step) -> bool:
         """Give a request a slot and the pages that are kept of its prompt, where there is room for
-        the rest of it; nobody who goes is interrupted for one that has not begun."""
-        if not self._slots:
+        the rest of it, if need be that of those behind it."""
+        if not self._slots and next(self._behind(request, order), None) is None:
             return False
         request.fed = self.pages.begin(request.key, request.ids)
-        if self.pages.missing(request.key, len(request.ids)) > self.pages.left:
+        if not self._freed(request, len(request.ids), order):
             self.pages.end(request.key)
             request.fed = 0
             return False
+        if not self._slots:
+            self._interrupt(next(self._behind(request, order)))
         request.slot = self._slots.pop()
         self.counts.kept += request.fed
         return True
 
-    def _given(self, request: Request, tokens: int) -> bool:
-        """Pages for so many tokens, where need be from those who came later."""
-        while self.pages.missing(request.key, tokens) > self.pages.left:
-            later = [r for r in self.requests.values() if r.begun and r.key > request.key]
-            if not later:
-                return False  # its turn comes when somebody older has ended
-            self._interrupt(later[-1])
+    def _given(self, request: Request, tokens: int, order: Step) -> bool:
+        """Pages for so many tokens, if need be of those behind it; without them its turn comes when
+        somebody before it has ended."""
+        if not self._freed(request, tokens, order):
+            return False
         self.pages.extend(request.key, tokens)
         return True
+
+    def _freed(self, request: Request, tokens: int, order: Step) -> bool:
+        """Whether pages for so many tokens are free, those of the last ones behind a request taken
+        from them; nobody is interrupted in vain, but for pages that several share."""
+        lacking = self.pages.missing(request.key, tokens) - self.pages.left
+        if lacking <= 0:
+            return True
+        behind = list(self._behind(request, order))
+        if lacking > sum(len(self.pages.of(one.key)) for one in behind):
+            return False
+        for one in behind:
+            self._interrupt(one)
+            if self.pages.missing(request.key, tokens) <= self.pages.left:
+                return True
+        return False
+
+    def _behind(self, request: Request, order: Step) -> Iterator[Request]:
+        """Who has begun and is less urgent, the last one first."""
+        for key in reversed(order):
+            if key == request.key:
+                return
+            if self.requests[key].begun:
+                yield self.requests[key]
 
     def _interrupt(self, request: Request) -> None:
         """Take a request's pages; all its tokens will be fed again."""
@@ -240,6 +374,8 @@ class Line:
             self.counts.drafted += len(request.draft)
             self.counts.accepted += accepted
             request.drafter.judged(len(request.draft), accepted)
+        request.last = self.clock()
+        self.shares.take(request.ask.owner, len(found))  # and again when they are fed
         for one in found:
             request.deliver(one)
         if request.fault is not None:
@@ -249,7 +385,9 @@ class Line:
         elif request.drawn == ask.max_new_tokens:
             self.leave(request, End("length"))
 
-    def _wait(self, tokens: int) -> float:
-        """Seconds that so many tokens of prompts take at the pace so far."""
-        done = self.counts.prompt + self.counts.drawn
-        return tokens * self.counts.busy / done if done else 1.0
+    def _limits(self, seen: Sequence[Waiting]) -> tuple[int, int]:
+        """Tokens of the next step, and requests at once, that keep what is promised."""
+        room = self.room
+        if room.slo.tpot == math.inf:
+            return room.budget, room.slots
+        return limits(room.price, room.slo.tpot / self.slower, seen, room.budget, room.slots)

@@ -16,16 +16,20 @@ from outsize.errors import OutsizeError, counted
 from outsize.hardware import host
 from outsize.kernels import native, rows
 from outsize.memory.sizes import format_bytes
-from outsize.models.decoder import typed
+from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
+from outsize.serve.budget import Budget
 from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
+from outsize.serve.price import Curve, Price
+from outsize.serve.probed import probed
+from outsize.serve.slo import NONE, Slo, unkept
 from outsize.serve.steps import message
-from outsize.simulate.tokens import Held, Needs, Seconds, needs, pace, probed, resident, seconds
+from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, resident
 
 PAGE = 16  # tokens: fewer would be longer tables, more would share less
 CONTEXT = 8192  # tokens of a request where nothing is said and the model has as many positions
@@ -37,30 +41,28 @@ _CACHE = 0.25  # of a budget that does not hold all weights, which pages may hav
 @dataclass(frozen=True)
 class Wanted:
     """What is said of serving; None: what follows from the model and the machine. queue: tokens of
-    waiting requests; drafts: whether steps look at drafts."""
+    waiting requests; drafts: whether steps look at drafts; slo: what is promised."""
 
     context: int | None = None
     requests: int = 16
     budget: int = 512
     queue: int | None = None
     drafts: bool = False
+    slo: Slo = NONE
 
 
 @dataclass(frozen=True)
 class Served:
     """What a model will be served with. session: what plays the steps where weights are not in
-    memory as a whole; weights: bytes on the device; cache, work: bytes; alone: of a prompt of so
-    many tokens and a token, where nobody else asks; notes: what differs from what one may expect.
-    mesh: of several workers, "" for one; shares: weights, cache and work of the first worker of
-    each stage of a pipeline."""
+    memory as a whole; weights: bytes on the device; cache, work: bytes; notes: what differs from
+    what one may expect. mesh: of several workers, "" for one; shares: weights, cache and work of
+    the first worker of each stage of a pipeline."""
 
     room: Room
     session: Session | None
     weights: int
     cache: int
     work: int
-    alone: Seconds
-    prompt: int
     notes: tuple[str, ...]
     mesh: str
     shares: tuple[tuple[int, int, int], ...]
@@ -73,21 +75,36 @@ class Served:
         whole = ", ".join(format_bytes(sum(each)) for each in self.shares)
         each = " of each stage" if len(self.shares) > 1 else ""
         where = f"on {self.mesh} a worker{each} holds: " if self.mesh else ""
+        prompt, price = min(PROMPT, room.context), room.price
+        first, token = price.alone(prompt, room.budget), price.step(1, 1, price.visited(prompt, 1))
         return [
             f"{where}weights {weights}; cache {cache} for"
             f" {room.pages * room.page:,} tokens in pages of {room.page}; a step of at most"
             f" {counted(room.budget, 'token')} works in {work}:"
             f" {whole} in all, Python and PyTorch on top",
             f"up to {counted(room.slots, 'request')} at once, of {room.context:,} tokens each;"
-            f" {room.queue:,} tokens may wait; alone, a prompt of {self.prompt} takes about"
-            f" {self.alone.prompt:.3g} s to its first token, each further one"
-            f" {self.alone.token:.3g} s",
+            f" {room.queue:,} tokens may wait; alone, a prompt of {prompt} takes about"
+            f" {first:.3g} s to its first token, each further one {token:.3g} s",
+            *self._promised(),
             *self.notes,
+        ]
+
+    def _promised(self) -> list[str]:
+        room, slo = self.room, self.room.slo
+        if not slo:
+            return []
+        depth = room.context // 2
+        most = room.price.beside(slo.tpot, room.slots, depth)
+        seen = most * room.price.visited(depth, 1)
+        tokens = room.price.most(slo.tpot, most, room.budget, seen, depth)
+        return [
+            f"promised {slo}: with {counted(most, 'request')} of {counted(depth, 'token', ',')} a"
+            f" step feeds {counted(tokens, 'token')} at most, and who would wait longer is refused"
         ]
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Bytes: of a page, of all slots, of a step's work; pages that a request, and as many as may go
     at once, need."""
 
@@ -104,25 +121,21 @@ def served(model: Model, wanted: Wanted) -> Served:
     home = model.home
     assert home is None or isinstance(home, InFiles | OnMesh)
     held, world = (resident(model), Lone()) if home is None else (home.held, home.world)
-    context = _context(model, wanted.context)
+    context = context_of(model, wanted.context)
     budget, dtype = min(wanted.budget, context), held.dtypes["prologue.tokens.weight"]
     each = [block.mixer.states(dtype) for block in typed(model.blocks)]
     left = [one for layer, some in enumerate(each) if held.has(layer + 1) for one in some]
-    sizes = _sizes(held, left, wanted, context, budget)
+    sizes = sizes_of(held, left, wanted, context, budget)
     pages = _pages(home, world, sizes, context)
     found = Needs(pages * sizes.page + sizes.slots, sizes.work, budget - 1)
     session = None if home is None else home.ready_for(found, pages * PAGE)
-    prompt = min(PROMPT, context)
-    asked = Request((0,) * prompt, 1, Sampling())
-    notes = _notes(model, [one for some in each for one in some])
+    notes = notes_of(model, [one for some in each for one in some])
     queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
-    room = Room(pages, PAGE, wanted.requests, budget, queue, context)
+    price = _price(model, home, budget, context)
+    room = Room(pages, PAGE, wanted.requests, budget, queue, context, price, wanted.slo)
     if home is None:
         weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
-        alone = _alone(model, asked, budget)
     else:
-        with rows.alone():
-            alone = home.foretold(asked, budget - 1)
         weights = home.weights
         notes = (*notes, *(_staying(home) if isinstance(home, InFiles) else ()))
     shares = [
@@ -130,20 +143,33 @@ def served(model: Model, wanted: Wanted) -> Served:
     ]
     stages = tuple(shares[rank] for rank in world.mesh.ranks("pipeline", 0))
     mesh = str(world.mesh) if world.mesh.size > 1 else ""
-    notes = (*notes, *_on_mesh(world, room))
-    return Served(
-        room, session, weights, found.cache, found.work, alone, prompt, notes, mesh, stages
-    )
+    lone = unkept(wanted.slo, price, min(PROMPT, context), budget)
+    notes = (*notes, *_on_mesh(world, room), *lone)
+    return Served(room, session, weights, found.cache, found.work, notes, mesh, stages)
 
 
-def _sizes(
+def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: int) -> Price:
+    """Of steps, by timing some. On several workers, who all ask, cached tokens take no time."""
+    if home is None:
+        return probed(model, range(len(model.blocks) + 2), budget, context)
+    if isinstance(home, InFiles) and home.world.mesh.size == 1:
+        assert home.outlook is not None, "it is ready"
+        return probed(model, home.outlook.layout.filled, budget, context, home.outlook.reading)
+    some = min(LEAST_SLICE, budget)
+    with rows.alone():
+        own = home.foretold(Request((0,) * some, 1, Sampling()), some - 1)
+    token, prompt = map(max, zip(*told(home.world, own), strict=True))
+    return Price(Curve(((1, token), (some, prompt)) if some > 1 else ((1, token),)))
+
+
+def sizes_of(
     held: Held, left: Sequence[StateSpec], wanted: Wanted, context: int, budget: int
-) -> _Sizes:
+) -> Sizes:
     asked = Request((0,) * budget, 1, Sampling(1.0))
     drawn = min(budget + wanted.requests, wanted.requests * (1 + wanted.drafts * MOST))
     logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize * held.last
     least = math.ceil(context / PAGE)
-    return _Sizes(
+    return Sizes(
         page=sum(one.bytes(PAGE) for one in left if one.per == "token"),
         slots=(wanted.requests + 1) * sum(one.bytes(1) for one in left if one.per == "sequence"),
         work=needs(held, asked, budget).work + logits,
@@ -152,34 +178,47 @@ def _sizes(
     )
 
 
-def _pages(home: InFiles | OnMesh | None, world: World, sizes: _Sizes, context: int) -> int:
+def _pages(home: InFiles | OnMesh | None, world: World, sizes: Sizes, context: int) -> int:
     """As many as the worker with least room for them has, and all requests may fill."""
     if isinstance(home, InFiles):
-        return int(min(told(world, (_beside(home, sizes),)))[0])
+        return int(min(told(world, (beside(home.budget, sizes),)))[0])
     near = len(_near(world))
     free = int(_SHARE * host.memory().available) // near - sizes.work - sizes.slots
     fits = free // sizes.page if sizes.page else sizes.enough
     fewest, free, page = map(int, min(told(world, (fits, free, sizes.page))))
     if fewest < sizes.least:
-        raise OutsizeError(
-            f"{format_bytes(max(free, 0))} may be had for the cache, and one request of"
-            f" {context:,} tokens takes {format_bytes(sizes.least * page)}: serve with a"
-            " smaller --context"
-        )
+        raise _short(free, sizes.least * page, context)
     return min(sizes.enough, fewest)
 
 
-def _beside(home: InFiles, sizes: _Sizes) -> int:
-    """Beside weights that stay in files: in what is left by all of them, or in a share of the
+def fitting(free: int, sizes: Sizes, context: int) -> int:
+    """Pages in a share of the bytes that are free beside weights. OutsizeError where one request
+    has not room."""
+    free = int(_SHARE * free) - sizes.work - sizes.slots
+    fits = free // sizes.page if sizes.page else sizes.enough
+    if fits < sizes.least:
+        raise _short(free, sizes.least * sizes.page, context)
+    return min(sizes.enough, fits)
+
+
+def _short(free: int, needed: int, context: int) -> OutsizeError:
+    return OutsizeError(
+        f"{format_bytes(max(free, 0))} may be had for the cache, and one request of"
+        f" {context:,} tokens takes {format_bytes(needed)}: serve with a smaller --context"
+    )
+
+
+def beside(budget: Budget, sizes: Sizes) -> int:
+    """Pages beside weights that stay in files: in what is left by all of them, or in a share of the
     budget."""
     if not sizes.page:
         return sizes.enough
-    whole = home.budget.left(Needs(sizes.slots, sizes.work, 0))
-    every = home.budget.pool(Needs(0, 0, 0)) if whole > 0 else 0  # of all weights, or nearly so
+    whole = budget.left(Needs(sizes.slots, sizes.work, 0))
+    every = budget.pool(Needs(0, 0, 0)) if whole > 0 else 0  # of all weights, or nearly so
     beside = (whole - every) // sizes.page
     if beside >= sizes.least:
         return min(sizes.enough, beside)
-    share = int(_CACHE * home.budget.memory) // sizes.page
+    share = int(_CACHE * budget.memory) // sizes.page
     return min(sizes.enough, max(sizes.least, share))
 
 
@@ -189,7 +228,7 @@ def _near(world: World) -> list[int]:
     return [rank for rank, name in enumerate(names) if name == names[world.rank]]
 
 
-def _context(model: Model, said: int | None) -> int:
+def context_of(model: Decoder, said: int | None) -> int:
     config = model.config
     known = config.source.get("max_position_embeddings")
     most = config.learned_positions - config.position_offset if config.learned_positions else known
@@ -200,16 +239,6 @@ def _context(model: Model, said: int | None) -> int:
     if isinstance(most, int) and said > most:
         raise OutsizeError(f"--context {said:,}; this model has {most:,} positions")
     return said
-
-
-def _alone(model: Model, asked: Request, budget: int) -> Seconds:
-    """By timing a token, and some of a prompt, through a few stages."""
-    stages = range(len(model.blocks) + 2)
-    with rows.alone():
-        token, some = (
-            pace(model, stages, count).whole(model) for count in (1, probed(asked, budget))
-        )
-    return seconds(asked, budget - 1, token, some)
 
 
 def _staying(home: InFiles) -> tuple[str, ...]:
@@ -242,7 +271,7 @@ def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
     )
 
 
-def _notes(model: Model, left: Sequence[StateSpec]) -> tuple[str, ...]:
+def notes_of(model: Decoder, left: Sequence[StateSpec]) -> tuple[str, ...]:
     """What is not bit for bit the same whatever else is asked."""
     weight = model.prologue.tokens.weight
     if not native.reads(weight):

@@ -14,7 +14,7 @@ from outsize.serve.asks import Ask, End, Token
 from outsize.serve.drafts import DRAFTERS
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
-from outsize.serve.policies import POLICIES
+from outsize.serve.policies import chosen
 from outsize.serve.pooling import PLAIN, Pooling
 from outsize.serve.room import Served, Wanted, served
 
@@ -39,11 +39,10 @@ class TextEngine:
     ) -> None:
         self.text = text
         drafter = None if draft is None else DRAFTERS.get(draft)
+        playing = chosen(policy, wanted.slo)
         self.plan: Served = served(model, wanted)
         self._model = model
-        self.engine = Engine(
-            model, self.plan.room, POLICIES.get(policy), self.plan.session, drafter
-        )
+        self.engine = Engine(model, self.plan.room, playing, self.plan.session, drafter)
 
     def __enter__(self) -> TextEngine:
         self.engine.start()

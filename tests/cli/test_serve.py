@@ -82,6 +82,11 @@ def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
         cases: list[tuple[tuple[Any, ...], str]] = [
             (("--port", port), f"--port {port} on 127.0.0.1: "),
             (("--port", 70000), "--port 70000 on 127.0.0.1: "),
+            (("--slo", "ttft=5"), "--slo ttft=5: 'ttft=5' is none; expected ttft=500ms"),
+            (
+                ("--policy", "deadline"),
+                "policy deadline goes by what is promised; serve with --slo",
+            ),
             (("--host", "0.0.0.0"), "--host 0.0.0.0 is open to other machines"),
             (("--key-file", tmp_path / "none"), "is no file"),
             (("--key-file", keyed(tmp_path / "open", 0o644)), "can be read by others"),

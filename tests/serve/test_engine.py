@@ -24,8 +24,9 @@ from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.drafts import Drafter, Lookup
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
-from outsize.serve.policies import POLICIES, View, Waiting
+from outsize.serve.policies import POLICIES
 from outsize.serve.room import Wanted, served
+from outsize.serve.slo import Slo
 
 COMPILED = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
@@ -82,6 +83,39 @@ def test_tokens_and_logprobs_do_not_depend_on_others(name: str) -> None:
         whole = [*some[2].ids, *(one.id for one in alone[2])]
         scored = engine.logprobs(whole, 2)
     assert scored[len(some[2].ids) - 1 :] == alone[2]
+
+
+@COMPILED
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_no_policy_changes_anything(policy: str) -> None:
+    """Bit for bit: few at once, in few pages, and in steps as short as is promised."""
+    model, some = model_of("llama"), asks()
+    alone = [told(model, [ask], ROOM)[0] for ask in some]
+    tight = replace(ROOM, pages=14, slots=2, slo=Slo(ttft=1e9, tpot=0.025))
+    for room in (ROOMS["slices"], tight):
+        assert told(model, some, room, policy) == alone
+
+
+def test_feedback_interrupts_who_has_had_much() -> None:
+    """A short request that comes late is served before a long one that goes."""
+    model, each, told_second = model_of("llama"), [Told(), Told()], list[int]()
+    some = [Ask((1,) * 20, 30, Sampling()), Ask((2,), 1, Sampling())]
+    room = replace(ROOM, slots=1)
+    with paused(model, room, "feedback") as engine:
+
+        def deliver(x: Token | End) -> None:
+            each[0](x)
+            told_second.append(len(each[1].tokens))
+            if len(each[0].tokens) == 2:
+                engine.submit(some[1], each[1])
+
+        engine.line.clock = lambda: 0.0
+        engine.submit(some[0], deliver)
+        engine.start()
+        assert len(each[0].wait()) == 30 and len(each[1].wait()) == 1
+        assert engine.line.counts.interrupted == 1
+    assert told_second[:2] == [0, 0] and set(told_second[2:]) == {1}
+    assert [x.id for x in each[0].tokens] == model.generate(some[0].ids, 30)
 
 
 class Guess:
@@ -280,20 +314,6 @@ def test_a_fault_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.logprobs([1, 2])
 
 
-def test_policies() -> None:
-    """Who is fed what: prompts in slices beside everybody's next token, or before it."""
-    some = [
-        Waiting(0, 1, True, False), Waiting(1, 9, True, True), Waiting(2, 30, False, True),
-        Waiting(3, 1, True, False), Waiting(4, 5, False, True),
-    ]  # fmt: skip
-    view = View(some, budget=16, slots=4)
-    assert POLICIES.get("mixed")(view) == {0: 1, 3: 1, 1: 9, 2: 5}
-    assert POLICIES.get("prompt-first")(view) == {1: 9, 2: 7}
-    full = View(some, budget=64, slots=3)
-    assert POLICIES.get("mixed")(full) == {0: 1, 3: 1, 1: 9}
-    assert POLICIES.get("prompt-first")(View([some[0], some[3]], 16, 4)) == {0: 1, 3: 1}
-
-
 def test_room_is_what_the_memory_leaves() -> None:
     model = model_of("llama")
     wide = served(model, Wanted(context=64, requests=4))
@@ -302,6 +322,11 @@ def test_room_is_what_the_memory_leaves() -> None:
     assert wide.cache == 16 * each
     weights = sum(x.nbytes for x in model.parameters())
     assert wide.weights == weights
+    price = wide.room.price
+    assert [n for n, _ in price.blocks.points] == [1, 4, 16, 64] and price.reach == 64
+    assert 0 < price.token <= price.step(64, 8, 0) < price.step(64, 8, 10**9) or not price.visit
+    wide = served(model, Wanted(context=64, requests=4, slo=Slo(1e-9, 1e-9)))
+    assert any("tpot=1e-06ms cannot be kept" in line for line in wide.lines())
     with pytest.raises(OutsizeError, match="this model has 64 positions"):
         served(model, Wanted(context=65))
     assert served(model_of("llama", torch.float64), Wanted()).notes[0].startswith("approximate")

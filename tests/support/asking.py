@@ -11,8 +11,10 @@ import torch
 from outsize.decode.samplers import Sampling
 from outsize.serve.asks import Ask, End, Room, Token
 from outsize.serve.engine import Engine
+from outsize.serve.price import Curve, Price
 
-ROOM = Room(pages=32, page=4, slots=8, budget=64, queue=1000, context=64)
+PRICE = Price(Curve(((1, 0.01), (64, 0.1))), Curve(((1, 0.001), (8, 0.003))), 1e-5)
+ROOM = Room(pages=32, page=4, slots=8, budget=64, queue=1000, context=64, price=PRICE)
 # Room that is narrow: in slices and slots, or in pages, so that requests are interrupted.
 ROOMS = {"slices": replace(ROOM, budget=5, slots=3), "pages": replace(ROOM, pages=14)}
 VOCAB = 61

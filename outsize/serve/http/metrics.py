@@ -19,6 +19,7 @@ _COUNTED = {
     "interrupted": "Requests whose pages were taken by an older one.",
     "refused": "Requests that the full queue refused.",
     "busy": "Seconds in steps.",
+    "foretold": "Seconds in steps, as foretold.",
 }
 
 

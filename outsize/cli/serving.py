@@ -1,0 +1,166 @@
+"""`outsize plan DIR --serve`: what serving would hold, take and bear, before anything is read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from outsize.serve.asks import Room
+    from outsize.serve.played import Arrival
+    from outsize.serve.room import Served
+    from outsize.serve.traffic import Way
+
+RATE, PROMPT, OUTPUT = 1.0, 512, 128  # where nothing is said
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is said of serving."""
+
+    serve: bool
+    traffic: Path | None
+    rate: float | None
+    prompt: int | None
+    output: int | None
+    slo: str | None
+    policy: str | None
+
+
+_SERVING = (
+    click.option("--serve", is_flag=True, help="Predict `outsize serve` instead, for the requests"
+                 " that the next options say."),
+    click.option("--traffic", type=click.Path(path_type=Path), metavar="FILE", help="Requests: a"
+                 ' line {"at": SECONDS, "prompt": TOKENS, "output": TOKENS} each.'),
+    click.option("--rate", type=float, help=f"Requests a second, by chance; {RATE:g} by default."),
+    click.option("--prompt", type=int, help=f"Tokens of their prompts; {PROMPT} by default."),
+    click.option("--output", type=int, help=f"Tokens that each draws; {OUTPUT} by default."),
+    click.option("--slo", metavar="SLO", help="What is promised, as ttft=500ms,tpot=50ms."),
+    click.option("--policy", help="As of `outsize serve`; the best of all by default."),
+)  # fmt: skip
+NAMES = tuple(one.name for one in fields(Serving))
+
+
+def serving(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command options that say what is served to whom, as `served`: a Serving."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> None:
+        own = {name: options.pop(name) for name in NAMES}
+        command(*args, served=Serving(**own), **options)
+
+    for option in reversed(_SERVING):
+        call = option(call)
+    return call
+
+
+def show(name: str | None, said: Serving, memory: str | None, as_json: bool) -> None:
+    """Say what it would be like. OutsizeError for what does not fit, and for values that are
+    none."""
+    from outsize.memory import parse_bytes
+    from outsize.serve.forecast import described
+    from outsize.serve.planned import planned
+    from outsize.serve.room import Wanted
+    from outsize.serve.slo import NONE, parse_slo
+    from outsize.serve.traffic import candidates, check, most, ways, why
+    from outsize.train.resolve import is_file, values_of
+
+    slo = NONE if said.slo is None else parse_slo(said.slo)
+    policies, arrivals = candidates(said.policy, slo), _arrivals(said, PROMPT + OUTPUT)
+    if name is None or is_file(name):
+        name = str(values_of(name).get("model.name"))
+    limit = None if memory is None else parse_bytes(memory)
+    plan = planned(described(name), Wanted(slo=slo), limit)
+    if said.traffic is None:
+        arrivals = _arrivals(said, plan.room.context)
+    check(arrivals, plan.room)
+    tried = ways(plan.room, arrivals, policies)
+    best = _whole(plan.room, arrivals, tried[0])
+    bears = most(plan.room, arrivals, best)
+    if as_json:
+        _as_json(plan, arrivals, [best, *tried[1:]], bears)
+        return
+    _print(plan, arrivals, best, bears)
+    if len(tried) > 1:
+        click.echo(f"next best: {tried[1]} ({why(tried[0], tried[1], slo)})")
+
+
+def _arrivals(said: Serving, context: int) -> list[Arrival]:
+    """context: tokens that a request may have, by which what is not said may be less."""
+    from outsize.errors import OutsizeError
+    from outsize.serve.traffic import steady, traffic_in
+
+    if said.traffic is None:
+        rate = RATE if said.rate is None else said.rate
+        output = min(OUTPUT, context // 4) if said.output is None else said.output
+        prompt = min(PROMPT, context - output) if said.prompt is None else said.prompt
+        return steady(rate, prompt, output)
+    for name in ("rate", "prompt", "output"):
+        if getattr(said, name) is not None:
+            raise OutsizeError(f"--{name} is given beside --traffic, which says it; leave one out")
+    return traffic_in(said.traffic)
+
+
+def _whole(room: Room, arrivals: list[Arrival], way: Way) -> Way:
+    """Of all requests, not some."""
+    from dataclasses import replace
+
+    from outsize.serve.played import play
+    from outsize.serve.policies import chosen
+    from outsize.serve.traffic import outcome
+
+    played = play(replace(room, budget=way.budget), chosen(way.policy, room.slo), arrivals)
+    return replace(way, outcome=outcome(played, room.slo))
+
+
+def _at_once(room: Room, arrivals: list[Arrival]) -> int:
+    """How many of these requests, on average, go at once."""
+    mean = sum(one.prompt + one.new for one in arrivals) / len(arrivals)
+    return min(room.slots, int(room.pages * room.page / mean))
+
+
+def _print(plan: Served, arrivals: list[Arrival], best: Way, bears: float) -> None:
+    from outsize.errors import counted
+    from outsize.serve.slo import shown
+
+    found, slo = best.outcome, plan.room.slo
+    for line in plan.lines():
+        click.echo(line)
+    click.echo(
+        f"predicted for {counted(len(arrivals), 'request', ',')}, up to"
+        f" {_at_once(plan.room, arrivals)} of them at once, {best}: to the first token"
+        f" {shown(found.ttft[0])} at p50, {shown(found.ttft[1])} at p99; to the next"
+        f" {shown(found.tpot[0])} and {shown(found.tpot[1])}; {found.rate:.3g} requests and"
+        f" {found.tokens:,.0f} new tokens a second"
+    )
+    if slo:
+        click.echo(
+            f"within {slo}: {found.within:.1%} of the requests, {found.refused:,} refused; up to"
+            f" {bears:.3g} requests a second with 99% of first and further tokens in time"
+        )
+    else:
+        click.echo(f"up to {bears:.3g} requests a second")
+
+
+def _as_json(plan: Served, arrivals: list[Arrival], tried: list[Way], bears: float) -> None:
+    import json
+    from dataclasses import asdict
+
+    room = plan.room
+    click.echo(
+        json.dumps(
+            {
+                "bytes": {"weights": plan.weights, "cache": plan.cache, "work": plan.work},
+                "requests_at_once": _at_once(room, arrivals),
+                "notes": plan.notes,
+                "most_requests_per_second": bears,
+                "ways": [asdict(one) for one in tried],
+            },
+            indent=2,
+        )
+    )

@@ -1,0 +1,213 @@
+"""Serving foretold: the requests of a traffic, played through the real policy and the real books of
+pages, with a clock that the price of each step moves. No tensors.
+
+The steps are those that the engine would make of the same arrivals. Where nothing can come between
+(everybody who is here draws, and nobody ends, lacks a page or comes), many steps are taken at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.line import Feed, Line, Request
+from outsize.serve.policies import PATIENT, Policy
+from outsize.serve.slo import Slo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TOKEN = Token(0)
+_MOST = 256  # steps at once
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request. at: seconds; prompt, new: tokens, all of which are drawn; key: who asks."""
+
+    at: float
+    prompt: int
+    new: int
+    key: str = ""
+
+
+@dataclass
+class Fate:
+    """What became of a request. first, last: when its tokens came; refused: it was not let in."""
+
+    arrival: Arrival
+    first: float = math.nan
+    last: float = math.nan
+    refused: bool = False
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.arrival.at
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds from token to token; 0 where there is one."""
+        return (self.last - self.first) / max(self.arrival.new - 1, 1)
+
+    def within(self, slo: Slo) -> bool:
+        return not self.refused and self.ttft <= slo.ttft and self.tpot <= slo.tpot
+
+
+@dataclass
+class Played:
+    """fates: in the order of coming; gaps: (seconds, so many tokens that came so long after the one
+    before); busy: seconds in steps; end: when the last token came."""
+
+    fates: list[Fate]
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    busy: float = 0.0
+    steps: int = 0
+    interrupted: int = 0
+    end: float = 0.0
+
+
+Watch = Callable[[Sequence[Feed]], None]
+
+
+def play(
+    room: Room,
+    policy: Policy,
+    arrivals: Sequence[Arrival],
+    sharing: bool = True,
+    watch: Watch | None = None,
+) -> Played:
+    """arrivals: by their seconds; no two prompts begin alike. watch: sees each step, one by one."""
+    return _Play(room, policy, arrivals, sharing, watch).run()
+
+
+def _drawn(logits_V: Tensor, index: int) -> int:
+    raise AssertionError("nothing is drawn")
+
+
+class _Play:
+    def __init__(
+        self,
+        room: Room,
+        policy: Policy,
+        arrivals: Sequence[Arrival],
+        sharing: bool,
+        watch: Watch | None,
+    ) -> None:
+        self._now, self._next = 0.0, 0
+        self._line = Line(room, policy, sharing, clock=lambda: self._now)
+        self._price, self._watch = room.price, watch
+        self._patient = policy in PATIENT
+        self._fates = dict[int, Fate]()
+        self._played = Played([Fate(one) for one in arrivals])
+
+    def run(self) -> Played:
+        line, played = self._line, self._played
+        while True:
+            self._admit()
+            if not line.requests:
+                if self._next == len(played.fates):
+                    break
+                self._now = played.fates[self._next].arrival.at
+                continue
+            begun = {request.key for request in line.requests.values() if request.begun}
+            feeds = line.feeds()
+            assert feeds, "somebody can always go on"
+            if self._watch is not None:
+                self._watch(feeds)
+            self._step(feeds)
+            if self._watch is None and all(feed.request.key in begun for feed in feeds):
+                self._stretch(feeds)
+        played.interrupted, played.end = line.counts.interrupted, self._now
+        played.steps, played.busy = line.counts.steps, line.counts.busy
+        return played
+
+    def _admit(self) -> None:
+        """Who has come until now."""
+        fates, now = self._played.fates, self._now
+        while self._next < len(fates) and fates[self._next].arrival.at <= now:
+            fate = fates[self._next]
+            self._next += 1
+            self._now = fate.arrival.at
+            ids = (-self._next,) * fate.arrival.prompt
+            ask = Ask(ids, fate.arrival.new, _drawn, owner=fate.arrival.key)
+            try:
+                self._fates[self._line.add(ask, self._told(fate))] = fate
+            except Full:
+                fate.refused = True
+        self._now = now
+
+    def _told(self, fate: Fate) -> Callable[[Token | End], None]:
+        gaps = self._played.gaps
+
+        def deliver(one: Token | End) -> None:
+            if one is _TOKEN:
+                if fate.first != fate.first:
+                    fate.first = self._now
+                else:
+                    gaps.append((self._now - fate.last, 1))
+                fate.last = self._now
+
+        return deliver
+
+    def _step(self, feeds: Sequence[Feed]) -> None:
+        seconds = self._line.said
+        for feed in feeds:
+            if not feed.part.ahead:
+                feed.request.told = [_TOKEN]
+        self._now += seconds
+        self._line.take(feeds)
+        self._line.ran(feeds, seconds)
+
+    def _stretch(self, feeds: Sequence[Feed]) -> None:
+        """The steps that are like this one, until somebody comes, ends or lacks a page."""
+        line = self._line
+        if any(feed.part.tokens > 1 or feed.part.ahead for feed in feeds):
+            return
+        going = [feed.request for feed in feeds if feed.request.begun]
+        if not len(feeds) == len(going) == sum(r.begun for r in line.requests.values()):
+            return
+        if len(line.requests) > len(going) and (not self._patient or len(going) < line.slots):
+            return  # others may begin, or be fed
+        steps = min(_MOST, *(r.ask.max_new_tokens - r.drawn - 1 for r in going))
+        while steps > 0 and self._lacking(going, steps) > line.pages.left:
+            steps //= 2
+        if steps <= 0:
+            return
+        times = self._times(going, steps)
+        if self._next < len(self._played.fates):
+            comes = self._played.fates[self._next].arrival.at
+            steps = min(steps, int(np.searchsorted(times, comes)))
+        before, self._now = self._now, float(times[steps])
+        self._again(going, steps, self._now - before)
+        self._played.gaps += [(gap, len(going)) for gap in np.diff(times[: steps + 1]).tolist()]
+
+    def _again(self, going: Sequence[Request], steps: int, seconds: float) -> None:
+        """What so many steps leave in the books."""
+        line = self._line
+        for request in going:
+            request.ids += [_TOKEN.id] * steps
+            request.fed += steps
+            request.drawn += steps
+            request.last = self._fates[request.key].last = self._now
+            request.spent += seconds
+            line.pages.extend(request.key, request.fed)
+            line.pages.written(request.key, request.ids, request.fed)
+            line.shares.take(request.ask.owner, 2 * steps)
+        line.counts.steps += steps
+        line.counts.busy += seconds
+
+    def _lacking(self, going: Sequence[Request], steps: int) -> int:
+        return sum(self._line.pages.missing(r.key, r.fed + steps) for r in going)
+
+    def _times(self, going: Sequence[Request], steps: int) -> np.ndarray:
+        """(1 + steps,) seconds of the clock, now and behind each step."""
+        price, count = self._price, len(going)
+        starts = np.array([r.fed for r in going])[:, None] + np.arange(steps)
+        visited = np.minimum(starts, price.reach).sum(0)
+        computed = price.blocks(count) + price.head(count) + price.visit * visited
+        return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))

@@ -1,0 +1,120 @@
+"""What a step of serving takes, foretold from a few that were timed: data alone.
+
+The engine's policies, its refusals and metrics, and the simulator ask the same object. A step feeds
+tokens through the blocks, each of which visits what lies in the cache before it, and draws tokens
+through the head; weights that stay in files are read meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+_NEAR = 0.9  # of the most tokens a second, from which on more a step gain little
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by a number: between what was timed in proportion, and beyond it as at its end; those
+    of fewer than the first are the first's. points: (number, seconds), numbers rising."""
+
+    points: tuple[tuple[int, float], ...] = ((1, 0.0),)
+
+    @cached_property
+    def _table(self) -> tuple[float, ...]:
+        found, most = [0.0] * (self.points[0][0] + 1), self.points[0][1]
+        found[1:] = [most] * (len(found) - 1)
+        for (low, _), (high, seconds) in pairwise(self.points):
+            before, most = most, max(most, seconds)  # more never take less
+            found += [before + (most - before) * i / (high - low) for i in range(1, high - low + 1)]
+        return tuple(found)
+
+    @cached_property
+    def more(self) -> float:
+        """Seconds of one more, at the end."""
+        table, last = self._table, self.points[-1][0]
+        before = self.points[-2][0] if len(self.points) > 1 else 0
+        return (table[last] - table[before]) / (last - before)
+
+    def __call__(self, count: int) -> float:
+        table = self._table
+        last = len(table) - 1
+        return table[count] if count <= last else table[last] + (count - last) * self.more
+
+
+@dataclass(frozen=True)
+class Price:
+    """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn; visit:
+    of a fed token for each cached one before it, of the last `reach` at most (mean over layers);
+    reading: of the weights that stay in files, in every step and beside what is computed."""
+
+    blocks: Curve = Curve()
+    head: Curve = Curve()
+    visit: float = 0.0
+    reach: int = 1 << 40
+    reading: float = 0.0
+
+    def visited(self, start: int, count: int) -> int:
+        """Cached tokens that `count` ones visit behind `start`, all together."""
+        return count * min(start + count // 2, self.reach)
+
+    def step(self, tokens: int, drawn: int, visited: int) -> float:
+        """Seconds of a step."""
+        computed = self.blocks(tokens) + self.head(drawn) + self.visit * visited
+        return max(self.reading, computed)
+
+    def prompt(self, tokens: int, start: int = 0) -> float:
+        """Seconds of so many tokens of a prompt and its first draw, alone in one step."""
+        return self.step(tokens, 1, self.visited(start, tokens))
+
+    def alone(self, tokens: int, budget: int) -> float:
+        """Seconds of a prompt to its first token where nobody else asks, in slices."""
+        starts = range(0, tokens, budget)
+        return sum(self.prompt(min(budget, tokens - start), start) for start in starts)
+
+    @property
+    def token(self) -> float:
+        """Of a token where nobody else asks and nothing is cached."""
+        return self.step(1, 1, 0)
+
+    def most(self, seconds: float, least: int, most: int, others: int, depth: int) -> int:
+        """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
+        drawn and visit `others` cached ones in all, and further ones have `depth` before them."""
+
+        def over(tokens: int) -> bool:
+            seen = others + (tokens - least) * min(depth, self.reach)
+            return self.step(tokens, least + 1, seen) > seconds
+
+        return _last(least, most, over)
+
+    def beside(self, seconds: float, most: int, depth: int) -> int:
+        """How many requests of `depth` tokens, 1 to `most`, may draw in a step of so long."""
+        deep = min(depth, self.reach)
+        return _last(1, most, lambda count: self.step(count, count, count * deep) > seconds)
+
+    @cached_property
+    def enough(self) -> int:
+        """Tokens of a step from which on more bring few more a second: within a tenth of the most
+        that was timed."""
+        last = self.blocks.points[-1][0]
+        best = last / (self.step(last, 1, 0) or 1.0)
+        for count in range(1, last):
+            if count >= _NEAR * best * self.step(count, 1, 0):
+                return count
+        return last
+
+
+FREE = Price()
+
+
+def _last(low: int, high: int, over: Callable[[int], bool]) -> int:
+    """The last number, of low to high, that is not over; low where all are."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if over(middle):
+            high = middle - 1
+        else:
+            low = middle
+    return low

@@ -1,0 +1,93 @@
+"""The price of serving's steps, by timing some through a few stages of a model whose weights are in
+memory, as the engine plays them: over pages, each token alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+from outsize import accelerator
+from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.kernels import rows
+from outsize.models.decoder import Decoder
+from outsize.models.seams import Context
+from outsize.serve.price import Curve, Price
+from outsize.simulate.tokens import Pace, timed
+
+_COUNTS = (1, 4, 16, 64, 256, 1024)  # tokens of a step that are timed
+_LONG = 0.1  # seconds of one timing, beyond which no larger one follows
+_DEEP = 1024  # cached tokens that are visited, at most
+_VISITING = 8  # tokens that visit them
+_DRAWN = 8
+_PAGE = 16
+
+
+@torch.no_grad()
+def probed(
+    model: Decoder, here: Collection[int], budget: int, context: int, reading: float = 0.0
+) -> Price:
+    """here: stages whose weights are in memory; reading: seconds of the files in every step."""
+    last = len(model.blocks) + 1
+    every = set(here) & set(range(1, last))
+    few = timed(model, every)
+    # Few blocks may stay in the processor's caches, which all of them would not.
+    blocks = few if model.config.rewired else sorted(every)
+    windows = [min(one.window or context, context) for one in model.config.layers]
+    with rows.alone():
+        fed = list[tuple[int, float]]()
+        for count in [n for n in _COUNTS if n <= budget]:
+            spent = _through(model, blocks, 0, count)
+            fed.append((count, spent.whole(model, range(1, last))))
+            if spent.seconds > _LONG:
+                if blocks == few:
+                    break
+                blocks = few
+        depth = max(0, min(_DEEP, context - _VISITING))
+        near, far = (_through(model, few, start, _VISITING) for start in (0, depth))
+        more = Pace(max(0.0, far.seconds - near.seconds), near.bytes).whole(model, range(1, last))
+        head = [(n, _head(model, last in here, n, fed[0][1])) for n in (1, _DRAWN)]
+    reach = round(sum(windows) / max(len(windows), 1))
+    visits = _VISITING * min(depth, reach)
+    visit = more / visits if visits else 0.0
+    return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, reach, reading)
+
+
+def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int) -> Pace:
+    """Of a prompt's tokens behind `start` ones."""
+    device = model.prologue.tokens.weight.device
+    pages = -(-(start + tokens) // _PAGE)
+    past = PagedPast(PagedCache(pages, _PAGE, 1), (Part(range(pages), start, tokens, 0, 0),))
+    x_TD = model.prologue.tokens.weight.new_zeros(tokens, model.config.hidden)
+    context = model.context(past.positions(device), past.bounds, past=past)
+
+    def run(stage: int) -> Callable[[], object]:
+        return lambda: model.blocks[stage - 1](x_TD, context)
+
+    spent = sum(_quickest(run(stage), device) for stage in blocks)
+    return Pace(spent, sum(x.nbytes for s in blocks for x in model.blocks[s - 1].parameters()))
+
+
+def _head(model: Decoder, here: bool, drawn: int, block: float) -> float:
+    """Seconds of the logits of so many tokens; where the head is not here, as of so many bytes of
+    blocks, which take `block` seconds in all."""
+    parameters = [*model.epilogue.parameters()]
+    if not here:
+        whole = sum(x.nbytes for one in model.blocks for x in one.parameters())
+        return block * sum(x.nbytes for x in parameters) / whole if whole else 0.0
+    weight = model.prologue.tokens.weight
+    x_TD = weight.new_zeros(drawn, model.config.hidden)
+    positions_T = torch.arange(drawn, device=weight.device)
+    context: Context = model.context(positions_T, (0, drawn))
+    return _quickest(lambda: model.epilogue.logits(model.epilogue(x_TD, context)), weight.device)
+
+
+def _quickest(call: Callable[[], object], device: torch.device) -> float:
+    spent = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        call()
+        accelerator.settle(device)
+        spent.append(time.perf_counter() - begin)
+    return min(spent)

@@ -1,0 +1,135 @@
+"""What clients are promised: seconds to the first token and for each further one, and what a step
+may hold, and who may come, so that it is kept. Pure, by foretold seconds."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outsize.errors import OutsizeError
+from outsize.serve.price import Price
+
+_UNITS = {"ms": 1e-3, "s": 1.0}
+_SAID = "expected ttft=500ms,tpot=50ms, or one of them; units: ms, s"
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Seconds at most: ttft, from a request's coming to its first token; tpot, from each token to
+    the next."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+
+    def __str__(self) -> str:
+        said = [("ttft", self.ttft), ("tpot", self.tpot)]
+        return ",".join(f"{name}={shown(x)}" for name, x in said if x < math.inf)
+
+    def __bool__(self) -> bool:
+        return min(self.ttft, self.tpot) < math.inf
+
+
+NONE = Slo()
+
+
+def parse_slo(text: str) -> Slo:
+    """Of "ttft=500ms,tpot=50ms". OutsizeError for anything else."""
+    found = dict[str, float]()
+    for part in text.split(","):
+        said = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9.]+)\s*(ms|s)\s*", part)
+        try:
+            seconds = float(said[2]) * _UNITS[said[3]] if said else 0.0
+        except ValueError:
+            seconds = 0.0
+        if said is None or not seconds:
+            raise OutsizeError(f"--slo {text}: {part.strip()!r} is none; {_SAID}")
+        if said[1] in found:
+            raise OutsizeError(f"--slo {text}: {said[1]} is given twice; give it once")
+        found[said[1]] = seconds
+    return Slo(**found)
+
+
+def shown(seconds: float) -> str:
+    """As 50ms or 2.5s."""
+    return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1e3:.3g}ms"
+
+
+def unkept(slo: Slo, price: Price, prompt: int, budget: int) -> list[str]:
+    """What even a request that is alone would not be given: lines, none where all is kept."""
+    first, token = price.alone(prompt, budget), price.step(1, 1, price.visited(prompt, 1))
+    said = []
+    if first > slo.ttft:
+        said.append(
+            f"--slo ttft={shown(slo.ttft)} cannot be kept: alone, a prompt of {prompt} takes about"
+            f" {shown(first)}"
+        )
+    if token > slo.tpot:
+        said.append(
+            f"--slo tpot={shown(slo.tpot)} cannot be kept: alone, a token takes about"
+            f" {shown(token)}"
+        )
+    return said
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of a request that is here. prompt: tokens to be fed before it draws; new: that it is expected
+    to draw; start: tokens in pages; begun: whether it goes."""
+
+    prompt: int
+    new: float
+    start: int = 0
+    begun: bool = False
+
+
+def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
+    """Foretold seconds until the last of these, who comes now, has its first token: prompts are fed
+    one after another in whole steps, in the order of their coming, and who waits for a slot has it
+    when the first of those before it ends."""
+    going = [one for one in loads if one.begun]
+    drawing = [one for one in going if not one.prompt]
+    some, deep = len(drawing), sum(price.visited(one.start, 1) for one in drawing)
+    left = max(1, budget - some)
+    full = price.step(some + left, some + 1, deep + price.visited(0, left))
+    queued = sum(one.prompt for one in loads)
+    step = full if queued > left else price.step(some + queued, some + 1, deep)
+    ends = sorted(one.new * step for one in drawing)
+    ends += [0.0] * max(0, slots - len(going))
+    heapq.heapify(ends)
+    fed = 0.0
+    for one in sorted((x for x in loads if x.prompt), key=lambda x: not x.begun):
+        at = 0.0 if one.begun or not ends else heapq.heappop(ends)
+        fed = max(fed, at) + one.prompt / left * full
+        heapq.heappush(ends, fed + one.new * step)
+    return fed
+
+
+class Seen(Protocol):
+    """What `limits` asks of a request, as of Waiting."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def begun(self) -> bool: ...
+    @property
+    def prompt(self) -> bool: ...
+    @property
+    def start(self) -> int: ...
+
+
+def limits(
+    price: Price, tpot: float, seen: Sequence[Seen], budget: int, slots: int
+) -> tuple[int, int]:
+    """Tokens of a step, of `budget`, and requests at once, of `slots`, with which a step takes
+    `tpot` seconds at most; one of each whatever it takes."""
+    drawing = [one.start for one in seen if one.begun and not one.prompt]
+    if not drawing:
+        return budget, slots  # nobody waits for a next token
+    visited = sum(price.visited(start, 1) for start in drawing)
+    depth = max((o.start + min(o.tokens, budget) // 2 for o in seen if o.prompt), default=0)
+    tokens = price.most(tpot, min(len(drawing), budget), budget, visited, depth)
+    return tokens, price.beside(tpot, slots, max(drawing))

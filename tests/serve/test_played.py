@@ -1,0 +1,264 @@
+"""Serving foretold: the simulator's steps are the engine's, and its figures those of the steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from asking import ROOM, VOCAB
+from click.testing import CliRunner
+from decoders import SMALL
+
+import outsize
+from outsize.cli.main import main
+from outsize.decode.samplers import Sampling
+from outsize.errors import OutsizeError
+from outsize.kernels import rows
+from outsize.models.build import build
+from outsize.models.families import parse
+from outsize.serve import engine as engines
+from outsize.serve.asks import Ask, Room
+from outsize.serve.engine import Engine
+from outsize.serve.forecast import described
+from outsize.serve.model import Model
+from outsize.serve.planned import planned
+from outsize.serve.played import Arrival, play
+from outsize.serve.policies import POLICIES
+from outsize.serve.price import Curve, Price
+from outsize.serve.room import Wanted, served
+from outsize.serve.slo import Slo
+from outsize.serve.traffic import (
+    candidates,
+    check,
+    most,
+    outcome,
+    steady,
+    traffic_in,
+    ways,
+    why,
+)
+
+# Seconds whose sums are exact, so that both clocks say the same.
+EXACT = Price(
+    Curve(((1, 2**-6), (65, 2**-3))), Curve(((1, 2**-10), (9, 2**-8))), visit=2**-14
+)  # fmt: skip
+NARROW = replace(ROOM, pages=14, slots=3, budget=20, price=EXACT, slo=Slo(100.0, 2**-4))
+
+
+def arrivals(count: int, rate: float, seed: int = 1) -> list[Arrival]:
+    chance, at, found = random.Random(seed), 0.0, list[Arrival]()
+    for _ in range(count):
+        at += round(chance.expovariate(rate) * 2**10) / 2**10
+        found.append(Arrival(at, chance.randrange(1, 30), chance.randrange(1, 20), "ab"[at > 1]))
+    return found
+
+
+def seen(feeds: list[engines.Feed]) -> list[tuple[object, ...]]:
+    return [(feed.request.key, *feed.part[1:], *feed.part.pages) for feed in feeds]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(build(parse({**SMALL, "model_type": "llama", "num_hidden_layers": 1}), seed=3))
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_the_engine_makes_the_steps_that_were_foretold(
+    policy: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same arrivals: who is fed what behind how much, in which pages, step by step."""
+    some, now, made, foreseen = arrivals(14, 4.0), [0.0], list[object](), list[object]()
+    play(NARROW, POLICIES.get(policy), some, watch=lambda feeds: foreseen.append(seen(list(feeds))))
+
+    clock = lambda: now[0]  # noqa: E731
+    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
+    engine = Engine(model, NARROW, POLICIES.get(policy))
+    engine.line.clock, own = clock, engine.steps.feed
+
+    def feed(*words: object) -> None:
+        own(*words)  # type: ignore[arg-type]
+        now[0] += engine.line.said
+
+    monkeypatch.setattr(engine.steps, "feed", feed)
+    compose = engine.line.feeds
+    monkeypatch.setattr(engine.line, "feeds", lambda: made.append(seen(f := compose())) or f)
+    waiting = list(some)
+    with torch.no_grad(), rows.alone():
+        while waiting or engine.line.requests:
+            while waiting and waiting[0].at <= now[0]:
+                one, end = waiting.pop(0), now[0]
+                now[0] = one.at
+                ids = torch.randint(VOCAB, (one.prompt,)).tolist()
+                engine.submit(Ask(tuple(ids), one.new, Sampling(), owner=one.key), lambda _: None)
+                now[0] = end
+            if engine.line.requests:
+                engine._next()
+            else:
+                now[0] = waiting[0].at
+    engine.close()
+    assert made == foreseen and len(made) > 30
+    assert engine.line.counts.interrupted > 0 or policy != "feedback"
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_many_steps_at_once_are_those_one_by_one(policy: str) -> None:
+    for room, rate in ((NARROW, 2.0), (replace(NARROW, slo=Slo()), 8.0)):
+        some = arrivals(60, rate)
+        quick = play(room, POLICIES.get(policy), some)
+        slow = play(room, POLICIES.get(policy), some, watch=lambda _: None)
+        assert [(f.first, f.last) for f in quick.fates] == [(f.first, f.last) for f in slow.fates]
+        assert (quick.steps, quick.busy, quick.end) == (slow.steps, slow.busy, slow.end)
+        assert quick.interrupted == slow.interrupted
+        each = [sorted(g for g, n in one.gaps for _ in range(n)) for one in (quick, slow)]
+        assert each[0] == each[1]
+
+
+def test_a_lone_request_takes_what_its_steps_do() -> None:
+    room = replace(ROOM, price=EXACT, budget=16, slo=Slo())
+    found = play(room, POLICIES.get("mixed"), [Arrival(3.0, 40, 5)])
+    # The slices but the last draw nothing.
+    prompt = EXACT.alone(40, 16) - 2 * EXACT.head(1)
+    assert found.fates[0].ttft == prompt
+    steps = [EXACT.step(1, 1, 40 + n) for n in range(4)]
+    assert [gap for gap, _ in found.gaps] == steps and found.steps == 3 + 4
+    told = outcome(found, Slo(prompt, sum(steps) / 4))
+    assert told.within == 1.0 and told.ttft == (prompt, prompt)
+    assert outcome(found, Slo(tpot=sum(steps) / 4.01)).within == 0.0
+    assert told.rate == pytest.approx(1 / (prompt + sum(steps)))
+
+
+def test_percentiles_are_those_of_all_tokens() -> None:
+    played = play(NARROW, POLICIES.get("mixed"), arrivals(40, 4.0))
+    every = np.array([gap for gap, count in played.gaps for _ in range(count)])
+    told = outcome(played, NARROW.slo)
+    want = tuple(np.percentile(every, (50, 99), method="inverted_cdf"))
+    assert told.tpot == want and len(every) == sum(f.arrival.new - 1 for f in played.fates)
+
+
+def test_what_is_promised_is_kept_or_refused() -> None:
+    """With an SLO no token comes later than tpot, which prompts first would break; who is let in
+    has the first one in time; the rate that is borne is one that is, and half more is not."""
+    slo = Slo(ttft=0.5, tpot=2**-4)
+    room = replace(ROOM, pages=64, price=EXACT, slo=slo, slots=4)
+    some = steady(30.0, 24, 8, 200)
+    told = outcome(play(room, POLICIES.get("mixed"), some), slo)
+    assert told.tpot[1] <= slo.tpot and told.refused > 20 and told.within < 0.9
+    found = ways(room, some, ("mixed", "prompt-first"))
+    assert [way.outcome.keeps(slo) for way in found] == [False] * 4
+    assert found == sorted(found, key=lambda way: -round(way.outcome.within, 2))
+    calm = ways(room, steady(4.0, 24, 8, 200), ("prompt-first", "mixed"))
+    kept = [way.outcome.keeps(slo) for way in calm]
+    assert kept == sorted(kept, reverse=True) and kept[0] and not kept[-1]
+    assert calm[0].policy == "mixed" and calm[-1].policy == "prompt-first"
+    assert why(calm[0], calm[-1], slo).startswith("a token of a hundred after ")
+    best = found[0]
+    bears = most(room, some, best)
+    for rate, kept in ((bears, True), (1.5 * bears, False)):
+        slower = [replace(one, at=one.at * 30.0 / rate) for one in steady(30.0, 24, 8, 250)]
+        whole = replace(room, budget=best.budget)
+        again = outcome(play(whole, POLICIES.get(best.policy), slower), slo)
+        assert again.keeps(slo) == kept
+
+
+def test_the_most_without_a_promise_is_what_is_always_busy() -> None:
+    room = Room(64, 4, 1, 64, 1000, 64, Price(Curve(((1, 0.25),))))
+    some = steady(1.0, 1, 1, 20)
+    assert most(room, some, ways(room, some, ("mixed",))[0]) == pytest.approx(4.0)
+
+
+def test_traffic_is_read_or_refused_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    good = (
+        '{"at": 2, "prompt": 8, "output": 3}\n\n{"at": 0.5, "prompt": 4, "output": 1, "key": "a"}\n'
+    )
+    file.write_text(good, encoding="utf-8")
+    assert traffic_in(file) == [Arrival(0.5, 4, 1, "a"), Arrival(2.0, 8, 3)]
+    for line, words in (
+        ("{", "4: not a JSON object"),
+        ("[1]", "4: not a JSON object"),
+        ('{"at": 0, "prompt": 1, "output": 1, "outptu": 2}', "4: 'outptu' is not known"),
+        ('{"at": -1, "prompt": 1, "output": 1}', "4: at is -1; expected seconds"),
+        ('{"at": NaN, "prompt": 1, "output": 1}', "4: at is nan"),
+        ('{"prompt": 1, "output": 1}', "4: at is None"),
+        ('{"at": 0, "prompt": 0, "output": 1}', "4: prompt is 0; expected 1 token or more"),
+        ('{"at": 0, "prompt": 1, "output": true}', "4: output is True"),
+        ('{"at": 0, "prompt": 1, "output": 1, "key": 3}', "4: key is 3; expected a text"),
+    ):
+        file.write_text(good + line, encoding="utf-8")
+        with pytest.raises(OutsizeError, match=f"traffic.jsonl:{words}"):
+            traffic_in(file)
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(OutsizeError, match="has no request"):
+        traffic_in(file)
+    for rate, prompt, output, words in (
+        (0.0, 1, 1, "--rate"),
+        (1.0, 0, 1, "--prompt"),
+        (1.0, 1, 0, "--output"),
+    ):
+        with pytest.raises(OutsizeError, match=f"{words} is 0"):
+            steady(rate, prompt, output)
+    assert steady(4.0, 1, 1, 2000)[-1].at == pytest.approx(500, rel=0.1)
+    with pytest.raises(OutsizeError, match=r"a prompt of 60 and 9 new tokens; .* room for 56"):
+        check([Arrival(0, 60, 9)], replace(ROOM, pages=14))
+    assert candidates("fair", Slo()) == ("fair",) and "deadline" not in candidates(None, Slo())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {**SMALL, "model_type": "llama", "num_hidden_layers": 6, "intermediate_size": 512}
+    path = tmp_path_factory.mktemp("played") / "hf"
+    outsize.save(build(parse(config), seed=3), path)
+    return path
+
+
+@pytest.mark.parametrize("share", [0.5, None])
+def test_a_plan_holds_what_the_server_will(directory: Path, share: float | None) -> None:
+    whole = sum(x.nbytes for x in outsize.load(directory).parameters())
+    memory = None if share is None else int(share * whole) + 300_000
+    wanted = Wanted(context=64, requests=3)
+    foreseen = planned(described(str(directory)), wanted, memory)
+    with outsize.load(directory, memory=memory) as model:
+        there = served(model, wanted)
+    for one in ("weights", "cache", "work"):
+        assert getattr(foreseen, one) == getattr(there, one)
+    assert replace(foreseen.room, price=there.room.price) == there.room
+    assert (foreseen.room.price.reading > 0) == (memory is not None)
+    with pytest.raises(OutsizeError, match="bytes missing"):
+        planned(described(str(directory)), wanted, 200_000)
+
+
+def said(*words: object) -> tuple[int, str]:
+    found = CliRunner().invoke(main, ["plan", *map(str, words)])
+    return found.exit_code, found.output
+
+
+def test_a_plan_of_serving_is_printed(directory: Path, tmp_path: Path) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    lines = [json.dumps({"at": n / 8, "prompt": 12, "output": 4}) for n in range(12)]
+    traffic.write_text("\n".join(lines), encoding="utf-8")
+    ask = (directory, "--serve", "--traffic", traffic, "--slo", "ttft=100s,tpot=100s")
+    code, text = said(*ask)
+    assert code == 0 and "predicted for 12 requests, up to 16 of them at once, " in text
+    assert "within ttft=100s,tpot=100s: 100.0% of the requests, 0 refused; up to " in text
+    assert "next best: " in text
+    code, text = said(*ask, "--policy", "fair", "--json")
+    found = json.loads(text)
+    assert code == 0 and {one["policy"] for one in found["ways"]} == {"fair"}
+    assert found["requests_at_once"] == 16 and found["bytes"]["weights"] > 0
+    assert found["ways"][0]["outcome"]["within"] == 1.0
+    for words, line in (
+        (("--rate", "2"), "--rate is given beside --traffic"),
+        (("--slo", "tpot=0ms"), "--slo tpot=0ms"),
+        (("--policy", "mix"), "policy 'mix' is not known; did you mean 'mixed'?"),
+        (("--mesh", "data=2"), "--mesh is given beside --serve"),
+    ):
+        code, text = said(directory, "--serve", "--traffic", traffic, *words)
+        assert code == 2 and text.startswith(f"error: {line}") and text.count("\n") == 1
+    code, text = said(directory, "--rate", "2")
+    assert code == 2 and "--rate is given beside a run that is not served" in text

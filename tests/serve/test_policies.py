@@ -1,0 +1,274 @@
+"""What a step feeds, and what is promised: by foretold seconds, without a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outsize.errors import OutsizeError
+from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.line import Line, Shares
+from outsize.serve.policies import POLICIES, View, Waiting, chosen
+from outsize.serve.price import Curve, Price
+from outsize.serve.slo import NONE, Load, Slo, limits, parse_slo, unkept, wait
+
+# A step of one token takes 10 ms, one of 64 takes 100, each further token a 64th of 64 ms more.
+PRICE = Price(Curve(((1, 0.010), (16, 0.020), (64, 0.1))), Curve(((1, 0.001), (8, 0.004))), 1e-6)
+ROOM = Room(pages=64, page=4, slots=4, budget=64, queue=10_000, context=128, price=PRICE)
+
+DRAWS = [Waiting(0, 1, True, False), Waiting(3, 1, True, False)]
+SLICED, NEW, LATER = (
+    Waiting(1, 9, True, True),
+    Waiting(2, 30, False, True),
+    Waiting(4, 5, False, True),
+)
+ALL = [DRAWS[0], SLICED, NEW, DRAWS[1], LATER]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fed"),
+    [
+        ("mixed", {0: 1, 3: 1, 1: 9, 2: 5}),
+        ("prompt-first", {1: 9, 2: 7}),
+        ("first-come", {0: 1, 1: 9, 2: 6}),
+        ("decode-maximal", {0: 1, 3: 1, 1: 9}),
+        ("fixed", {0: 1, 3: 1, 1: 8}),
+        ("fair", {0: 1, 3: 1, 1: 9, 2: 5}),
+        ("deadline", {0: 1, 3: 1, 1: 9, 2: 5}),
+        ("feedback", {0: 1, 1: 9, 2: 5, 3: 1}),
+    ],
+)
+def test_what_each_feeds(policy: str, fed: dict[int, int]) -> None:
+    """And all that have begun are named, so that it is known who is behind whom."""
+    view = View(ALL, budget=16, slots=4, price=PRICE, slo=Slo(1.0, 1.0))
+    found = POLICIES.get(policy)(view)
+    assert {key: count for key, count in found.items() if count} == fed
+    assert {0, 1, 3} <= set(found)
+    few = POLICIES.get(policy)(replace(view, slots=3))
+    assert policy == "feedback" or not {2, 4} & set(few), "no slot is free"
+    drawing = POLICIES.get(policy)(View(DRAWS, 16, 4, price=PRICE, slo=Slo(1.0, 1.0)))
+    assert drawing == {0: 1, 3: 1}
+
+
+def test_fixed_is_as_many_tokens_as_bring_something() -> None:
+    """The fewest whose tokens a second are within a tenth of the most that was timed."""
+    points = np.arange(1, 65)
+    best = 64 / PRICE.step(64, 1, 0)
+    near = [n for n in points if n / PRICE.step(int(n), 1, 0) >= 0.9 * best]
+    flat = Price(Curve(((1, 0.01), (8, 0.01), (64, 0.08))))
+    assert PRICE.enough == near[0] and flat.enough == 8
+    view = View([Waiting(0, 60, False, True)], budget=64, slots=1, price=flat)
+    assert POLICIES.get("fixed")(view) == {0: 8} and POLICIES.get("mixed")(view) == {0: 60}
+
+
+def test_feedback_levels() -> None:
+    """A prompt as long as four turns joins below a short one; who has had a turn falls; who waits
+    rises again; who came first is first among equals."""
+    turn = PRICE.token
+
+    def first(*some: Waiting, now: float = 0.0) -> int:
+        return next(iter(POLICIES.get("feedback")(View(some, 64, 1, now, PRICE))))
+
+    long = Waiting(0, 60, False, True, first=PRICE.prompt(60))
+    short = Waiting(1, 2, False, True, first=PRICE.prompt(2))
+    assert PRICE.prompt(60) > 4 * turn and first(long, short) == 1
+    assert first(long._replace(first=short.first), short) == 0
+    had = short._replace(spent=61 * turn, key=0)
+    assert first(had, long._replace(key=2, spent=0.0)) == 2
+    assert first(had._replace(spent=59.9 * turn), long._replace(key=2)) == 0
+    waited = 10 * 16 * turn  # ten turns of its level, the second
+    assert first(long, short._replace(came=waited), now=waited * 0.99) == 1
+    assert first(long, short._replace(came=waited), now=waited * 1.01) == 0
+
+
+def test_deadline_serves_who_can_still_be_in_time() -> None:
+    slo, now = Slo(ttft=1.0, tpot=0.1), 2.0
+    late = Waiting(0, 8, False, True, came=0.5)
+    soon, later = Waiting(1, 8, False, True, came=1.2), Waiting(2, 8, False, True, came=1.1)
+    one = POLICIES.get("deadline")(View([late, soon, later], 8, 3, now, PRICE, slo))
+    assert one == {2: 8}
+    whole = POLICIES.get("deadline")(View([late, soon, later], 64, 3, now, PRICE, slo))
+    assert list(whole) == [2, 1, 0]
+    drawing = [Waiting(5, 1, True, False, last=1.98), Waiting(6, 1, True, False, last=1.95)]
+    assert list(POLICIES.get("deadline")(View(drawing, 8, 3, now, PRICE, slo))) == [6, 5]
+    with pytest.raises(OutsizeError, match="policy deadline goes by what is promised; serve with"):
+        chosen("deadline", NONE)
+    assert chosen("deadline", slo) is POLICIES.get("deadline")
+
+
+def test_fair_serves_who_has_had_least() -> None:
+    some = [Waiting(n, 10, False, True, owner="ab"[n > 2]) for n in range(5)]
+    view = View(some, 64, 3, price=PRICE, shares={"a": 100.0, "b": 85.0})
+    assert list(POLICIES.get("fair")(view)) == [3, 4, 0]
+    assert list(POLICIES.get("fair")(replace(view, shares={}))) == [0, 3, 1]
+    shares = Shares()
+    shares.come("a", ())
+    shares.take("a", 70)
+    shares.come("b", {"a"})  # as if he had had as much: nothing is saved up
+    assert shares.had == {"a": 70.0, "b": 70.0}
+    shares.come("b", {"a", "b"})
+    shares.take("b", 5)
+    shares.come("c", {"a", "b"})
+    assert shares.had["c"] == 70.0
+    shares.come("a", ())
+    assert shares.had == {"a": 0.0}
+
+
+def test_a_curve_is_linear_between_points() -> None:
+    points = ((2, 1.0), (4, 3.0), (9, 8.0))
+    xs, ys = zip(*points, strict=True)
+    curve = Curve(points)
+    for n in range(1, 10):
+        assert curve(n) == pytest.approx(np.interp(n, xs, ys))
+    assert curve(0) == 0.0 and curve(11) == pytest.approx(10.0)
+    assert Curve(((1, 2.0), (3, 1.0)))(3) == 2.0  # more never take less
+    assert Curve(((1, 2.0),))(3) == pytest.approx(6.0)
+    assert PRICE.alone(100, 40) == pytest.approx(
+        PRICE.prompt(40) + PRICE.prompt(40, 40) + PRICE.prompt(20, 80)
+    )
+    assert replace(PRICE, reading=9.0).step(64, 1, 0) == 9.0
+    assert replace(PRICE, reach=5).visited(100, 3) == 15
+
+
+def test_steps_keep_what_is_promised() -> None:
+    """Whatever goes: the step that the limits allow takes tpot at most, and one token more takes
+    longer, unless there is nothing to take away."""
+    chance = random.Random(1)
+    bound = 0
+    for _ in range(200):
+        drawing = [
+            Waiting(n, 1, True, False, chance.randrange(1, 4000))
+            for n in range(chance.randrange(9))
+        ]
+        prompt = Waiting(99, chance.randrange(2, 90), True, True, chance.randrange(900))
+        tpot = chance.uniform(0.005, 0.12)
+        tokens, slots = limits(PRICE, tpot, [*drawing, prompt], 64, 16)
+        if not drawing:
+            assert (tokens, slots) == (64, 16)
+            continue
+        seen = sum(PRICE.visited(one.start, 1) for one in drawing)
+        depth = prompt.start + min(prompt.tokens, 64) // 2
+
+        def seconds(
+            tokens: int, least: int = len(drawing), seen: int = seen, d: int = depth
+        ) -> float:
+            return PRICE.step(tokens, least + 1, seen + (tokens - least) * d)
+
+        assert len(drawing) <= tokens <= 64 and 1 <= slots <= 16
+        assert tokens == len(drawing) or seconds(tokens) <= tpot
+        assert tokens == 64 or seconds(tokens + 1) > tpot
+        bound += len(drawing) < tokens < 64
+        deep = max(one.start for one in drawing)
+        assert slots == 1 or PRICE.step(slots, slots, slots * deep) <= tpot
+        assert slots == 16 or PRICE.step(slots + 1, slots + 1, (slots + 1) * deep) > tpot
+    assert bound > 40
+
+
+def test_what_is_promised_is_read() -> None:
+    assert parse_slo("ttft=500ms,tpot=50ms") == Slo(0.5, 0.05)
+    assert (
+        parse_slo(" tpot = 1.5s ") == Slo(math.inf, 1.5)
+        and str(Slo(2.0, 0.05)) == "ttft=2s,tpot=50ms"
+    )
+    for text in ("", "fast", "ttft=5", "ttft=0ms", "ttft=1.2.3s", "ttft=-1s", "tbt=1s", "ttft=1s,"):
+        with pytest.raises(OutsizeError, match="is none; expected ttft=500ms,tpot=50ms"):
+            parse_slo(text)
+    with pytest.raises(OutsizeError, match="tpot is given twice"):
+        parse_slo("tpot=1s,tpot=2s")
+    lines = unkept(Slo(0.01, 0.01), PRICE, 64, 64)
+    assert "ttft=10ms cannot be kept: alone, a prompt of 64" in lines[0]
+    assert "tpot=10ms cannot be kept: alone, a token takes about 11.1ms" in lines[1]
+    assert not unkept(Slo(1.0, 0.012), PRICE, 64, 64)
+
+
+def test_a_wait_is_foretold() -> None:
+    """Prompts in whole steps one after another; behind full slots, when the first of them ends."""
+    flat = Price(Curve(((1, 0.01), (10, 0.01), (20, 0.02))))
+    me = Load(20, 1.0)
+    assert wait(flat, [me], 20, 4) == pytest.approx(0.02)
+    assert wait(flat, [Load(40, 5.0), me], 20, 4) == pytest.approx(0.06)
+    going = Load(0, 30.0, 100, True)
+    full = flat.step(20, 2, 0)
+    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * full + 20 / 19 * full)
+    assert wait(flat, [going, me], 20, 2) == pytest.approx(20 / 19 * full)
+
+
+def draw(line: Line) -> None:
+    """A step without a model, of a clock that stands still."""
+    feeds = line.feeds()
+    for feed in feeds:
+        if not feed.part.ahead:
+            feed.request.told = [Token(1)]
+    line.take(feeds)
+    line.ran(feeds, 0.01)
+
+
+def line_of(room: Room, policy: str = "mixed") -> Line:
+    return Line(room, POLICIES.get(policy), True, clock=lambda: 0.0)
+
+
+def ask(length: int, new: int, owner: str = "") -> Ask:
+    def sampler(logits_V: torch.Tensor, index: int) -> int:
+        raise AssertionError("nothing is drawn")
+
+    return Ask(tuple(range(length)), new, sampler, owner=owner)
+
+
+def test_who_would_wait_too_long_is_refused() -> None:
+    """The first always may; and the wait is over when it is said to be."""
+    line = line_of(replace(ROOM, slo=Slo(ttft=0.3)))
+    ends = list[End]()
+    line.add(ask(100, 4), lambda one: ends.append(one) if isinstance(one, End) else None)
+    line.add(ask(60, 4), lambda _: None)
+    assert line.wait(100) > 0.3
+    with pytest.raises(
+        Full, match=r"the first token would come in about .*, and 300ms is promised"
+    ) as full:
+        line.add(ask(100, 4), lambda _: None)
+    assert full.value.wait == pytest.approx(line.wait(100) - 0.3) and line.counts.refused == 1
+    line.slower = 0.01  # than foretold, so that there is time
+    line.add(ask(100, 4), lambda _: None)
+    assert len(line.requests) == 3
+
+
+def test_steps_that_take_longer_than_foretold_become_smaller() -> None:
+    room = replace(ROOM, slo=Slo(tpot=0.05))
+    sizes = []
+    for slower in (1.0, 2.0):
+        line = line_of(room)
+        line.slower = slower
+        line.add(ask(4, 9), lambda _: None)
+        draw(line)
+        line.add(ask(100, 9), lambda _: None)
+        sizes.append(sum(feed.part.tokens for feed in line.feeds()))
+    assert 64 > sizes[0] > sizes[1] > 1
+    before = line.slower
+    line.ran(line.feeds(), 1e9)  # says that it was far slower, and no more than that
+    assert before < line.slower <= 0.9 * before + 0.1 * 4
+    assert line.counts.foretold > 0
+
+
+def test_fair_shares_where_one_asks_far_more() -> None:
+    """Of two who always wait, one has had no more than the other, but for what two requests are:
+    first come, first served gives the second nothing while the first one's go."""
+    had = {}
+    for policy in ("mixed", "fair"):
+        line = line_of(replace(ROOM, slots=2, queue=10**6), policy)
+        drawn = {"a": 0, "b": 0}
+
+        def deliver(one: Token | End, owner: str, drawn: dict[str, int] = drawn) -> None:
+            drawn[owner] += isinstance(one, Token)
+
+        for owner in itertools.chain("a" * 20, "b" * 5):
+            line.add(ask(8, 8, owner), lambda one, o=owner: deliver(one, o))
+        for _ in range(30):
+            draw(line)
+        had[policy] = drawn
+    assert had["mixed"]["b"] == 0 and had["mixed"]["a"] > 32
+    assert abs(had["fair"]["a"] - had["fair"]["b"]) <= 16 < had["fair"]["b"]
