@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,12 +19,14 @@ from outsize.errors import OutsizeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outsize.verify.many import Outcome
     from outsize.verify.target import Wanted
     from outsize.verify.verify import Verdict
 
 DRAWN_WORKERS = 8
 PRECISIONS = ("float64", "float32", "bfloat16")
 STEPS = 3
+SERVED = 20  # draws of --serve where nobody says how many
 _NOT_OF_DRAWS = (
     "target", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume"
 )  # fmt: skip
@@ -30,9 +34,13 @@ _NOT_OF_RUNS = (
     "target", "workers", "mesh", "zero", "shards", "sequence_parallel", "sets", "resume",
     "processes", "seed", "precision",
 )  # fmt: skip
+_NOT_OF_SERVING = (
+    "workers", "mesh", "zero", "shards", "sequence_parallel", "sets", "steps", "resume",
+    "processes", "device",
+)  # fmt: skip
 _NOT_OF_TOKENS = (
     "zero", "shards", "sequence_parallel", "sets", "steps", "resume", "count", "precision",
-    "processes",
+    "processes", "serve",
 )  # fmt: skip
 
 
@@ -53,6 +61,7 @@ _NOT_OF_TOKENS = (
 @click.option("--generate", "tokens", type=click.IntRange(1), help="Generate so many instead.")
 @click.option("--memory", metavar="SIZE", help="Of --generate: weights beyond it stay in files.")
 @click.option("--overlap", type=click.IntRange(0), help="Of --generate, as outsize generate.")
+@click.option("--serve", is_flag=True, help="Serve draws against each request alone instead.")
 @click.option("--random", "count", type=click.IntRange(1), help="Verify so many random draws.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the first draw.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Of all random draws.")
@@ -76,6 +85,7 @@ def verify(
     tokens: int | None,
     memory: str | None,
     overlap: int | None,
+    serve: bool,
     count: int | None,
     seed: int,
     precision: str | None,
@@ -85,7 +95,8 @@ def verify(
 
     TARGET is a run's file (YAML), a run's or a model's directory, a preset, or import.path:factory;
     without it a small model. Or replay the steps of a run that has been (--run), or generate with a
-    model's directory and compare each token (--generate). Exit code 1 where float64 differs by more
+    model's directory and compare each token (--generate), or serve it in drawn settings, where each
+    request must be told what it is told alone (--serve). Exit code 1 where float64 differs by more
     than 1e-10, or the run's own precision by more than rounding explains.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -94,7 +105,7 @@ def verify(
     from outsize.verify.target import wanted
 
     if run is not None:
-        unused = (*_NOT_OF_RUNS, "count", "tokens", "memory", "overlap")
+        unused = (*_NOT_OF_RUNS, "count", "tokens", "memory", "overlap", "serve")
         refuse_unused(ctx, unused, f"--run {run}, which is as it was")
         ctx.exit(_replay(run, start, steps, as_json, console()))
     refuse_unused(ctx, ("start",), "no --run, whose checkpoint it is")
@@ -103,12 +114,13 @@ def verify(
         spread = Spread(workers, mesh, memory, overlap, device)
         ctx.exit(_generate(target, tokens, spread, seed, as_json, console()))
     refuse_unused(ctx, ("memory", "overlap"), "no --generate, which they are of")
-    if count is None:
-        refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
-    else:
-        refuse_unused(ctx, _NOT_OF_DRAWS, f"--random {count}, which draws all of that")
-        asked = Asked(count, seed, workers or DRAWN_WORKERS, precision, processes, device)
-        ctx.exit(_random(asked, as_json, console()))
+    if serve or count is not None:
+        asked = Asked(count or SERVED, seed, workers or DRAWN_WORKERS, precision, processes, device)
+        barred: tuple[str, ...] = _NOT_OF_SERVING if serve else _NOT_OF_DRAWS
+        refuse_unused(ctx, barred, f"--{'serve' if serve else 'random'}, which draws all of that")
+        found = _served(target, asked, as_json) if serve else _random(asked, as_json)
+        ctx.exit(found)
+    refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     cut = _cut(zero, shards, sequence_parallel)
     given = (*sets, *as_sets({"workers": workers, "mesh": mesh, **cut}))
     verdict = _verdict(wanted(target, given, steps or STEPS, resume, device), processes)
@@ -239,31 +251,69 @@ class Asked:
     processes: bool
     device: str
 
+    @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + self.count)
 
-def _random(asked: Asked, as_json: bool, out: Console) -> int:
+
+def _served(target: str | None, asked: Asked, as_json: bool) -> int:
+    """Serve draws; gives the exit code."""
+    import torch
+
+    from outsize.verify import draw_served, served
+
+    torch.set_num_threads(1)
+    subject = draw_served.subject_of(target)
+    again = partial(served.command, target=target, precision=asked.precision)
+    every = served.outcomes(asked.seeds, subject, asked.precision)
+    return _summed(_told(every, asked.count, again, as_json), again, as_json, draw_served.features)
+
+
+def _random(asked: Asked, as_json: bool) -> int:
     """Verify draws; gives the exit code."""
     import torch
 
-    from outsize.screen import say
-    from outsize.verify import many, show
+    from outsize.verify import many
     from outsize.verify.workers import judge
 
     workers, processes, precision = asked.workers, asked.processes, asked.precision
     if not processes:
         torch.set_num_threads(1)
-    found = []
-    seeds = range(asked.seed, asked.seed + asked.count)
+    again = partial(many.command, workers=workers, processes=processes, precision=precision)
+    judged_by = judge if processes else None
+    every = many.outcomes(asked.seeds, workers, judged_by, precision, asked.device)
+    return _summed(_told(every, asked.count, again, as_json), again, as_json)
+
+
+def _told(
+    every: Iterable[Outcome], count: int, again: Callable[[Any], str], as_json: bool
+) -> list[Outcome]:
+    """Each as it comes: of one that does not hold what it is, and what repeats it."""
+    from outsize.screen import console, say
+
+    found, out = [], console()
     with out.status("", spinner_style="dim") as status:
-        judged_by = judge if processes else None
-        for one in many.outcomes(seeds, workers, judged_by, precision, asked.device):
+        for one in every:
             found.append(one)
-            status.update(f"{len(found)} of {asked.count} draws")
+            status.update(f"{len(found)} of {count} draws")
             if not one.holds and not as_json:
-                again = many.command(one.drawn, workers, processes, precision)
-                say(out, f"{one.fault}\n  {one.drawn}\n  {again}")
-    total = many.summary(found)
+                say(out, f"{one.fault}\n  {one.drawn}\n  {again(one.drawn)}")
+    return found
+
+
+def _summed(
+    found: list[Outcome],
+    again: Callable[[Any], str],
+    as_json: bool,
+    named: Callable[[Any], Iterable[str]] | None = None,
+) -> int:
+    """All in a line; gives the exit code. named: what a draw has."""
+    from outsize.screen import console, say
+    from outsize.verify import many, show
+
+    total = many.summary(found, named)
     if as_json:
-        click.echo(json.dumps(show.draws_json(total, workers, processes, precision), indent=2))
+        click.echo(json.dumps(show.draws_json(total, again), indent=2))
     else:
-        say(out, show.draws_line(total))
+        say(console(), show.draws_line(total))
     return 1 if total.faults else 0

@@ -8,6 +8,7 @@ or interruptions. Pages: Kwon et al., "PagedAttention", 2023.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -175,6 +176,11 @@ class Engine:
             found.extend(told(logits_V, token, tops) for logits_V, token in rows_TV)
 
         self.look(ids, False, take)
+        if any(math.isnan(one.logprob) for one in found):
+            raise OutsizeError(
+                "the model gave logits for this text that are not finite; expected numbers: check"
+                " its weights, or use a wider dtype"
+            )
         return found
 
     def look(self, ids: Sequence[int], hidden: bool, take: Callable[[Tensor], None]) -> None:

@@ -118,7 +118,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     if optimizer.approximate:
         plan = replace(plan, approximate=(*plan.approximate, optimizer.approximate))
     resume = draw.choice((0, 0, 1, 2))
-    native = Native(config, partial(_values, config), options, partial(_is_frozen, frozen))
+    native = Native(config, partial(values, config), options, partial(_is_frozen, frozen))
     case = Case(native, plan, optimizer, data.batch, steps, clip, RATE, resume)
     _refuse(case)
     what = {
@@ -133,7 +133,7 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _values(config: DecoderConfig) -> Fill:
+def values(config: DecoderConfig) -> Fill:
     """No special values anywhere: around those that norms and biases usually start from."""
     model = build(config)
     starts = {weight_of(name): start for name, start in initial_values(model)}

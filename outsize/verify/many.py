@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf
+from typing import Any, Protocol
 
 from outsize.errors import OutsizeError
 from outsize.models.wiring import WIRES
@@ -27,12 +28,19 @@ USUAL = "plain PyTorch in that precision is beyond what rounding explains"
 Verifier = Callable[[Case], Verdict | str]  # a text: how it failed
 
 
+class Repeatable(Protocol):
+    """What was drawn; its text says what that is."""
+
+    @property
+    def seed(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One draw. fault: what is wrong with it; empty where it holds. refused: the reasons of draws
     before it. seconds: that it took."""
 
-    drawn: Drawn
+    drawn: Repeatable
     worst: float
     fault: str
     refused: tuple[str, ...]
@@ -147,7 +155,7 @@ def _fault(found: Verdict) -> str:
 
 
 def command(
-    drawn: Drawn, workers: int, processes: bool = False, precision: str | None = None
+    drawn: Repeatable, workers: int, processes: bool = False, precision: str | None = None
 ) -> str:
     """What repeats a draw. precision: that all draws were asked to have."""
     more = " --processes" if processes else ""
@@ -155,9 +163,12 @@ def command(
     return f"outsize verify --random 1 --seed {drawn.seed} --workers {workers}{more}"
 
 
-def summary(found: Iterable[Outcome]) -> Summary:
-    """All outcomes in a few numbers."""
+def summary(
+    found: Iterable[Outcome], named: Callable[[Any], Iterable[str]] | None = None
+) -> Summary:
+    """All outcomes in a few numbers. named: what a draw has; None: as `features` says it."""
     every = list(found)
+    has: Callable[[Any], Iterable[str]] = named or features
     held = [one for one in every if one.holds]
     refused = Counter(reason for one in every for reason in one.refused)
     return Summary(
@@ -166,7 +177,7 @@ def summary(found: Iterable[Outcome]) -> Summary:
         max((one.worst for one in held), default=0.0),
         sum(one.seconds for one in every),
         dict(refused.most_common()),
-        dict(Counter(name for one in held for name in features(one.drawn)).most_common()),
+        dict(Counter(name for one in held for name in has(one.drawn)).most_common()),
     )
 
 

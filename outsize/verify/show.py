@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any
 
@@ -14,7 +14,7 @@ from outsize.screen import FIGURES, table
 from outsize.verify.compare import LIMIT, Comparison, Row
 from outsize.verify.generated import Spoken
 from outsize.verify.handed import NARROW, Handed
-from outsize.verify.many import Summary, command
+from outsize.verify.many import Summary
 from outsize.verify.planned import Sent
 from outsize.verify.replay import Replayed
 from outsize.verify.verify import Verdict
@@ -257,10 +257,8 @@ def draws_line(found: Summary) -> str:
     )
 
 
-def draws_json(
-    found: Summary, workers: int, processes: bool, precision: str | None
-) -> dict[str, Any]:
-    """All draws as JSON."""
+def draws_json(found: Summary, again: Callable[[Any], str]) -> dict[str, Any]:
+    """All draws as JSON. again: what repeats one."""
     return {
         "held": found.held,
         "worst": found.worst,
@@ -272,7 +270,7 @@ def draws_json(
                 "seed": one.drawn.seed,
                 "fault": one.fault,
                 "draw": str(one.drawn),
-                "again": command(one.drawn, workers, processes, precision),
+                "again": again(one.drawn),
             }
             for one in found.faults
         ],

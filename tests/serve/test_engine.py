@@ -267,6 +267,28 @@ def test_logits_that_are_not_numbers_end_their_request_alone() -> None:
         assert [x.id for x in each[1].wait()] == model.generate([1, 2, 3], 6)
 
 
+def test_a_prompt_that_lacks_pages_holds_up_nobody_who_has_begun() -> None:
+    """Though its policy would have it before anything else."""
+    first, second = Ask((1,) * 9, 9, Sampling()), Ask((2,) * 30, 2, Sampling())
+    model, room = model_of("llama"), replace(ROOM, pages=9)
+    assert [len(one) for one in told(model, [first, second], room, "prompt-first")] == [9, 2]
+
+
+def test_a_token_whose_weights_are_no_numbers_ends_its_requests_alone() -> None:
+    """Drawn and scored; the pages that they had are others' afterwards."""
+    model, good = model_of("llama"), Ask((1, 2, 3), 6, Sampling(), tops=1)
+    right = told(model, [good], ROOM)[0]
+    with torch.no_grad():
+        model.prologue.tokens.weight[7] = float("nan")
+    with Engine(model, replace(ROOM, pages=5), POLICIES.get("mixed")) as engine:
+        for ids in ((7,), (1, 2, 3, 4, 7, 8)):
+            with pytest.raises(OutsizeError, match="not finite"):
+                list(engine.tokens(Ask(ids, 3, Sampling())))
+            with pytest.raises(OutsizeError, match="not finite"):
+                engine.logprobs((*ids, 5))
+            assert list(engine.tokens(good)) == right
+
+
 def test_who_leaves_is_not_served() -> None:
     model, told_ = model_of("llama"), Told()
     with Engine(model, ROOM, POLICIES.get("mixed")) as engine:
