@@ -248,6 +248,21 @@ def test_keys(address: tuple[str, int], client: openai.OpenAI) -> None:
         client.models.retrieve("large")
 
 
+def test_an_engine_that_fails_is_the_servers_fault(model: Model) -> None:
+    engine = Engine(model, ROOM, POLICIES.get("mixed"))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is gone")
+
+    engine.steps.feed = broken  # type: ignore[method-assign]
+    with served(engine, "on") as address:
+        for _ in range(2):
+            status, answer, _headers = asked(address, "/v1/completions", {"prompt": "a"})
+            assert status == 500 and answer["error"]["type"] == "server_error"
+            assert "the disk is gone" in answer["error"]["message"]
+        assert asked(address, "/health", None)[0] == 503
+
+
 def test_more_than_may_wait_is_refused_with_a_time(model: Model) -> None:
     """An engine that has not started: five choices whose prompts wait, where four may."""
     engine = Engine(model, replace(ROOM, queue=810), POLICIES.get("mixed"))

@@ -91,7 +91,7 @@ def app_of(serving: Serving) -> FastAPI:
             yield
 
     app = FastAPI(title="Outsize", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
-    _errors(app)
+    _errors(app, serving)
     _models(app, serving)
     _generation(app, serving)
     _embeddings(app, serving)
@@ -112,7 +112,7 @@ def _document(app: FastAPI) -> None:
         document["components"]["schemas"].pop(unused, None)
 
 
-def _errors(app: FastAPI) -> None:
+def _errors(app: FastAPI, serving: Serving) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         every = error.errors()
@@ -132,6 +132,8 @@ def _errors(app: FastAPI) -> None:
         if isinstance(error, Full):
             later = {"Retry-After": str(max(1, round(error.wait)))}
             return said(429, str(error), headers=later)
+        if serving.engine.fault is not None:
+            return said(500, str(error))  # whatever was asked
         return said(404 if isinstance(error, Missing) else 400, str(error))
 
 
