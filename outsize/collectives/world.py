@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -102,3 +102,10 @@ def told(world: World, numbers: Sequence[float]) -> list[list[float]]:
     spans = [(count * rank, count * (rank + 1)) for rank in range(size)]
     everyone(world, "agreement").all_gather(mine, spans, out)
     return [list(each) for each in out.view(size, count).tolist()]
+
+
+def steady(machines: Sequence[Hashable]) -> bool:
+    """Whether workers on such machines sum in an order that does not depend on where in a tensor a
+    number lies: on one in that of the ranks, then between two. A ring goes round by place."""
+    counts = Counter(machines)
+    return len(counts) == 1 or (len(counts) == 2 and len(set(counts.values())) == 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from outsize.collectives import Lone, World
-from outsize.collectives.world import told
+from outsize.collectives.world import steady, told
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError, counted
@@ -182,7 +182,8 @@ def _pages(home: InFiles | OnMesh | None, world: World, sizes: Sizes, context: i
     """As many as the worker with least room for them has, and all requests may fill."""
     if isinstance(home, InFiles):
         return int(min(told(world, (beside(home.budget, sizes),)))[0])
-    near = len(_near(world))
+    machines = _machines(world)
+    near = machines.count(machines[world.rank])
     free = int(_SHARE * host.memory().available) // near - sizes.work - sizes.slots
     fits = free // sizes.page if sizes.page else sizes.enough
     fewest, free, page = map(int, min(told(world, (fits, free, sizes.page))))
@@ -222,10 +223,9 @@ def beside(budget: Budget, sizes: Sizes) -> int:
     return min(sizes.enough, max(sizes.least, share))
 
 
-def _near(world: World) -> list[int]:
-    """The ranks of this machine."""
-    names = [each[0] for each in told(world, (crc32(platform.node().encode()),))]
-    return [rank for rank, name in enumerate(names) if name == names[world.rank]]
+def _machines(world: World) -> list[float]:
+    """By rank, what tells the machine that it runs on from others."""
+    return [name for (name,) in told(world, (crc32(platform.node().encode()),))]
 
 
 def context_of(model: Decoder, said: int | None) -> int:
@@ -257,13 +257,13 @@ def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
     """What several workers make of it."""
     if world.mesh.size == 1:
         return ()
-    size, near = format_bytes(message(room)), len(_near(world))
+    size, machines = format_bytes(message(room)), _machines(world)
     found = (f"a step is told to the other workers in a message of {size}",)
     if world.mesh.tensor == 1:
         return found
     others = "they do not depend on who else asks"
-    if world.mesh.tensor > 2 and near < world.mesh.size:  # a ring's order depends on the place
-        others = "between machines they depend, as much, on who else asks"
+    if not steady([machines[rank] for rank in world.mesh.ranks("tensor", world.rank)]):
+        others = "between these machines they depend, as much, on who else asks"
     return (
         *found,
         "approximate: tokens are those of one worker to rounding, since products are summed over"

@@ -18,6 +18,7 @@ from collective_tasks import numpy, values
 from crew import WorkerGroup
 
 from outsize.collectives import Mesh
+from outsize.collectives.world import steady
 from outsize.schedule.program import Talk
 from outsize.simulate import network
 
@@ -55,6 +56,13 @@ def magnitude(numel: int, dtype: torch.dtype) -> np.ndarray:
 # A few roundings of float64 and float32; one of the narrow dtypes.
 CLOSE = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4,
          torch.int64: 0.0, torch.int32: 0.0}  # fmt: skip
+
+
+@KINDS
+def test_sums_that_do_not_depend_on_the_place(crew: WorkerGroup, kind: str) -> None:
+    """What serving says of a mesh: alike in any company."""
+    first, *others = crew.run(tasks.at_places, hosts=HOSTS[kind])[0]
+    assert all(one == first for one in others) == steady(HOSTS[kind] or ("a",) * SIZE)
 
 
 @KINDS
