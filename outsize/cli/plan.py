@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outsize.cli.command import Command, Drawing, drawing, placed, refuse_unused
+from outsize.cli.elsewhere import Elsewhere, described
 from outsize.cli.serving import NAMES, Serving, serving
 from outsize.cli.serving import show as show_serving
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1, 1 << 24),
     help="Predict `outsize generate` instead, for a prompt of so many tokens.",
 )
+@described
 @drawing
 @serving
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
@@ -48,10 +50,12 @@ def plan(
     prompt_tokens: int | None,
     drawn: Drawing,
     served: Serving,
+    elsewhere: Elsewhere,
     as_json: bool,
 ) -> None:
     """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory; or, with
-    --prompt-tokens, what `outsize generate` holds and takes; with --serve, `outsize serve`."""
+    --prompt-tokens, what `outsize generate` holds and takes; with --serve, `outsize serve`; with
+    --hardware, training a published model or a config.json on a cluster that is not here."""
     import json
 
     from outsize.screen import console, say
@@ -61,6 +65,11 @@ def plan(
 
     if model is not None and target is not None and not is_file(target):
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
+    if elsewhere.hardware is not None:
+        refuse_unused(ctx, NAMES, "--hardware, which has no part of it")
+        elsewhere.plan(ctx, model or target, sets, places, as_json)
+        return
+    elsewhere.refuse(ctx)
     draws = ("max_tokens", "temperature", "top_k", "top_p")
     if served.serve:
         lone = ("sets", "out", "host_memory", "disk", "tiers", "workers", "mesh", "prompt_tokens")

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from outsize.foresight.layout import Layout
 from outsize.foresight.runs import Run
-from outsize.foresight.step import AT_END, COMPUTING, LANES, Seconds, Terms, combine
+from outsize.foresight.shape import Shape
+from outsize.foresight.step import AT_END, COMPUTING, LANES, Seconds, Terms, beat, combine
 
 Array = npt.NDArray[np.float64]
 
@@ -62,7 +64,7 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "launch": ("launch", "", 1.0, 0.3),
     "tensor": ("tensor", "", 1.3, 0.25),
     "tensor beside": ("tensor", "beside", 0.6, 0.3),
-    "expert": ("expert", "", 1.3, 0.4),
+    "exchange": ("exchange", "", 1.3, 0.4),
     "ring": ("ring", "", 1.2, 0.3),
     "stages": ("stages", "", 1.2, 0.4),
     "gathers": ("gathers", "", 1.3, 0.3),
@@ -107,27 +109,26 @@ class Priced:
 
 
 def tags_of(run: Run) -> frozenset[str]:
-    """What constants may ask of a run."""
-    lay = run.layout
-    assert lay is not None
+    """What constants may ask of a row."""
+    assert run.layout is not None and run.shape is not None
+    found = tags(run.shape, run.layout, run.device)
+    return found | {"limited"} if run.limited else found
+
+
+def tags(shape: Shape, lay: Layout, device: str) -> frozenset[str]:
+    """What constants may ask of a layout on a device."""
+    stack = lay.stack
+    family = next((family for name, family in FAMILIES if device.startswith(name)), "")
     found = {
-        "",
-        run.device,
-        lay.attention,
-        lay.precision,
-        f"stack {lay.stack.like or lay.stack.name}",
-    }
-    family = next((family for name, family in FAMILIES if run.device.startswith(name)), "")
-    found |= {family, f"{lay.attention} {family}"}
-    if run.limited:
-        found.add("limited")
-    found |= {lay.stack.family, f"{lay.stack.libraries} {family}", f"{lay.stack.family} {family}"}
-    if not lay.stack.fused:
-        found.add("unfused")
-    if run.shape is not None and run.shape.gated:
-        found.add("gated")
-    if lay.stack.beside_tensor:
-        found.add("beside")
+        "", device, family, stack.family, lay.attention, lay.precision,
+        f"stack {stack.like or stack.name}", f"{lay.attention} {family}",
+        f"{stack.libraries} {family}", f"{stack.family} {family}",
+    }  # fmt: skip
+    for tag, holds in (
+        ("unfused", not stack.fused), ("gated", shape.gated), ("beside", stack.beside_tensor),
+    ):  # fmt: skip
+        if holds:
+            found.add(tag)
     return frozenset(found)
 
 
@@ -181,21 +182,38 @@ class Model:
         made: Array = np.exp(self.applies @ (mine * constants))
         return made
 
-    def seconds(self, batch: Batch, constants: Array) -> Seconds:
-        """Of a step of each run."""
+    def priced(self, batch: Batch, constants: Array) -> Priced:
+        """The batch with its factors."""
         stack = self.factor("computing", constants)
         factors = {
             lane: self.factor(lane, constants) * (stack if lane in (*COMPUTING, "launch") else 1.0)
             for lane in (*LANES, *AT_END)
         }
-        priced = Priced(
+        return Priced(
             {lane: batch.middle[lane] * factors[lane] for lane in LANES},
             {lane: batch.last[lane] * factors[lane] for lane in LANES},
             {lane: batch.end[lane] * factors[lane] for lane in AT_END},
             batch.slots, batch.stages, batch.chunks, batch.window,
         )  # fmt: skip
+
+    def seconds(self, batch: Batch, constants: Array) -> Seconds:
+        """Of a step of each run."""
         spread = 1 + self.factor("nodes", constants) * np.log2(batch.nodes)
-        return combine(priced, spread)
+        return combine(self.priced(batch, constants), spread)
+
+    def lanes_of(self, batch: Batch, constants: Array, index: int) -> dict[str, float]:
+        """Of one run, what each lane of its slowest stage takes in a step, and the pipeline's fill.
+        Lanes that run beside each other add up to more than the step."""
+        priced = self.priced(batch, constants)
+        middle, last = (
+            {lane: float(values[index]) for lane, values in stage.items()}
+            for stage in (priced.middle, priced.last)
+        )
+        slowest = last if beat(last) >= beat(middle) else middle
+        slots = float(priced.slots[index])
+        found = {lane: value * slots for lane, value in slowest.items()}
+        found["fill"] = float(combine(priced).fill[index])
+        return found | {lane: float(values[index]) for lane, values in priced.end.items()}
 
     def read(self, values: Mapping[str, float]) -> Array:
         """Constants by name; a stack that none knows has its prior."""

@@ -25,7 +25,7 @@ from outsize.foresight.work import Lanes, Work, add, lanes
 from outsize.hardware.cluster import Cluster
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
-SAYING = ("tensor", "expert")
+SAYING = ("tensor", "exchange")
 LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers")
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)

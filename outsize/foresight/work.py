@@ -48,8 +48,8 @@ class Work:
     """A model on the workers of a layout: seconds of the lanes of its parts, by a source's rates.
 
     Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, traffic, launch;
-    tensor, expert: collectives of those axes; ring: keys and values of other
-    parts of a sequence.
+    tensor, exchange: collectives of weights that are cut and of experts; ring: keys and values of
+    other parts of a sequence.
     """
 
     shape: Shape
@@ -166,7 +166,7 @@ class Work:
             group = ranks(lay.expert, lay.tensor, self.machines.node)
             sent = mine * min(s.active, group.nodes * s.active) * s.hidden * 2
             one = seconds("all_to_all", sent, group, self.machines)
-            found["expert"] += one * (6 if lay.recompute == "full" else 4)
+            found["exchange"] += one * (6 if lay.recompute == "full" else 4)
         return found
 
     # -- what both have ----------------------------------------------------------------------------

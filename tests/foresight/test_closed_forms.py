@@ -134,7 +134,7 @@ def test_a_slow_last_stage_sets_the_beat() -> None:
 
 def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
     lanes = dict.fromkeys(
-        ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "expert",
+        ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "exchange",
          "ring", "stages", "gathers", "adding"), 0.0,
     )  # fmt: skip
     of = [{**lanes, "matmul": value} for value in (middle, last)]

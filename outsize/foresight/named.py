@@ -1,0 +1,105 @@
+"""Models by name or config.json, as shapes: no weights are read and nothing is built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outsize.errors import OutsizeError, nearest
+from outsize.foresight.runs import data
+from outsize.foresight.shape import Latent, Shape, read_shape
+from outsize.models.presets import PRESETS
+from outsize.texts import read_text
+
+GATED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2",
+    "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "olmo2", "glm4",
+)  # fmt: skip
+PLAIN = ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2", "gpt_bigcode")
+# Names of one thing in config.json files of different families.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+    "groups": ("num_key_value_heads", "n_head_kv"),
+    "head": ("head_dim",),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "active": ("num_experts_per_tok",),
+    "expert_inner": ("moe_intermediate_size",),
+    "dense": ("first_k_dense_replace",),
+}
+
+
+@cache
+def published() -> Mapping[str, Any]:
+    """Published models: name, source and shape."""
+    read: Mapping[str, Any] = yaml.safe_load(data("published.yaml"))
+    return read
+
+
+def shape_of(name: str) -> Shape:
+    """A shape from the name of a published model or a preset, a config.json, or a directory that
+    has one. Raises OutsizeError with the nearest name, or naming what a file lacks."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.is_file():
+        return from_config(_json(path), str(path))
+    if name.lower() in published():
+        return read_shape(published()[name.lower()]["shape"], name)
+    if name in PRESETS:
+        return from_config(PRESETS[name], name)
+    known = (*published(), *PRESETS)
+    raise OutsizeError(f"model {name!r} is unknown{nearest(name.lower(), known)}")
+
+
+def from_config(values: Mapping[str, Any], what: str) -> Shape:
+    """A shape from the values of a config.json."""
+    kind = str(values.get("model_type", ""))
+    if kind not in (*GATED, *PLAIN):
+        raise OutsizeError(f"{what}: model_type {kind!r} is unknown{nearest(kind, GATED + PLAIN)}")
+    found = {key: value for key in NAMES if (value := _value(values, key, what)) is not None}
+    for key in ("layers", "hidden", "heads", "vocab"):
+        if key not in found:
+            raise OutsizeError(f"{what}: {NAMES[key][0]!r} is missing; expected its number")
+    made: dict[str, Any] = {**found, "gated": kind in GATED}
+    made["tied"] = bool(values.get("tie_word_embeddings", kind in PLAIN))
+    if "experts" in made and "expert_inner" not in made:
+        made["expert_inner"] = made.get("inner", 0)
+    shared = int(values.get("n_shared_experts") or 0) * int(made.get("expert_inner", 0))
+    shared = int(values.get("shared_expert_intermediate_size") or shared)
+    made["shared"] = shared
+    if values.get("kv_lora_rank"):
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+        made["latent"] = Latent(*(int(values.get(n) or 0) for n in (*names, "v_head_dim")))
+    return Shape(**made)
+
+
+def _value(values: Mapping[str, Any], key: str, what: str) -> int | None:
+    for name in NAMES[key]:
+        value = values.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise OutsizeError(f"{what}: {name} is {value!r}; expected a count")
+        return value
+    return None
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    text = read_text(path, "name a published model, a preset or a config.json")
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise OutsizeError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise OutsizeError(f"{path}: expected an object of settings")
+    inner = values.get("text_config")
+    return inner if isinstance(inner, dict) and "vocab_size" not in values else values
