@@ -19,6 +19,7 @@ from outsize.foresight.conventions import COUNTS
 from outsize.foresight.fitted import fitted
 from outsize.foresight.layout import Layout, Recompute, Stack
 from outsize.foresight.memory import Memory, memory
+from outsize.foresight.score import published
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import Roofline
 from outsize.foresight.step import Terms, terms
@@ -181,7 +182,8 @@ def forecast(
     values = model.read(constants.values)
     seconds = model.seconds(batch, values)
     total = seconds.total
-    off = math.exp(constants.reach)
+    seen = published(device.name, made[0].precision)
+    off = math.exp(constants.reach if seen else constants.far)
     found = []
     for i in np.argsort(total, kind="stable"):
         layout, value = made[i], float(total[i])

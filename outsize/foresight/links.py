@@ -17,8 +17,9 @@ from typing import Literal
 from outsize.hardware.cluster import Group
 
 # A ring's step inside a node waits for a flag in memory, one between nodes for an adapter: parts of
-# the latency of a message that starts alone (NCCL 2.19, tuning.cc: 0.6 and 2.7 microseconds).
-FLAG, HOP = 0.1, 0.3
+# the latency of a message that starts alone (NCCL 2.19, tuning.cc: by protocol 0.6 to 4 us over
+# NVLink, 2.7 to 14 us over a network).
+FLAG, HOP = 0.25, 0.5
 Operation = Literal["all_reduce", "gather", "scatter", "all_to_all", "send"]
 # Passes over the bytes: an all-reduce is a scatter and a gather of the same bytes.
 _PASSES = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}

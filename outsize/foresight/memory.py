@@ -20,7 +20,7 @@ from outsize.hardware.cluster import Group
 GIB = 2.0**30
 # Kept beside tensors: the driver's context with the libraries' kernels, buffers of communicators,
 # what the allocator has and cannot use (AIConfigurator's and SimuMax's tables; PyTorch's forums).
-CONTEXT, COMMUNICATORS, FRAGMENTS = 0.85 * GIB, 0.3 * GIB, 0.04
+CONTEXT, COMMUNICATORS, FRAGMENTS = 0.85 * GIB, 0.3 * GIB, 0.038
 JOINED = 4.0  # bytes of a logit that came from others: the parts, and what they are joined into
 CHAIN = 10.0  # bytes more of a token and hidden unit: RMSNorm's chain keeps float32 copies
 

@@ -136,6 +136,8 @@ def _run(row: Mapping[str, str], line: int, name: str) -> Run:
     run = replace(run, limited="limited" in row["gpu_type"])
     if not device:
         return replace(run, missing=f"device {row['gpu_type']!r} is not in the catalogue")
+    billions = _number(row, "params_b", line, name)
+    numbers["params"] = None if billions is None else int(billions * 1e9)
     shape = shape_named(row["model"], numbers)
     if shape is None:
         return replace(run, missing=f"the shape of {row['model']!r} is not known")
@@ -175,7 +177,7 @@ def _number(row: Mapping[str, str], column: str, line: int, name: str) -> float 
 
 def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: Source) -> Layout:
     """The row's mesh, with what it leaves unsaid."""
-    assumed = []
+    assumed = [] if numbers["layers"] else ["shape"]
     gpus, sequence = numbers["gpus"] or 1, numbers["seq"] or 1
     t, p, c = (numbers[name] or 1 for name in ("tp", "pp", "cp"))
     data_axis = max(1, gpus // (t * p * c))
@@ -316,6 +318,9 @@ def shape_named(model: str, numbers: Mapping[str, int | None]) -> Shape | None:
             break
     else:
         known = dict(said)
+    if not {"layers", "hidden"} & set(known) and known.get("assume") and numbers["params"]:
+        known |= _of_parameters(numbers["params"])
+    known.pop("assume", None)
     if "heads" not in known and "hidden" in known:
         known["heads"] = max(1, known["hidden"] // 128)
     if not all(key in known for key in ("layers", "hidden", "heads", "vocab")):
@@ -326,6 +331,14 @@ def shape_named(model: str, numbers: Mapping[str, int | None]) -> Shape | None:
     if isinstance(inner, str):  # a part of the hidden size, rounded up to 256
         known["inner"] = math.ceil(Fraction(inner) * known["hidden"] / 256) * 256
     return read_shape(known, model)
+
+
+def _of_parameters(count: int) -> dict[str, int]:
+    """Layers and hidden size of a GPT of so many parameters, 128 of hidden size a layer, as those
+    of Narayanan et al. (2021) have on the whole."""
+    hidden = round((count * 128 / 12) ** (1 / 3) / 128) * 128 or 128
+    layers = max(1, round(count / 12 / hidden**2))
+    return {"layers": layers, "hidden": hidden, "vocab": 51200}
 
 
 @lru_cache(maxsize=4096)

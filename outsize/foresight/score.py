@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from outsize.foresight.fitted import fitted, seconds_with, terms_of
+from outsize.foresight.layout import NARROW
 from outsize.foresight.measured import bytes_of, seconds_of
 from outsize.foresight.memory import Memory, fits, memory
 from outsize.foresight.runs import MEMORY, Run, shipped
@@ -63,7 +64,7 @@ class Row:
     @property
     def known(self) -> bool:
         """Whether its device and precision occur in another publication."""
-        return any(name != self.run.source.name for name in _where().get(_class(self.run), ()))
+        return known(self.run)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def forecasts(runs: Sequence[Run], each_out: bool = False) -> list[Row]:
         mine = [i for i, other in enumerate(names) if other == name]
         with_ = fitted(name)
         seconds[mine] = seconds_with([runs[i] for i in mine], [made[i] for i in mine], with_.values)
-        reach[mine] = with_.reach
+        reach[mine] = [with_.reach if known(runs[i]) else with_.far for i in mine]
     found = []
     for run, value, off in zip(runs, seconds, reach, strict=True):
         assert run.shape is not None and run.layout is not None and run.cluster is not None
@@ -235,7 +236,7 @@ class Bar:
 
 def bars(made: Report) -> list[Bar]:
     """The bars of issue 16, of the figures that the table has."""
-    known = [row for row in made.rows if row.known]
+    mine = [row for row in made.rows if row.known]
     others = [row for row in made.rows if not row.known]
     found: list[Bar] = []
 
@@ -243,10 +244,10 @@ def bars(made: Report) -> list[Bar]:
         if value is not None:
             found.append(Bar(what, value, bound, under))
 
-    add("step time, where device and precision occur elsewhere", score(known).mape, 0.06)
+    add("step time, where device and precision occur elsewhere", score(mine).mape, 0.06)
     for name in made.sources:
-        mine = score([row for row in known if row.run.source.name == name])
-        add(f"step time, {name}", mine.mape, 0.10)
+        own = score([row for row in mine if row.run.source.name == name])
+        add(f"step time, {name}", own.mape, 0.10)
     add("step time, elsewhere", score(others).mape, 0.12)
     add("inside their interval, elsewhere", score(others).inside, 0.9, under=False)
     whole = made.whole
@@ -265,11 +266,25 @@ def worst(rows: Sequence[Row], count: int = 10) -> list[Row]:
     return sorted(timed, key=key)[:count]
 
 
+def known(run: Run) -> bool:
+    """Whether another publication has step times of a row's device and precision."""
+    return any(name != run.source.name for name in _where().get(_class(run), ()))
+
+
+def published(device: str, precision: str) -> bool:
+    """Whether any publication has step times of a device and precision."""
+    return bool(_where().get(_kind(device, precision)))
+
+
 def _class(run: Run) -> tuple[str, str]:
-    """A device as publications call it, and the bits of its products."""
     assert run.layout is not None
-    device = next((f for f in ("A100", "H100", "V100") if run.device.startswith(f)), run.device)
-    return device, {"nvfp4": "4"}.get(run.layout.precision, "8" if run.layout.narrow else "16")
+    return _kind(run.device, run.layout.precision)
+
+
+def _kind(device: str, precision: str) -> tuple[str, str]:
+    """A device as publications call it, and the bits of its products."""
+    named = next((f for f in ("A100", "H100", "V100") if device.startswith(f)), device)
+    return named, {"nvfp4": "4"}.get(precision, "8" if precision in NARROW else "16")
 
 
 @cache

@@ -158,3 +158,17 @@ def test_every_bar_is_a_figure_of_the_whole_table() -> None:
     said = [bar.what for bar in bars(report(shipped(), each_out=True))]
     assert {"rank within sweeps", "regret within sweeps", "memory"} <= set(said)
     assert "step time, BigScience V100" not in said  # rank alone counts
+
+
+def test_runs_of_an_unknown_device_have_wider_intervals() -> None:
+    """fp4 on GB200 is of one publication: its interval is what nine of ten publications kept."""
+    rows = report(shipped(), each_out=True).rows
+    widths = {row.known: row.high / row.low for row in rows if "Bridge" in row.run.source.name}
+    assert widths[False] > widths[True] > 1
+
+
+def test_a_shape_that_is_not_said_follows_from_its_parameters() -> None:
+    run = next(run for run in shipped() if run.model == "GPT-18B" and not run.missing)
+    shape, layout = run.shape, run.layout
+    assert shape is not None and layout is not None and "shape" in layout.assumed
+    assert shape.parameters == pytest.approx(18e9, rel=0.05)
