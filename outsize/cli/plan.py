@@ -16,6 +16,7 @@ from outsize.cli.serving import show as show_serving
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outsize.train.resolve import Resolved
     from outsize.train.setup import Setup
 
 
@@ -56,11 +57,6 @@ def plan(
     """Predict a run: TARGET is its file (YAML), a preset, or a Hugging Face directory; or, with
     --prompt-tokens, what `outsize generate` holds and takes; with --serve, `outsize serve`; with
     --hardware, training a published model or a config.json on a cluster that is not here."""
-    import json
-
-    from outsize.screen import console, say
-    from outsize.screen import show as shown
-    from outsize.train import show
     from outsize.train.resolve import as_sets, is_file, values_of
 
     if model is not None and target is not None and not is_file(target):
@@ -83,7 +79,16 @@ def plan(
         _generation(model or target, prompt_tokens, drawn, places, as_json)
         return
     refuse_unused(ctx, draws, "a run that is trained: they go with --prompt-tokens")
-    resolved = values_of(target, (*sets, *as_sets({"model.name": model, **places})))
+    _training(values_of(target, (*sets, *as_sets({"model.name": model, **places}))), out, as_json)
+
+
+def _training(resolved: Resolved, out: Path | None, as_json: bool) -> None:
+    """What a run that is trained here holds and takes."""
+    import json
+
+    from outsize.screen import console, say
+    from outsize.screen import show as shown
+    from outsize.train import show
     from outsize.train.base import Base
     from outsize.train.setup import set_up
     from outsize.train.workers import over_workers
