@@ -47,8 +47,8 @@ def load(
 
     dtype None keeps that of the files. device: "auto", "cpu" (None, too) or an accelerator's kind,
     with an index or without. weights="random" takes the config.json alone and draws
-    initial values from `seed`; "int8", "int4", "nf4", "q8_0", "q4_0" or "q4_k" (int4:32: with
-    groups of 32) has the blocks' matrices as codes of so few bits, quantised while they are read;
+    initial values from `seed`; "int4" or another of `outsize keys weights` (int4:32: with groups of
+    32) has the blocks' matrices as codes of so few bits, quantised while they are read;
     "plain" as they are, of a run whose base is held so. Memory while loading is the model and one
     block. Raises OutsizeError naming file and tensor for what is unknown, missing or damaged.
 

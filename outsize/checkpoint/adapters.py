@@ -353,16 +353,22 @@ def _changes(one: Linear, beside: Beside) -> bool:
 
 
 def model_directory(path: str | Path) -> Path:
-    """The Hugging Face directory at `path`, or in the latest checkpoint of the run at `path`.
+    """The Hugging Face directory at `path`, or in the latest checkpoint of the run at `path`, or
+    what a GGUF file there unpacks to.
 
     A checkpoint is verified, every byte of it. OutsizeError for what is neither, or damaged.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise OutsizeError(f"directory is {path!r}; expected the path of a run or a model")
     directory = Path(path).expanduser()
+    if directory.is_file() and directory.suffix == ".gguf":
+        from outsize.checkpoint.gguf_model import directory_of
+
+        return directory_of(directory)
     if not directory.is_dir():
         raise OutsizeError(
-            f"{directory} is not a directory; expected a run, a checkpoint or a Hugging Face model"
+            f"{directory} is not a directory; expected a run, a checkpoint, a Hugging Face model or"
+            " a .gguf file"
         )
     if (directory / MANIFEST_NAME).is_file():
         from outsize.checkpoint.opened import open_contents

@@ -26,7 +26,12 @@ from outsize.models.decoder import Decoder
 MAGIC, VERSION, ALIGN = b"GGUF", 3, 32
 _CODES = {"u32": 4, "f32": 6, "bool": 7, "str": 8, "list": 9, "i32": 5}
 # By the name of a type: its number in ggml, and that of a file that is mostly of it.
-TYPES = {"F32": (0, 0), "F16": (1, 1), "Q4_0": (2, 2), "Q8_0": (8, 7), "Q4_K": (12, 15)}
+TYPES = {
+    "F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q4_0": (2, 2), "Q8_0": (8, 7),
+    "Q4_K": (12, 15), "Q5_K": (13, 17), "Q6_K": (14, 18),
+}  # fmt: skip
+# Of types that hold numbers as they are.
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # By family: the architecture, and whether rotated features of queries and keys lie in pairs there.
 FAMILIES = {
     "llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
@@ -92,12 +97,20 @@ def write(model: Decoder, path: Path, kind: str, tokenizer: Path, name: str) -> 
     return [*([odd] if others else []), *([why] if why else [])]
 
 
+def named(name: str) -> str:
+    """What the file calls a parameter, or the weight of one."""
+    module, _, leaf = name.rpartition(".")
+    if not module.startswith("blocks."):
+        return f"{OUTER[module]}.{leaf}"
+    _, block, inside = module.split(".", 2)
+    return f"blk.{block}.{BLOCK[inside]}.{leaf}"
+
+
 def _tensors(model: Decoder, kind: str) -> Iterator[Kept]:
     paired = FAMILIES[model.config.family][1]
     for name, parameter in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
+        module = name.rpartition(".")[0]
         inside = module.split(".", 2)[2] if module.startswith("blocks.") else module
-        theirs = OUTER.get(inside) or f"blk.{module.split('.')[1]}.{BLOCK[inside]}"
         outer = inside in OUTER
         mine = "F32" if parameter.dim() == 1 or kind == "F32" else "F16" if outer else kind
         rows = 0
@@ -105,13 +118,13 @@ def _tensors(model: Decoder, kind: str) -> Iterator[Kept]:
             rows = model.config.heads if inside[-1] == "q" else model.config.kv_heads
         shape = tuple(parameter.shape)
         size = parameter.numel() * 4 if mine == "F32" else parameter.numel() * 2
-        if mine not in ("F32", "F16"):
+        if mine not in ("F32", "F16", "BF16"):
             form = format_of(mine.lower(), f"gguf:{mine}")
             if shape[-1] % form.group:
                 mine = "F16"
             else:
                 size = parameter.numel() // form.group * form.block
-        yield Kept(f"{theirs}.{leaf}", shape, mine, size, _making(parameter, mine, rows))
+        yield Kept(named(name), shape, mine, size, _making(parameter, mine, rows))
 
 
 def _making(parameter: Tensor, kind: str, heads: int) -> Callable[[], Tensor]:
@@ -119,8 +132,8 @@ def _making(parameter: Tensor, kind: str, heads: int) -> Callable[[], Tensor]:
         value = parameter.detach().cpu()
         if heads:
             value = paired(value, heads)
-        if kind in ("F32", "F16"):
-            held = value.to(torch.float32 if kind == "F32" else torch.float16)
+        if kind in FLOATS:
+            held = value.to(FLOATS[kind])
             return held.contiguous().view(torch.uint8).flatten()
         return format_of(kind.lower()).encode(value)[0].flatten()
 

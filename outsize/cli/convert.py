@@ -19,6 +19,8 @@ from outsize.cli.command import Command
 @click.option("--kraken", metavar="WAYS", type=click.IntRange(2), help="So many ways a layer.")
 @click.option("--weights", metavar="FORMAT", help="As codes; outsize keys weights has the formats.")
 @click.option("--prune", metavar="SHARE", help="Zeros: a share of each matrix (0.5), or N:M (2:4).")
+@click.option("--dtype", metavar="DTYPE", help="Of a .gguf file's weights, which are then numbers:"
+              " float32, bfloat16 or float16.")  # fmt: skip
 @click.option(
     "--into", required=True, type=click.Path(path_type=Path), help="A new directory for the model."
 )
@@ -28,9 +30,10 @@ def convert(
     kraken: int | None,
     weights: str | None,
     prune: str | None,
+    dtype: str | None,
     into: Path,
 ) -> None:
-    """Write the model in DIRECTORY otherwise.
+    """Write the model in DIRECTORY otherwise, or that of a .gguf file as a directory.
 
     With --weights its blocks' matrices are codes of few bits: INTO generates in that memory, and an
     adapter trains beside it. With --prune the smallest weights of each of these matrices are zeros,
@@ -48,6 +51,11 @@ def convert(
 
     asked = {"ladder_from": ladder, "kraken_ways": kraken}
     wired = {key: value for key, value in asked.items() if value is not None}
+    if directory.suffix == ".gguf" and not wired and weights is None and prune is None:
+        _unpacked(directory, dtype, into)
+        return
+    if dtype is not None:
+        raise OutsizeError("--dtype is of a .gguf file alone; leave it out")
     if len(wired) + (weights is not None) + (prune is not None) != 1:
         raise OutsizeError(
             "convert: give one of --ladder LAYER, --kraken WAYS, --weights FORMAT and --prune SHARE"
@@ -73,6 +81,18 @@ def convert(
         write = partial(hub.write, made(load(found), wanted))
         whole_directory(into, partial(_write, found, [], config, write))
     click.echo(f"{into}: {key} is {value}; train it on: outsize train --set model.name={into}")
+
+
+def _unpacked(file: Path, dtype: str | None, into: Path) -> None:
+    from outsize.checkpoint.gguf import FLOATS
+    from outsize.checkpoint.gguf_model import unpack
+    from outsize.errors import OutsizeError
+
+    known = {str(one).removeprefix("torch."): one for one in FLOATS.values()}
+    if dtype is not None and dtype not in known:
+        raise OutsizeError(f"--dtype is {dtype!r}; expected one of {', '.join(known)}")
+    for line in unpack(file, into, None if dtype is None else known[dtype]):
+        click.echo(line)
 
 
 def _coded(found: Path, weights: str, into: Path) -> None:

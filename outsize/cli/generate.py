@@ -305,6 +305,11 @@ def found_in(directory: Path, named: str | None) -> tuple[Path, DecoderConfig, T
     """Where a model lies, its config and the tokenizer that goes with it, each read once."""
     from outsize.checkpoint.adapters import model_directory, read_config
 
+    if directory.suffix == ".gguf" and directory.is_file():
+        from outsize.checkpoint.gguf_model import cached
+
+        if not (into := cached(directory)).is_dir():
+            click.echo(f"unpacking {directory} into {into}", err=True)
     found = model_directory(directory)
     config = read_config(found)
     return found, config, tokenizer_in(found, named, config)

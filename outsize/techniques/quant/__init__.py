@@ -16,7 +16,8 @@ class Weights:
     """What the matrices of a model's blocks are held as; embeddings, norms and head stay."""
 
     format: str = setting(
-        "int4", "int8, int4, nf4, q8_0, q4_0 or q4_k; int4:32 has groups of 32 weights"
+        "int4",
+        "int8, int4, nf4, q8_0, q6_k, q5_k, q4_k or q4_0; int4:32 has groups of 32 weights",
     )
 
 

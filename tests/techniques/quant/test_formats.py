@@ -14,7 +14,10 @@ from outsize.kernels.coded import linear
 from outsize.models.coding import FORMATS, Grid, decoded, encoded, format_of
 from outsize.techniques.quant import nf4
 
-SIZES = {"int8": 66 / 64, "int4": 34 / 64, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_k": 144 / 256}
+SIZES = {
+    "int8": 66 / 64, "int4": 34 / 64, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_k": 144 / 256,
+    "q5_k": 176 / 256, "q6_k": 210 / 256,
+}  # fmt: skip
 NAMES = [*SIZES, "int4:32", "int8:128", "nf4", "nf4:32"]
 
 
@@ -53,7 +56,7 @@ def test_gguf_blocks_are_byte_for_byte_those_of_ggml(bits):
     assert np.array_equal(codes.numpy(), gguf_blocks(weight.numpy(), bits))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_the_gguf_package_reads_and_writes_the_same(name):
     quants = pytest.importorskip("gguf.quants")
     from gguf import GGMLQuantizationType as Types
@@ -63,8 +66,20 @@ def test_the_gguf_package_reads_and_writes_the_same(name):
     assert np.array_equal(
         quants.dequantize(codes.numpy(), kind), decoded(form, codes, None).numpy()
     )
-    if name != "q4_k":  # which the package reads alone
+    if not name.endswith("_k"):  # which the package reads alone
         assert np.array_equal(quants.quantize(weight.numpy(), kind), codes.numpy())
+
+
+@pytest.mark.parametrize(("name", "wide"), [("q5_k", (1, 3)), ("q6_k", (209,))])
+def test_any_bits_decode_as_the_gguf_package_decodes_them(name, wide):
+    quants = pytest.importorskip("gguf.quants")
+    from gguf import GGMLQuantizationType as Types
+
+    form, draw = format_of(name), torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (6, form.block), dtype=torch.uint8, generator=draw)
+    blocks[:, list(wide)] &= 0x3B  # finite scales
+    wanted = quants.dequantize(blocks.numpy(), Types[name.upper()])
+    assert np.array_equal(form.decode(blocks, None, Grid(1)).numpy(), wanted)
 
 
 def q4_k_values(block: np.ndarray) -> np.ndarray:
