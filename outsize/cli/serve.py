@@ -91,7 +91,8 @@ def serve(
 ) -> None:
     """Serve the model in DIRECTORY (a run, a checkpoint, an adapter's directory, any Hugging Face
     decoder, a .gguf file) by the OpenAI API: /v1/completions, /v1/chat/completions, /v1/embeddings,
-    /v1/models, and /tokenize, /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is answered.
+    /v1/models, and /tokenize, /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is
+    answered.
     """
     spread = mesh is not None or workers is not None or "RANK" in os.environ
     if spread:
