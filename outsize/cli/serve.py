@@ -90,9 +90,8 @@ def serve(
     mesh: str | None,
 ) -> None:
     """Serve the model in DIRECTORY (a run, a checkpoint, an adapter's directory, any Hugging Face
-    decoder, a .gguf file) by the OpenAI API: /v1/completions, /v1/chat/completions, /v1/embeddings,
-    /v1/models, and /tokenize, /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is
-    answered.
+    decoder, a .gguf file) by the OpenAI API: completions, chats, embeddings, models; /tokenize,
+    /health, /metrics. SIGTERM and Ctrl-C end it once what was begun is answered.
     """
     spread = mesh is not None or workers is not None or "RANK" in os.environ
     if spread:
