@@ -73,7 +73,7 @@ class GgufFile:
     def raw(self, span: Span) -> Tensor:
         """Its bytes, uint8 (O, R), of a vector (R,). OutsizeError where the file has shrunk."""
         found = torch.empty(span.bytes, dtype=torch.uint8)
-        view, at = memoryview(found.numpy()), 0
+        view, at = found.numpy().data, 0
         try:
             with self.path.open("rb", buffering=0) as file:
                 while at < span.bytes:
@@ -192,7 +192,7 @@ class _Head:
 
     def _count(self, least: int, what: str) -> int:
         """Of things that take so many bytes each at least."""
-        count = self._number("Q")
+        count: int = self._number("Q")
         if count * least > self._size - self._file.tell():
             raise self._wrong(f"says it has {count:,} of {what}, more than it has bytes for")
         return count

@@ -50,7 +50,7 @@ def write_words(file: GgufFile, directory: Path) -> str:
 
 
 def tokens(file: GgufFile) -> list[str]:
-    found = file.fact(f"{KEY}.tokens", list, [])
+    found: list[str] = file.fact(f"{KEY}.tokens", list, [])
     if not all(isinstance(one, str) for one in found):
         raise OutsizeError(f"{file.path}: {KEY}.tokens holds something else than texts")
     return found
@@ -64,7 +64,7 @@ def ends(file: GgufFile) -> list[int]:
 
 
 def _kinds(file: GgufFile, count: int) -> list[int]:
-    found = file.fact(f"{KEY}.token_type", list, [1] * count)
+    found: list[int] = file.fact(f"{KEY}.token_type", list, [1] * count)
     if len(found) != count:
         raise OutsizeError(f"{file.path}: {KEY}.token_type has {len(found)} of {count} tokens")
     return found
