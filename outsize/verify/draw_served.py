@@ -12,6 +12,7 @@ from random import Random
 import torch
 
 from outsize.checkpoint import adapters
+from outsize.collectives import Mesh
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.kernels import native
@@ -20,11 +21,14 @@ from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.families import parse
 from outsize.serve.asks import Ask, Room
+from outsize.serve.meshed import check_mesh
 from outsize.serve.policies import POLICIES
 from outsize.verify.draw import ATTEMPTS, values
 from outsize.verify.shapes import shape
 
 EXACT = "float64"
+ONE = Mesh()
+_MESHES = ONE, ONE, Mesh(pipeline=2), Mesh(tensor=2), Mesh(pipeline=2, tensor=2)
 LONGEST = 70  # tokens of a prompt: more than a tile of attention
 NEW = 12  # tokens that follow it at most
 QUEUE = 1 << 20  # nobody is refused
@@ -61,7 +65,8 @@ class Subject:
 class Setting:
     """A draw. draft: "" for none; below: of the weights' bytes, what --memory gives, 0: no limit;
     late: the tokens of the first request behind which each is asked, 0: before the first step;
-    cancelled: the tokens behind which a request goes, 0: it stays."""
+    cancelled: the tokens behind which a request goes, 0: it stays; mesh: of its workers, here
+    threads."""
 
     seed: int
     subject: Subject
@@ -73,6 +78,7 @@ class Setting:
     asks: tuple[Ask, ...]
     late: tuple[int, ...]
     cancelled: tuple[int, ...]
+    mesh: Mesh = ONE
 
     def __str__(self) -> str:
         room, asks = self.room, self.asks
@@ -83,6 +89,7 @@ class Setting:
             f"prompts {', '.join(str(len(one.ids)) for one in asks)}",
             f"new {', '.join(str(one.max_new_tokens) for one in asks)}",
             f"draft {self.draft}" * bool(self.draft),
+            f"on {self.mesh}" * (self.mesh.size > 1),
             f"memory {self.below:.2f} of the weights" * bool(self.below),
             f"asked behind {self.late}" * any(self.late),
             f"cancelled behind {self.cancelled}" * any(self.cancelled),
@@ -102,6 +109,7 @@ def features(setting: Setting) -> Iterator[str]:
     yield f"policy {setting.policy}"
     for name, has in (
         (f"draft {setting.draft}", setting.draft),
+        (f"mesh {setting.mesh}", setting.mesh.size > 1),
         ("memory below the weights", setting.below),
         ("interrupted", setting.room.pages * setting.room.page < sum(map(needed, setting.asks))),
         ("prompts in slices", setting.room.budget < max(len(one.ids) for one in setting.asks)),
@@ -157,7 +165,18 @@ def drawn(seed: int, subject: Subject | None, precision: str | None = None) -> S
         asks,
         tuple(min(one, asks[0].max_new_tokens) for one in late),
         tuple(draw.choice((0, 0, 0, 0, 2)) for _ in asks),
+        _mesh(Random(f"{seed} ranks"), subject.config),
     )
+
+
+def _mesh(draw: Random, config: DecoderConfig) -> Mesh:
+    """One that the model fits on."""
+    found = draw.choice(_MESHES)
+    try:
+        check_mesh(config, found)
+    except OutsizeError:
+        return ONE
+    return found
 
 
 def _small(draw: Random) -> Subject:

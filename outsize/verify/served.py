@@ -3,7 +3,8 @@
 A draw serves some requests in a room, by a policy, with drafts, interruptions and weights in files
 as its seed says. What each is told must be what it is told alone, bit for bit in float32 and
 bfloat16, where that is also what training's forward pass computes of its text; and in float64, to
-1e-10, what a plain loop in PyTorch draws.
+1e-10, what a plain loop in PyTorch draws. On a mesh the workers are threads: a pipeline's bits are
+those of one worker, of a tensor axis those of the request alone on the same one.
 
 T tokens of a text, V vocabulary.
 """
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 
 from outsize.checkpoint import hub
+from outsize.collectives import Lone, World
+from outsize.collectives.threads import play
 from outsize.errors import OutsizeError, counted
 from outsize.kernels import rows
 from outsize.kernels.entropy import logprobs
@@ -32,6 +35,7 @@ from outsize.serve.asks import Ask, End, Room, Token
 from outsize.serve.drafts import DRAFTERS, Drafter
 from outsize.serve.engine import Engine
 from outsize.serve.files import InFiles, Limits
+from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
 from outsize.serve.room import Wanted, served
@@ -114,29 +118,36 @@ class _Run:
                 self._ask(other)
 
 
-def _alone(model: Model, ask: Ask) -> list[Token]:
-    """What a request is told that nobody else is beside."""
+def _alone(model: Model, ask: Ask, session: Any = None) -> list[Token]:
+    """What a request is told that nobody else is beside, on the worker that is asked."""
     tokens = needed(ask) + model.config.virtual
     room = Room(-(-tokens // 16), 16, 1, tokens, QUEUE, tokens)
-    with Engine(model, room, POLICIES.get("mixed")) as engine:
-        return list(engine.tokens(ask))
+    with Engine(model, room, POLICIES.get("mixed"), session) as engine:
+        return list(engine.tokens(ask)) if engine.steps.leads else []
 
 
-def _opened(setting: Setting, model: Decoder, stack: ExitStack) -> tuple[Model, Any]:
-    """The model as it is served, and what plays its steps over weights in files."""
-    if not setting.below:
+def _opened(setting: Setting, model: Decoder, stack: ExitStack, world: World) -> tuple[Model, Any]:
+    """The model as it is served, and what plays its steps over weights that are in files, or on
+    several workers."""
+    if not setting.below and world.mesh.size == 1:
         return Model(model), None
     directory = setting.subject.directory
     if directory is None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
         hub.save(model, directory)
     dtype, refused = getattr(torch, setting.precision), OutsizeError("no room")
+    found = hub.describe(directory, setting.subject.config)
+    if not setting.below:
+        spread = OnMesh(found, world, dtype, "cpu")
+        made = Model(spread.model, spread)
+        stack.callback(made.close)
+        return made, spread.session
     memory = setting.below * sum(one.nbytes for one in model.parameters())
     room = setting.room
     wanted = Wanted(room.context, room.slots, room.budget, drafts=bool(setting.draft))
     for _ in range(20):  # up to what a step needs beside the weights
         found = hub.describe(directory, setting.subject.config)
-        home = InFiles(found, Limits(int(memory)), dtype, "cpu")
+        home = InFiles(found, Limits(int(memory)), dtype, "cpu", world)
         made = Model(home.model, home)
         try:
             plan = served(made, wanted)
@@ -155,6 +166,9 @@ def _served(setting: Setting, model: Model, session: Any) -> list[_Heard]:
         drafter = Wrong if setting.draft == "wrong" else DRAFTERS.get(setting.draft)
     engine = Engine(model, setting.room, POLICIES.get(setting.policy), session, drafter)
     try:
+        if not engine.steps.leads:
+            engine.start()
+            return []
         heard = _Run(engine, setting)()
         if engine.fault is not None:
             raise OutsizeError(f"the engine has failed: {engine.fault}")
@@ -173,23 +187,39 @@ def verified(setting: Setting) -> tuple[float, str]:
     """The largest difference of a log-probability in float64 (0 below it), and what is wrong, ""
     where nothing is."""
     dtype = getattr(torch, setting.precision)
-    with ExitStack() as stack:
-        model = setting.subject.model(dtype)
-        whole = Model(model)
-        alone = [_alone(whole, ask) for ask in setting.asks]
-        heard = _served(setting, *_opened(setting, model, stack))
+    model = setting.subject.model(dtype)
+    whole = Model(model)
+    alone = [_alone(whole, ask) for ask in setting.asks]
+    heard, beside = _on_workers(setting, model)
     limit = LIMIT if setting.precision == EXACT else 0.0
-    worst = 0.0
+    worst, cut = 0.0, bool(beside)
+    alone = beside or alone
     for number, (ask, right, one) in enumerate(zip(setting.asks, alone, heard, strict=True)):
         fault = _unlike(one, right, setting.cancelled[number], limit)
         if not fault and setting.precision == EXACT:
             apart, fault = _plainly(setting.subject, ask, right)
             worst = max(worst, apart)
-        elif not fault:
+        elif not fault and not cut:
             fault = _trained(whole, ask, right)
         if fault:
             return float("inf"), f"request {number}: {fault}"
     return worst, ""
+
+
+def _on_workers(setting: Setting, model: Decoder) -> tuple[list[_Heard], list[list[Token]]]:
+    """What the requests of a setting are told; and, where products are summed over workers below
+    float64, what each is told alone on the same ones."""
+    cut = setting.mesh.tensor > 1 and setting.precision != EXACT
+
+    def work(world: World) -> tuple[list[_Heard], list[list[Token]]]:
+        with ExitStack() as stack:
+            made, session = _opened(setting, model, stack, world)
+            asks = setting.asks if cut else ()
+            return _served(setting, made, session), [_alone(made, ask, session) for ask in asks]
+
+    if setting.mesh.size == 1:
+        return work(Lone())
+    return next(found for found in play(setting.mesh, work) if found[0])
 
 
 def _unlike(heard: _Heard, right: list[Token], cancelled: int, limit: float) -> str:

@@ -23,8 +23,8 @@ def invoke(*words: object) -> Result:
 @COMPILED
 @pytest.mark.parametrize("seed", [4, 6, 13, 20])
 def test_drawn_settings_hold(seed: int) -> None:
-    """In float64 and below, with drafts, interruptions, and a prompt that lacks pages before others
-    under prompt-first (6)."""
+    """In float64 and below, with drafts, interruptions, a prompt that lacks pages before others
+    under prompt-first (6), and on meshes."""
     setting = drawn(seed, None)
     worst, fault = verified(setting)
     assert not fault and worst < 1e-10, setting
@@ -33,6 +33,7 @@ def test_drawn_settings_hold(seed: int) -> None:
 def test_draws_are_of_their_seeds_and_many_kinds() -> None:
     seen = {name for seed in range(120) for name in features(drawn(seed, None))}
     assert {"draft lookup", "draft wrong", "memory below the weights", "interrupted"} < seen
+    assert {"mesh pipeline=2", "mesh tensor=2"} < seen
     assert {"prompts in slices", "few slots", "asked late", "cancelled", "policy mixed"} < seen
     assert {"precision float64", "precision float32", "precision bfloat16"} < seen
     assert drawn(5, None) == drawn(5, None) != drawn(6, None)
