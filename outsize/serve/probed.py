@@ -73,7 +73,7 @@ def _head(model: Decoder, here: bool, drawn: int, block: float) -> float:
     """Seconds of the logits of so many tokens; where the head is not here, as of so many bytes of
     blocks, which take `block` seconds in all."""
     parameters = [*model.epilogue.parameters()]
-    if not here:
+    if not here or model.config.rewired:  # what it is given has another width
         whole = sum(x.nbytes for one in model.blocks for x in one.parameters())
         return block * sum(x.nbytes for x in parameters) / whole if whole else 0.0
     weight = model.prologue.tokens.weight

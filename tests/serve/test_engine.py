@@ -351,6 +351,8 @@ def test_room_is_what_the_memory_leaves() -> None:
     assert any("tpot=1e-06ms cannot be kept" in line for line in wide.lines())
     with pytest.raises(OutsizeError, match="this model has 64 positions"):
         served(model, Wanted(context=65))
+    ladder = Model(build(parse({**CONFIGS["llama"], "ladder_from": 1}), seed=3))
+    assert served(ladder, Wanted(context=16, requests=1)).room.price.step(1, 1, 0) > 0
     assert served(model_of("llama", torch.float64), Wanted()).notes[0].startswith("approximate")
 
 
