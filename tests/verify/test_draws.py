@@ -21,9 +21,10 @@ WORKERS = 8
 ODD = ("model", "workers", "optimizer", "schedule")
 
 
-@pytest.mark.parametrize("first", [0, 5])
-def test_five_draws_hold(first):
-    found = list(outcomes(range(first, first + 5), WORKERS))
+# Those among the first fourteen that take seconds: the others (many tiles on many workers) a minute.
+@pytest.mark.parametrize("seeds", [(0, 2, 3, 5, 7), (8, 9, 11, 12, 13)], ids=["first", "more"])
+def test_five_draws_hold(seeds):
+    found = list(outcomes(seeds, WORKERS))
     assert not [f"{one.fault}\n{one.drawn}" for one in found if not one.holds]
     total = summary(found)
     assert total.held == 5 and 0 < total.worst <= 1e-10
@@ -85,7 +86,7 @@ def test_activations_of_draws_do_leave_the_device(monkeypatch):
         deep = len(plan.stages) > 3  # few stages have little to move
         return deep and {s.rest.activations for s in plan.stages} == {"host"}
 
-    every = (drawn for seed in range(500) for drawn in draws(seed, 3))
+    every = (drawn for seed in range(2, 500) for drawn in draws(seed, 3))  # 1: many tiles
     drawn = next(filter(spills, every))
     assert verify(drawn.case, own=False).holds
     assert sum(written) > 0
