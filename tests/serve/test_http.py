@@ -307,7 +307,7 @@ def test_shapes_of_a_tokenizer_of_words(tmp_path: Path) -> None:
     assert Fruit.model_validate_json(text.decode(ids))
 
 
-def test_the_document_is_kept(address: tuple[str, int]) -> None:
+def test_the_document_is_kept(address: tuple[str, int], tmp_path: Path) -> None:
     """What schemathesis makes of it, right and wrong: no 5xx, answers of the forms it names."""
     url = f"http://{address[0]}:{address[1]}/openapi.json"
     command = [
@@ -316,7 +316,9 @@ def test_the_document_is_kept(address: tuple[str, int]) -> None:
         "--exclude-checks=positive_data_acceptance,ignored_auth", "--suppress-health-check=all",
         "--request-timeout=600", "--no-color",
     ]  # fmt: skip
-    found = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, cwd=tmp_path  # where it leaves things
+    )  # fmt: skip
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr
 
 
