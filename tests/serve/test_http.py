@@ -316,9 +316,7 @@ def test_the_document_is_kept(address: tuple[str, int], tmp_path: Path) -> None:
         "--exclude-checks=positive_data_acceptance,ignored_auth", "--suppress-health-check=all",
         "--request-timeout=600", "--no-color",
     ]  # fmt: skip
-    found = subprocess.run(
-        command, capture_output=True, text=True, timeout=1200, cwd=tmp_path  # where it leaves things
-    )  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=tmp_path)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr
 
 

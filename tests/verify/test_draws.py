@@ -21,7 +21,7 @@ WORKERS = 8
 ODD = ("model", "workers", "optimizer", "schedule")
 
 
-# Those among the first fourteen that take seconds: the others (many tiles on many workers) a minute.
+# Of the first fourteen those that take seconds; the others (many tiles, workers) take a minute.
 @pytest.mark.parametrize("seeds", [(0, 2, 3, 5, 7), (8, 9, 11, 12, 13)], ids=["first", "more"])
 def test_five_draws_hold(seeds):
     found = list(outcomes(seeds, WORKERS))
