@@ -30,8 +30,17 @@ SILU = Activation(F.silu, lambda g, x: torch.ops.aten.silu_backward(g, x))
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up, elementwise; two tensors of one shape and dtype."""
+    if not torch.is_grad_enabled():
+        return _made(gate, up, activation)
     y: Tensor = _Gate.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return y
+
+
+def _made(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if activation == SILU and native.alike(gate, up):
+        y: Tensor = torch.ops.outsize.gate.default(gate, up)
+        return y
+    return plain(gate, up, activation)
 
 
 class _Gate(torch.autograd.Function):
@@ -39,10 +48,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        if activation == SILU and native.alike(gate, up):
-            y: Tensor = torch.ops.outsize.gate.default(gate, up)
-            return y
-        return plain(gate, up, activation)
+        return _made(gate, up, activation)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -24,16 +24,25 @@ def upcast(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """x (..., D) over the root of its mean square, times weight (D) + offset; dtype as x."""
-    y: Tensor = _RMSNorm.apply(lying(x), weight, eps, offset)  # type: ignore[no-untyped-call]
+    y: Tensor
+    if torch.is_grad_enabled():
+        y = _RMSNorm.apply(lying(x), weight, eps, offset)  # type: ignore[no-untyped-call]
+    else:
+        y, _ = _normed(lying(x), weight, eps, offset)
     return y
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """y, and the inverse of the root."""
+    made = torch.ops.outsize.rms_norm.default if _fused(weight, x) else plain
+    y, inverse = made(x, weight, eps, offset)
+    return y, inverse
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        made = torch.ops.outsize.rms_norm.default if _fused(weight, x) else plain
-        y: Tensor
-        y, inverse = made(x, weight, eps, offset)
+        y, inverse = _normed(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, inverse)
         ctx.offset = offset
         return y

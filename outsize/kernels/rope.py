@@ -21,6 +21,8 @@ def turn(x_THK: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool) -> Te
 
     Pairs are features p and p + P, or interleaved 2p and 2p + 1.
     """
+    if not torch.is_grad_enabled():
+        return _turned(x_THK, cos_TP, sin_TP, interleaved, 1.0)
     y: Tensor = _Turn.apply(x_THK, cos_TP, sin_TP, interleaved)  # type: ignore[no-untyped-call]
     return y
 
