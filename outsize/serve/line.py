@@ -114,12 +114,12 @@ class Shares:
 
 def foretold(price: Price, feeds: Sequence[Feed]) -> float:
     """Seconds of a step."""
-    tokens = drawn = visited = 0
+    tokens, drawn, past = 0, 0, 0.0
     for _, part, _, _ in feeds:
         tokens += part.tokens
         drawn += not part.ahead
-        visited += price.visited(part.start, part.tokens)
-    return price.step(tokens, drawn, visited)
+        past += price.past(part.start, part.tokens)
+    return price.step(tokens, drawn, past)
 
 
 def _load(request: Request, part: float) -> Load:

@@ -208,6 +208,9 @@ class _Play:
         """(1 + steps,) seconds of the clock, now and behind each step."""
         price, count = self._price, len(going)
         starts = np.array([r.fed for r in going])[:, None] + np.arange(steps)
-        visited = np.minimum(starts, price.reach).sum(0)
-        computed = price.blocks(count) + price.head(count) + price.visit * visited
+        seen = np.minimum(starts, price.reach)
+        past = np.zeros(steps)
+        for each in seen:  # in the order of a step's own sum
+            past += price.visit * each + price.load * each
+        computed = price.blocks(count) + price.head(count) + past
         return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))

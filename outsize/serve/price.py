@@ -46,28 +46,34 @@ class Curve:
 
 @dataclass(frozen=True)
 class Price:
-    """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn; visit:
-    of a fed token for each cached one before it, of the last `reach` at most (mean over layers);
-    reading: of the weights that stay in files, in every step and beside what is computed."""
+    """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn. Of the
+    cached tokens before those that are fed of a request, the last `reach` at most (mean over
+    layers): visit, for each of them and each fed one; load, for each of them, once. reading: of the
+    weights that stay in files, in every step and beside what is computed."""
 
     blocks: Curve = Curve()
     head: Curve = Curve()
     visit: float = 0.0
+    load: float = 0.0
     reach: int = 1 << 40
     reading: float = 0.0
 
-    def visited(self, start: int, count: int) -> int:
-        """Cached tokens that `count` ones visit behind `start`, all together."""
-        return count * min(start + count // 2, self.reach)
+    def past(self, start: int, count: int) -> float:
+        """Seconds of what `count` tokens of a request see behind `start` ones."""
+        seen = count * min(start + count // 2, self.reach)
+        return self.visit * seen + self.load * min(start, self.reach)
 
-    def step(self, tokens: int, drawn: int, visited: int) -> float:
-        """Seconds of a step."""
-        computed = self.blocks(tokens) + self.head(drawn) + self.visit * visited
-        return max(self.reading, computed)
+    def step(self, tokens: int, drawn: int, past: float) -> float:
+        """Seconds of a step. past: of what its tokens see."""
+        return max(self.reading, self.blocks(tokens) + self.head(drawn) + past)
+
+    def next(self, start: int) -> float:
+        """Seconds of a token behind `start` ones, alone."""
+        return self.step(1, 1, self.past(start, 1))
 
     def prompt(self, tokens: int, start: int = 0) -> float:
         """Seconds of so many tokens of a prompt and its first draw, alone in one step."""
-        return self.step(tokens, 1, self.visited(start, tokens))
+        return self.step(tokens, 1, self.past(start, tokens))
 
     def alone(self, tokens: int, budget: int) -> float:
         """Seconds of a prompt to its first token where nobody else asks, in slices."""
@@ -77,22 +83,22 @@ class Price:
     @property
     def token(self) -> float:
         """Of a token where nobody else asks and nothing is cached."""
-        return self.step(1, 1, 0)
+        return self.next(0)
 
-    def most(self, seconds: float, least: int, most: int, others: int, depth: int) -> int:
+    def most(self, seconds: float, least: int, most: int, past: float, depth: int) -> int:
         """The most tokens, of `least` to `most`, in a step that takes so long at most: `least` are
-        drawn and visit `others` cached ones in all, and further ones have `depth` before them."""
+        drawn, with `past` of what they see, and further ones have `depth` before them."""
 
         def over(tokens: int) -> bool:
-            seen = others + (tokens - least) * min(depth, self.reach)
+            seen = past + (self.past(depth, tokens - least) if tokens > least else 0.0)
             return self.step(tokens, least + 1, seen) > seconds
 
         return _last(least, most, over)
 
     def beside(self, seconds: float, most: int, depth: int) -> int:
         """How many requests of `depth` tokens, 1 to `most`, may draw in a step of so long."""
-        deep = min(depth, self.reach)
-        return _last(1, most, lambda count: self.step(count, count, count * deep) > seconds)
+        past = self.past(depth, 1)
+        return _last(1, most, lambda count: self.step(count, count, count * past) > seconds)
 
     @cached_property
     def enough(self) -> int:

@@ -45,13 +45,13 @@ def probed(
                     break
                 blocks = few
         depth = max(0, min(_DEEP, context - _VISITING))
-        near, far = (_through(model, few, start, _VISITING) for start in (0, depth))
-        more = Pace(max(0.0, far.seconds - near.seconds), near.bytes).whole(model, range(1, last))
+        ones, some = (_behind(model, few, depth, count) for count in (1, _VISITING))
         head = [(n, _head(model, last in here, n, fed[0][1])) for n in (1, _DRAWN)]
     reach = round(sum(windows) / max(len(windows), 1))
-    visits = _VISITING * min(depth, reach)
-    visit = more / visits if visits else 0.0
-    return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, reach, reading)
+    seen = max(1, min(depth, reach))
+    visit = max(0.0, some - ones) / (_VISITING - 1) / seen
+    load = max(0.0, ones / seen - visit)
+    return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
 
 
 def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int) -> Pace:
@@ -67,6 +67,13 @@ def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int) -
 
     spent = sum(_quickest(run(stage), device) for stage in blocks)
     return Pace(spent, sum(x.nbytes for s in blocks for x in model.blocks[s - 1].parameters()))
+
+
+def _behind(model: Decoder, blocks: Collection[int], depth: int, count: int) -> float:
+    """Seconds more, through all blocks, of so many tokens behind `depth` ones than behind none."""
+    near, far = (_through(model, blocks, start, count) for start in (0, depth))
+    more = Pace(max(0.0, far.seconds - near.seconds), near.bytes)
+    return more.whole(model, range(1, len(model.blocks) + 1))
 
 
 def _head(model: Decoder, here: bool, drawn: int, block: float) -> float:

@@ -76,7 +76,7 @@ class Served:
         each = " of each stage" if len(self.shares) > 1 else ""
         where = f"on {self.mesh} a worker{each} holds: " if self.mesh else ""
         prompt, price = min(PROMPT, room.context), room.price
-        first, token = price.alone(prompt, room.budget), price.step(1, 1, price.visited(prompt, 1))
+        first, token = price.alone(prompt, room.budget), price.next(prompt)
         return [
             f"{where}weights {weights}; cache {cache} for"
             f" {room.pages * room.page:,} tokens in pages of {room.page}; a step of at most"
@@ -95,7 +95,7 @@ class Served:
             return []
         depth = room.context // 2
         most = room.price.beside(slo.tpot, room.slots, depth)
-        seen = most * room.price.visited(depth, 1)
+        seen = most * room.price.past(depth, 1)
         tokens = room.price.most(slo.tpot, most, room.budget, seen, depth)
         return [
             f"promised {slo}: with {counted(most, 'request')} of {counted(depth, 'token', ',')} a"

@@ -60,7 +60,7 @@ def shown(seconds: float) -> str:
 
 def unkept(slo: Slo, price: Price, prompt: int, budget: int) -> list[str]:
     """What even a request that is alone would not be given: lines, none where all is kept."""
-    first, token = price.alone(prompt, budget), price.step(1, 1, price.visited(prompt, 1))
+    first, token = price.alone(prompt, budget), price.next(prompt)
     said = []
     if first > slo.ttft:
         said.append(
@@ -92,9 +92,9 @@ def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
     when the first of those before it ends."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
-    some, deep = len(drawing), sum(price.visited(one.start, 1) for one in drawing)
+    some, deep = len(drawing), sum(price.past(one.start, 1) for one in drawing)
     left = max(1, budget - some)
-    full = price.step(some + left, some + 1, deep + price.visited(0, left))
+    full = price.step(some + left, some + 1, deep + price.past(0, left))
     queued = sum(one.prompt for one in loads)
     step = full if queued > left else price.step(some + queued, some + 1, deep)
     ends = sorted(one.new * step for one in drawing)
@@ -129,7 +129,7 @@ def limits(
     drawing = [one.start for one in seen if one.begun and not one.prompt]
     if not drawing:
         return budget, slots  # nobody waits for a next token
-    visited = sum(price.visited(start, 1) for start in drawing)
-    depth = max((o.start + min(o.tokens, budget) // 2 for o in seen if o.prompt), default=0)
-    tokens = price.most(tpot, min(len(drawing), budget), budget, visited, depth)
+    past = sum(price.past(start, 1) for start in drawing)
+    depth = max((one.start for one in seen if one.prompt), default=0)
+    tokens = price.most(tpot, min(len(drawing), budget), budget, past, depth)
     return tokens, price.beside(tpot, slots, max(drawing))

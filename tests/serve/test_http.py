@@ -35,6 +35,8 @@ from outsize.serve.http.choices import Weighed, pieces
 from outsize.serve.http.shapes import Shaped, Shapes
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
+from outsize.serve.price import Curve, Price
+from outsize.serve.slo import Slo
 
 PROMPT = "def f("
 
@@ -263,15 +265,25 @@ def test_an_engine_that_fails_is_the_servers_fault(model: Model) -> None:
         assert asked(address, "/health", None)[0] == 503
 
 
-def test_more_than_may_wait_is_refused_with_a_time(model: Model) -> None:
-    """An engine that has not started: five choices whose prompts wait, where four may."""
-    engine = Engine(model, replace(ROOM, queue=810), POLICIES.get("mixed"))
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ({"queue": 810}, "804 tokens wait"),
+        ({"slo": Slo(ttft=1e-3), "price": Price(Curve(((1, 5.0),)))}, "and 1ms is promised"),
+    ],
+)
+def test_more_than_may_wait_is_refused_with_a_time(
+    model: Model, room: dict[str, Any], words: str
+) -> None:
+    """An engine that has not started: five choices whose prompts wait, where four may, or one."""
+    engine = Engine(model, replace(ROOM, **room), POLICIES.get("mixed"))
     with served(engine, "off") as address:
         ask = {"prompt": "a" * 200, "max_tokens": 50, "n": 5, "stream": True}
         status, answer, headers = asked(address, "/v1/completions", ask)
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
-        assert "804 tokens wait" in answer["error"]["message"]
-        assert int(headers["retry-after"]) >= 1
+        assert words in answer["error"]["message"]
+        assert int(headers["retry-after"]) >= (5 if "slo" in room else 1)
+        assert {one.ask.owner for one in engine.line.requests.values()} == {f"Bearer {KEY}"}
         assert all(one.cancelled for one in engine.line.requests.values())
         monkey = asked(address, "/health", None)[0]
         assert monkey == 200 and not engine.stuck(1e9) and engine.stuck(-1.0)

@@ -46,7 +46,7 @@ from outsize.serve.traffic import (
 
 # Seconds whose sums are exact, so that both clocks say the same.
 EXACT = Price(
-    Curve(((1, 2**-6), (65, 2**-3))), Curve(((1, 2**-10), (9, 2**-8))), visit=2**-14
+    Curve(((1, 2**-6), (65, 2**-3))), Curve(((1, 2**-10), (9, 2**-8))), visit=2**-14, load=2**-13
 )  # fmt: skip
 NARROW = replace(ROOM, pages=14, slots=3, budget=20, price=EXACT, slo=Slo(100.0, 2**-4))
 
@@ -125,7 +125,7 @@ def test_a_lone_request_takes_what_its_steps_do() -> None:
     # The slices but the last draw nothing.
     prompt = EXACT.alone(40, 16) - 2 * EXACT.head(1)
     assert found.fates[0].ttft == prompt
-    steps = [EXACT.step(1, 1, 40 + n) for n in range(4)]
+    steps = [EXACT.next(40 + n) for n in range(4)]
     assert [gap for gap, _ in found.gaps] == steps and found.steps == 3 + 4
     told = outcome(found, Slo(prompt, sum(steps) / 4))
     assert told.within == 1.0 and told.ttft == (prompt, prompt)
@@ -152,7 +152,7 @@ def test_what_is_promised_is_kept_or_refused() -> None:
     found = ways(room, some, ("mixed", "prompt-first"))
     assert [way.outcome.keeps(slo) for way in found] == [False] * 4
     assert found == sorted(found, key=lambda way: -round(way.outcome.within, 2))
-    calm = ways(room, steady(4.0, 24, 8, 200), ("prompt-first", "mixed"))
+    calm = ways(room, steady(2.0, 24, 8, 200), ("prompt-first", "mixed"))
     kept = [way.outcome.keeps(slo) for way in calm]
     assert kept == sorted(kept, reverse=True) and kept[0] and not kept[-1]
     assert calm[0].policy == "mixed" and calm[-1].policy == "prompt-first"

@@ -19,7 +19,9 @@ from outsize.serve.price import Curve, Price
 from outsize.serve.slo import NONE, Load, Slo, limits, parse_slo, unkept, wait
 
 # A step of one token takes 10 ms, one of 64 takes 100, each further token a 64th of 64 ms more.
-PRICE = Price(Curve(((1, 0.010), (16, 0.020), (64, 0.1))), Curve(((1, 0.001), (8, 0.004))), 1e-6)
+PRICE = Price(
+    Curve(((1, 0.010), (16, 0.020), (64, 0.1))), Curve(((1, 0.001), (8, 0.004))), 1e-6, 1e-6
+)
 ROOM = Room(pages=64, page=4, slots=4, budget=64, queue=10_000, context=128, price=PRICE)
 
 DRAWS = [Waiting(0, 1, True, False), Waiting(3, 1, True, False)]
@@ -133,7 +135,7 @@ def test_a_curve_is_linear_between_points() -> None:
         PRICE.prompt(40) + PRICE.prompt(40, 40) + PRICE.prompt(20, 80)
     )
     assert replace(PRICE, reading=9.0).step(64, 1, 0) == 9.0
-    assert replace(PRICE, reach=5).visited(100, 3) == 15
+    assert replace(PRICE, reach=5, load=1.0).past(100, 3) == pytest.approx(15e-6 + 5)
 
 
 def test_steps_keep_what_is_promised() -> None:
@@ -152,21 +154,24 @@ def test_steps_keep_what_is_promised() -> None:
         if not drawing:
             assert (tokens, slots) == (64, 16)
             continue
-        seen = sum(PRICE.visited(one.start, 1) for one in drawing)
-        depth = prompt.start + min(prompt.tokens, 64) // 2
+        seen = sum(PRICE.past(one.start, 1) for one in drawing)
+        depth = prompt.start
 
         def seconds(
-            tokens: int, least: int = len(drawing), seen: int = seen, d: int = depth
+            tokens: int, least: int = len(drawing), seen: float = seen, d: int = depth
         ) -> float:
-            return PRICE.step(tokens, least + 1, seen + (tokens - least) * d)
+            return PRICE.step(tokens, least + 1, seen + PRICE.past(d, tokens - least))
 
         assert len(drawing) <= tokens <= 64 and 1 <= slots <= 16
         assert tokens == len(drawing) or seconds(tokens) <= tpot
         assert tokens == 64 or seconds(tokens + 1) > tpot
         bound += len(drawing) < tokens < 64
         deep = max(one.start for one in drawing)
-        assert slots == 1 or PRICE.step(slots, slots, slots * deep) <= tpot
-        assert slots == 16 or PRICE.step(slots + 1, slots + 1, (slots + 1) * deep) > tpot
+        assert slots == 1 or PRICE.step(slots, slots, slots * PRICE.past(deep, 1)) <= tpot
+        assert (
+            slots == 16
+            or PRICE.step(slots + 1, slots + 1, (slots + 1) * PRICE.past(deep, 1)) > tpot
+        )
     assert bound > 40
 
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -69,7 +69,7 @@ class Answer(ABC, Generic[Asked]):
         self.asked: Asked = asked
         self.head = {"id": ident, "created": int(time.time()), "model": serving.name}
         self.seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        self.used, self.owner = 0, ""
+        self.used = 0
         stop = asked.stop or ()
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self.asks = [
@@ -80,7 +80,8 @@ class Answer(ABC, Generic[Asked]):
 
     async def respond(self, request: Request) -> Response:
         """What goes back; nothing more is drawn for a client that has left."""
-        self.owner = request.headers.get("authorization", "")
+        key = request.headers.get("authorization", "")
+        self.asks = [replace(ask, owner=key) for ask in self.asks]
         if not self.asked.stream:
             whole = asyncio.ensure_future(self.whole())
             left = asyncio.ensure_future(_left(request))
@@ -175,7 +176,7 @@ class Answer(ABC, Generic[Asked]):
         sampler: Sampler = sampling if plain else weighed
         if self._shape is not None:
             sampler = Shaped(sampler, self._shape.deep_copy())
-        return Ask(tuple(ids), self.most(ids), sampler, self.ends(), self.tops(), self.owner)
+        return Ask(tuple(ids), self.most(ids), sampler, self.ends(), self.tops())
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self.prompts))
