@@ -19,10 +19,9 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.pages import Pages
 from outsize.serve.policies import Policy, Step, View, Waiting, first_come
 from outsize.serve.price import Price
-from outsize.serve.slo import Load, limits, shown, wait
+from outsize.serve.slo import Drift, Load, limits, shown, wait
 
-_KEEP = 0.9  # of what was thought of steps before
-_WILD = 4.0  # times what was foretold, beyond which a step says no more
+_KEEP = 0.9  # of what was thought of earlier requests
 
 
 @dataclass
@@ -137,8 +136,8 @@ def _refused(counts: Counts, why: str, seconds: float) -> Full:
 class Line:
     """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
     None: nothing is drafted. beside: tokens of texts that are looked at and nothing else. clock:
-    gives seconds. slower: how long steps take beside what is foretold, of late. said, slots: of the
-    step that was last composed, foretold seconds and how many might go."""
+    gives seconds. drift: how steps differ from what is foretold. said, slots: of the step that was
+    last composed, foretold seconds and how many might go."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class Line:
         self.room, self.counts = room, Counts()
         self.pages = Pages(room.pages, room.page, sharing)
         self._policy, self._drafter = policy, drafter
-        self.clock, self.slower, self.shares = clock, 1.0, Shares()
+        self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.said, self.slots = 0.0, room.slots
         self._part_drawn = 1.0  # of the tokens that requests may draw, those that they drew
         self._slots = list(range(room.slots))[::-1]
@@ -199,7 +198,7 @@ class Line:
         loads = [_load(r, self._part_drawn) for r in self.requests.values()]
         loads.append(Load(tokens + self.beside, 0.0))
         seen = [r.seen() for r in self.requests.values() if r.begun]
-        return self.slower * wait(self.room.price, loads, *self._limits(seen))
+        return self.drift.slowest * wait(self.room.price, loads, *self._limits(seen))
 
     def feeds(self) -> list[Feed]:
         """What the next step feeds, with pages for it."""
@@ -250,8 +249,7 @@ class Line:
         for feed in feeds:
             feed.request.spent += 0.0 if feed.place else said
         if said > 0:
-            now = min(max(seconds / said, 1 / _WILD), _WILD)
-            self.slower = _KEEP * self.slower + (1 - _KEEP) * now
+            self.drift.take(seconds / said)
 
     def take(self, feeds: Sequence[Feed]) -> None:
         """A step has fed these, and those with nothing ahead have drawn."""
@@ -390,4 +388,4 @@ class Line:
         room = self.room
         if room.slo.tpot == math.inf:
             return room.budget, room.slots
-        return limits(room.price, room.slo.tpot / self.slower, seen, room.budget, room.slots)
+        return limits(room.price, room.slo.tpot / self.drift.slowest, seen, room.budget, room.slots)

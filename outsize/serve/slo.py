@@ -14,6 +14,9 @@ from outsize.errors import OutsizeError
 from outsize.serve.price import Price
 
 _UNITS = {"ms": 1e-3, "s": 1.0}
+_KEEP = 0.9  # of what was thought of steps before
+_WIDE = 2.0  # times how far steps are from their average, beyond which few are
+_WILD = 4.0  # times what was foretold, beyond which a step says no more
 _SAID = "expected ttft=500ms,tpot=50ms, or one of them; units: ms, s"
 
 
@@ -73,6 +76,26 @@ def unkept(slo: Slo, price: Price, prompt: int, budget: int) -> list[str]:
             f" {shown(token)}"
         )
     return said
+
+
+@dataclass
+class Drift:
+    """How long steps take beside what is foretold, of late. mean: times; wide: how far they are
+    from that."""
+
+    mean: float = 1.0
+    wide: float = 0.0
+
+    @property
+    def slowest(self) -> float:
+        """Times what is foretold that few steps take longer than."""
+        return self.mean + _WIDE * self.wide
+
+    def take(self, times: float) -> None:
+        """A step took so many times what was foretold."""
+        now = min(max(times, 1 / _WILD), _WILD)
+        self.wide = _KEEP * self.wide + (1 - _KEEP) * abs(now - self.mean)
+        self.mean = _KEEP * self.mean + (1 - _KEEP) * now
 
 
 @dataclass(frozen=True)
