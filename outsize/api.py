@@ -122,34 +122,35 @@ def engine(
     requests: int = 16,
     weights: str = "required",
     dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
     tokenizer: str | Path | Tokenizer | None = None,
     policy: str = "mixed",
     draft: str | None = None,
+    cache: str = "as-stored",
 ) -> TextEngine:
     """A model that many ask at once: `with outsize.engine(path) as engine: engine.generate([...])`.
 
     What each gets is bit for bit what it would get alone, in float32 and bfloat16 on a CPU. memory:
     most bytes of tensors; weights beyond it stay in their files, and are read once a step whatever
-    the step feeds; context: tokens of a request; requests: that go at once; weights, dtype,
-    device: as of `load`; policy: what a step feeds (mixed, prompt-first, first-come,
-    decode-maximal, fixed, feedback, fair); draft: lookup, which has
-    a step look at several tokens where the text repeats itself, without another result.
-    OutsizeError where the memory is too small, with what is missing.
+    the step feeds; context: tokens of a request; requests: that go at once; weights, dtype: as of
+    `load`; policy: what a step feeds (mixed, prompt-first, first-come, decode-maximal, fixed,
+    feedback, fair); draft: lookup, which has a step look at several tokens where the text repeats
+    itself, without another result; cache: keys and values as stored, or rounded to bf16, int8 or
+    int4. OutsizeError where the memory is too small, with what is missing.
 
-    path may be what `load` gives, which is closed with the engine: on a mesh,
+    path may be what `load` gives, which is closed with the engine: on another device; on a mesh,
     `outsize.engine(outsize.load(path, mesh="tensor=2"))`, all workers make one, and the one that
     `engine.leads` is asked.
     """
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
 
+    wanted = Wanted(context, requests, drafts=draft is not None, cache=cache)
     if not isinstance(path, Model):
-        model = load(path, dtype, device, weights=weights, memory=memory)
-    elif (memory, weights, dtype, device) == (None, "required", None, None):
+        model = load(path, dtype, weights=weights, memory=memory)
+    elif (memory, weights, dtype) == (None, "required", None):
         model = path
     else:
-        raise OutsizeError("engine: memory, weights, dtype and device of a model are load's")
+        raise OutsizeError("engine: memory, weights and dtype of a model are load's")
     try:
         try:
             text = tokenizer_of(model, tokenizer)
@@ -157,9 +158,7 @@ def engine(
             if tokenizer is not None:
                 raise
             text = None  # prompts of token ids need none
-        return TextEngine(
-            model, text, Wanted(context, requests, drafts=draft is not None), policy, draft
-        )
+        return TextEngine(model, text, wanted, policy, draft)
     except BaseException:
         model.close()
         raise

@@ -56,6 +56,8 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
 @click.option("--draft", metavar="NAME", help="lookup: a step looks at several tokens where a text"
               " repeats itself; what comes is the same.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
+@click.option("--cache", default="as-stored", show_default=True, metavar="FORM", help="Hold keys"
+              " and values as bf16, or as intN in N = 8 or 4 bits, rounded.")  # fmt: skip
 @click.option(
     "--template", default="own", help="Of chats: own, a file of Jinja, chatml, llama3, ..."
 )
@@ -82,6 +84,7 @@ def serve(
     slo: str | None,
     draft: str | None,
     weights: str | None,
+    cache: str,
     template: str,
     tokenizer: str | None,
     adapters: tuple[str, ...],
@@ -98,7 +101,7 @@ def serve(
         # Before PyTorch is loaded: threads that spin while others take their turn keep them from it
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from outsize import accelerator
-    from outsize.cli.generate import found_in, limits_of, opened
+    from outsize.cli.generate import found_in, opened
     from outsize.errors import OutsizeError
     from outsize.models.coding import asked
     from outsize.serve.drafts import DRAFTERS
@@ -111,10 +114,8 @@ def serve(
     chosen(policy, promised)
     if draft is not None:
         DRAFTERS.get(draft)
-    limits = None if memory is None else limits_of(memory, disk, False)
-    if memory is None and disk is not None:
-        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
-    wanted = Wanted(context, requests, step, queue, draft is not None, promised)
+    limits = _limits(memory, disk)
+    wanted = Wanted(context, requests, step, queue, draft is not None, promised, cache)
     served = _Served(directory, wanted, policy, draft, template, tokenizer, keys, host, port)
     if spread:
         for name, value in (("--adapter", adapters), ("--weights", weights)):
@@ -140,6 +141,16 @@ def _server() -> ModuleType:
             f"serve: {error.name} is missing; pip install 'outsize[serve]'"
         ) from None
     return run
+
+
+def _limits(memory: str | None, disk: str | None) -> Limits | None:
+    """Of what is on the device."""
+    from outsize.cli.generate import limits_of
+    from outsize.errors import OutsizeError
+
+    if memory is None and disk is not None:
+        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
+    return None if memory is None else limits_of(memory, disk, False)
 
 
 def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:

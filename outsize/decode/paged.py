@@ -1,8 +1,8 @@
 """What earlier tokens left, in pages: the Attend and Carry of serving.
 
 The buffers of a layer are one pool, and a request has pages of it that lie anywhere. In float32 and
-bfloat16 on a CPU each token is attended alone (outsize/kernels/rows.py), so that its bits depend on
-the request alone; elsewhere pages are gathered first.
+bfloat16 on a CPU each token is attended alone (outsize/kernels/pages.py), so that its bits depend
+on the request alone; elsewhere pages are gathered first.
 
 P pages of `size` tokens, N slots, T tokens of a step, H, G, K, W as in outsize/decode/cache.py.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outsize import accelerator
 from outsize.decode.cache import attend_tail
-from outsize.kernels import rows
+from outsize.kernels import pages as kernel
 from outsize.models.seams import AttendSpec, Recurrence, StateSpec, Tensors
 
 
@@ -41,17 +41,18 @@ class Part(NamedTuple):
 
 class PagedCache:
     """Pages for what each token leaves and slots for what each sequence does, allocated when a
-    layer first uses them."""
+    layer first uses them. form: of what pages hold."""
 
-    def __init__(self, pages: int, size: int, slots: int) -> None:
+    def __init__(self, pages: int, size: int, slots: int, form: str = kernel.AS_STORED) -> None:
         self.pages, self.size, self.slots = pages, size, slots
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # (P, size, G, K), (..., W)
+        self._form = kernel.FORMS[form]
+        self._layers: dict[int, tuple[kernel.Pool, kernel.Pool]] = {}
         self._states: dict[int, Tensors] = {}  # (N, ...) each
 
     @property
     def bytes(self) -> int:
-        every = (*self._layers.values(), *self._states.values())
-        return sum(x.nbytes for some in every for x in some)
+        pools = sum(pool.bytes for some in self._layers.values() for pool in some)
+        return pools + sum(x.nbytes for some in self._states.values() for x in some)
 
     def clear(self, slot: int) -> None:
         """A sequence begins there."""
@@ -59,10 +60,12 @@ class PagedCache:
             for state in states:
                 state[slot] = 0
 
-    def layer(self, index: int, k_TGK: Tensor, v_TGW: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, k_TGK: Tensor, v_TGW: Tensor) -> tuple[kernel.Pool, kernel.Pool]:
         if index not in self._layers:
-            made = [x.new_empty((self.pages, self.size, *x.shape[1:])) for x in (k_TGK, v_TGW)]
-            self._layers[index] = (made[0], made[1])
+            keys, values = (
+                kernel.Pool(self._form, self.pages, self.size, x) for x in (k_TGK, v_TGW)
+            )
+            self._layers[index] = keys, values
         return self._layers[index]
 
     def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
@@ -109,12 +112,12 @@ class PagedPast:
         return torch.tensor(list(places))
 
     @cached_property
-    def _seen(self) -> rows.Seen:
+    def _seen(self) -> kernel.Seen:
         tables, begins = list[int](), list[int]()
         for part in self.parts:
             begins += [len(tables)] * part.tokens
             tables += part.pages
-        return rows.Seen(*map(rows.numbers, (tables, begins, self._positions)))
+        return kernel.Seen(*map(kernel.numbers, (tables, begins, self._positions)))
 
     def __call__(
         self,
@@ -127,13 +130,13 @@ class PagedPast:
         assert bounds == self.bounds, "a step's Attend serves the batch it was made for"
         assert spec.plain, "what is cached is attended to in order"
         keys, values = self.cache.layer(spec.layer, k_TGK, v_TGW)
-        where = accelerator.sent(self._where, keys.device)
-        keys.flatten(0, 1).index_copy_(0, where, k_TGK)
-        values.flatten(0, 1).index_copy_(0, where, v_TGW)
+        where = accelerator.sent(self._where, k_TGK.device)
+        keys.put(where, k_TGK)
+        values.put(where, v_TGW)
         q_THK = q_THK.contiguous()
-        if rows.fits(q_THK, keys, values):
+        if kernel.fits(q_THK, keys, values):
             facts = (spec.scale, spec.window, spec.softcap)
-            return rows.attend(q_THK, keys, values, self._seen, *facts)
+            return kernel.attend(q_THK, keys, values, self._seen, *facts)
         return torch.cat(
             [
                 attend_tail(q_THK[first:last], *self._gathered(part, keys, values), spec)
@@ -141,10 +144,12 @@ class PagedPast:
             ]
         )
 
-    def _gathered(self, part: Part, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _gathered(
+        self, part: Part, keys: kernel.Pool, values: kernel.Pool
+    ) -> tuple[Tensor, Tensor]:
         """k_GLK, v_GLW of all tokens of a sequence."""
-        index = accelerator.sent(torch.tensor(list(part.pages)), keys.device)
-        k_LGK, v_LGW = (x[index].flatten(0, 1)[: part.stop] for x in (keys, values))
+        index = accelerator.sent(torch.tensor(list(part.pages)), keys.data.device)
+        k_LGK, v_LGW = (x.get(index).flatten(0, 1)[: part.stop] for x in (keys, values))
         return k_LGK.transpose(0, 1), v_LGW.transpose(0, 1)
 
     def cut(self, middle: int) -> tuple[PagedPast, PagedPast]:

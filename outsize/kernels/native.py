@@ -75,7 +75,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 4, _N, _N, _N, _I)),
     "rows_product_coded": (None, (_I, _I, *[_P] * 6, *[_N] * 6, _I)),
-    "pages_attend": (None, (_I, *[_P] * 8, _N, _F, _F, _I)),
+    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I)),
     "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
     "shared_close": (None, (_P,)),
     "shared_bytes": (_N, (_I, _N)),

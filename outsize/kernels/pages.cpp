@@ -47,6 +47,31 @@ struct Stored {
     }
 };
 
+// The same as codes of BITS bits, GROUP of a head's numbers with a scale.
+constexpr int64_t GROUP = 32;
+
+template <int BITS>
+struct Coded {
+    const uint8_t* codes;
+    const bfloat16* scales;
+    int64_t groups, size;
+
+    void read(int64_t room, int64_t group, float* __restrict__ to) const {
+        const int64_t row = room * groups + group;
+        const uint8_t* __restrict__ from = codes + row * ((size * BITS + 7) / 8);
+        const bfloat16* own = scales + row * ((size + GROUP - 1) / GROUP);
+        for (int64_t first = 0; first < size; first += GROUP, ++own) {
+            const float scale = wide(*own);
+            const int64_t last = std::min(first + GROUP, size);
+            for (int64_t d = first; d < last; ++d)
+                if constexpr (BITS == 8)
+                    to[d] = float(int8_t(from[d])) * scale;
+                else
+                    to[d] = float((from[d / 2] >> (d % 2 * 4) & 15) - 8) * scale;
+        }
+    }
+};
+
 // A tile of keys, turned, and of values; what is kept of the queries of a span.
 struct Space {
     Buffer tile = buffer(BLOCK * ROW), turned = buffer(int64_t(WIDTH + 16) * BLOCK);
@@ -208,27 +233,58 @@ void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T*
     }
 }
 
+// Keys or values as they lie in memory, and scales where they are codes.
+struct Lying {
+    const void *data, *scales;
+    int64_t groups, size;
+
+    template <class S>
+    Stored<S> stored() const {
+        return {static_cast<const S*>(data), groups, size};
+    }
+    template <int BITS>
+    Coded<BITS> coded() const {
+        return {static_cast<const uint8_t*>(data), static_cast<const bfloat16*>(scales), groups, size};
+    }
+};
+
+enum Form { AS_STORED, NARROW, INT8, INT4 };
+
 template <class T>
-void attend(const Pages& p, const void* q, const void* keys, const void* values, void* out,
+void attend(int form, const Pages& p, const void* queries, const Lying& k, const Lying& v, void* to,
             int64_t tokens, int threads) {
-    const Stored<T> k{static_cast<const T*>(keys), p.groups, p.key};
-    const Stored<T> v{static_cast<const T*>(values), p.groups, p.value};
-    attend(p, static_cast<const T*>(q), k, v, static_cast<T*>(out), tokens, threads);
+    const T* q = static_cast<const T*>(queries);
+    T* out = static_cast<T*>(to);
+    switch (form) {
+        case AS_STORED:
+            return attend(p, q, k.stored<T>(), v.stored<T>(), out, tokens, threads);
+        case NARROW:
+            return attend(p, q, k.stored<bfloat16>(), v.stored<bfloat16>(), out, tokens, threads);
+        case INT8:
+            return attend(p, q, k.coded<8>(), v.coded<8>(), out, tokens, threads);
+        default:
+            return attend(p, q, k.coded<4>(), v.coded<4>(), out, tokens, threads);
+    }
 }
 
 }  // namespace
 
 extern "C" {
 
-// sizes: tokens of a page, heads, groups, key and value sizes, window. softcap 0: none.
-void outsize_pages_attend(int dtype, const void* q, const void* keys, const void* values, void* out,
-                          const int64_t* tables, const int64_t* begins, const int64_t* positions,
+// form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
+// and value sizes, window. softcap 0: none.
+void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
+                          const void* key_scales, const void* values, const void* value_scales,
+                          void* out, const int64_t* tables, const int64_t* begins, const int64_t* positions,
                           const int64_t* sizes, int64_t tokens, float scale, float softcap,
                           int threads) {
     const Pages p{tables,   begins,   positions, sizes[0], sizes[1],    sizes[2],
                   sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
-    auto* call = dtype == 0 ? attend<float> : attend<bfloat16>;
-    call(p, q, keys, values, out, tokens, threads);
+    const Lying k{keys, key_scales, p.groups, p.key}, v{values, value_scales, p.groups, p.value};
+    if (dtype == 0)
+        attend<float>(form, p, q, k, v, out, tokens, threads);
+    else
+        attend<bfloat16>(form, p, q, k, v, out, tokens, threads);
 }
 
 }  // extern "C"

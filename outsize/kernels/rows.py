@@ -1,21 +1,18 @@
-"""Products and attention of each token alone: rows.cpp, pages.cpp.
+"""Products of each token alone: rows.cpp.
 
 A library's product sums in an order that depends on how many rows it is given, so that what a
 request is told would depend on who else asks. Here every number has an order of its own: bit for
 bit the same in any batch, in slices of any length, with any number of threads, and in a forward
 pass of training whose precision is +invariant.
 
-T tokens, I in, O out, H query heads, G key-value heads, K and W head sizes of keys and values, P
-pages of `page` tokens.
+I in, O out.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +23,7 @@ from outsize.kernels import native
 if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
 
-PAGE = 64  # tokens of a page at most, as in rows.cpp
-WIDTH = 256  # the largest head size, as in tiles.h
 _VECTORS = 64  # elements: of any processor's, and of as many as PyTorch takes at once
-_EVERY = 1 << 40  # a window that hides nothing
 _HERE = threading.local()
 
 
@@ -127,54 +121,6 @@ def _run_into(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, y: Tensor) ->
         *(None if bias_O is None else bias_O.data_ptr(), y.data_ptr()),
         *(y.numel() // outputs if outputs else 0, inner, outputs, native.threads()),
     )
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the tokens of a step see. tables: the pages of each sequence, one behind another;
-    begins: by token, where those of its sequence begin; positions: its place in the sequence."""
-
-    tables: array[int]
-    begins: array[int]
-    positions: array[int]
-
-
-def fits(q_THK: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attend` takes these."""
-    small = q_THK.shape[-1] <= WIDTH and values.shape[-1] <= WIDTH and keys.shape[1] <= PAGE
-    return small and native.fits(q_THK, keys, values)
-
-
-def attend(
-    q_THK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Seen,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """o_THW: each token over those of its sequence up to itself, the last `window` of them.
-    keys (P, page, G, K), values (P, page, G, W)."""
-    (_, page, groups, key), value = keys.shape, values.shape[-1]
-    tokens, heads, _ = q_THK.shape
-    o_THW = q_THK.new_empty((tokens, heads, value))
-    sizes = native.numbers((page, heads, groups, key, value, _EVERY if window is None else window))
-    native.loaded().outsize_pages_attend(
-        *(native.CODES[q_THK.dtype], q_THK.data_ptr(), keys.data_ptr(), values.data_ptr()),
-        *(o_THW.data_ptr(), *map(_address, (seen.tables, seen.begins, seen.positions))),
-        *(sizes, tokens, scale, softcap or 0.0, native.threads()),
-    )
-    return o_THW
-
-
-def _address(numbers: array[int]) -> int:
-    return numbers.buffer_info()[0]
-
-
-def numbers(values: Sequence[int]) -> array[int]:
-    """As rows.cpp reads them."""
-    return array("q", values)
 
 
 _PRODUCTS = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.kernels import native, rows
+from outsize.kernels import attention, native
 from outsize.models.decoder import BRANCHES, Decoder, around_of, typed
 from outsize.models.linear import Linear
 from outsize.models.low_rank import LowRank
@@ -77,8 +77,8 @@ def _of_model(flow: Flow, plan: Plan) -> Iterator[str]:
     if config.coding is not None:
         yield f"the model's weights are held as {config.coding.format.name}"
     widest = max(config.head_size, config.value_size)
-    if widest > rows.WIDTH:
-        yield f"the model has heads of {widest} numbers, more than {rows.WIDTH}"
+    if widest > attention.WIDTH:
+        yield f"the model has heads of {widest} numbers, more than {attention.WIDTH}"
     for rope in config.ropes.values():
         if rope.kind in _ROPES and plan.sequence > rope.trained:
             yield f"the model has a {rope.kind} rope and train.sequence is {plan.sequence}"

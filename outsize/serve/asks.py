@@ -11,6 +11,7 @@ from torch import Tensor
 from outsize.decode.samplers import Sampler
 from outsize.errors import OutsizeError
 from outsize.kernels.entropy import logprobs
+from outsize.kernels.pages import AS_STORED
 from outsize.serve.price import FREE, Price
 from outsize.serve.slo import NONE, Slo
 
@@ -54,7 +55,8 @@ Deliver = Callable[[Token | End], None]  # on the engine's thread
 class Room:
     """pages: of `page` tokens each; slots: requests that go at once; budget: tokens of a step;
     queue: tokens of requests that may wait; context: of a request with what is drawn, at most;
-    price: of steps; slo: what is promised."""
+    price: of steps; slo: what is promised; cache: the form of what pages hold
+    (outsize/kernels/pages.py)."""
 
     pages: int
     page: int
@@ -64,6 +66,7 @@ class Room:
     context: int
     price: Price = FREE
     slo: Slo = NONE
+    cache: str = AS_STORED
 
 
 class Full(OutsizeError):

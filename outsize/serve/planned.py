@@ -73,8 +73,10 @@ def planned(found: Described, wanted: Wanted, memory: int | None) -> Served:
             )
     cache = pages * sizes.page + sizes.slots
     queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
-    room = Room(pages, PAGE, wanted.requests, tokens, queue, context, price, wanted.slo)
-    notes = (*notes_of(model, left), *staying)
+    room = Room(
+        pages, PAGE, wanted.requests, tokens, queue, context, price, wanted.slo, wanted.cache
+    )
+    notes = (*notes_of(model, left, wanted.cache), *staying)
     share = weights, cache, sizes.work
     return Served(room, None, *share, notes, "", (share,))
 

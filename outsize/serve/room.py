@@ -12,9 +12,10 @@ from outsize.collectives import Lone, World
 from outsize.collectives.world import steady, told
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, counted, nearest
 from outsize.hardware import host
 from outsize.kernels import native, rows
+from outsize.kernels.pages import AS_STORED, FORMS, Form
 from outsize.memory.sizes import format_bytes
 from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
@@ -41,7 +42,8 @@ _CACHE = 0.25  # of a budget that does not hold all weights, which pages may hav
 @dataclass(frozen=True)
 class Wanted:
     """What is said of serving; None: what follows from the model and the machine. queue: tokens of
-    waiting requests; drafts: whether steps look at drafts; slo: what is promised."""
+    waiting requests; drafts: whether steps look at drafts; slo: what is promised; cache: the
+    form of what pages hold."""
 
     context: int | None = None
     requests: int = 16
@@ -49,6 +51,11 @@ class Wanted:
     queue: int | None = None
     drafts: bool = False
     slo: Slo = NONE
+    cache: str = AS_STORED
+
+    def __post_init__(self) -> None:
+        if self.cache not in FORMS:
+            raise OutsizeError(f"cache is {self.cache!r}{nearest(self.cache, tuple(FORMS))}")
 
 
 @dataclass(frozen=True)
@@ -129,10 +136,12 @@ def served(model: Model, wanted: Wanted) -> Served:
     pages = _pages(home, world, sizes, context)
     found = Needs(pages * sizes.page + sizes.slots, sizes.work, budget - 1)
     session = None if home is None else home.ready_for(found, pages * PAGE)
-    notes = notes_of(model, [one for some in each for one in some])
+    notes = notes_of(model, [one for some in each for one in some], wanted.cache)
     queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
     price = _price(model, home, budget, context)
-    room = Room(pages, PAGE, wanted.requests, budget, queue, context, price, wanted.slo)
+    room = Room(
+        pages, PAGE, wanted.requests, budget, queue, context, price, wanted.slo, wanted.cache
+    )
     if home is None:
         weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
     else:
@@ -162,6 +171,12 @@ def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: in
     return Price(Curve(((1, token), (some, prompt)) if some > 1 else ((1, token),)))
 
 
+def _held(one: StateSpec, form: Form) -> int:
+    """Bytes of what the tokens of a page leave."""
+    *heads, size = one.shape
+    return PAGE * math.prod(heads) * form.bytes(size, one.dtype)
+
+
 def sizes_of(
     held: Held, left: Sequence[StateSpec], wanted: Wanted, context: int, budget: int
 ) -> Sizes:
@@ -170,7 +185,7 @@ def sizes_of(
     logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize * held.last
     least = math.ceil(context / PAGE)
     return Sizes(
-        page=sum(one.bytes(PAGE) for one in left if one.per == "token"),
+        page=sum(_held(one, FORMS[wanted.cache]) for one in left if one.per == "token"),
         slots=(wanted.requests + 1) * sum(one.bytes(1) for one in left if one.per == "sequence"),
         work=needs(held, asked, budget).work + logits,
         least=least,
@@ -271,14 +286,21 @@ def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
     )
 
 
-def notes_of(model: Decoder, left: Sequence[StateSpec]) -> tuple[str, ...]:
-    """What is not bit for bit the same whatever else is asked."""
+def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) -> tuple[str, ...]:
+    """What is not bit for bit the same whatever else is asked, or not what was trained."""
     weight = model.prologue.tokens.weight
+    rounded = tuple[str, ...]()
+    if not FORMS[cache].exact(weight.dtype):
+        rounded = (f"approximate: keys and values are held as {cache}, and are rounded to it",)
     if not native.reads(weight):
         return (
+            *rounded,
             f"approximate: tokens are those of a request alone to rounding, in {weight.dtype}"
             f" on {weight.device.type} without this machine's own kernels",
         )
     if any(one.per == "sequence" for one in left):
-        return ("approximate: recurrent states go through slices of prompts to rounding",)
-    return ()
+        return (
+            *rounded,
+            "approximate: recurrent states go through slices of prompts to rounding",
+        )
+    return rounded

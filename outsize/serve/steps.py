@@ -127,7 +127,9 @@ class Steps:
     ) -> None:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
         self._own, self._session = session is None, session or Session(model)
-        self._cache = PagedCache(room.pages, room.page, room.slots + 1)  # one to score in
+        self._cache = PagedCache(
+            room.pages, room.page, room.slots + 1, room.cache
+        )  # one to score in
         self._device = model.prologue.tokens.weight.device
         self._pulse = pulse or Heartbeat()
         self.leader, self.leads, self.told = 0, True, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -16,6 +16,7 @@ from outsize.collectives import Mesh
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.kernels import native
+from outsize.kernels.pages import AS_STORED, FORMS
 from outsize.models.build import build
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
@@ -88,6 +89,7 @@ class Setting:
             f"policy {self.policy}",
             f"prompts {', '.join(str(len(one.ids)) for one in asks)}",
             f"new {', '.join(str(one.max_new_tokens) for one in asks)}",
+            f"cache {room.cache}" * (room.cache != AS_STORED),
             f"draft {self.draft}" * bool(self.draft),
             f"on {self.mesh}" * (self.mesh.size > 1),
             f"memory {self.below:.2f} of the weights" * bool(self.below),
@@ -110,6 +112,7 @@ def features(setting: Setting) -> Iterator[str]:
     for name, has in (
         (f"draft {setting.draft}", setting.draft),
         (f"mesh {setting.mesh}", setting.mesh.size > 1),
+        (f"cache {setting.room.cache}", setting.room.cache != AS_STORED),
         ("memory below the weights", setting.below),
         ("interrupted", setting.room.pages * setting.room.page < sum(map(needed, setting.asks))),
         ("prompts in slices", setting.room.budget < max(len(one.ids) for one in setting.asks)),
@@ -154,7 +157,7 @@ def drawn(seed: int, subject: Subject | None, precision: str | None = None) -> S
     slots = draw.randrange(1, len(asks) + 2)
     budget = slots + draw.choice((0, 1, 5, 30, 200))
     late = tuple(draw.choice((0, 0, 1, 3)) if n else 0 for n in range(len(asks)))
-    return Setting(
+    made = Setting(
         seed,
         subject,
         chosen,
@@ -167,6 +170,10 @@ def drawn(seed: int, subject: Subject | None, precision: str | None = None) -> S
         tuple(draw.choice((0, 0, 0, 0, 2)) for _ in asks),
         _mesh(Random(f"{seed} ranks"), subject.config),
     )
+    cache = draw.choice((*(AS_STORED,) * 4, *FORMS))
+    if chosen == EXACT:  # by codes, rounding elsewhere would show
+        return made
+    return replace(made, room=replace(made.room, cache=cache))
 
 
 def _mesh(draw: Random, config: DecoderConfig) -> Mesh:

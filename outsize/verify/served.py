@@ -29,6 +29,7 @@ from outsize.collectives.threads import play
 from outsize.errors import OutsizeError, counted
 from outsize.kernels import rows
 from outsize.kernels.entropy import logprobs
+from outsize.kernels.pages import FORMS
 from outsize.models.decoder import Decoder
 from outsize.models.layout import prompted
 from outsize.serve.asks import Ask, End, Room, Token
@@ -118,10 +119,10 @@ class _Run:
                 self._ask(other)
 
 
-def _alone(model: Model, ask: Ask, session: Any = None) -> list[Token]:
+def _alone(model: Model, ask: Ask, cache: str, session: Any = None) -> list[Token]:
     """What a request is told that nobody else is beside, on the worker that is asked."""
     tokens = needed(ask) + model.config.virtual
-    room = Room(-(-tokens // 16), 16, 1, tokens, QUEUE, tokens)
+    room = Room(-(-tokens // 16), 16, 1, tokens, QUEUE, tokens, cache=cache)
     with Engine(model, room, POLICIES.get("mixed"), session) as engine:
         return list(engine.tokens(ask)) if engine.steps.leads else []
 
@@ -144,7 +145,9 @@ def _opened(setting: Setting, model: Decoder, stack: ExitStack, world: World) ->
         return made, spread.session
     memory = setting.below * sum(one.nbytes for one in model.parameters())
     room = setting.room
-    wanted = Wanted(room.context, room.slots, room.budget, drafts=bool(setting.draft))
+    wanted = Wanted(
+        room.context, room.slots, room.budget, drafts=bool(setting.draft), cache=room.cache
+    )
     for _ in range(20):  # up to what a step needs beside the weights
         found = hub.describe(directory, setting.subject.config)
         home = InFiles(found, Limits(int(memory)), dtype, "cpu", world)
@@ -189,7 +192,8 @@ def verified(setting: Setting) -> tuple[float, str]:
     dtype = getattr(torch, setting.precision)
     model = setting.subject.model(dtype)
     whole = Model(model)
-    alone = [_alone(whole, ask) for ask in setting.asks]
+    cache = setting.room.cache
+    alone = [_alone(whole, ask, cache) for ask in setting.asks]
     heard, beside = _on_workers(setting, model)
     limit = LIMIT if setting.precision == EXACT else 0.0
     worst, cut = 0.0, bool(beside)
@@ -199,7 +203,7 @@ def verified(setting: Setting) -> tuple[float, str]:
         if not fault and setting.precision == EXACT:
             apart, fault = _plainly(setting.subject, ask, right)
             worst = max(worst, apart)
-        elif not fault and not cut:
+        elif not fault and not cut and FORMS[cache].exact(dtype):
             fault = _trained(whole, ask, right)
         if fault:
             return float("inf"), f"request {number}: {fault}"
@@ -215,7 +219,8 @@ def _on_workers(setting: Setting, model: Decoder) -> tuple[list[_Heard], list[li
         with ExitStack() as stack:
             made, session = _opened(setting, model, stack, world)
             asks = setting.asks if cut else ()
-            return _served(setting, made, session), [_alone(made, ask, session) for ask in asks]
+            heard = _served(setting, made, session)
+            return heard, [_alone(made, ask, setting.room.cache, session) for ask in asks]
 
     if setting.mesh.size == 1:
         return work(Lone())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -65,37 +63,3 @@ def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:
         assert not rows.wanted(x, w)
     with rows.alone():
         assert not rows.wanted(x, w)  # gradients are recorded
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("sort", ["plain", "window", "softcap"])
-def test_attention_over_pages(name: str, sort: str) -> None:
-    """Two sequences whose pages lie anywhere, beside softmax over what each token sees."""
-    dtype, page, heads, groups, size, value = DTYPES[name], 4, 6, 2, 20, 12
-    window, softcap = (3 if sort == "window" else None), (2.0 if sort == "softcap" else None)
-    keys, values = (
-        _random(9, page, groups, width, seed=width).to(dtype) for width in (size, value)
-    )
-    tables, places = ([7, 2, 5], [0, 8]), ([8, 9, 10], [6])  # of the second one token alone
-    q_THK = _random(4, heads, size, seed=3).to(dtype)
-    seen = rows.Seen(
-        rows.numbers([*tables[0], *tables[1]]),
-        rows.numbers([0, 0, 0, 3]),
-        rows.numbers([*places[0], *places[1]]),
-    )
-    o_THW = rows.attend(q_THK, keys, values, seen, 0.3, window, softcap)
-    at = [(0, place) for place in places[0]] + [(1, place) for place in places[1]]
-    for t, (which, place) in enumerate(at):
-        low = 0 if window is None else max(0, place - window + 1)
-        k, v = (x[tables[which]].flatten(0, 1)[low : place + 1].double() for x in (keys, values))
-        for head in range(heads):
-            group = head // (heads // groups)
-            scores = k[:, group] @ q_THK[t, head].double() * 0.3
-            if softcap is not None:
-                scores = softcap * (scores / softcap).tanh()
-            expected = scores.softmax(0) @ v[:, group]
-            wrong = float((o_THW[t, head] - expected).abs().max() / expected.abs().max())
-            assert wrong < 4 * LARGEST[dtype], (t, head)
-    one = rows.Seen(rows.numbers(tables[1]), rows.numbers([0]), rows.numbers(places[1]))
-    alone = rows.attend(q_THK[3:].contiguous(), keys, values, one, 0.3, window, softcap)
-    assert torch.equal(alone, o_THW[3:]) and not math.isnan(float(alone.sum()))

@@ -289,6 +289,20 @@ def test_a_token_whose_weights_are_no_numbers_ends_its_requests_alone() -> None:
             assert list(engine.tokens(good)) == right
 
 
+def test_what_pages_hold_is_in_the_plan() -> None:
+    """Bytes of a page of 16 tokens, of 3 layers, 2 heads and twice 8 numbers; what is rounded."""
+    model = model_of("llama")
+    for form, each in (("as-stored", 32), ("bf16", 16), ("int8", 10), ("int4", 6)):
+        plan = served(model, Wanted(context=64, requests=4, cache=form))
+        assert plan.cache == plan.room.pages * 16 * 3 * 2 * 2 * each and plan.room.cache == form
+        said = [note for note in plan.notes if f"held as {form}" in note]
+        assert len(said) == (form != "as-stored")
+    half = served(model_of("llama", torch.bfloat16), Wanted(context=64, cache="bf16"))
+    assert not half.notes
+    with pytest.raises(OutsizeError, match=r"cache is 'int5'.*int"):
+        Wanted(cache="int5")
+
+
 def test_who_leaves_is_not_served() -> None:
     model, told_ = model_of("llama"), Told()
     with Engine(model, ROOM, POLICIES.get("mixed")) as engine:

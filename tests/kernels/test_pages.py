@@ -1,0 +1,101 @@
+"""Pages of keys and values in each form, and attention over them, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from outsize.kernels import native, pages
+from outsize.kernels.pages import FORMS, GROUP, Pool, coded, decoded
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LARGEST = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}  # relative error
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(form: str, x_TGK: Tensor, page: int) -> Pool:
+    """All of these, in whole pages."""
+    pool = Pool(FORMS[form], len(x_TGK) // page, page, x_TGK[:1])
+    order_T = torch.randperm(len(x_TGK), generator=torch.Generator().manual_seed(1))
+    for some_T in order_T.split(7):
+        pool.put(some_T, x_TGK[some_T])
+    return pool
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("sort", ["plain", "window", "softcap"])
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_over_pages(name: str, sort: str, form: str) -> None:
+    """Two sequences whose pages lie anywhere, beside softmax over what each token sees of what
+    pages hold."""
+    dtype, page, heads, groups, size, value = DTYPES[name], 4, 6, 2, 40, 13
+    window, softcap = (3 if sort == "window" else None), (2.0 if sort == "softcap" else None)
+    keys, values = pools = [
+        filled(form, _random(11 * page, groups, width, seed=width).to(dtype), page)
+        for width in (size, value)
+    ]
+    k_PSGK, v_PSGW = (pool.get(torch.arange(11)) for pool in pools)
+    tables, places = ([7, 2, 5], [0, 8]), ([8, 9, 10], [6])  # of the second one token alone
+    q_THK = _random(4, heads, size, seed=3).to(dtype)
+    seen = pages.Seen(
+        pages.numbers([*tables[0], *tables[1]]),
+        pages.numbers([0, 0, 0, 3]),
+        pages.numbers([*places[0], *places[1]]),
+    )
+    o_THW = pages.attend(q_THK, keys, values, seen, 0.3, window, softcap)
+    at = [(0, place) for place in places[0]] + [(1, place) for place in places[1]]
+    for t, (which, place) in enumerate(at):
+        low = 0 if window is None else max(0, place - window + 1)
+        k, v = (x[tables[which]].flatten(0, 1)[low : place + 1].double() for x in (k_PSGK, v_PSGW))
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = k[:, group] @ q_THK[t, head].double() * 0.3
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            expected = scores.softmax(0) @ v[:, group]
+            wrong = float((o_THW[t, head] - expected).abs().max() / expected.abs().max())
+            assert wrong < 4 * LARGEST[dtype], (t, head)
+    one = pages.Seen(pages.numbers(tables[1]), pages.numbers([0]), pages.numbers(places[1]))
+    alone = pages.attend(q_THK[3:].contiguous(), keys, values, one, 0.3, window, softcap)
+    assert torch.equal(alone, o_THW[3:]) and not math.isnan(float(alone.sum()))
+
+
+@pytest.mark.parametrize("size", [64, 33, 7])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_held_is_near_and_as_large_as_it_says(form: str, size: int) -> None:
+    """A number is off by half a step at most, of which its group has 127 up to the largest, or 8;
+    a token's codes are its own."""
+    x_TGK, steps = _random(12, 2, size) * torch.tensor([0.01, 100.0]).view(1, 2, 1), 0
+    pool, bits = filled(form, x_TGK, 3), FORMS[form].bits
+    back = pool.get(torch.arange(4)).flatten(0, 1)
+    assert pool.bytes == 12 * 2 * FORMS[form].bytes(size, torch.float32)
+    if not bits:
+        assert torch.equal(back, x_TGK if form == "as-stored" else x_TGK.bfloat16().float())
+        return
+    steps = 127 if bits == 8 else 8
+    for first in range(0, size, GROUP):
+        own, held = (one[..., first : first + GROUP] for one in (x_TGK, back))
+        step = own.abs().amax(-1, keepdim=True) / steps
+        room = 1 if bits == 4 else 0.5  # 8 of the other sign has no code of its own
+        assert ((own - held).abs() <= step * (room + steps * 2.0**-8)).all()
+    some = decoded(*coded(x_TGK[5:6], bits), bits, size)
+    assert torch.equal(some[0], back[5])
+    assert not decoded(*coded(torch.zeros(1, 1, size), bits), bits, size).any()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "bf16"])
+def test_attention_reads_codes_as_their_twin_does(form: str) -> None:
+    """Bit for bit what it gives of the numbers that codes stand for."""
+    x_TGK, q_THK = _random(80, 2, 40), _random(70, 4, 40, seed=5)
+    pool = filled(form, x_TGK, 16)
+    plain = filled("as-stored", pool.get(torch.arange(5)).flatten(0, 1), 16)
+    places = [pages.numbers(some) for some in ([3, 0, 4, 1, 2], [0] * 70, range(70))]
+    found = [pages.attend(q_THK, x, x, pages.Seen(*places), 0.2, None, None) for x in (pool, plain)]
+    assert torch.equal(*found)
