@@ -116,8 +116,9 @@ def verify(
     refuse_unused(ctx, ("memory", "overlap"), "no --generate, which they are of")
     if serve or count is not None:
         asked = Asked(count or SERVED, seed, workers or DRAWN_WORKERS, precision, processes, device)
+        drawn = "--serve" if serve else f"--random {count}"
         barred: tuple[str, ...] = _NOT_OF_SERVING if serve else _NOT_OF_DRAWS
-        refuse_unused(ctx, barred, f"--{'serve' if serve else 'random'}, which draws all of that")
+        refuse_unused(ctx, barred, f"{drawn}, which draws all of that")
         found = _served(target, asked, as_json) if serve else _random(asked, as_json)
         ctx.exit(found)
     refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
