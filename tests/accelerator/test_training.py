@@ -7,12 +7,17 @@ through all twenty orders.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import strict
 import torch
-from cases import CASES, CPU, far, outcome, some
+from cases import CASES, CPU, Case, far, outcome, some
+
+from outsize.kernels import native
 
 CLOSE = {
     "float64": 1e-10,
@@ -22,12 +27,24 @@ CLOSE = {
 }  # of the largest value of each
 
 
+@contextmanager
+def plainly(case: Case) -> Iterator[None]:
+    """In bfloat16 by the CPU's operators alone, as the device has them: its own kernels round less
+    often, and three steps make more of that than they do of any fault."""
+    if case.precision != "bfloat16":
+        yield
+        return
+    with patch.object(native, "library", lambda: None):
+        yield
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_cpu_does_whatever_the_order(
     name: str, tmp_path: Path, device: str
 ) -> None:
     case = CASES[name]
-    expected, first = outcome(case, CPU, tmp_path), None
+    with plainly(case):
+        expected, first = outcome(case, CPU, tmp_path), None
     for order in strict.begins(device, some(list(CASES).index(name)), 1 << 28):
         found = outcome(case, torch.device(device, 0), tmp_path)
         first = first or found
