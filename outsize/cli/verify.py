@@ -119,8 +119,7 @@ def verify(
         drawn = "--serve" if serve else f"--random {count}"
         barred: tuple[str, ...] = _NOT_OF_SERVING if serve else _NOT_OF_DRAWS
         refuse_unused(ctx, barred, f"{drawn}, which draws all of that")
-        found = _served(target, asked, as_json) if serve else _random(asked, as_json)
-        ctx.exit(found)
+        ctx.exit(_served(target, asked, as_json) if serve else _random(asked, as_json))
     refuse_unused(ctx, ("seed", "precision"), "no --random, whose draws it is of")
     cut = _cut(zero, shards, sequence_parallel)
     given = (*sets, *as_sets({"workers": workers, "mesh": mesh, **cut}))

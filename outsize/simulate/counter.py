@@ -100,7 +100,8 @@ class Counter(DispatchMode):
         """outsize/kernels/attention.py: of documents, their scores before the diagonal and half of
         those on it, as far as the window reaches; of the first one, only the last queries'."""
         q, k, v = args[1:4] if back else args[0:3]
-        at = next(i for i, x in enumerate(args) if isinstance(x, list | tuple) and type(x[0]) is int)
+        lists = (i for i, x in enumerate(args) if isinstance(x, list | tuple))
+        at = next(i for i in lists if type(args[i][0]) is int)  # of gradients there may be one too
         bounds, _, window = args[at : at + 3]
         past = k.shape[0] - q.shape[0]
         seen = sum(_triangle(stop - start, window) for start, stop in pairwise(bounds))
