@@ -122,14 +122,14 @@ class Bench:
         log = folder / "log"
         with log.open("w") as out:
             child = subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=HERE)
-            _, status, used = os.wait4(child.pid, 0)
-        if os.waitstatus_to_exitcode(status):
+            status = child.wait()
+        if status:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
             raise SystemExit(f"{one.name} failed:\n{tail}")
         found = Found(**json.loads((folder / FOUND).read_text(encoding="utf-8")))
         rate = one.batch * (self.new - 1) / (found.whole - found.first)
         prompt = one.batch * self.prompt / found.first
-        return Figures(rate, prompt, found.ready, used.ru_maxrss * 1024, found.tokens)
+        return Figures(rate, prompt, found.ready, found.peak, found.tokens)
 
 
 def show(found: dict[Case, list[Figures]], weights: int) -> bool:

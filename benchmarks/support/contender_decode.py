@@ -35,12 +35,21 @@ class Task:
 @dataclass(frozen=True)
 class Found:
     """first, whole: seconds until every request had one token, and all of them; tokens: those of
-    the first request; ready: seconds from the process's start to its first token."""
+    the first request; ready: seconds from the process's start to its first token; peak: most bytes
+    of the process that were resident."""
 
     first: float
     whole: float
     tokens: list[int]
     ready: float
+    peak: int
+
+
+def resident() -> int:
+    """VmHWM: what a parent had before it became this program does not count."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (line,) = [one for one in lines if one.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def measure(make: Callable[[Task], Generate]) -> None:
@@ -62,5 +71,5 @@ def measure(make: Callable[[Task], Generate]) -> None:
             found.append(time.perf_counter() - start)
             assert all(len(one) == count for one in made), [len(one) for one in made]
         tokens = made[0]
-    found_all = Found(min(firsts), min(wholes), tokens, ready)
+    found_all = Found(min(firsts), min(wholes), tokens, ready, resident())
     (folder / FOUND).write_text(json.dumps(asdict(found_all)), encoding="utf-8")
