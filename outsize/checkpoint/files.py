@@ -256,7 +256,7 @@ def _read_into(out: Tensor, header: Header, entry: Entry) -> int:
             direct = piece.dtype == entry.dtype and piece.is_contiguous() and piece.is_cpu
             stored = piece if direct else torch.empty(piece.shape, dtype=entry.dtype)
             view = memory_of(stored)
-            _read_all(fd, view, at, header.path, entry.name)
+            read_all(fd, view, at, header.path, entry.name)
             value = crc32(view, value)
             at += len(view)
             if large:  # and what was read ahead of another tensor, far behind
@@ -269,7 +269,8 @@ def _read_into(out: Tensor, header: Header, entry: Entry) -> int:
     return value
 
 
-def _read_all(fd: int, view: memoryview, at: int, path: Path, name: str) -> None:
+def read_all(fd: int, view: memoryview, at: int, path: Path, name: str) -> None:
+    """Fill `view` with a tensor's bytes, from byte `at` on. OutsizeError where the file ends."""
     while view:
         count = os.preadv(fd, [view], at)
         if count == 0:

@@ -9,7 +9,6 @@ O outputs, R bytes of a row.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.files import memory_of, read_all
 from outsize.checkpoint.gguf import FLOATS, MAGIC, TYPES
 from outsize.errors import OutsizeError
 from outsize.models.coding import Format, decoded, format_of
@@ -73,14 +73,9 @@ class GgufFile:
     def raw(self, span: Span) -> Tensor:
         """Its bytes, uint8 (O, R), of a vector (R,). OutsizeError where the file has shrunk."""
         found = torch.empty(span.bytes, dtype=torch.uint8)
-        view, at = found.numpy().data, 0
         try:
             with self.path.open("rb", buffering=0) as file:
-                while at < span.bytes:
-                    count = os.preadv(file.fileno(), [view[at:]], span.start + at)
-                    if not count:
-                        raise OutsizeError(f"{self.path}: ends within the tensor {span.name!r}")
-                    at += count
+                read_all(file.fileno(), memory_of(found), span.start, self.path, span.name)
         except OSError as error:
             raise OutsizeError(f"{self.path}: cannot be read: {error.strerror}") from None
         return found if len(span.shape) == 1 else found.view(prod(span.shape[:-1]), -1)

@@ -9,6 +9,7 @@ become numbers. What is handed over as FILE.gguf is unpacked once, beside the ca
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ from outsize.checkpoint.writing import write_json
 from outsize.errors import OutsizeError
 from outsize.models.build import build
 from outsize.models.coding import CODES, coded, weight_of
-from outsize.models.config import DecoderConfig
+from outsize.models.config import DecoderConfig, Rope
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.names import layout
+from outsize.models.rope import frequencies
 
 SUFFIX = ".gguf"
 CACHE = Path("~/.cache/outsize/gguf")
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by architecture
+_TRAINED = 8192  # positions before they were stretched
 _LLAMA3 = (8.0, 32.0, 1.0, 2.0, 4.0, 16.0)  # factors that ropes of Llama 3.1 and its kin have
 
 
@@ -145,17 +148,18 @@ def _scaling(file: GgufFile, kin: str, head: int, theta: float) -> dict[str, Any
     factors = file.values(span).double()
     for factor in _LLAMA3:
         said = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+                "high_freq_factor": 4.0, "original_max_position_embeddings": _TRAINED}  # fmt: skip
         if torch.allclose(_llama3(head, theta, factor), factors, rtol=1e-4):
             return said
     raise OutsizeError(f"{file.path}: rope_freqs.weight has factors of no rope that is read")
 
 
 def _llama3(head: int, theta: float, factor: float) -> Tensor:
-    """What Llama 3.1 divides the frequency of each pair by (its release's apply_scaling)."""
-    frequency = theta ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
-    smooth = ((8192 * frequency / (2 * torch.pi) - 1) / 3).clamp(0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
+    """What Llama 3.1 divides the frequency of each pair by."""
+    plain = Rope(head, theta)
+    scaled = replace(plain, kind="llama3", factor=factor, trained=_TRAINED)
+    here = torch.device("cpu")
+    return frequencies(plain, 0, here) / frequencies(scaled, 0, here)
 
 
 def _matrix(name: str, span: Span) -> bool:

@@ -9,7 +9,7 @@ one vector of constants, one matrix of tags for each lane.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -95,19 +95,6 @@ class Batch:
     tags: Sequence[frozenset[str]]
 
 
-@dataclass(frozen=True)
-class Priced:
-    """A batch with constants applied: what `combine` asks for."""
-
-    middle: Mapping[str, Array]
-    last: Mapping[str, Array]
-    end: Mapping[str, Array]
-    slots: Array
-    stages: Array
-    chunks: Array
-    window: Array
-
-
 def tags_of(run: Run) -> frozenset[str]:
     """What constants may ask of a row."""
     assert run.layout is not None and run.shape is not None
@@ -182,19 +169,19 @@ class Model:
         made: Array = np.exp(self.applies @ (mine * constants))
         return made
 
-    def priced(self, batch: Batch, constants: Array) -> Priced:
+    def priced(self, batch: Batch, constants: Array) -> Batch:
         """The batch with its factors."""
         stack = self.factor("computing", constants)
         factors = {
             lane: self.factor(lane, constants) * (stack if lane in (*COMPUTING, "launch") else 1.0)
             for lane in (*LANES, *AT_END)
         }
-        return Priced(
-            {lane: batch.middle[lane] * factors[lane] for lane in LANES},
-            {lane: batch.last[lane] * factors[lane] for lane in LANES},
-            {lane: batch.end[lane] * factors[lane] for lane in AT_END},
-            batch.slots, batch.stages, batch.chunks, batch.window,
-        )  # fmt: skip
+        return replace(
+            batch,
+            middle={lane: batch.middle[lane] * factors[lane] for lane in LANES},
+            last={lane: batch.last[lane] * factors[lane] for lane in LANES},
+            end={lane: batch.end[lane] * factors[lane] for lane in AT_END},
+        )
 
     def seconds(self, batch: Batch, constants: Array) -> Seconds:
         """Of a step of each run."""

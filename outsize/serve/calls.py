@@ -17,10 +17,10 @@ from outsize.data.chats import Message
 from outsize.data.template import Template
 from outsize.errors import OutsizeError
 
-_ASKED, _SAID = "Is it so?", "It is so."
+SAID = "It is so."  # what templates are tried on, beside QUESTION
 _NAMES, _IDS = ("lookfirst", "looknext"), ("a1b2c3d4e", "f5g6h7i8j")
 _KEYS = ("arguments", "parameters")
-_WHERE = "the conversation"
+WHERE = "the conversation"  # in what a template says is wrong
 _SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ",
                           "key_separator": ": "}}  # fmt: skip  # as templates write JSON
 _LITERAL = json.dumps  # of Lark's grammars
@@ -218,7 +218,7 @@ class _Writing:
         self._template = template
 
     def __call__(self, names: Sequence[str] | None) -> str:
-        said: dict[str, Any] = {"role": "assistant", "content": _SAID}
+        said: dict[str, Any] = {"role": "assistant", "content": SAID}
         if names is not None:
             calls = [
                 {"id": ident, "type": "function",
@@ -226,17 +226,17 @@ class _Writing:
                 for name, ident in zip(names, _IDS, strict=False)
             ]  # fmt: skip
             said = {"role": "assistant", "content": "", "tool_calls": calls}
-        return self._rendered([_QUESTION, said], True, False)
+        return self._rendered([QUESTION, said], True, False)
 
     def asking(self, tools: bool) -> str:
-        return self._rendered([_QUESTION], tools, True)
+        return self._rendered([QUESTION], tools, True)
 
     def _rendered(self, messages: Sequence[Message], tools: bool, prompt: bool) -> str:
         offered = [_tool(one) for one in _NAMES] if tools else None
-        return self._template.render(_WHERE, messages, offered, prompt)[0]
+        return self._template.render(WHERE, messages, offered, prompt)[0]
 
 
-_QUESTION: Message = {"role": "user", "content": _ASKED}
+QUESTION: Message = {"role": "user", "content": "Is it so?"}
 
 
 def _tool(name: str) -> dict[str, Any]:

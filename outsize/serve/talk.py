@@ -14,11 +14,8 @@ from outsize.data.targets import placed
 from outsize.data.template import Template
 from outsize.data.tokenizer import Tokenizer
 from outsize.decode.samplers import Sampler
-from outsize.serve.calls import CallForm, form_of
+from outsize.serve.calls import QUESTION, SAID, WHERE, CallForm, form_of
 from outsize.serve.model import Model
-
-_ASKED, _SAID = "Is it so?", "It is so."  # what templates are tried on
-_WHERE = "the conversation"
 
 
 @dataclass
@@ -32,7 +29,7 @@ class Talk:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The token ids that ask for an answer. OutsizeError for what the template refuses."""
-        written, _ = self.template.render(_WHERE, messages, tools, True)
+        written, _ = self.template.render(WHERE, messages, tools, True)
         return [int(token) for token in placed(self.text, written).ids]
 
     @cached_property
@@ -44,9 +41,9 @@ class Talk:
     def ends(self) -> frozenset[int]:
         """The tokens that end an answer: the tokenizer's eos, and the special one that the template
         writes behind an answer."""
-        said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
-        written, _ = self.template.render(_WHERE, said, None, False)
-        behind = written[written.rfind(_SAID) + len(_SAID) :].lstrip()
+        said = [QUESTION, {"role": "assistant", "content": SAID}]
+        written, _ = self.template.render(WHERE, said, None, False)
+        behind = written[written.rfind(SAID) + len(SAID) :].lstrip()
         found = [one for one in self.template.ends if one and behind.startswith(one)]
         own = {self.text.eos}
         if found:

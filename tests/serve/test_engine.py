@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from asking import ROOM, ROOMS, VOCAB, Told, Unkept, answered, asks
+from asking import ROOM, ROOMS, VOCAB, Told, Unkept, answered, asks, plainly
 from decoders import CONFIGS, SMALL
 from torch import Tensor
 
@@ -185,11 +185,8 @@ def test_tokens_are_those_of_one_full_pass(name: str) -> None:
     model, some = model_of(name, torch.float64), asks()
     room = replace(ROOM, budget=5, pages=14)
     for ask, found in zip(some, told(model, some, room), strict=True):
-        ids = torch.tensor([*ask.ids, *(one.id for one in found)])
-        with torch.no_grad():
-            logs_TV = model(ids).log_softmax(-1)
+        logs_TV = plainly(model, ask, found, 1e-10)
         for place, one in enumerate(found, len(ask.ids) - 1):
-            assert abs(one.logprob - float(logs_TV[place, one.id])) < 1e-10
             assert [i for i, _ in one.tops] == logs_TV[place].topk(2).indices.tolist()
     greedy = some[0]
     assert [x.id for x in told(model, [greedy], room)[0]] == model.generate(greedy.ids, 9)
@@ -201,11 +198,7 @@ def test_recurrent_states_go_with_their_request() -> None:
     some = asks()
     for found in (told(model, some, ROOMS["slices"]), told(model, some, ROOMS["pages"])):
         for ask, one in zip(some, found, strict=True):
-            ids = torch.tensor([*ask.ids, *(x.id for x in one)])
-            with torch.no_grad():
-                logs_TV = model(ids).log_softmax(-1)
-            for place, x in enumerate(one, len(ask.ids) - 1):
-                assert abs(x.logprob - float(logs_TV[place, x.id])) < 1e-10
+            plainly(model, ask, one, 1e-10)
 
 
 @pytest.mark.parametrize("method", ["prompt", "prefix"])
@@ -416,11 +409,7 @@ def test_weights_as_codes(larger: Path, form: str) -> None:
     alone = [told(model, [ask], ROOM)[0] for ask in some]
     assert told(model, some, ROOMS["slices"]) == alone
     for ask, found in zip(some, alone, strict=True):
-        ids = torch.tensor([*ask.ids, *(one.id for one in found)])
-        with torch.no_grad():
-            logs_TV = model(ids).log_softmax(-1)
-        for place, one in enumerate(found, len(ask.ids) - 1):
-            assert abs(one.logprob - float(logs_TV[place, one.id])) < 1e-4
+        plainly(model, ask, found, 1e-4)
 
 
 def test_many_texts_at_once(tmp_path: Path) -> None:

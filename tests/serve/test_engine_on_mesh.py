@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from asking import ROOM, ROOMS, Told, Unkept, answered, asks
+from asking import ROOM, ROOMS, Told, Unkept, answered, asks, plainly
 from decoders import CONFIGS, SMALL
 from threads import play
 
@@ -127,11 +127,7 @@ def test_tokens_are_those_of_one_full_pass(form: str, tmp_path: Path) -> None:
     (found,) = filter(None, play(parse_mesh("pipeline=2,tensor=2"), work))
     model = outsize.load(path)
     for ask, one in zip(some, found, strict=True):
-        ids = torch.tensor([*ask.ids, *(x.id for x in one)])
-        with torch.no_grad():
-            logs_TV = model(ids).log_softmax(-1)
-        for place, x in enumerate(one, len(ask.ids) - 1):
-            assert abs(x.logprob - float(logs_TV[place, x.id])) < 1e-10
+        plainly(model, ask, one, 1e-10)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from outsize.decode.samplers import Sampling
 from outsize.serve.asks import Ask, End, Room, Token
 from outsize.serve.engine import Engine
+from outsize.serve.model import Model
 from outsize.serve.price import Curve, Price
 
 PRICE = Price(Curve(((1, 0.01), (64, 0.1))), Curve(((1, 0.001), (8, 0.003))), 1e-5)
@@ -62,6 +64,16 @@ def answered(engine: Engine, some: Sequence[Ask]) -> list[list[Token]]:
     found = [one.wait() for one in each]
     assert engine.line.pages.left == engine.room.pages and engine.fault is None
     return found
+
+
+@torch.no_grad()
+def plainly(model: Model, ask: Ask, found: Sequence[Token], limit: float) -> Tensor:
+    """logs_TV of one full pass over a request and what it was told, whose log-probabilities are no
+    farther from it than so."""
+    logs_TV = model(torch.tensor([*ask.ids, *(one.id for one in found)])).log_softmax(-1)
+    for place, one in enumerate(found, len(ask.ids) - 1):
+        assert abs(one.logprob - float(logs_TV[place, one.id])) < limit
+    return logs_TV
 
 
 class Unkept(list[float]):
