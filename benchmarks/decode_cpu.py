@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
 import torch
 from support.contender_decode import FOUND, TASK, Found, Task
 from support.figures import markdown
 from support.paths import whole_path
+from support.turns import keep, turns
 
 import outsize
 from outsize.checkpoint import hub
@@ -52,7 +52,7 @@ PEERS = {
     "transformers": "decode_transformers",
 }  # fmt: skip
 FORMATS = {"transformers": ("float32",)}  # of those that have not all
-FASTER, LEANER, QUIET, MIB = 1.1, 0.5, 10.0, 2**20
+FASTER, MIB = 1.1, 2**20
 LOG_LINES = 15
 
 
@@ -208,23 +208,12 @@ def main() -> int:
         print(f"{asked.shape}: prompts of {asked.prompt}, {asked.new} new tokens,"
               f" {asked.threads} threads")  # fmt: skip
         found: dict[Case, list[Figures]] = {one: [] for one in cases}
-        for number in range(asked.rounds):
-            load = psutil.cpu_percent(interval=1.0)
-            print(f"round {number + 1}: cores busy with something else: {load:.0f}%", flush=True)
-            if load > QUIET:
-                print("THE MACHINE IS NOT QUIET: times and ratios are no result")
-            for one in cases if number % 2 == 0 else cases[::-1]:
-                found[one].append(bench.measure(one, number))
-                last = found[one][-1]
-                print(
-                    f"  {one.format} {one.batch} {one.name}: {last.rate:.1f} tokens/s", flush=True
-                )
+        for number, one in turns(cases, asked.rounds):
+            found[one].append(bench.measure(one, number))
+            rate = found[one][-1].rate
+            print(f"  {one.format} {one.batch} {one.name}: {rate:.1f} tokens/s", flush=True)
         good = show(found, weights)
-        if asked.json is not None:
-            plain = [
-                {**asdict(one), "rounds": [asdict(f) for f in each]} for one, each in found.items()
-            ]
-            asked.json.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+        keep(asked.json, found)
     return 0 if good else 1
 
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import psutil
 import torch
 import yaml
 from support.contender_finetune import FOUND, TASK, Task
 from support.figures import markdown
 from support.job_data import tokenizer
 from support.paths import whole_path
+from support.turns import keep, turns
 from support.watch_finetune import FOLDER
 
 import outsize
@@ -61,7 +61,7 @@ TITLES = {
 FASTER = {"lora": 1.3, "qlora": 1.5}  # times the best peer's tokens/s
 LEANER = 0.7  # of the leanest peer's bytes
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of the last loss, relative
-QUIET, MIB = 10.0, 2**20
+MIB = 2**20
 LOG_LINES = 15
 
 
@@ -294,24 +294,13 @@ def main() -> int:
         ]
         print(f"{bench.rows} rows of {SEQUENCE} a step, {share:.0%} of the tokens are targets")
         found: dict[Contender, list[Figures]] = {one: [] for one in contenders}
-        for number in range(asked.rounds):
-            load = psutil.cpu_percent(interval=1.0)
-            print(f"round {number + 1}: cores busy with something else: {load:.0f}%", flush=True)
-            if load > QUIET:
-                print("THE MACHINE IS NOT QUIET: times and ratios are no result")
-            for one in contenders if number % 2 == 0 else contenders[::-1]:
-                begin = time.monotonic()
-                found[one].append(bench.measure(one, number))
-                took = time.monotonic() - begin
-                print(
-                    f"  {one.method} {one.precision} {TITLES[one.name]}: {took:.0f} s", flush=True
-                )
+        for number, one in turns(contenders, asked.rounds):
+            begin = time.monotonic()
+            found[one].append(bench.measure(one, number))
+            took = time.monotonic() - begin
+            print(f"  {one.method} {one.precision} {TITLES[one.name]}: {took:.0f} s", flush=True)
         good = show(found, bench)
-        if asked.json is not None:
-            plain = [
-                {**asdict(one), "rounds": [asdict(f) for f in each]} for one, each in found.items()
-            ]
-            asked.json.write_text(json.dumps(plain, indent=1), encoding="utf-8")
+        keep(asked.json, found)
     return 0 if good else 1
 
 
