@@ -133,7 +133,9 @@ def engine(
     most bytes of tensors; weights beyond it stay in their files, and are read once a step whatever
     the step feeds; context: tokens of a request; requests: that go at once; weights, dtype: as of
     `load`; policy: what a step feeds (mixed, prompt-first, first-come, decode-maximal, fixed,
-    feedback, fair); draft: lookup, which has a step look at several tokens where the text repeats
+    feedback, fair, deadline), behind a colon with what is promised, as
+    "deadline:ttft=500ms,tpot=50ms": steps are no longer than tpot, and who would wait longer than
+    ttft is refused; draft: lookup, which has a step look at several tokens where the text repeats
     itself, without another result; cache: keys and values as stored, or rounded to bf16, int8 or
     int4. OutsizeError where the memory is too small, with what is missing.
 
@@ -141,10 +143,12 @@ def engine(
     `outsize.engine(outsize.load(path, mesh="tensor=2"))`, all workers make one, and the one that
     `engine.leads` is asked.
     """
+    from outsize.serve.policies import parse_policy
     from outsize.serve.room import Wanted
     from outsize.serve.texts import TextEngine
 
-    wanted = Wanted(context, requests, drafts=draft is not None, cache=cache)
+    name, slo = parse_policy(policy)
+    wanted = Wanted(context, requests, drafts=draft is not None, slo=slo, cache=cache)
     if not isinstance(path, Model):
         model = load(path, dtype, weights=weights, memory=memory)
     elif (memory, weights, dtype) == (None, "required", None):
@@ -158,7 +162,7 @@ def engine(
             if tokenizer is not None:
                 raise
             text = None  # prompts of token ids need none
-        return TextEngine(model, text, wanted, policy, draft)
+        return TextEngine(model, text, wanted, name, draft)
     except BaseException:
         model.close()
         raise

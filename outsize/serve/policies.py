@@ -16,7 +16,7 @@ from typing import NamedTuple
 from outsize.errors import OutsizeError
 from outsize.registry import Registry
 from outsize.serve.price import FREE, Price
-from outsize.serve.slo import NONE, Slo
+from outsize.serve.slo import NONE, Slo, parse_slo
 
 _TURNS = 4.0  # times as long as those of the level above
 _AGE = 10.0  # turns of waiting that lift by a level
@@ -62,13 +62,20 @@ Policy = Callable[[View], Step]
 POLICIES: Registry[Policy] = Registry("policy")
 
 
+def parse_policy(text: str) -> tuple[str, Slo]:
+    """Of "deadline", or "deadline:ttft=500ms,tpot=50ms": a name and what is promised. OutsizeError
+    for promises that are none."""
+    name, colon, promised = text.partition(":")
+    return name, parse_slo(promised, "policy") if colon else NONE
+
+
 def chosen(name: str, slo: Slo) -> Policy:
     """The policy of a name. OutsizeError for an unknown one, and one that wants an SLO."""
     found = POLICIES.get(name)
     if found is deadline and not slo:
         raise OutsizeError(
-            f"policy {name} goes by what is promised; serve with --slo ttft=500ms,tpot=50ms, or by"
-            " another policy"
+            f"policy {name} goes by what is promised; serve with --slo ttft=500ms,tpot=50ms (from"
+            f" Python policy='{name}:ttft=500ms,tpot=50ms'), or by another policy"
         )
     return found
 

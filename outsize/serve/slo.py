@@ -39,8 +39,8 @@ class Slo:
 NONE = Slo()
 
 
-def parse_slo(text: str) -> Slo:
-    """Of "ttft=500ms,tpot=50ms". OutsizeError for anything else."""
+def parse_slo(text: str, what: str = "--slo") -> Slo:
+    """Of "ttft=500ms,tpot=50ms". OutsizeError, naming `what`, for anything else."""
     found = dict[str, float]()
     for part in text.split(","):
         said = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9.]+)\s*(ms|s)\s*", part)
@@ -49,9 +49,9 @@ def parse_slo(text: str) -> Slo:
         except ValueError:
             seconds = 0.0
         if said is None or not seconds:
-            raise OutsizeError(f"--slo {text}: {part.strip()!r} is none; {_SAID}")
+            raise OutsizeError(f"{what} {text}: {part.strip()!r} is none; {_SAID}")
         if said[1] in found:
-            raise OutsizeError(f"--slo {text}: {said[1]} is given twice; give it once")
+            raise OutsizeError(f"{what} {text}: {said[1]} is given twice; give it once")
         found[said[1]] = seconds
     return Slo(**found)
 
@@ -67,13 +67,12 @@ def unkept(slo: Slo, price: Price, prompt: int, budget: int) -> list[str]:
     said = []
     if first > slo.ttft:
         said.append(
-            f"--slo ttft={shown(slo.ttft)} cannot be kept: alone, a prompt of {prompt} takes about"
+            f"ttft={shown(slo.ttft)} cannot be kept: alone, a prompt of {prompt} takes about"
             f" {shown(first)}"
         )
     if token > slo.tpot:
         said.append(
-            f"--slo tpot={shown(slo.tpot)} cannot be kept: alone, a token takes about"
-            f" {shown(token)}"
+            f"tpot={shown(slo.tpot)} cannot be kept: alone, a token takes about {shown(token)}"
         )
     return said
 

@@ -426,3 +426,9 @@ def test_many_texts_at_once(tmp_path: Path) -> None:
             assert e.generate(["two"], 8, stop=[stop]) == [str(found[1]).partition(stop)[0]]
         with pytest.raises(OutsizeError, match="2 samplings for 1 prompts"):
             e.generate(["one"], 8, [Sampling(), Sampling()])
+    with outsize.engine(tmp_path / "hf", requests=2, policy="deadline:ttft=9000s,tpot=500s") as e:
+        assert e.plan.room.slo == Slo(9000, 500)
+        assert any(line.startswith("promised ttft=9e+03s,tpot=500s") for line in e.plan.lines())
+        assert e.generate(prompts, 8) == found
+    with pytest.raises(OutsizeError, match="policy deadline goes by what is promised"):
+        outsize.engine(tmp_path / "hf", policy="deadline")

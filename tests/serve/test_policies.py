@@ -14,7 +14,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.line import Line, Shares
-from outsize.serve.policies import POLICIES, View, Waiting, chosen
+from outsize.serve.policies import POLICIES, View, Waiting, chosen, parse_policy
 from outsize.serve.price import Curve, Price
 from outsize.serve.slo import NONE, Drift, Load, Slo, limits, parse_slo, unkept, wait
 
@@ -186,6 +186,10 @@ def test_what_is_promised_is_read() -> None:
             parse_slo(text)
     with pytest.raises(OutsizeError, match="tpot is given twice"):
         parse_slo("tpot=1s,tpot=2s")
+    assert parse_policy("fair") == ("fair", NONE)
+    assert parse_policy("deadline:ttft=500ms") == ("deadline", Slo(ttft=0.5))
+    with pytest.raises(OutsizeError, match="policy fast: 'fast' is none; expected ttft=500ms"):
+        parse_policy("fair:fast")
     lines = unkept(Slo(0.01, 0.01), PRICE, 64, 64)
     assert "ttft=10ms cannot be kept: alone, a prompt of 64" in lines[0]
     assert "tpot=10ms cannot be kept: alone, a token takes about 11.1ms" in lines[1]
