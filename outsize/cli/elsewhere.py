@@ -1,9 +1,9 @@
-"""`outsize plan --hardware`: options and what is printed of a plan on hardware that is not here."""
+"""`outsize plan --hardware`: what is asked of hardware that is not here."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +13,38 @@ from outsize.cli.command import refuse_unused
 from outsize.errors import OutsizeError, nearest
 
 if TYPE_CHECKING:
-    from outsize.foresight.described import Asked, Choice, Planned
+    from outsize.foresight.planning.asked import Asked, Condition, Value
+    from outsize.foresight.planning.choose import Choice
+    from outsize.foresight.shape import Shape
     from outsize.hardware import Cluster
 
 SEQUENCE, TOKENS = 4096, 4 << 20  # of a row, and of a step, where nothing is said
 KEYS = (
     "train.sequence", "train.batch_tokens", "plan.microbatch_rows", "plan.recompute", "plan.zero",
-    "plan.pipeline", "precision",
+    "plan.pipeline", "plan.sequence_parallel", "precision",
 )  # fmt: skip
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _OPTIONS = (
     click.option(
         "--hardware", metavar="SPEC", help="Plan for it, as '128 x 8 A100-SXM-80 @ 25GB/s'."
     ),
+    click.option("--require", multiple=True, metavar="WHAT", help="As pipeline=1; repeatable."),
+    click.option("--forbid", multiple=True, metavar="WHAT", help="As 'zero<3', recompute."),
+    click.option("--max-devices", type=click.IntRange(1), help="Take no more of them."),
+    click.option("--objective", default="time", help="What is least: time, memory, cost, energy."),
+    click.option(
+        "--seconds", type=click.FloatRange(0.1, 1e6), default=10.0, help="Of searching; 10."
+    ),
+    click.option("--explain", is_flag=True, help="Why this plan, and what would change it."),
     click.option("--tokens", metavar="N", help="Tokens of the whole run, as 2T: days and hours."),
     click.option("--price", metavar="N/h", help="Of a device and hour, as 2.50/h."),
     click.option("--watts", type=float, help="Of a device in use, instead of the catalogue's."),
     click.option("--top", type=click.IntRange(1, 100), default=5, help="Plans to show; 5."),
 )
-_NAMES = ("hardware", "tokens", "price", "watts", "top")
+_NAMES = (
+    "hardware", "require", "forbid", "max_devices", "objective", "seconds", "explain", "tokens",
+    "price", "watts", "top",
+)  # fmt: skip
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,6 +65,12 @@ class Elsewhere:
     """What is asked of hardware that is not here."""
 
     hardware: str | None
+    require: tuple[str, ...]
+    forbid: tuple[str, ...]
+    max_devices: int | None
+    objective: str
+    seconds: float
+    explain: bool
     tokens: str | None
     price: str | None
     watts: float | None
@@ -66,10 +85,9 @@ class Elsewhere:
         places: Mapping[str, Any], as_json: bool,
     ) -> None:  # fmt: skip
         """Choose and print."""
-        import json
-
-        from outsize.foresight.described import choose
+        from outsize.cli.elsewhere_shown import Answer, show
         from outsize.foresight.named import shape_of
+        from outsize.foresight.planning.choose import choose
         from outsize.hardware import parse_spec
 
         other = ("out", "prompt_tokens", "host_memory", "disk", "tiers", "workers", "max_tokens",
@@ -78,27 +96,63 @@ class Elsewhere:
         if name is None:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
-        asked = _asked(sets, places, cluster.count)
-        made = choose(shape_of(name), asked, cluster, self.top)
-        cost = self._cost(made.plans[0], cluster)
-        if as_json:
-            click.echo(json.dumps(_as_json(made, cost), indent=2))
-        else:
-            _print(made, asked, cluster, cost)
+        asked, shape = self._asked(sets, places, cluster.count), shape_of(name)
+        price = self._rates(cluster)
+        made = choose(shape, asked, cluster, self.top)
+        if not made.plans:
+            raise OutsizeError(_nothing_fits(name, shape, asked, cluster, made))
+        answer = Answer(shape, asked, cluster, made, self._cost(made, price))
+        show(answer, self.explain, as_json)
 
-    def _cost(self, best: Planned, cluster: Cluster) -> dict[str, float]:
-        """Days, device-hours, money and kWh of the whole run, as far as they are known."""
+    def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], count: int) -> Asked:
+        from outsize.foresight.planning.asked import Asked, Conditions, conditions
+        from outsize.memory import parse_bytes
+
+        said = _values(sets)
+        sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence")
+        tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens")
+        if tokens < sequence:
+            raise OutsizeError(
+                f"train.batch_tokens is {tokens}; expected {sequence} or more, a row"
+            )
+        required = (*conditions(self.require, "--require"), *_fixed(said))
+        if places["mesh"]:
+            required = (*required, *_mesh(places["mesh"], count))
+        objective: Any = self.objective
+        return Asked(
+            sequence,
+            tokens // sequence,
+            str(said.get("precision", "bf16")),
+            Conditions(required, conditions(self.forbid, "--forbid")),
+            parse_bytes(places["memory"]) if places["memory"] else None,
+            self.max_devices,
+            objective,
+            self.seconds,
+        )
+
+    def _rates(self, cluster: Cluster) -> tuple[float | None, float | None]:
+        """Money an hour and watts of a device, as said or as its sheet has them. Raises
+        OutsizeError where the objective asks for one that nobody knows."""
         price, watts = _price(self.price), self.watts
         if watts is not None and watts <= 0:
             raise OutsizeError(f"--watts is {watts}; expected more than 0")
-        if self.tokens is None:
-            return {}
-        seconds = _count(self.tokens, "--tokens") / best.tokens * best.seconds
-        hours = seconds / 3600 * best.layout.devices
-        found = {"days": seconds / 86400, "device_hours": hours}
         device = cluster.groups[0].device
         price = price or (device.price.value if device.price else None)
         watts = watts or (device.watts.value if device.watts else None)
+        if self.objective == "cost" and price is None:
+            raise OutsizeError("--objective cost without a price; expected --price, as 2.50/h")
+        if self.objective == "energy" and watts is None:
+            raise OutsizeError("--objective energy without watts; expected --watts, as 700")
+        return price, watts
+
+    def _cost(self, made: Choice, rates: tuple[float | None, float | None]) -> dict[str, float]:
+        """Days, device-hours, money and kWh of the whole run, as far as they are known."""
+        if self.tokens is None:
+            return {}
+        best, (price, watts) = made.plans[0], rates
+        seconds = _count(self.tokens, "--tokens") / best.tokens * best.seconds
+        hours = seconds / 3600 * best.layout.devices
+        found = {"days": seconds / 86400, "device_hours": hours}
         if price is not None:
             found["money"] = price * hours
         if watts is not None:
@@ -106,32 +160,25 @@ class Elsewhere:
         return found
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made: Choice) -> str:
+    """Bytes missing, the nearest plan, the fewest devices that would do."""
+    from outsize.cli.elsewhere_shown import layout_said
+    from outsize.foresight.planning.explain import fewest
+    from outsize.memory import format_bytes
 
-
-def _asked(sets: tuple[str, ...], places: Mapping[str, Any], count: int) -> Asked:
-    from outsize.foresight.described import Asked
-    from outsize.memory import parse_bytes
-
-    said = _values(sets)
-    sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence")
-    tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens")
-    if tokens < sequence:
-        raise OutsizeError(f"train.batch_tokens is {tokens}; expected {sequence} or more, a row")
-    rows, zero = said.get("plan.microbatch_rows"), said.get("plan.zero")
-    if zero not in (None, 0, 1, 3):
-        raise OutsizeError(f"plan.zero is {zero!r}; --hardware forecasts 0, 1 and 3")
-    return Asked(
-        sequence,
-        tokens // sequence,
-        str(said.get("precision", "bf16")),
-        _mesh(places["mesh"], count),
-        None if rows is None else _count(rows, "plan.microbatch_rows"),
-        _recompute(said.get("plan.recompute")),
-        zero,
-        _chunks(said.get("plan.pipeline")),
-        parse_bytes(places["memory"]) if places["memory"] else None,
+    near = made.nearest
+    assert near is not None
+    missing = format_bytes(int(near.memory.process - near.room))
+    enough = fewest(shape, asked, cluster)
+    advice = f"{enough} devices would do" if enough else "expected more memory"
+    return (
+        f"{name} fits in none of {made.counted} layouts on {cluster.count}"
+        f" {cluster.groups[0].device.name}: the nearest ({layout_said(near.layout)}) lacks"
+        f" {missing} beyond {format_bytes(near.room)} of a device; {advice}"
     )
+
+
+# -- what is asked ---------------------------------------------------------------------------------
 
 
 def _values(sets: tuple[str, ...]) -> dict[str, Any]:
@@ -145,6 +192,33 @@ def _values(sets: tuple[str, ...]) -> dict[str, Any]:
             raise OutsizeError(f"--set {each}: beside --hardware expected{nearest(key, KEYS)}")
         found[key] = yaml.safe_load(value)
     return found
+
+
+def _fixed(said: Mapping[str, Any]) -> Iterator[Condition]:
+    """Conditions that keys of a run are."""
+    from outsize.foresight.planning.asked import named
+
+    values: dict[str, Value] = {}
+    if said.get("plan.microbatch_rows") is not None:
+        values["rows"] = _count(said["plan.microbatch_rows"], "plan.microbatch_rows")
+    zero = said.get("plan.zero")
+    if zero not in (None, 0, 1, 3):
+        raise OutsizeError(f"plan.zero is {zero!r}; --hardware forecasts 0, 1 and 3")
+    if zero is not None:
+        values["zero"] = zero
+    recompute = said.get("plan.recompute")
+    if recompute not in (None, [], ["block"]):
+        raise OutsizeError(f"plan.recompute is {recompute}; --hardware forecasts [] and [block]")
+    if recompute is not None:
+        values["recompute"] = "full" if recompute else "none"
+    parallel = said.get("plan.sequence_parallel")
+    if parallel not in (None, True, False):
+        raise OutsizeError(f"plan.sequence_parallel is {parallel!r}; expected true or false")
+    if parallel is not None:
+        values["sequence-parallel"] = int(parallel)
+    if said.get("plan.pipeline") is not None:
+        values["chunks"] = _chunks(said["plan.pipeline"])
+    yield from named(values)
 
 
 def _count(value: Any, what: str) -> int:
@@ -173,161 +247,29 @@ def _price(text: str | None) -> float | None:
     return found
 
 
-def _mesh(text: str | None, count: int) -> tuple[int, int, int, int] | None:
-    """Workers that share weights, stages, tokens and experts; what is left is the data axis."""
+def _mesh(text: str, count: int) -> tuple[Condition, ...]:
+    """What a mesh says of a layout; the data axis is what is left."""
     from outsize.collectives import parse_mesh
     from outsize.collectives.axes import axis_of
+    from outsize.foresight.planning.asked import named
 
-    if text is None:
-        return None
-    mesh, sizes = parse_mesh(text), dict.fromkeys(("rows", "tokens", "weights", "stages"), 1)
-    experts = 1
+    names = {"weights": "tensor", "stages": "pipeline", "tokens": "context", "rows": "data"}
+    mesh, values = parse_mesh(text), dict.fromkeys((*names.values(), "expert"), 1)
     for name, size in mesh.sizes:
-        if axis_of(name).parts:
-            experts *= size
-        else:
-            sizes[axis_of(name).cuts] *= size
-    if count % mesh.size or (sizes["rows"] > 1 and mesh.size != count):
+        values["expert" if axis_of(name).parts else names[axis_of(name).cuts]] *= size
+    rows = values.pop("data")
+    if count % mesh.size or (rows > 1 and mesh.size != count):
         raise OutsizeError(
             f"mesh {text} has {mesh.size} workers, the hardware {count}; expected as many, or axes"
             " that divide them"
         )
-    return sizes["weights"], sizes["stages"], sizes["tokens"], experts
+    return named(values)
 
 
-def _recompute(value: Any) -> Any:
-    if value is None:
-        return None
-    if value == []:
-        return "none"
-    if value == ["block"]:
-        return "full"
-    raise OutsizeError(f"plan.recompute is {value}; --hardware forecasts [] and [block]")
-
-
-def _chunks(value: Any) -> int | None:
-    if value is None:
-        return None
+def _chunks(value: Any) -> int:
     name, _, number = str(value).partition(":")
     if name == "1f1b" and not number:
         return 1
     if name == "interleaved" and number.isdecimal() and int(number) > 1:
         return int(number)
     raise OutsizeError(f"plan.pipeline is {value}; --hardware forecasts 1f1b and interleaved:N")
-
-
-# -- what is printed -------------------------------------------------------------------------------
-
-
-def _named(plan: Planned) -> str:
-    """A layout in a line, as --mesh takes it."""
-    from outsize.collectives.axes import AXES, axis_of
-
-    lay = plan.layout
-    sizes = {
-        "rows": lay.data // lay.expert, "weights": lay.tensor, "stages": lay.pipeline,
-        "tokens": lay.context,
-    }  # fmt: skip
-    axes = [axis_of(name) for name in AXES.names()]
-    found = {axis.name: lay.expert if axis.parts else sizes[axis.cuts] for axis in axes}
-    return ",".join(f"{name}={size}" for name, size in found.items() if size > 1) or "1"
-
-
-def _zero(plan: Planned) -> int:
-    return 3 if plan.layout.shards > 1 else 1 if plan.layout.states > 1 else 0
-
-
-def _bytes(plan: Planned) -> dict[str, float]:
-    """Of the fullest worker by kind, with the reserves that are kept."""
-    from outsize.foresight.memory import COMMUNICATORS, CONTEXT
-
-    held = plan.memory
-    return {
-        **held.states,
-        "activations": held.activations,
-        "head": held.head,
-        "gathered": held.gathered,
-        "fragmentation": held.reserved - held.tensors,
-        "driver": CONTEXT,
-        "communicators": COMMUNICATORS * held.axes,
-    }
-
-
-def _as_json(made: Choice, cost: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "counted": made.counted,
-        "fitting": made.fitting,
-        **cost,
-        "plans": [
-            {
-                "mesh": _named(each),
-                "microbatch_rows": each.layout.rows,
-                "recompute": each.layout.recompute,
-                "zero": _zero(each),
-                "chunks": each.layout.chunks,
-                "step_seconds": each.seconds,
-                "low": each.low,
-                "high": each.high,
-                "tokens_per_s": each.tokens / each.seconds,
-                "mfu": each.mfu,
-                "seconds_by_lane": {k: v for k, v in each.lanes.items() if v},
-                "bytes": _bytes(each),
-                "fits": each.fits,
-                "only_foretold": each.layout.foretold_only,
-            }
-            for each in made.plans
-        ],
-    }
-
-
-def _print(made: Choice, asked: Asked, cluster: Cluster, cost: Mapping[str, float]) -> None:
-    from outsize.memory import format_bytes
-    from outsize.screen import FIGURES, console, say, show, table
-
-    out, best = console(), made.plans[0]
-    rows = table("mesh", "rows", "recompute", "zero", "chunks", "step", "from", "to", "tokens/s",
-                 "MFU", "memory", right=FIGURES)  # fmt: skip
-    for each in made.plans:
-        rows.add_row(
-            _named(each), str(each.layout.rows), each.layout.recompute, str(_zero(each)),
-            str(each.layout.chunks), f"{each.seconds:.3g} s", f"{each.low:.3g}",
-            f"{each.high:.3g}", f"{each.tokens / each.seconds:,.0f}", f"{each.mfu:.1%}",
-            format_bytes(int(each.memory.process)),
-        )  # fmt: skip
-    show(out, rows)
-    lanes = table("lane", "seconds", right=FIGURES)
-    for name, value in sorted(best.lanes.items(), key=lambda item: -item[1]):
-        if value > best.seconds / 1000:
-            lanes.add_row(name, f"{value:.3g}")
-    held = table("bytes of the fullest worker", "", right=FIGURES)
-    for name, size in _bytes(best).items():
-        if size:
-            held.add_row(name, format_bytes(int(size)))
-    show(out, lanes, held)
-    say(out, *_said(made, asked, cluster, cost))
-
-
-def _said(made: Choice, asked: Asked, cluster: Cluster, cost: Mapping[str, float]) -> list[str]:
-    from outsize.memory import format_bytes
-
-    best = made.plans[0]
-    missing = best.memory.process - best.room
-    room = format_bytes(best.room)
-    lines = [
-        f"{asked.batch} rows of {asked.sequence} tokens a step; {cluster.count} devices"
-        f" ({cluster.groups[0].device.name})",
-        f"{made.fitting} of {made.counted} layouts fit; {best.binds} takes longest",
-        "MFU: 3 (2 N + scores with a causal mask) operations a token, N without the embedding,"
-        " of the devices' dense peak",
-        f"fits: {format_bytes(int(-missing))} less than {room}" if best.fits else
-        f"does not fit: {format_bytes(int(missing))} more than the {room} of a device",
-    ]  # fmt: skip
-    if cluster.tiers:
-        names = ", ".join(tier.name for tier in cluster.tiers)
-        lines.append(f"{names}: not used by this forecast")
-    if best.layout.foretold_only:
-        lines.append(f"{best.layout.precision} is foretold only: this runtime has it not")
-    units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}
-    if cost:
-        lines.append("; ".join(f"{value:,.1f}{units[name]}" for name, value in cost.items()))
-    return lines

@@ -52,7 +52,8 @@ class Stack:
 @dataclass(frozen=True)
 class Layout:
     """A mesh, sizes of a step, and what is kept. shards: over how many data-parallel workers the
-    parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step."""
+    parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step;
+    whole: of each stage's layers, those that are recomputed whole where `recompute` is "none"."""
 
     devices: int
     rows: int
@@ -74,6 +75,7 @@ class Layout:
     vocabulary: Vocabulary = "last"
     frozen: bool = False  # adapters are trained, whose work is left out
     assumed: tuple[str, ...] = ()
+    whole: int = 0
 
     def __post_init__(self) -> None:
         sizes = {

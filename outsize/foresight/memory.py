@@ -55,8 +55,17 @@ class Memory:
 
 def memory(shape: Shape, layout: Layout) -> Memory:
     """Of the fullest worker: that of the first stage, or of the last, whichever has more."""
-    ends = (True, False) if layout.pipeline > 1 else (False,)
-    return max((_stage(shape, layout, first) for first in ends), key=lambda made: made.tensors)
+    p = layout.pipeline
+    places = (0, p - 1) if p > 1 else (0,)
+    return max((_stage(shape, layout, place) for place in places), key=lambda made: made.tensors)
+
+
+def workers(shape: Shape, layout: Layout) -> dict[str, Memory]:
+    """Of every distinct worker: those of a stage hold the same."""
+    p = layout.pipeline
+    if p == 1:
+        return {"every worker": _stage(shape, layout, 0)}
+    return {f"stage {place + 1} of {p}": _stage(shape, layout, place) for place in range(p)}
 
 
 def fits(made: Memory, machines: Group) -> bool:
@@ -64,32 +73,40 @@ def fits(made: Memory, machines: Group) -> bool:
     return made.process <= machines.device.memory_bytes
 
 
-def _stage(shape: Shape, lay: Layout, first: bool) -> Memory:
-    plain, experts = _parameters(shape, lay, first)
-    live = _in_flight(lay, first)
+def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
+    last = place == lay.pipeline - 1
+    plain, experts = _parameters(shape, lay, place)
+    live = _in_flight(lay, place)
     each = _per_layer(shape, lay, lay.recompute)
-    layers = layers_of(shape.layers, lay.pipeline)[0 if first else 1]
-    activations = each * layers * live
-    if lay.recompute == "full":  # one layer has all of its own while it is computed again
+    layers = layers_of(shape.layers, lay.pipeline)[1 if last and place else 0]
+    again = min(lay.whole, layers)
+    activations = each * (layers - again) * live
+    if again:
+        activations += _per_layer(shape, lay, "full") * again * live
+    if again or lay.recompute == "full":  # one layer has all of its own while it is computed again
         activations += _per_layer(shape, lay, "none")
-    head = 0.0 if first else _head(shape, lay)
+    head = _head(shape, lay) if last else 0.0
     axes = sum(size > 1 for size in (lay.tensor, lay.pipeline, lay.context, lay.data, lay.expert))
     return Memory(_states(lay, plain, experts), activations, head, _gathered(shape, lay), axes)
 
 
-def _parameters(shape: Shape, lay: Layout, first: bool) -> tuple[float, float]:
+def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
     """Of a stage: those that the data axis copies, and those of experts."""
     plain, experts = held(shape, lay)
     if lay.pipeline == 1:
         return plain, experts
-    most, last = layers_of(shape.layers, lay.pipeline)
-    part = (most if first else last) / most
+    most, behind = layers_of(shape.layers, lay.pipeline)
+    last = place == lay.pipeline - 1
+    part = (behind if last else most) / most
     ends = shape.of_vocabulary / (lay.tensor if lay.stack.vocabulary_cut else 1)
     if shape.routed:  # dense layers come first
         average = shape.routed / shape.layers
-        mine = max(0.0, most - shape.dense) / most if first else min(1.0, shape.routed / last)
+        mine = max(0.0, most - shape.dense) / most if place == 0 else 1.0
+        if last:
+            mine = min(1.0, shape.routed / behind)
         experts *= mine / average
-    return (plain - ends) * part + ends, experts * part
+    kept = ends if place == 0 or last or lay.vocabulary == "cut" else 0.0
+    return (plain - ends) * part + kept, experts * part
 
 
 def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
@@ -111,13 +128,17 @@ def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
     }
 
 
-def _in_flight(lay: Layout, first: bool) -> float:
-    """Microbatches whose activations a stage holds, in units of all its layers."""
+def _in_flight(lay: Layout, place: int) -> float:
+    """Microbatches whose activations a stage holds, in units of all its layers: of 1F1B those
+    between it and the end, of interleaved chunks what their warm-up lets in (Narayanan et al.,
+    Efficient large-scale language model training on GPU clusters, 2021)."""
     p, v, m = lay.pipeline, lay.chunks, lay.microbatches
     if p == 1:
         return 1.0
-    mine = (p if first else 1) + lay.stack.buffers
-    whole = float(mine) if v == 1 else (p if first else 1) * (1 + (p - 1) / (p * v))
+    behind = p - 1 - place
+    whole = float(behind + 1 + lay.stack.buffers)
+    if v > 1:
+        whole = (2 * behind + (v - 1) * p + 1) / v
     return min(float(m), whole)
 
 

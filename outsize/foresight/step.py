@@ -75,8 +75,12 @@ def _stages(work: Work) -> tuple[Lanes, Lanes]:
     how = work.layout.vocabulary
     if how == "moved" and p > 1:
         most, behind = _moved(work, layers)
-    add(middle, work.layer, most)
-    add(last, work.layer, behind)
+    again = min(work.layout.whole, most)
+    add(middle, work.layer, most - again)
+    add(last, work.layer, max(0, behind - again))
+    if again:
+        add(middle, work.recomputed.layer, again)
+        add(last, work.recomputed.layer, min(again, behind))
     heads = 1 + shape.predicted
     if how == "cut" and p > 1:
         add(middle, work.head, heads / p)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outsize.foresight.layout import Layout
@@ -83,6 +83,11 @@ class Work:
         whole = rows if self.layout.stack.logits_cut else self.shape.vocab
         found["traffic"] = self.source.traffic(sum(LOGITS) * tokens * whole).seconds
         return found
+
+    @cached_property
+    def recomputed(self) -> Work:
+        """The same with every layer computed again."""
+        return replace(self, layout=replace(self.layout, recompute="full"))
 
     @cached_property
     def tensor(self) -> Ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from outsize.cli.main import main
-from outsize.foresight.described import Asked, choose, layouts
-from outsize.foresight.memory import memory
+from outsize.foresight.layout import Layout
+from outsize.foresight.memory import memory, workers
 from outsize.foresight.named import from_config, shape_of
+from outsize.foresight.planning.asked import Asked, Conditions, Objective, conditions
+from outsize.foresight.planning.choose import choose, forecast
+from outsize.foresight.planning.layouts import STACK, cells, variants
 from outsize.hardware import parse_spec
 
 NODE = "8xH100-SXM"
@@ -49,24 +53,51 @@ def test_presets_are_models_too() -> None:
     assert shape_of("llama-1.1b").parameters == pytest.approx(1.1e9, rel=0.02)
 
 
-def test_the_choice_is_the_fastest_of_all_that_fit() -> None:
-    """Every layout forecast alone: none that fits is faster than what is chosen."""
+@pytest.mark.parametrize("objective", ["time", "memory", "cost"])
+def test_the_choice_is_the_best_of_all_that_fit(objective: Objective) -> None:
+    """Every layout of every cell forecast alone: none that fits is better than what is chosen,
+    whatever a bound has left out."""
+    shape, cluster = shape_of("llama3-8b"), parse_spec("4 x 2 A100-SXM-40 @ 10GB/s")
+    asked = Asked(2048, 64, objective=objective)
+    found = choose(shape, asked, cluster, top=3)
+    every = [
+        (cell, layout)
+        for cell in cells(shape, asked, cluster)
+        for layout in variants(shape, asked, cell)
+    ]
+    ranks = []
+    for cell, layout in every:
+        held = memory(shape, layout)
+        room = cell.cluster.groups[0].device.memory_bytes
+        if held.process <= room:
+            (plan,) = forecast(shape, [layout], cell.cluster, [held], room)
+            ranks.append(plan.rank(objective)[0])
+    chosen = [plan.rank(objective)[0] for plan in found.plans]
+    assert chosen == sorted(chosen) and all(plan.fits for plan in found.plans)
+    kept = [plan.rank(objective)[0] for plan in found.plans if not plan.layout.whole]
+    assert chosen[0] <= min(ranks) * (1 + 1e-12)
+    assert all(any(one == pytest.approx(rank) for rank in ranks) for one in kept)
+    if objective == "time":
+        assert found.shut > 0, "a bound left something out"
+
+
+def test_part_of_the_blocks_is_recomputed_where_all_are_too_slow_and_none_too_large() -> None:
+    """As few as fit: with one less it holds too much, and it is faster than all."""
     shape, cluster = shape_of("llama3-8b"), parse_spec(NODE)
-    asked = Asked(8192, 64)
-    found = choose(shape, asked, cluster, top=1000)
-    seconds = [plan.seconds for plan in found.plans]
-    assert seconds == sorted(seconds) and len(seconds) == found.fitting
-    made = list(layouts(shape, asked, cluster))
-    room = cluster.groups[0].device.memory_bytes
-    assert found.counted == len(made)
-    assert found.fitting == sum(memory(shape, lay).process <= room for lay in made)
-    for lay in made[::40]:
-        alone = Asked(
-            8192, 64, mesh=(lay.tensor, lay.pipeline, 1, 1), rows=lay.rows, chunks=lay.chunks,
-            recompute=lay.recompute, zero=3 if lay.shards > 1 else int(lay.states > 1),
-        )  # fmt: skip
-        (plan,) = choose(shape, alone, cluster).plans
-        assert plan.seconds >= seconds[0] or not plan.fits
+    required = conditions(("tensor=1,pipeline=1,context=1,zero=3,rows=2",), "--require")
+    asked = Asked(8192, 64, conditions=Conditions(required))
+    plans = choose(shape, asked, cluster, 3).plans
+    best = plans[0]
+    assert 0 < best.layout.whole < shape.layers
+    assert best.memory.process <= best.room
+    assert memory(shape, replace(best.layout, whole=best.layout.whole - 1)).process > best.room
+    whole = next(plan for plan in plans if plan.layout.recompute == "full")
+    assert whole.seconds > best.seconds
+    every = replace(best.layout, whole=shape.layers)
+    assert (
+        memory(shape, every).tensors
+        == memory(shape, replace(every, whole=0, recompute="full")).tensors
+    )
 
 
 def test_less_memory_or_a_faster_network_change_the_choice_the_right_way() -> None:
@@ -115,10 +146,66 @@ def test_tables_say_what_binds_and_what_is_foretold_only() -> None:
     assert "fp8 is foretold only" in said and "driver" in said
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much() -> None:
-    result = invoke("llama3-8b", "--hardware", "RTX-4090", "--set", "train.batch_tokens=64K")
-    assert result.exit_code == 0
-    assert "0 of" in result.output and "does not fit: " in " ".join(result.output.split())
+def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_do() -> None:
+    words = ("llama3-8b", "--set", "train.batch_tokens=64K", "--hardware")
+    result = invoke(*words, "RTX-4090")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+    assert "fits in none of" in said and "GiB beyond 22.35 GiB" in said
+    count = int(said.split()[-4])
+    assert said.endswith(f"{count} devices would do")
+    assert invoke(*words, f"{count}xRTX-4090").exit_code == 0
+    assert invoke(*words, f"{count // 2}xRTX-4090").exit_code == 2
+
+
+def test_what_is_required_and_forbidden_holds_for_every_plan() -> None:
+    words = ("llama3-8b", "--hardware", "4 x 8 H100-SXM", "--require", "tensor>=2,pipeline",
+             "--forbid", "recompute", "--forbid", "zero<1", "--max-devices", "24",
+             "--json")  # fmt: skip
+    made = json.loads(invoke(*words).output)
+    for plan in made["plans"]:
+        mesh = dict(part.split("=") for part in plan["mesh"].split(","))
+        assert int(mesh["tensor"]) >= 2 and int(mesh["pipeline"]) >= 2
+        assert plan["recompute"] == "none" and plan["zero"] >= 1 and plan["devices"] <= 24
+
+
+def test_objectives_choose_what_they_name() -> None:
+    def best(objective: str) -> Any:
+        words = ("llama3-8b", "--hardware", "2 x 8 H100-SXM", "--json", "--price", "2/h")
+        return json.loads(invoke(*words, "--objective", objective).output)["plans"][0]
+
+    time, memory_, cost = (best(name) for name in ("time", "memory", "cost"))
+    assert time["step_seconds"] < cost["step_seconds"]
+    spent = [each["step_seconds"] * each["devices"] for each in (time, cost)]
+    assert spent[1] < spent[0]
+    assert sum(memory_["bytes"].values()) < sum(time["bytes"].values())
+
+
+def test_an_explanation_has_a_number_for_every_family_and_a_source_for_every_constant() -> None:
+    words = ("llama3-8b", "--hardware", "2 x 8 H100-SXM", "--explain", "--json")
+    made = json.loads(invoke(*words, "--set", "train.batch_tokens=512K").output)
+    why = made["explain"]
+    for family in why["families"]:
+        assert family["chosen"] or any(c.isdigit() for c in family["reason"]), family
+    gains = {change["what"]: change["gain"] for change in why["changes"]}
+    assert set(gains) == {"one machine more", "8 GiB more", "half the sequence", "twice the link"}
+    assert gains["one machine more"] > 0.2 and gains["twice the link"] >= 0
+    assert gains["8 GiB more"] >= 0
+    assert all(each["value"] and each["source"] for each in why["constants"])
+    assert all(each["loses_by"] for each in made["plans"][1:])
+    low, high = made["plans"][0]["interval_by_lane"]["matmul"]
+    assert low < made["plans"][0]["seconds_by_lane"]["matmul"] < high
+    said = " ".join(invoke(*words[:-1]).output.split())
+    assert "why not" in said and "if there were" in said and "reserve: context" in said
+
+
+def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> None:
+    layout = Layout(8, 1, 64, 2048, STACK, tensor=1, pipeline=8)
+    held = list(workers(shape_of("llama3-8b"), layout).values())
+    assert max(held, key=lambda one: one.tensors) == memory(shape_of("llama3-8b"), layout)
+    live = [one.activations for one in held[:-1]]
+    assert live == sorted(live, reverse=True) and live[0] == pytest.approx(live[4] * 2)
+    assert held[0].states["weights"] - held[1].states["weights"] == 2 * 128256 * 4096
 
 
 @pytest.mark.parametrize(
@@ -132,6 +219,18 @@ def test_a_model_that_fits_nowhere_says_by_how_much() -> None:
         (("llama3-8b", "--hardware", NODE, "--tokens", "1G", "--watts", "-1"), "--watts is -1.0"),
         (("llama3-8b", "--hardware", NODE, "--tokens", "many"), "expected a number"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "tensor=3"), "axes that divide them"),
+        (("llama3-8b", "--hardware", NODE, "--objective", "tme"), "did you mean 'time'"),
+        (("llama3-8b", "--hardware", NODE, "--objective", "cost"), "without a price"),
+        (("llama3-8b", "--hardware", NODE, "--require", "pipelin"), "did you mean 'pipeline'"),
+        (("llama3-8b", "--hardware", NODE, "--require", "zero=x"), "is no number"),
+        (("llama3-8b", "--hardware", NODE, "--require", "recompute<2"), "recompute=none, part"),
+        (("llama3-8b", "--hardware", NODE, "--forbid", "zero 3"), "expected as pipeline=1"),
+        (
+            ("llama3-8b", "--hardware", NODE, "--require", "tensor=2", "--forbid", "tensor>1"),
+            "--require tensor=2 and --forbid tensor>1: no layout has both",
+        ),
+        (("llama3-8b", "--hardware", NODE, "--require", "tensor=3"), "has --require tensor=3"),
+        (("llama3-8b", "--require", "tensor=2"), "--require is given beside no --hardware"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "data=2,tensor=2"), "has 4 workers"),
         (("llama3-8b", "--hardware", NODE, "--set", "train.steps=3"), "beside --hardware"),
         (("llama3-8b", "--hardware", NODE, "--set", "plan.zero=2"), "forecasts 0, 1 and 3"),

@@ -1,0 +1,284 @@
+"""What `outsize plan --hardware` prints: tables for people, or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+
+from outsize.foresight.layout import Layout
+from outsize.foresight.memory import COMMUNICATORS, CONTEXT, Memory, workers
+from outsize.foresight.planning.asked import Asked, value_of
+from outsize.foresight.planning.choose import Choice, Planned
+from outsize.foresight.planning.explain import (
+    RESOURCES,
+    Change,
+    Family,
+    Figure,
+    by_resource,
+    changes,
+    families,
+    figures,
+    loss,
+)
+from outsize.foresight.shape import Shape
+from outsize.hardware import Cluster
+
+MFU = "3 (2 N + scores with a causal mask) operations a token, N without the embedding"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked, and what was found. cost: of the whole run, as far as it is known."""
+
+    shape: Shape
+    asked: Asked
+    cluster: Cluster
+    made: Choice
+    cost: Mapping[str, float]
+
+    @property
+    def best(self) -> Planned:
+        return self.made.plans[0]
+
+
+@dataclass(frozen=True)
+class Why:
+    """Of the chosen plan."""
+
+    families: tuple[Family, ...]
+    changes: tuple[Change, ...]
+    figures: tuple[Figure, ...]
+
+    @staticmethod
+    def of(answer: Answer) -> Why:
+        four = answer.shape, answer.asked, answer.cluster, answer.best
+        return Why(
+            tuple(families(*four)),
+            tuple(changes(*four)),
+            tuple(figures(answer.shape, answer.cluster, answer.best)),
+        )
+
+
+def show(answer: Answer, explain: bool, as_json: bool) -> None:
+    import json
+
+    why = Why.of(answer) if explain else None
+    if as_json:
+        click.echo(json.dumps(_as_json(answer, why), indent=2))
+        return
+    _print(answer)
+    if why is not None:
+        _print_why(answer, why)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def mesh_said(lay: Layout) -> str:
+    """A layout's mesh in a line, as --mesh takes it."""
+    from outsize.collectives.axes import AXES, axis_of
+
+    sizes = {
+        "rows": lay.data // lay.expert, "weights": lay.tensor, "stages": lay.pipeline,
+        "tokens": lay.context,
+    }  # fmt: skip
+    axes = [axis_of(name) for name in AXES.names()]
+    found = {axis.name: lay.expert if axis.parts else sizes[axis.cuts] for axis in axes}
+    return ",".join(f"{name}={size}" for name, size in found.items() if size > 1) or "1"
+
+
+def zero_said(lay: Layout) -> str:
+    """The stage of ZeRO, and over how many where these are not all copies."""
+    zero, over = value_of(lay, "zero"), value_of(lay, "shards")
+    return f"{zero}" if over in (1, lay.data * lay.context) else f"{zero} over {over}"
+
+
+def recompute_said(shape: Shape, lay: Layout) -> str:
+    from outsize.foresight.step import layers_of
+
+    most = int(layers_of(shape.layers, lay.pipeline)[0])
+    return f"{lay.whole} of {most}" if lay.whole else lay.recompute
+
+
+def layout_said(lay: Layout) -> str:
+    recompute = value_of(lay, "recompute")
+    return f"{mesh_said(lay)}, zero {zero_said(lay)}, rows {lay.rows}, recompute {recompute}"
+
+
+def bytes_of(held: Memory) -> dict[str, float]:
+    """By kind, with the reserves that are kept."""
+    return {
+        **held.states,
+        "activations": held.activations,
+        "head": held.head,
+        "gathered": held.gathered,
+        "fragmentation": held.reserved - held.tensors,
+        "driver": CONTEXT,
+        "communicators": COMMUNICATORS * held.axes,
+    }
+
+
+def _resource(lane: str) -> str:
+    return next((name for name, lanes in RESOURCES.items() if lane in lanes), "")
+
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+def _as_json(answer: Answer, why: Why | None) -> dict[str, Any]:
+    made, asked = answer.made, answer.asked
+    found: dict[str, Any] = {
+        "sequence": asked.sequence,
+        "rows": asked.batch,
+        "devices": answer.cluster.count,
+        "device": answer.cluster.groups[0].device.name,
+        "objective": asked.objective,
+        "conditions": asked.conditions.said(),
+        "counted": made.counted,
+        "fitting": made.fitting,
+        "bounded": made.shut,
+        "finished": made.finished,
+        "mfu_formula": MFU,
+        **answer.cost,
+        "plans": [_plan_json(answer, each) for each in made.plans],
+    }
+    if why is not None:
+        found["explain"] = {
+            "families": [asdict(each) for each in why.families],
+            "changes": [
+                {"what": each.name, "gain": each.gain, "reason": each.reason,
+                 "plan": None if each.plan is None else _plan_json(answer, each.plan)}
+                for each in why.changes
+            ],
+            "constants": [asdict(each) for each in why.figures],
+        }  # fmt: skip
+    return found
+
+
+def _plan_json(answer: Answer, each: Planned) -> dict[str, Any]:
+    lay, off = each.layout, each.high / each.seconds
+    return {
+        "mesh": mesh_said(lay),
+        "devices": lay.devices,
+        "microbatch_rows": lay.rows,
+        "microbatches": lay.microbatches,
+        "recompute": value_of(lay, "recompute"),
+        "layers_recomputed": lay.whole,
+        "zero": value_of(lay, "zero"),
+        "shards": value_of(lay, "shards"),
+        "chunks": lay.chunks,
+        "sequence_parallel": lay.sequence_parallel,
+        "step_seconds": each.seconds,
+        "low": each.low,
+        "high": each.high,
+        "tokens_per_s": each.tokens / each.seconds,
+        "mfu": each.mfu,
+        "seconds_by_lane": {k: v for k, v in each.lanes.items() if v},
+        "interval_by_lane": {k: [v / off, v * off] for k, v in each.lanes.items() if v},
+        "seconds_by_resource": by_resource(each.lanes),
+        "binds": each.binds,
+        "bytes": bytes_of(each.memory),
+        "bytes_by_worker": {
+            name: bytes_of(held) for name, held in workers(answer.shape, lay).items()
+        },
+        "room": each.room,
+        "fits": each.fits,
+        "only_foretold": lay.foretold_only,
+        "loses_by": "" if each is answer.best else loss(each, answer.best),
+    }
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def _print(answer: Answer) -> None:
+    from outsize.memory import format_bytes
+    from outsize.screen import FIGURES, console, say, show, table
+
+    out, best = console(), answer.best
+    rows = table("mesh", "rows", "recompute", "zero", "chunks", "step", "from", "to", "tokens/s",
+                 "MFU", "memory", right=FIGURES)  # fmt: skip
+    for each in answer.made.plans:
+        lay = each.layout
+        rows.add_row(
+            mesh_said(lay), str(lay.rows), recompute_said(answer.shape, lay), zero_said(lay),
+            str(lay.chunks), f"{each.seconds:.3g} s", f"{each.low:.3g}",
+            f"{each.high:.3g}", f"{each.tokens / each.seconds:,.0f}", f"{each.mfu:.1%}",
+            format_bytes(int(each.memory.process)),
+        )  # fmt: skip
+    show(out, rows)
+    off = best.high / best.seconds
+    lanes = table("lane", "waits for", "seconds", "from", "to", right=slice(2, None))
+    for name, value in sorted(best.lanes.items(), key=lambda item: -item[1]):
+        if value > best.seconds / 1000:
+            figures = (f"{value:.3g}", f"{value / off:.3g}", f"{value * off:.3g}")
+            lanes.add_row(name, _resource(name), *figures)
+    show(out, lanes, _held(answer))
+    say(out, *_said(answer))
+
+
+def _held(answer: Answer) -> Any:
+    """Bytes of the distinct workers: of a pipeline its first, its second and its last stage."""
+    from outsize.memory import format_bytes
+    from outsize.screen import FIGURES, table
+
+    every = workers(answer.shape, answer.best.layout)
+    names = list(every)
+    shown = [names[0], *([names[1]] if len(names) > 2 else []), *names[1:][-1:]]
+    held = table("bytes", *shown, right=FIGURES)
+    kinds = [bytes_of(every[name]) for name in shown]
+    for kind in kinds[0]:
+        if any(of[kind] for of in kinds):
+            held.add_row(kind, *(format_bytes(int(of[kind])) if of[kind] else "-" for of in kinds))
+    return held
+
+
+def _said(answer: Answer) -> Iterator[str]:
+    from outsize.memory import format_bytes
+
+    made, asked, cluster, best = answer.made, answer.asked, answer.cluster, answer.best
+    yield (
+        f"{asked.batch} rows of {asked.sequence} tokens a step;"
+        f" {best.layout.devices} of {cluster.count} devices ({cluster.groups[0].device.name})"
+    )
+    resource = max(by_resource(best.lanes).items(), key=lambda item: item[1])[0]
+    cells = f"; {made.shut} meshes with rows are slower by a bound" if made.shut else ""
+    yield f"{made.fitting} of {made.counted} layouts fit{cells}"
+    yield f"{best.binds} takes longest; most seconds are of {resource}"
+    if not made.finished:
+        yield f"not all were seen within {asked.seconds:g} s; --seconds gives more"
+    yield f"MFU: {MFU}, of the devices' dense peak"
+    left = format_bytes(int(best.room - best.memory.process))
+    yield f"fits: {left} less than {format_bytes(best.room)}"
+    if cluster.tiers:
+        names = ", ".join(tier.name for tier in cluster.tiers)
+        yield f"{names}: not used by this forecast"
+    if best.layout.foretold_only:
+        yield f"{best.layout.precision} is foretold only: this runtime has it not"
+    units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}
+    if answer.cost:
+        yield "; ".join(f"{value:,.1f}{units[name]}" for name, value in answer.cost.items())
+
+
+def _print_why(answer: Answer, why: Why) -> None:
+    from outsize.screen import console, show, table
+
+    others = table("runner-up", "loses by")
+    for each in answer.made.plans[1:]:
+        others.add_row(layout_said(each.layout), loss(each, answer.best))
+    kinds = table("layouts with", "why not")
+    for family in why.families:
+        if not family.chosen:
+            kinds.add_row(family.name, family.reason)
+    changed = table("if there were", "tokens/s", "plan")
+    for change in why.changes:
+        gain = f"{change.gain:+.1%}" if change.plan else "-"
+        plan = layout_said(change.plan.layout) if change.plan else change.reason
+        changed.add_row(change.name, gain, plan)
+    known = table("constant", "value", "from")
+    for figure in why.figures:
+        known.add_row(figure.name, figure.value, figure.source)
+    show(console(), *([others] if len(answer.made.plans) > 1 else []), kinds, changed, known)
