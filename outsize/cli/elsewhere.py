@@ -251,12 +251,12 @@ def _mesh(text: str, count: int) -> tuple[Condition, ...]:
     """What a mesh says of a layout; the data axis is what is left."""
     from outsize.collectives import parse_mesh
     from outsize.collectives.axes import axis_of
-    from outsize.foresight.planning.asked import named
+    from outsize.foresight.planning.asked import EXPERTS, TOKENS, named
 
-    names = {"weights": "tensor", "stages": "pipeline", "tokens": "context", "rows": "data"}
-    mesh, values = parse_mesh(text), dict.fromkeys((*names.values(), "expert"), 1)
+    names = {"weights": "tensor", "stages": "pipeline", "tokens": TOKENS, "rows": "data"}
+    mesh, values = parse_mesh(text), dict.fromkeys((*names.values(), EXPERTS), 1)
     for name, size in mesh.sizes:
-        values["expert" if axis_of(name).parts else names[axis_of(name).cuts]] *= size
+        values[EXPERTS if axis_of(name).parts else names[axis_of(name).cuts]] *= size
     rows = values.pop("data")
     if count % mesh.size or (rows > 1 and mesh.size != count):
         raise OutsizeError(

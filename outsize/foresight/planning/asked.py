@@ -19,9 +19,10 @@ Objective = Literal["time", "memory", "cost", "energy"]
 Value = int | str
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost", "energy")
 RECOMPUTE = ("none", "part", "full")  # of the blocks of every stage
+TOKENS, EXPERTS = "context", "expert"  # axes that techniques declare
 # What is none of each name: a name alone asks for more.
 NONE: Mapping[str, Value] = {
-    "devices": 0, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "rows": 0,
+    "devices": 0, "data": 1, "tensor": 1, "pipeline": 1, TOKENS: 1, EXPERTS: 1, "rows": 0,
     "microbatches": 1, "chunks": 1, "zero": 0, "shards": 1, "sequence-parallel": 0,
     "recompute": "none",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from outsize.errors import OutsizeError
 from outsize.foresight.constants import PRIORS
 from outsize.foresight.fitted import fitted
 from outsize.foresight.memory import COMMUNICATORS, CONTEXT, FRAGMENTS, memory
-from outsize.foresight.planning.asked import Asked, Condition, conditions, value_of
+from outsize.foresight.planning.asked import EXPERTS, Asked, Condition, conditions, value_of
 from outsize.foresight.planning.choose import Planned, Priced, choose, room_of
 from outsize.foresight.planning.layouts import cells, variants
 from outsize.foresight.shape import Shape
@@ -68,7 +68,7 @@ def families(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Ite
     """Of each a reason with a number."""
     for name in FAMILIES:
         (one,) = conditions((name,), "family")
-        if one.name == "expert" and not shape.experts:
+        if one.name == EXPERTS and not shape.experts:
             continue
         if one.holds(value_of(best.layout, one.name)):
             yield Family(name, "the plan is one of them", True)

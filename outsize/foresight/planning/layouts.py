@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from outsize.foresight.layout import Layout, Recompute, Stack
-from outsize.foresight.planning.asked import Asked, Value
+from outsize.foresight.planning.asked import EXPERTS, TOKENS, Asked, Value
 from outsize.foresight.shape import Shape
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.resize import fewer, resized
@@ -79,12 +79,12 @@ def _meshes(shape: Shape, asked: Asked, cluster: Cluster) -> Iterator[tuple[int,
     among = asked.conditions.among
     for t in among("tensor", divisors(math.gcd(node, shape.heads))):
         for p in among("pipeline", (p for p in divisors(count) if p <= min(shape.layers, STAGES))):
-            for c in among("context", _cuts(asked.sequence)):
+            for c in among(TOKENS, _cuts(asked.sequence)):
                 if not _divides(count, shape, t, p, c):
                     continue
                 data = count // (int(t) * int(p) * int(c))
                 usual = divisors(math.gcd(shape.experts, data)) if shape.experts else (1,)
-                for e in among("expert", usual):
+                for e in among(EXPERTS, usual):
                     if (e == 1 or shape.experts) and data % int(e) == 0:
                         yield int(t), int(p), int(c), int(e)
 
