@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from outsize.errors import OutsizeError, nearest
@@ -19,7 +19,9 @@ Objective = Literal["time", "memory", "cost", "energy"]
 Value = int | str
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost", "energy")
 RECOMPUTE = ("none", "part", "full")  # of the blocks of every stage
-TOKENS, EXPERTS = "context", "expert"  # axes that techniques declare
+# Axes that techniques declare are called what a layout calls them: it has them behind the core's.
+_AXES = [each.name for each in fields(Layout)]
+TOKENS, EXPERTS = _AXES[_AXES.index("pipeline") + 1 :][:2]
 # What is none of each name: a name alone asks for more.
 NONE: Mapping[str, Value] = {
     "devices": 0, "data": 1, "tensor": 1, "pipeline": 1, TOKENS: 1, EXPERTS: 1, "rows": 0,
