@@ -9,6 +9,7 @@ N requests of a step, T their tokens laid flat, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from outsize import accelerator
-from outsize.decode.cache import CachedPast, StateCache
+from outsize.decode.paged import PAGE, PagedCache, PagedPast, Part, pages_of
 from outsize.decode.samplers import Drawn, Sampler, Sampling, drawn
 from outsize.errors import OutsizeError, counted
+from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.layout import prompted
 from outsize.models.seams import Past
@@ -187,7 +189,7 @@ def play(
     going = Going(requests, device)
     while going.waiting:
         fed = going.feed(going.waiting, prefill_tokens)
-        with torch.no_grad():
+        with torch.no_grad(), rows.alone():
             found = step(fed.ids_T, fed.positions_T, fed.past.bounds, fed.past, fed.draws)
         yield from going.take(fed, found)
         going.leave()
@@ -198,7 +200,7 @@ class Fed(NamedTuple):
 
     ids_T: Tensor
     positions_T: Tensor
-    past: CachedPast
+    past: PagedPast
     draws: list[Draw]
     asked: list[int]
 
@@ -209,7 +211,13 @@ class Going:
 
     def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
         self._requests, self._device = requests, device
-        self._cache = StateCache(len(requests), max((r.capacity for r in requests), default=0))
+        counts = [pages_of(request.capacity) for request in requests]
+        self._pages = [
+            range(stop - count, stop)
+            for count, stop in zip(counts, itertools.accumulate(counts), strict=True)
+        ]
+        self._cache = PagedCache(sum(counts), PAGE, len(requests))
+        self._fed = [0] * len(requests)
         self.waiting = {i: list(r.ids) for i, r in enumerate(requests) if r.max_new_tokens > 0}
         self.over = set[int]()
         self._count = dict.fromkeys(self.waiting, 0)
@@ -219,12 +227,16 @@ class Going:
         """Tokens that every request may have still."""
         return min(self._requests[i].max_new_tokens - self._count[i] for i in self.waiting)
 
-    def feed(self, rows: Iterable[int], most: int = PREFILL_TOKENS) -> Fed:
+    def feed(self, some: Iterable[int], most: int = PREFILL_TOKENS) -> Fed:
         """Of these requests one token at least, `most` more together. One that is over is fed what
         it has drawn, and asked for nothing."""
-        fed = _slices({i: self.waiting[i] for i in rows}, most)
+        fed = _slices({i: self.waiting[i] for i in some}, most)
         ahead = [len(self.waiting[i]) - len(ids) for i, ids in fed.items()]
-        past = self._cache.extend(list(fed), [len(ids) for ids in fed.values()], ahead)
+        parts = [
+            Part(self._pages[i], self._fed[i], len(ids), more, i)
+            for (i, ids), more in zip(fed.items(), ahead, strict=True)
+        ]
+        past = PagedPast(self._cache, tuple(parts))
         ids_T = torch.tensor([token for ids in fed.values() for token in ids])
         ends = {i: row for row, i in enumerate(fed) if len(fed[i]) == len(self.waiting[i])}
         asked = {i: row for i, row in ends.items() if i not in self.over}
@@ -233,6 +245,7 @@ class Going:
             for i, row in asked.items()
         ]
         for index, ids in fed.items():
+            self._fed[index] += len(ids)
             self.waiting[index] = ids if index in self.over else self.waiting[index][len(ids) :]
         return Fed(ids_T, past.positions(self._device), past, draws, list(asked))
 

@@ -1,32 +1,59 @@
-"""What earlier tokens left, in pages: the Attend and Carry of serving.
+"""What earlier tokens left, in pages, kept at the `Attend` and `Carry` seams: model code knows
+nothing of it.
 
-The buffers of a layer are one pool, and a request has pages of it that lie anywhere. In float32 and
-bfloat16 on a CPU each token is attended alone (outsize/kernels/pages.py), so that its bits depend
-on the request alone; elsewhere pages are gathered first.
+A step feeds new tokens of any of the sequences, prompts and single tokens alike, laid flat. The
+buffers of a layer are one pool, and a sequence has pages of it that lie anywhere. A layer of
+attention stores the keys and values it is given behind those of earlier steps and attends the new
+queries to all of them; a recurrent layer goes on from the state of each sequence and leaves the new
+one in its place. In float32 and bfloat16 on a CPU tokens are attended each alone
+(outsize/kernels/pages.py), or those of a prompt in the tiles of training, which gives the same
+bits; elsewhere pages are gathered first.
 
-P pages of `size` tokens, N slots, T tokens of a step, H, G, K, W as in outsize/decode/cache.py.
+P pages of `size` tokens, N slots, T tokens of a step, C of them handled at once, L tokens they can
+see, H query heads, G key-value heads, R = H / G, K head size, W value size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outsize import accelerator
-from outsize.decode.cache import attend_tail
+from outsize.kernels import attention as tiles
 from outsize.kernels import pages as kernel
-from outsize.models.seams import AttendSpec, Recurrence, StateSpec, Tensors
+from outsize.memory.ledger import in_grains
+from outsize.models.attention import LocalAttend
+from outsize.models.norm import upcast
+from outsize.models.seams import AttendSpec, Mixer, Recurrence, StateSpec, Tensors
+
+PAGE = 16  # tokens: fewer would be longer tables, more would share less
+_CHUNK = 256  # queries whose scores or mask exist at once
+
+
+def pages_of(tokens: int) -> int:
+    """How many have room for so many tokens."""
+    return -(-tokens // PAGE)
+
+
+def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int, grain: int = 1) -> int:
+    """What a layer's pages and state take of one sequence with room for so many tokens. grain:
+    bytes of which each buffer takes whole multiples."""
+    room = pages_of(tokens) * PAGE
+    return sum(in_grains(one.bytes(room), grain) for one in mixer.states(dtype))
 
 
 class Part(NamedTuple):
-    """A request's tokens in a step. pages: with room for all of them; start: tokens before;
-    tokens: of this step; ahead: that are known to follow in later ones; slot: of its states."""
+    """A sequence's tokens in a step. pages: with room for all of them, a range where they lie one
+    behind another; start: tokens before; tokens: of this step; ahead: that are known to follow in
+    later ones; slot: of its states."""
 
     pages: Sequence[int]
     start: int
@@ -50,9 +77,19 @@ class PagedCache:
         self._states: dict[int, Tensors] = {}  # (N, ...) each
 
     @property
+    def exact(self) -> bool:
+        """Whether pages hold what they are given."""
+        return self._form is kernel.FORMS[kernel.AS_STORED]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of the layers that have been used."""
+        pools = (x for some in self._layers.values() for pool in some for x in pool.tensors)
+        return [*pools, *(x for some in self._states.values() for x in some)]
+
+    @property
     def bytes(self) -> int:
-        pools = sum(pool.bytes for some in self._layers.values() for pool in some)
-        return pools + sum(x.nbytes for some in self._states.values() for x in some)
+        return sum(x.nbytes for x in self.tensors)
 
     def clear(self, slot: int) -> None:
         """A sequence begins there."""
@@ -79,7 +116,7 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class PagedPast:
-    """A step of some requests, each of which comes once. For inference only."""
+    """A step of some sequences, each of which comes once. For inference only."""
 
     cache: PagedCache
     parts: tuple[Part, ...]
@@ -112,12 +149,32 @@ class PagedPast:
         return torch.tensor(list(places))
 
     @cached_property
-    def _seen(self) -> kernel.Seen:
+    def _runs(self) -> list[tuple[slice, Part | kernel.Seen]]:
+        """What is attended at once: a slice of a prompt, whose keys and values lie one behind
+        another, or parts whose tokens are attended each alone."""
+        found, spans = list[tuple[slice, Part | kernel.Seen]](), self._spans()
+        for apart, some in itertools.groupby(spans, lambda one: self._in_tiles(one[0])):
+            here = list(some)
+            if apart:
+                found += ((slice(*span), part) for part, span in here)
+            else:
+                rows = slice(here[0][1][0], here[-1][1][1])
+                found.append((rows, self._seen([part for part, _ in here], rows)))
+        return found
+
+    def _in_tiles(self, part: Part) -> bool:
+        lies = not part.start or isinstance(part.pages, range)
+        return self.cache.exact and part.tokens >= tiles.BLOCK and lies
+
+    def _seen(self, parts: Sequence[Part], rows: slice) -> kernel.Seen:
         tables, begins = list[int](), list[int]()
-        for part in self.parts:
+        for part in parts:
             begins += [len(tables)] * part.tokens
             tables += part.pages
-        return kernel.Seen(*map(kernel.numbers, (tables, begins, self._positions)))
+        return kernel.Seen(*map(kernel.numbers, (tables, begins, self._positions[rows])))
+
+    def _spans(self) -> Iterator[tuple[Part, tuple[int, int]]]:
+        return zip(self.parts, itertools.pairwise(self.bounds), strict=True)
 
     def __call__(
         self,
@@ -133,24 +190,38 @@ class PagedPast:
         where = accelerator.sent(self._where, k_TGK.device)
         keys.put(where, k_TGK)
         values.put(where, v_TGW)
+        if self.cache.exact and not any(part.start for part in self.parts):
+            return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)  # as training does
         q_THK = q_THK.contiguous()
-        if kernel.fits(q_THK, keys, values):
-            facts = (spec.scale, spec.window, spec.softcap)
-            return kernel.attend(q_THK, keys, values, self._seen, *facts)
-        return torch.cat(
-            [
+        if not kernel.fits(q_THK, keys, values):
+            outputs = [
                 attend_tail(q_THK[first:last], *self._gathered(part, keys, values), spec)
-                for part, (first, last) in zip(self.parts, itertools.pairwise(bounds), strict=True)
+                for part, (first, last) in self._spans()
             ]
-        )
+        else:
+            facts, outputs = (spec.scale, spec.window, spec.softcap), []
+            for rows, seen in self._runs:
+                if isinstance(seen, kernel.Seen):
+                    outputs.append(kernel.attend(q_THK[rows], keys, values, seen, *facts))
+                    continue
+                k_LGK, v_LGW = k_TGK[rows], v_TGW[rows]
+                if seen.start:
+                    k_LGK, v_LGW = self._gathered(seen, keys, values)
+                behind = replace(spec, first_query=seen.start)
+                outputs.append(LocalAttend()(q_THK[rows], k_LGK, v_LGW, (0, seen.stop), behind))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _gathered(
         self, part: Part, keys: kernel.Pool, values: kernel.Pool
     ) -> tuple[Tensor, Tensor]:
-        """k_GLK, v_GLW of all tokens of a sequence."""
-        index = accelerator.sent(torch.tensor(list(part.pages)), keys.data.device)
-        k_LGK, v_LGW = (x.get(index).flatten(0, 1)[: part.stop] for x in (keys, values))
-        return k_LGK.transpose(0, 1), v_LGW.transpose(0, 1)
+        """k_LGK, v_LGW of all tokens of a sequence."""
+        pages: Tensor | slice
+        if isinstance(part.pages, range):
+            pages = slice(part.pages.start, part.pages.stop)
+        else:
+            pages = accelerator.sent(torch.tensor(list(part.pages)), keys.data.device)
+        k_LGK, v_LGW = (x.get(pages).flatten(0, 1)[: part.stop] for x in (keys, values))
+        return k_LGK, v_LGW
 
     def cut(self, middle: int) -> tuple[PagedPast, PagedPast]:
         return self._stretch(0, middle), self._stretch(middle, self.bounds[-1])
@@ -158,7 +229,7 @@ class PagedPast:
     def _stretch(self, first: int, last: int) -> PagedPast:
         """A step of some of the tokens, when those before them have gone through a layer."""
         found = list[Part]()
-        for part, (start, stop) in zip(self.parts, itertools.pairwise(self.bounds), strict=True):
+        for part, (start, stop) in self._spans():
             low, high = max(start, first), min(stop, last)
             if low < high:
                 ahead = part.ahead + stop - high
@@ -179,7 +250,7 @@ class PagedPast:
         assert bounds == self.bounds, "a step's Carry serves the batch it was made for"
         held = self.cache.states(layer, states, inputs[0].device)
         outputs = []
-        for part, (first, last) in zip(self.parts, itertools.pairwise(bounds), strict=True):
+        for part, (first, last) in self._spans():
             own, slot = tuple(x[first:last] for x in inputs), part.slot
             if part.tokens == 1:
                 y, behind = recurrence.step(own, tuple(x[slot : slot + 1] for x in held))
@@ -193,3 +264,48 @@ class PagedPast:
 
     def keep(self, left: Tensors) -> None:
         raise AssertionError("a step of generation asks what its tokens give")
+
+
+def attend_tail(q_CHK: Tensor, k_LGK: Tensor, v_LGW: Tensor, spec: AttendSpec) -> Tensor:
+    """o_CHW of queries that belong to the last C of the L tokens of one sequence."""
+    count, total = q_CHK.shape[0], k_LGK.shape[0]
+    k_GLK, v_GLW = k_LGK.transpose(0, 1), v_LGW.transpose(0, 1)
+    outputs = []
+    for first in range(0, count, _CHUNK):
+        stop = min(first + _CHUNK, count)
+        start, end = total - count + first, total - count + stop  # positions of the chunk's queries
+        low = 0 if spec.window is None else max(0, start - spec.window + 1)
+        k, v = k_GLK[:, low:end], v_GLW[:, low:end]
+        outputs.append(_attend_chunk(q_CHK[first:stop], k, v, spec))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_chunk(q_CHK: Tensor, k_GLK: Tensor, v_GLW: Tensor, spec: AttendSpec) -> Tensor:
+    """The queries that share a key-value head are laid one after another as if of one head, so that
+    keys and values need not be repeated: (G, R C, K) against (G, L, K)."""
+    count, groups = q_CHK.shape[0], k_GLK.shape[0]
+    q_GXK = q_CHK.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    seen_XL = None
+    if count > 1:  # a single query sees every key it was given
+        seen_XL = _seen(count, k_GLK.shape[1], spec.window, q_CHK.device)
+        seen_XL = seen_XL.repeat(q_GXK.shape[1] // count, 1)
+    if spec.softcap is None:
+        o_GXW = F.scaled_dot_product_attention(
+            q_GXK[None], k_GLK[None], v_GLW[None], seen_XL, scale=spec.scale
+        )[0]
+    else:
+        scores_GXL: Tensor = upcast(q_GXK @ k_GLK.mT) * (spec.scale / spec.softcap)
+        scores_GXL = scores_GXL.tanh_() * spec.softcap
+        if seen_XL is not None:
+            scores_GXL.masked_fill_(~seen_XL, -math.inf)
+        o_GXW = scores_GXL.softmax(-1).to(v_GLW.dtype) @ v_GLW
+    o_CHW: Tensor = o_GXW.unflatten(1, (-1, count)).permute(2, 0, 1, 3).flatten(1, 2)
+    return o_CHW
+
+
+def _seen(count: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(C, L) bool: what the last `count` of `keys` tokens see of them."""
+    query_C1 = torch.arange(keys - count, keys, device=device).unsqueeze(1)
+    key_L = torch.arange(keys, device=device)
+    seen_CL = key_L <= query_C1
+    return seen_CL if window is None else seen_CL & (key_L > query_C1 - window)

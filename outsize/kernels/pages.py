@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize.kernels import native
+from outsize.torch_private import FakeTensor
 
 PAGE = 64  # tokens of a page at most: a tile of attention
 WIDTH = 256  # the largest head size, as in tiles.h
@@ -72,8 +73,8 @@ class Pool:
             self.data = like.new_empty((*shape, self.size), dtype=form.dtype or self.dtype)
 
     @property
-    def bytes(self) -> int:
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+    def tensors(self) -> list[Tensor]:
+        return [self.data] if self.scales is None else [self.data, self.scales]
 
     def put(self, where_T: Tensor, x_TGK: Tensor) -> None:
         """Hold these at places among those of all pages."""
@@ -84,12 +85,12 @@ class Pool:
             self.scales.flatten(0, 1).index_copy_(0, where_T, scales_TGB)
         self.data.flatten(0, 1).index_copy_(0, where_T, held)
 
-    def get(self, pages_P: Tensor) -> Tensor:
+    def get(self, pages: Tensor | slice) -> Tensor:
         """(P, page, G, K) of some pages, in the model's dtype."""
-        data = self.data[pages_P]
+        data = self.data[pages]
         if self.scales is None:
             return data.to(self.dtype)
-        return decoded(data, self.scales[pages_P], self.form.bits, self.size).to(self.dtype)
+        return decoded(data, self.scales[pages], self.form.bits, self.size).to(self.dtype)
 
 
 def coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -149,6 +150,8 @@ def attend(
     """o_THW: each token over those of its sequence up to itself, the last `window` of them."""
     tokens, heads, size = q_THK.shape
     o_THW = q_THK.new_empty((tokens, heads, values.size))
+    if isinstance(q_THK, FakeTensor):
+        return o_THW
     window = _EVERY if window is None else window
     sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window))
     held = (x for one in (keys, values) for x in (one.data, one.scales))

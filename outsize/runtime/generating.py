@@ -33,6 +33,7 @@ from outsize.decode.generate import (
 )
 from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
+from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.layout import prompted
 from outsize.models.seams import Context, Past
@@ -204,8 +205,8 @@ class TokenSteps:
     def several(self, going: Going) -> list[tuple[int, Drawn]]:
         """Steps whose sequences fall into groups, so that stages of a pipeline work at once: one of
         the group after another is on its way. Those that end are fed until all steps have."""
-        rows = list(going.waiting)
-        groups = min(self.groups, len(rows))
+        asked = list(going.waiting)
+        groups = min(self.groups, len(asked))
         single = all(len(ids) == 1 for ids in going.waiting.values())
         kind, steps = (Kind.DECODE, min(STEPS, going.left)) if single else (Kind.PREFILL, 1)
         loaded = self._list(kind, groups, steps)
@@ -213,7 +214,7 @@ class TokenSteps:
 
         def begun(m: int) -> tuple[ChainWalk, Hashable]:
             here = m % groups
-            part = rows[here * len(rows) // groups : (here + 1) * len(rows) // groups]
+            part = asked[here * len(asked) // groups : (here + 1) * len(asked) // groups]
             one = fed[m] = going.feed(part, PREFILL_TOKENS // groups)
             return self._walk(loaded, m, one.ids_T, one.positions_T, one.past.bounds, one.past)
 
@@ -222,7 +223,7 @@ class TokenSteps:
 
         self._begin(begun)
         self._sample.ready_by(lambda m: fed[m].draws, take)
-        with torch.no_grad():
+        with torch.no_grad(), rows.alone():
             self.ran = self._engine.play(loaded, time.perf_counter())
         self._begin(_over)  # what earlier tokens left is let go with the requests
         self._sample.ready(())

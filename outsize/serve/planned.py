@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outsize.checkpoint.hub import Described
 from outsize.collectives import Mesh
+from outsize.decode.paged import PAGE
 from outsize.errors import OutsizeError
 from outsize.hardware import host
 from outsize.memory.sizes import format_bytes
@@ -27,7 +28,7 @@ from outsize.serve.forecast import give, read_rate
 from outsize.serve.meshed import Division
 from outsize.serve.price import Price
 from outsize.serve.probed import probed
-from outsize.serve.room import PAGE, Served, Wanted, beside, context_of, fitting, notes_of, sizes_of
+from outsize.serve.room import Served, Wanted, beside, context_of, fitting, notes_of, sizes_of
 from outsize.serve.shells import shells
 from outsize.simulate.tokens import Needs, timed
 

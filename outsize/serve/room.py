@@ -11,6 +11,7 @@ from zlib import crc32
 from outsize.collectives import Lone, World
 from outsize.collectives.world import steady, told
 from outsize.decode.generate import Request
+from outsize.decode.paged import PAGE
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError, counted, nearest
 from outsize.hardware import host
@@ -32,7 +33,6 @@ from outsize.serve.slo import NONE, Slo, unkept
 from outsize.serve.steps import message
 from outsize.simulate.tokens import LEAST_SLICE, Held, Needs, needs, resident
 
-PAGE = 16  # tokens: fewer would be longer tables, more would share less
 CONTEXT = 8192  # tokens of a request where nothing is said and the model has as many positions
 PROMPT = 512  # tokens whose time to the first new one is foretold
 _SHARE = 0.5  # of the memory that is left, which pages may have where nothing is said

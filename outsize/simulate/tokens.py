@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from outsize import accelerator
 from outsize.collectives import Mesh, along
 from outsize.collectives.pretend import PretendWorld
-from outsize.decode.cache import CachedPast, StateCache, state_bytes
 from outsize.decode.generate import Request
+from outsize.decode.paged import PAGE, PagedCache, PagedPast, Part, pages_of, state_bytes
 from outsize.decode.samplers import Sampler, Sampling, drawn
+from outsize.kernels import rows
 from outsize.memory.ledger import Ledger, in_grains
 from outsize.models.build import materialise, segments
 from outsize.models.config import DecoderConfig
@@ -44,7 +45,7 @@ HOST = torch.device("cpu")
 _LONE = Mesh()
 _SPREAD = 1e4  # of logits that are drawn from: nearly all tokens are dropped, by top_p too
 
-Fed = tuple[Tensor, tuple[int, ...], CachedPast | None]  # positions, bounds, what came before
+Fed = tuple[Tensor, tuple[int, ...], PagedPast | None]  # positions, bounds, what came before
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +213,7 @@ def timed(model: Decoder, here: Collection[int]) -> list[int]:
 
 
 @torch.no_grad()
+@rows.alone()
 def pace(model: Decoder, here: Collection[int], tokens: int = 1) -> Pace:
     """Of a few of the stages `here`, whose weights are. The workers of a tensor axis all ask."""
     x_TD = model.prologue.tokens.weight.new_zeros(tokens, model.config.hidden)
@@ -243,13 +245,14 @@ def resident(model: Decoder) -> Held:
     return Held(model.config, dtypes, device=model.prologue.tokens.weight.device)
 
 
-def needs_of_rows(held: Held, rows: int, length: int) -> int:
-    """Most bytes besides weights while rows of `length` tokens go through, to all their logits."""
-    bounds = tuple(range(0, rows * length + 1, length))
+def needs_of_rows(held: Held, count: int, length: int) -> int:
+    """Most bytes besides weights while `count` rows of `length` tokens go through, to all their
+    logits."""
+    bounds = tuple(range(0, count * length + 1, length))
     with _faked(held) as (fake, _, _):
         positions = partial(torch.arange, length, device=held.device)
         peaks = partial(_peaks, held, fake, None, None)
-        return SCALARS + max(peaks(lambda: (positions().repeat(rows), bounds, None)))
+        return SCALARS + max(peaks(lambda: (positions().repeat(count), bounds, None)))
 
 
 @contextmanager
@@ -305,27 +308,28 @@ def _step(
 ) -> list[int]:
     """By stage, most bytes that a step of `count` tokens after `start` ones has, but for the cache,
     which is there as a whole."""
-    cache = StateCache(1, capacity)
+    pages = range(pages_of(capacity))
+    cache = PagedCache(len(pages), PAGE, 1)
 
     def fed(first: int, tokens: int) -> Fed:
-        cache.lengths[0] = first
-        past = cache.extend([0], [tokens])
+        past = PagedPast(cache, (Part(pages, first, tokens, 0, 0),))
         return past.positions(held.device), past.bounds, past
 
-    _peaks(held, fake, way, None, lambda: fed(0, 1))  # its buffers are there before
-    return _peaks(held, fake, way, cache, lambda: fed(start, count))
+    with torch.no_grad(), rows.alone():
+        _peaks(held, fake, way, None, lambda: fed(0, 1))  # its buffers are there before
+        return _peaks(held, fake, way, cache, lambda: fed(start, count))
 
 
 def _peaks(
     held: Held,
     fake: Decoder,
     way: Prompts | None,
-    cache: StateCache | None,
+    cache: PagedCache | None,
     fed: Callable[[], Fed],
 ) -> list[int]:
     """Most bytes that each of a step's stages makes beside the model and the cache; 0 for those of
     other workers."""
-    there = [] if cache is None else [x for each in cache.layers for x in cache.buffers(each)]
+    there = [] if cache is None else cache.tensors
     with held.ledger() as ledger, Session(fake) as session:
         for x in (*fake.parameters(), *there):
             ledger.see(x)

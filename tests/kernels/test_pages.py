@@ -75,7 +75,7 @@ def test_what_is_held_is_near_and_as_large_as_it_says(form: str, size: int) -> N
     x_TGK, steps = _random(12, 2, size) * torch.tensor([0.01, 100.0]).view(1, 2, 1), 0
     pool, bits = filled(form, x_TGK, 3), FORMS[form].bits
     back = pool.get(torch.arange(4)).flatten(0, 1)
-    assert pool.bytes == 12 * 2 * FORMS[form].bytes(size, torch.float32)
+    assert sum(x.nbytes for x in pool.tensors) == 12 * 2 * FORMS[form].bytes(size, torch.float32)
     if not bits:
         assert torch.equal(back, x_TGK if form == "as-stored" else x_TGK.bfloat16().float())
         return

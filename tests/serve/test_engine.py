@@ -21,6 +21,7 @@ from outsize.kernels import native
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.serve.asks import Ask, End, Full, Room, Token
+from outsize.serve.asks import told as said
 from outsize.serve.drafts import Drafter, Lookup
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
@@ -79,6 +80,10 @@ def test_tokens_and_logprobs_do_not_depend_on_others(name: str) -> None:
     for room in ROOMS.values():
         assert told(model, some, room) == alone
     assert told(model, some, ROOMS["slices"], "prompt-first") == alone
+    heard = [Heard(ask) for ask in some]
+    for ask, one in zip(some, heard, strict=True):
+        model.generate(ask.ids, ask.max_new_tokens, one)
+    assert [one.told for one in heard] == alone
     with Engine(model, ROOMS["slices"], POLICIES.get("mixed")) as engine:
         whole = [*some[2].ids, *(one.id for one in alone[2])]
         scored = engine.logprobs(whole, 2)
@@ -143,6 +148,18 @@ def test_drafts_change_nothing(name: str) -> None:
 def until(tokens: list[Token], ends: frozenset[int]) -> list[Token]:
     last = next(i for i, one in enumerate(tokens) if one.id in ends)
     return tokens[: last + 1]
+
+
+class Heard:
+    """A sampler that keeps what `generate` would be told by the engine."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.told = ask, list[Token]()
+
+    def __call__(self, logits_V: Tensor, index: int) -> int:
+        token = self.ask.sampler(logits_V, index)
+        self.told.append(said(logits_V, token, self.ask.tops))
+        return token
 
 
 class Recited:

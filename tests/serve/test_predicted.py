@@ -15,6 +15,7 @@ from subjects import config_of
 import outsize
 from outsize.collectives import Mesh, parse_mesh
 from outsize.decode.generate import Request
+from outsize.decode.paged import PAGE
 from outsize.decode.samplers import Sampling
 from outsize.models.build import build
 from outsize.models.families import parse
@@ -59,7 +60,7 @@ def test_keys_and_values_of_unlike_sizes(tmp_path: Path) -> None:
     token drawn is not fed again."""
     config = config_of("deepseek_v3", vocab_size=61)
     outsize.save(build(config, seed=1, dtype=torch.float32), tmp_path / "hf")
-    request, tokens = Request((0,) * 100, 6, DRAWN), 100 + 6 - 1
+    request, tokens = Request((0,) * 100, 6, DRAWN), -(-(100 + 6 - 1) // PAGE) * PAGE
     held = forecast(described(str(tmp_path / "hf")), request, ONE).held
     assert held["cache"] == [len(config.layers) * 4 * (8 + 6 + 6) * tokens * 4]
     with outsize.load(tmp_path / "hf") as model:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from many import generate_many
+from many import Kept, generate_many
 from safetensors.torch import load_file
 from subjects import VOCAB
 from torch import Tensor
@@ -19,7 +19,6 @@ from verifying import case_of, fill
 
 import outsize
 from outsize.collectives import Mesh
-from outsize.decode.cache import StateCache
 from outsize.decode.generate import direct
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
@@ -201,7 +200,7 @@ def test_initial_values_are_the_authors() -> None:
 def test_step_by_step_is_all_at_once(slices: tuple[int, ...]) -> None:
     model = _model()
     ids = torch.randint(VOCAB, (90,), generator=torch.Generator().manual_seed(1))
-    cache, found, first = StateCache(1, 90), [], 0
+    cache, found, first = Kept(1, 90), [], 0
     forward = direct(model)
     with torch.no_grad():
         for count in slices:
@@ -230,12 +229,12 @@ def test_memory_does_not_grow_with_tokens() -> None:
     model = _model()
     sizes = []
     for tokens in (4, 400):
-        cache, forward = StateCache(2, tokens), direct(model)
+        cache, forward = Kept(2, tokens), direct(model)
         past = cache.extend([0, 1], [tokens, 1])
         ids = torch.zeros(tokens + 1, dtype=torch.int64)
         with torch.no_grad():
             forward(ids, past.positions(), past.bounds, past)
-        sizes.append(cache.bytes)
+        sizes.append(cache.cache.bytes)
     heads_keys_values = 4 * 3 * 6 * 8
     assert sizes == [2 * 3 * heads_keys_values] * 2
     declared = [b.mixer.states(torch.float64) for b in typed(model.blocks)]
@@ -243,7 +242,7 @@ def test_memory_does_not_grow_with_tokens() -> None:
 
 
 def test_a_slot_is_cleared_for_another() -> None:
-    model, cache = _model(), StateCache(1, 10)
+    model, cache = _model(), Kept(1, 10)
     forward, ids = direct(model), torch.tensor([3, 1, 4])
     found = []
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from many import Kept
 from subjects import CONFIGS
 from tensor_split import filled
 from threads import play
@@ -15,7 +16,6 @@ from torch import Tensor
 
 import outsize
 from outsize.collectives import Mesh, World, along, parse_mesh
-from outsize.decode.cache import StateCache
 from outsize.decode.generate import GREEDY, Request, generate
 from outsize.plan.settings import NONE
 from outsize.serve import meshed
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_one_worker(
 
 
 def test_a_step_of_several_sequences_is_cut_anywhere() -> None:
-    cache = StateCache(3, 20)
+    cache = Kept(3, 20)
     cache.extend([0, 2], [4, 1])
     whole = cache.extend([0, 1, 2], [5, 3, 6], [1, 0, 2])
     for middle in range(1, 14):
@@ -103,8 +103,8 @@ def test_a_step_of_several_sequences_is_cut_anywhere() -> None:
         fed = [part.positions().tolist() for part in parts]
         assert fed[0] + fed[1] == whole.positions().tolist() and len(fed[0]) == middle
         for part in parts:
-            of = dict(zip(whole.slots, whole.lengths, strict=True))
-            assert part.lengths == tuple(of[slot] for slot in part.slots)
+            of = {one.slot: one.stop + one.ahead for one in whole.parts}
+            assert part.lengths == tuple(of[one.slot] for one in part.parts)
 
 
 def test_they_are_taken_where_they_are_foretold_to_be_quicker() -> None:

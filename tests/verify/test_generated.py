@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import outsize
 from outsize.cli.main import main
 from outsize.decode import samplers
-from outsize.decode.cache import CachedPast
+from outsize.decode.paged import PagedPast
 from outsize.errors import OutsizeError
 from outsize.kernels import native
 from outsize.models.build import build
@@ -82,9 +82,9 @@ def test_it_is_said_in_words(model):
 
 
 def test_a_position_that_is_one_off_in_the_cache(model, monkeypatch):
-    plain = CachedPast.positions
+    plain = PagedPast.positions
     monkeypatch.setattr(
-        CachedPast,
+        PagedPast,
         "positions",
         lambda past, device: plain(past, device) + (plain(past, device) > 2),
     )

@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 from decoders import CONFIGS
+from many import Kept
 from torch import Tensor
 
-from outsize.decode.cache import StateCache
 from outsize.decode.generate import direct
+from outsize.kernels import native
+from outsize.models.attention import LocalAttend
 from outsize.models.build import build
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
@@ -26,7 +28,7 @@ def _model(name: str) -> Decoder:
     return model
 
 
-def _step(model: Decoder, cache: StateCache, rows: dict[int, Tensor]) -> dict[int, Tensor]:
+def _step(model: Decoder, cache: Kept, rows: dict[int, Tensor]) -> dict[int, Tensor]:
     """Feed `rows` (slot -> ids): the logits of the last token of each slot."""
     attend = cache.extend(list(rows), [len(ids) for ids in rows.values()])
     with torch.no_grad():
@@ -45,7 +47,7 @@ def test_prefill_and_decode_give_the_logits_of_one_full_pass(name: str) -> None:
     text = {slot: torch.randint(61, (24,), generator=seeded) for slot in range(3)}
     with torch.no_grad():
         full = {slot: model(ids) for slot, ids in text.items()}
-    cache = StateCache(slots=3, capacity=24)
+    cache = Kept(3, 24, 5, anywhere=name in list(CONFIGS)[::2])
     steps = [{0: 7, 1: 1, 2: 9}, {0: 1, 1: 6, 2: 1}, {2: 1, 0: 1}]
     steps += [{0: 1, 1: 1, 2: 1}] * 10
     largest = 0.0
@@ -75,7 +77,7 @@ def test_the_cache_matters() -> None:
     ids = torch.arange(12)
     with torch.no_grad():
         expected = model(ids)[-1]
-    alone = _step(model, StateCache(1, 12), {0: ids[-1:]})[0]
+    alone = _step(model, Kept(1, 12), {0: ids[-1:]})[0]
     assert float((alone - expected).abs().max()) > 1e-3
 
 
@@ -100,8 +102,9 @@ CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6}  # of values about 1
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 300])
+@pytest.mark.parametrize("anywhere", [False, True])
 def test_against_plain_attention(
-    softcap: float | None, window: int | None, dtype: torch.dtype
+    softcap: float | None, window: int | None, dtype: torch.dtype, anywhere: bool
 ) -> None:
     """Long enough that queries are handled in several chunks, or by our kernel in float32; value
     heads of another size."""
@@ -112,7 +115,7 @@ def test_against_plain_attention(
     )
     spec = AttendSpec(layer=4, scale=0.5, window=window, softcap=softcap)
     expected = _dense(q, k, v, spec)
-    cache, outputs, at = StateCache(2, 700), [], 0
+    cache, outputs, at = Kept(2, 700, anywhere=anywhere), [], 0
     for count in (1, 9, 600, 1, 1, 88):
         attend = cache.extend([1], [count])
         rows = slice(at, at + count)
@@ -123,31 +126,49 @@ def test_against_plain_attention(
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_bits_do_not_depend_on_slices_or_pages(dtype: torch.dtype, softcap: float | None) -> None:
+    """Each token alone, prompts in tiles that begin anywhere, beside others, in training's way."""
+    seeded = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(333, heads, size, generator=seeded).to(dtype)
+        for heads, size in ((4, 24), (2, 24), (2, 8))
+    )
+    spec = AttendSpec(layer=0, scale=0.5, window=150, softcap=softcap)
+    with torch.no_grad():
+        whole = LocalAttend()(q, k, v, (0, 333), spec)
+        for counts in ((333,), (64, 1, 70, 100, 1, 97), (3,) * 111):
+            for anywhere in (False, True):
+                cache, at, one = Kept(2, 333, anywhere=anywhere), 0, slice(0, 1)
+                for count in counts:
+                    past, rows = cache.extend([1, 0], [1, count]), slice(at, at + count)
+                    fed = (torch.cat([x[one], x[rows]]) for x in (q, k, v))
+                    found = past(*fed, past.bounds, spec)[1:]
+                    assert torch.equal(found, whole[rows]), (counts, anywhere)
+                    at += count
+
+
 def test_memory_is_allocated_once() -> None:
     model = _model("llama")
-    cache = StateCache(2, 16)
-    _step(model, cache, {0: torch.arange(4), 1: torch.arange(6)})
+    kept = Kept(2, 16)
+    cache = kept.cache
+    _step(model, kept, {0: torch.arange(4), 1: torch.arange(6)})
     held = cache.bytes
-    assert held == 3 * 2 * (2 * 2 * 16 * 8) * 8  # layers, k and v, (slots, heads, capacity, size)
-    pointers = [(k.data_ptr(), v.data_ptr()) for k, v in cache._layers.values()]
+    assert held == 3 * 2 * (2 * 2 * 16 * 8) * 8  # layers, k and v, (slots, capacity, heads, size)
+    pointers = [x.data_ptr() for x in cache.tensors]
     for _ in range(5):
-        _step(model, cache, {0: torch.tensor([1]), 1: torch.tensor([2])})
+        _step(model, kept, {0: torch.tensor([1]), 1: torch.tensor([2])})
     assert cache.bytes == held
-    assert [(k.data_ptr(), v.data_ptr()) for k, v in cache._layers.values()] == pointers
-
-
-def test_a_full_slot_is_a_bug_that_shows() -> None:
-    cache = StateCache(1, 4)
-    cache.extend([0], [4])
-    with pytest.raises(AssertionError, match="slot 0 is full"):
-        cache.extend([0], [1])
+    assert [x.data_ptr() for x in cache.tensors] == pointers
 
 
 def test_positions_and_lengths() -> None:
-    cache = StateCache(3, 10)
+    cache = Kept(3, 10)
     cache.extend([0, 2], [4, 1])
     attend = cache.extend([2, 1, 0], [2, 3, 1], ahead=[5, 0, 0])
     assert attend.positions().tolist() == [1, 2, 0, 1, 2, 4]
     assert attend.bounds == (0, 2, 5, 6)
-    assert attend.stops == (3, 3, 5)
+    assert [part.stop for part in attend.parts] == [3, 3, 5]
     assert attend.lengths == (8, 3, 5)
