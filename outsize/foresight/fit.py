@@ -19,10 +19,13 @@ STEPS = 40
 STILL = 1e-6
 
 
-def fit(model: Model, batch: Batch, measured: Array, publications: list[str]) -> Array:
-    """Constants (logarithms) that lie best between priors and measured seconds."""
+def fit(
+    model: Model, batch: Batch, measured: Array, publications: list[str], start: Array | None = None
+) -> Array:
+    """Constants (logarithms) that lie best between priors and measured seconds. start: where the
+    search begins; at the priors where nothing is said."""
     voice = _voices(publications)
-    constants, damping = model.centre.copy(), 1e-2
+    constants, damping = (model.centre if start is None else start).copy(), 1e-2
     wanted = np.log(measured)
 
     def errors(at: Array) -> Array:

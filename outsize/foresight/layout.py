@@ -34,7 +34,6 @@ class Stack:
     optimizer: float = 12
     attention: str = "flash"
     fused: bool = True
-    libraries: int = 2024  # year of its kernels' libraries
     sharded: bool = False  # whether the optimizer's states are, where nothing is said
     logits: float = 10.0  # bytes of a logit at the peak
     logits_cut: bool = True  # over the tensor axis, where the loss is computed
@@ -46,6 +45,8 @@ class Stack:
     scattered: bool = False
     sequence: bool = False  # sequence parallelism wherever there is a tensor axis
     vocabulary_cut: bool = True  # over the tensor axis
+    calls: int = 1  # in which a layer's sharded parameters are gathered
+    prefetched: bool = True  # gathered beside what is computed before
     parallel: bool = False  # attention and MLP side by side, with one sum each way
 
 

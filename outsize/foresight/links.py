@@ -20,7 +20,7 @@ from outsize.hardware.cluster import Group
 # the latency of a message that starts alone (NCCL 2.19, tuning.cc: by protocol 0.6 to 4 us over
 # NVLink, 2.7 to 14 us over a network).
 FLAG, HOP = 0.25, 0.5
-Operation = Literal["all_reduce", "gather", "scatter", "all_to_all", "send"]
+Operation = Literal["all_reduce", "gather", "scatter", "send"]
 # Passes over the bytes: an all-reduce is a scatter and a gather of the same bytes.
 _PASSES = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}
 
@@ -46,7 +46,7 @@ def seconds(
     operation: Operation, bytes_: float, group: Ranks, machines: Group, calls: float = 1
 ) -> float:
     """Of one collective, in so many calls. bytes_: of the whole tensor, gathered or summed, on each
-    rank; of all_to_all what each rank has for all; of send what is sent."""
+    rank; of send what is sent."""
     if group.size < 2 or not bytes_:
         return 0.0
     inner, outer = machines.levels[0], machines.levels[-1]
@@ -54,8 +54,6 @@ def seconds(
     if operation == "send":
         level = inner if one_node else outer
         return bytes_ / level.bandwidth.value + level.latency.value
-    if operation == "all_to_all":
-        return _exchange(bytes_, group, machines)
     passes = _PASSES[operation]
     wide, wait = inner.bandwidth.value, inner.latency.value
     near = passes * (group.size - group.nodes) * wait * FLAG + wait
@@ -71,10 +69,16 @@ def seconds(
     return min(ring, moved + calls * (waits + 2 * wait * math.log2(group.inside or 1) / 2))
 
 
-def _exchange(bytes_: float, group: Ranks, machines: Group) -> float:
-    """Every two ranks say something of their own: what leaves the node goes over its adapters."""
+def exchange(bytes_: float, copies: int, group: Ranks, machines: Group) -> float:
+    """Seconds until each rank's tokens are at `copies` random ranks. bytes_: of the tokens, once.
+
+    A token goes to a node once, over an adapter, and is copied there (DeepEP, 2025); the nodes that
+    so many draws meet are n (1 - (1 - 1/n)^copies)."""
+    if group.size < 2 or not bytes_:
+        return 0.0
     inner, outer = machines.levels[0], machines.levels[-1]
-    near = bytes_ * (group.inside - 1) / group.size / inner.bandwidth.value
-    far = bytes_ * (group.size - group.inside) / group.size / outer.bandwidth.value
+    near = bytes_ * copies * (group.inside - 1) / group.inside / inner.bandwidth.value
+    met = (group.nodes - 1) * (1 - (1 - 1 / group.nodes) ** copies)
+    far = bytes_ * met / outer.bandwidth.value
     wait = inner.latency.value if group.nodes == 1 else outer.latency.value
     return max(near, far) + wait

@@ -186,7 +186,7 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
         assumed.append("microbatch")
     rows = numbers["micro_batch"] or _said_rows(row["notes"]) or 1
     rows = max(1, min(rows, batch // data_axis or 1))
-    chunks = numbers["interleave"] or 0
+    chunks = numbers["interleave"] or _said_chunks(row["notes"])
     if not chunks:
         chunks = 1 if source.chunks == "one" or p == 1 else max(1, (numbers["layers"] or 1) // p)
         if p > 1:
@@ -213,6 +213,11 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
 def _said_rows(notes: str) -> int:
     found = re.search(r"local batch (\d+)", notes)
     return 1 if found else 0
+
+
+def _said_chunks(notes: str) -> int:
+    """torchtitan's interleaved schedule has two chunks where nothing else is said."""
+    return 2 if "Interleaved1F1B" in notes else 0
 
 
 def _recompute(row: Mapping[str, str], source: Source) -> Any:

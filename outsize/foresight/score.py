@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from outsize.foresight.fitted import fitted, seconds_with, terms_of
+from outsize.foresight.fitted import RANK_ONLY, fitted, seconds_with, terms_of
 from outsize.foresight.layout import NARROW
 from outsize.foresight.measured import bytes_of, seconds_of
 from outsize.foresight.memory import Memory, fits, memory
 from outsize.foresight.runs import MEMORY, Run, shipped
 
 SWEEP = 5  # runs that make a rank
-RANK_ONLY = ("V100",)  # noisy by 40%
 
 
 @dataclass(frozen=True)
@@ -95,17 +94,18 @@ class Report:
 
 def report(runs: Sequence[Run], each_out: bool = False) -> Report:
     """Forecast and score a table. each_out: with constants fitted without a row's publication."""
-    rows = forecasts([run for run in runs if not run.missing], each_out)
+    left_out = (lambda run: run.source.name) if each_out else (lambda _: "")
+    rows = forecasts([run for run in runs if not run.missing], left_out)
     names = list(dict.fromkeys(run.source.name for run in runs))
     sources = {name: score([r for r in rows if r.run.source.name == name]) for name in names}
     missing = [run for run in runs if run.missing]
     return Report(rows, missing, score(rows), sources)
 
 
-def forecasts(runs: Sequence[Run], each_out: bool = False) -> list[Row]:
-    """Of rows that can be forecast, in their order."""
+def forecasts(runs: Sequence[Run], left_out: Callable[[Run], str]) -> list[Row]:
+    """Of rows that can be forecast, in their order. left_out: what their constants do not know."""
     made = [terms_of(run) for run in runs]
-    names = [run.source.name if each_out else "" for run in runs]
+    names = [left_out(run) for run in runs]
     seconds, reach = np.zeros(len(runs)), np.zeros(len(runs))
     for name in dict.fromkeys(names):
         mine = [i for i, other in enumerate(names) if other == name]

@@ -51,9 +51,13 @@ class CostSource(Protocol):
 # reaches at best: a smaller tile reads its operands more often (NVIDIA, Matrix multiplication
 # background user's guide, 2023).
 TILES = (
-    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 256, 0.9), (256, 64, 0.9),
-    (64, 128, 0.82), (128, 64, 0.82), (64, 64, 0.65), (32, 128, 0.55),
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.88), (64, 256, 0.8), (256, 64, 0.8),
+    (64, 128, 0.7), (128, 64, 0.7), (64, 64, 0.55), (32, 128, 0.45),
 )  # fmt: skip
+# Parts of the peak by the largest power of two that divides all sizes, below whole lines
+# of 128 bytes (Anthony et al., The case for co-designing model architectures with hardware, 2024).
+LINES = {64: 1.0, 32: 0.95, 16: 0.9, 8: 0.8}
+RAGGED = 0.5  # of other sizes
 RAMP = 64  # of the inner dimension: what a tile's first loads and its last store cost
 SPREAD = 0.25  # of a roofline's price without a residual, either way
 # Parts of the peak by kernel, forward and back: FlashAttention (Dao et al., 2022), FlashAttention-2
@@ -109,7 +113,8 @@ class Roofline:
     def _fill(self, m: int, n: int, k: int) -> float:
         if self.device.array:
             return systolic(m, n, k, self.device.array)
-        return tiled(m, n, k, self.device.cores)
+        line = math.gcd(m, n, k, 64)
+        return tiled(m, n, k, self.device.cores) * LINES.get(line, RAGGED)
 
     def _cost(self, seconds: float) -> Cost:
         said = f"roofline of {self.device.name} ({self.device.bandwidth.source})"

@@ -26,7 +26,7 @@ from outsize.hardware.cluster import Cluster
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
-LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers")
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "waited")
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
@@ -60,10 +60,23 @@ def terms(
     if last is not middle:
         _accumulated(last, work, ends=True)
     nodes = max(1, layout.devices // machines.node)
-    hidden = 2 / 3 if layout.stack.beside_data else 0.0
     return Terms(
-        middle, last, _end(work), layout.microbatches, layout.pipeline, layout.chunks, nodes, hidden
-    )
+        middle, last, _end(work), layout.microbatches, layout.pipeline, layout.chunks, nodes,
+        _window(layout),
+    )  # fmt: skip
+
+
+def _window(layout: Layout) -> float:
+    """Beats that sums of gradients may go on beside: the last backward pass, two thirds of a beat,
+    of the last chunk; with interleaved chunks those of all chunks but one, which end a round of
+    microbatches earlier each. Megatron gathers beside the next forward passes too."""
+    if not layout.stack.beside_data:
+        return 0.0
+    part = 1.0 if layout.stack.family == "megatron" else 2 / 3
+    if layout.chunks == 1:
+        return part
+    rounds = min(layout.pipeline, layout.microbatches)
+    return part * rounds * (layout.chunks - 1) / layout.chunks
 
 
 def _stages(work: Work) -> tuple[Lanes, Lanes]:
@@ -152,9 +165,10 @@ def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
         group = ranks(lay.shards, lay.tensor, work.machines.node)
         passes = 1 if lay.cut_gradients else 2
         layers = layers_of(work.shape.layers, lay.pipeline)[0]
-        one = seconds("gather", mine * 2, group, work.machines, layers)
-        back = seconds("scatter", mine * lay.stack.gradients, group, work.machines, layers)
-        stage["gathers"] += passes * one + back
+        calls = layers * lay.stack.calls
+        one = seconds("gather", mine * 2, group, work.machines, calls)
+        back = seconds("scatter", mine * lay.stack.gradients, group, work.machines, calls)
+        stage["gathers" if lay.stack.prefetched else "waited"] += passes * one + back
     elif lay.microbatches > 1 and not lay.frozen:
         stage["adding"] += work.source.traffic(2 * lay.stack.gradients * mine).seconds
 
@@ -223,7 +237,7 @@ def beat(of: Mapping[str, Any]) -> Any:
     computing = together(computing, of["ring"])
     computing = together(computing, of["launch"])
     computing = computing + sum(of[lane] for lane in SAYING)
-    return together(computing, of["gathers"]) + of["stages"]
+    return together(computing, of["gathers"]) + of["waited"] + of["stages"]
 
 
 @dataclass(frozen=True)

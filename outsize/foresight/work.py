@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outsize.foresight.layout import Layout
-from outsize.foresight.links import Ranks, ranks, seconds
+from outsize.foresight.links import Ranks, exchange, ranks, seconds
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS as KERNELS_FUSED
 from outsize.foresight.sources import CostSource
@@ -31,12 +31,14 @@ DROPPED = 1.5  # halves of H: masks of dropout
 # normalised, dropped out, read by the next product.
 SCORES = {"fused": (13.0, 17.0), "plain": (24.0, 28.0)}
 ALIGNED = 8  # a head's size of other multiples has no tensor cores (NVIDIA, the same guide)
-SCALAR = 8.0  # times as long on the cores that remain
+SCALAR = 4.0  # times as long on the cores that remain, beyond lines that are not whole
 LOGITS = (12.0, 12.0)  # bytes of a logit: it is cast, its maximum and sum are read, and back
-LAUNCH = 4.5e-6  # seconds of the processor to launch a kernel (PyTorch on a server processor)
+LAUNCH = 12e-6  # seconds of the processor for a call with its module's code and autograd's graph
 KERNELS = 17  # of a layer's forward, fused
-ROUTED = 100  # of a layer's experts: routing, sorting, exchanging, a product for each of a few
+ROUTED = 60  # of a layer's experts: routing, sorting, exchanging
+OF_EXPERT = 3  # of each expert that is here: two products, a gate; as many again that cast for them
 MOVED = 8.0  # halves of H of a token and expert: sorted, gathered, weighted, summed
+PADDED = 512  # multiples of a vocabulary (Megatron-LM: 128 for each worker of the tensor axis)
 CAST = 5.0  # bytes of an element that enters a product in 8 bits or fewer: read, written twice
 
 
@@ -76,7 +78,7 @@ class Work:
     def head(self) -> Lanes:
         """The last layer with its loss, forward and back; always in 16 bits."""
         cut = self.layout.tensor if self.layout.stack.vocabulary_cut else 1
-        tokens, rows = self.layout.tokens, self.shape.vocab / cut
+        tokens, rows = self.layout.tokens, padded(self.shape.vocab) / cut
         found = lanes()
         for m, n, k in _three(tokens, rows, self.shape.hidden):
             found["matmul"] += self.source.product(m, n, k, self._wide).seconds
@@ -112,9 +114,15 @@ class Work:
             found["ring"] += 3 * one  # keys and values forward and back, and their gradients
         return found
 
+    def _kernel(self) -> str:
+        """Megatron's fused softmax takes four heads of rows at once, or leaves them to others."""
+        lay = self.layout
+        heads = lay.rows * self.shape.heads // lay.tensor
+        return "plain" if lay.attention == "fused" and heads % 4 else lay.attention
+
     def _scores(self) -> Lanes:
         s, lay, found = self.shape, self.layout, lanes()
-        kernel = lay.attention
+        kernel = self._kernel()
         whole = s.scores(lay.sequence) / s.layers * lay.tokens / lay.tensor
         again = lay.recompute in ("full", "attention")
         if kernel in KERNELS_FUSED:
@@ -160,17 +168,18 @@ class Work:
         tokens = lay.tokens * s.active * lay.expert / s.experts
         if lay.tensor > 1:  # each worker sends its own part of the tokens
             tokens /= lay.tensor
-        found = self._mlp(s.expert_inner, max(1.0, tokens), here, cut=1)
+        tokens = max(1, round(tokens / ALIGNED)) * ALIGNED  # they are padded
+        found = self._mlp(s.expert_inner, tokens, here, cut=1)
         if s.shared:
             add(found, self._mlp(s.shared, lay.tokens, 1))
         mine = lay.tokens / lay.tensor
         moved = MOVED * 2 * s.hidden * mine * s.active
         found["traffic"] += self._passes() * self.source.traffic(moved).seconds
-        found["launch"] += LAUNCH * ROUTED * self._passes()
+        each = OF_EXPERT * (2 if lay.narrow else 1)
+        found["launch"] += LAUNCH * (ROUTED + each * here) * self._passes()
         if lay.expert > 1:
             group = ranks(lay.expert, lay.tensor, self.machines.node)
-            sent = mine * min(s.active, group.nodes * s.active) * s.hidden * 2
-            one = seconds("all_to_all", sent, group, self.machines)
+            one = exchange(mine * s.hidden * 2, s.active, group, self.machines)
             found["exchange"] += one * (6 if lay.recompute == "full" else 4)
         return found
 
@@ -228,6 +237,11 @@ class Work:
                 one = seconds("all_reduce", whole, self.tensor, self.machines)
             found["tensor"] = count * one / (2 if lay.stack.parallel else 1)
         return found
+
+
+def padded(vocab: int) -> int:
+    """Rows of a vocabulary as trainers keep them: whole tiles on each of eight workers."""
+    return -(-vocab // PADDED) * PADDED
 
 
 def lanes() -> Lanes:

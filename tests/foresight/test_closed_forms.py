@@ -11,7 +11,7 @@ import pytest
 from outsize.errors import OutsizeError
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.layout import Layout, Stack
-from outsize.foresight.links import FLAG, HOP, ranks, seconds
+from outsize.foresight.links import FLAG, HOP, exchange, ranks, seconds
 from outsize.foresight.memory import memory
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
@@ -66,9 +66,12 @@ def test_small_messages_take_a_tree_and_rings_wait_for_every_call() -> None:
 
 
 def test_exchanges_and_sends() -> None:
-    """Of 16 ranks, half on each of two nodes: half of the bytes leave over one adapter each."""
+    """Of 16 ranks, half on each of two nodes: half of the tokens leave, over one adapter each; of
+    two copies of each one of four stays at home, so that three quarters leave, once."""
     expected = 0.5 * 1e9 / 25e9 + FAR
-    assert seconds("all_to_all", 1e9, ranks(16, 1, 8), A100) == pytest.approx(expected)
+    assert exchange(1e9, 1, ranks(16, 1, 8), A100) == pytest.approx(expected)
+    assert exchange(1e9, 2, ranks(16, 1, 8), A100) == pytest.approx(0.75 * 1e9 / 25e9 + FAR)
+    assert exchange(1e9, 2, ranks(8, 1, 8), A100) == pytest.approx(2 * 7 / 8 * 1e9 / 300e9 + NEAR)
     assert seconds("send", 1e9, ranks(2, 16, 8), A100) == pytest.approx(1e9 / 25e9 + FAR)
     assert seconds("send", 1e9, ranks(1, 1, 8), A100) == 0.0
 
@@ -81,7 +84,17 @@ def test_waves_of_tiles() -> None:
     ramp = 4096 / (4096 + 64)
     assert tiled(256 * 12, 128 * 9, 4096, 108) == pytest.approx(ramp)
     assert tiled(256 * 109, 128, 4096, 108) < 0.96 * ramp
-    assert tiled(100, 100, 4096, 0) == pytest.approx(ramp * 0.95 * 1e4 / 128**2)
+    assert tiled(100, 100, 4096, 0) == pytest.approx(ramp * 0.88 * 1e4 / 128**2)
+
+
+def test_sizes_that_are_no_whole_lines_are_slower() -> None:
+    """BLOOM's hidden size of 14,400 on eight workers is 1,800, a multiple of 8 and not of 16."""
+    source = Roofline(A100.device)
+    whole, half = (source.product(4096, 14336, k, "bf16").seconds / k for k in (1792, 1800))
+    assert half / whole == pytest.approx(1 / 0.8, rel=2e-3)
+    assert source.product(4096, 4096, 1801, "bf16").seconds > 1.9 * 1801 / 1792 * (
+        source.product(4096, 4096, 1792, "bf16").seconds
+    )
 
 
 def test_systolic_array() -> None:
@@ -135,10 +148,44 @@ def test_a_slow_last_stage_sets_the_beat() -> None:
 def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
     lanes = dict.fromkeys(
         ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "exchange",
-         "ring", "stages", "gathers", "adding"), 0.0,
+         "ring", "stages", "gathers", "waited", "adding"), 0.0,
     )  # fmt: skip
     of = [{**lanes, "matmul": value} for value in (middle, last)]
     return Terms(of[0], of[1], {"sums": 0.0, "update": 0.0}, slots, stages, chunks, 1, 0.0)
+
+
+def test_sums_of_interleaved_chunks_go_on_beside_a_round_of_microbatches() -> None:
+    """Two stages of four chunks: three of four chunks have their sums two beats before the end."""
+    cluster = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s")
+    shape = {"tensor": 8, "devices": 32, "pipeline": 2, "batch": 64}
+    windows = [
+        terms(GPT, layout(**shape, chunks=chunks, stack=stack), cluster).window
+        for chunks, stack in ((4, MEGATRON), (1, MEGATRON), (4, replace(MEGATRON, family="torch")),
+                              (4, replace(MEGATRON, beside_data=False)))
+    ]  # fmt: skip
+    assert windows == pytest.approx([1.5, 1.0, 1.0, 0.0])
+
+
+def test_parameters_gathered_one_by_one_wait_for_every_call() -> None:
+    """ZeRO-3 as it began: twelve calls a layer, forward, back and for gradients, beside nothing."""
+    cluster = parse_spec("4 x 8 A100-SXM-80 @ 25GB/s")
+    many = replace(MEGATRON, calls=12, prefetched=False)
+    asked = {"tensor": 1, "devices": 32, "batch": 32, "rows": 1, "shards": 32, "states": 32}
+    one, other = (terms(GPT, layout(**asked, stack=s), cluster).last for s in (MEGATRON, many))
+    wait = 28 * NEAR * FLAG + NEAR + 3 * FAR * HOP
+    more = 11 * 3 * GPT.layers * wait
+    assert other["waited"] == pytest.approx(one["gathers"] + more) and "gathers" not in other
+    assert beat(_zeros() | other) > beat(_zeros() | one) + more
+
+
+def test_fused_softmax_takes_four_rows_of_heads_at_once() -> None:
+    cluster = parse_spec("A100-SXM-80")
+    made = [
+        terms(replace(GPT, heads=heads), layout(devices=1, tensor=1, rows=1), cluster).last
+        for heads in (64, 48, 66)
+    ]
+    per_head = [each["scores"] / heads for each, heads in zip(made, (64, 48, 66), strict=True)]
+    assert per_head[0] == pytest.approx(per_head[1]) and per_head[2] > 1.5 * per_head[0]
 
 
 def test_layers_of_stages() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from outsize.foresight import fitted as fitting
 from outsize.foresight.measured import seconds_of
 from outsize.foresight.runs import COLUMNS, data, read_runs, shipped
 from outsize.foresight.score import bars, rank_correlation, report
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+import accuracy
 
 TEXT = data("published_training.csv")
 
@@ -141,7 +146,7 @@ def test_the_shipped_constants_are_those_of_the_shipped_table() -> None:
     """Fitted once more, without one publication: the digits of the file."""
     runs = [run for run in shipped() if not run.missing and seconds_of(run) is not None]
     made = [fitting.terms_of(run) for run in runs]
-    found = fitting.without("SimuMax", runs, made)
+    found = fitting.without("SimuMax", runs, made, fitting.fitted().values)
     kept = fitting.fitted("SimuMax").values
     assert found.keys() == kept.keys()
     off = np.array([abs(found[name] - kept[name]) for name in found])
@@ -161,10 +166,31 @@ def test_every_bar_is_a_figure_of_the_whole_table() -> None:
 
 
 def test_runs_of_an_unknown_device_have_wider_intervals() -> None:
-    """fp4 on GB200 is of one publication: its interval is what nine of ten publications kept."""
+    """fp4 on GB200 is of one publication: its interval is the widest that another had."""
     rows = report(shipped(), each_out=True).rows
     widths = {row.known: row.high / row.low for row in rows if "Bridge" in row.run.source.name}
     assert widths[False] > widths[True] > 1
+
+
+def test_the_page_is_what_its_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert accuracy.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_halves_of_the_models_are_two_and_whole() -> None:
+    found = {fitting.half(run) for run in shipped()}
+    assert found == set(fitting.HALVES)
+    one, other = (fitting.fitted(name).values for name in fitting.HALVES)
+    assert one != other != fitting.fitted().values
+    by_model: dict[tuple[str, str], set[str]] = {}
+    for run in shipped():
+        by_model.setdefault((run.source.name, run.model), set()).add(fitting.half(run))
+    assert all(len(halves) == 1 for halves in by_model.values())
+
+
+def test_interleaved_runs_of_torchtitan_have_two_chunks() -> None:
+    runs = [run for run in shipped() if run.source.name == "torchtitan" and run.layout is not None]
+    chunks = {run.layout.chunks for run in runs if run.layout is not None}
+    assert chunks == {1, 2}
 
 
 def test_a_shape_that_is_not_said_follows_from_its_parameters() -> None:
