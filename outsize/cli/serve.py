@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from outsize.data.tokenizer import Tokenizer
     from outsize.launch import Speaker
     from outsize.launch.heartbeat import Heartbeat
+    from outsize.memory.tiers import TierSpec
     from outsize.serve.files import Limits
     from outsize.serve.model import Model
     from outsize.serve.room import Wanted
@@ -38,8 +40,10 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
 @click.option("--memory", metavar="SIZE", help="Most bytes of tensors, as 2GiB: weights, cache and"
               " steps. Weights beyond it stay in their files, read in each step. Left out: all of"
               " them, and up to half of the memory that is left for the cache.")  # fmt: skip
-@click.option("--disk", metavar="DIR", help="With --memory: where weights that must be converted"
-              " go; by default the folder for temporary files.")  # fmt: skip
+@click.option("--disk", metavar="DIR[:SIZE]", help="Where pages of the cache go that are pushed out"
+              " and wanted again; with --memory also weights that must be converted.")  # fmt: skip
+@click.option("--host-memory", metavar="SIZE", help="The same, where the cache is an accelerator's;"
+              " filled before --disk.")  # fmt: skip
 @click.option("--context", type=click.IntRange(1), metavar="TOKENS", help="Of a request, with what"
               " is drawn; by default what the model has, 8,192 at most.")  # fmt: skip
 @click.option("--requests", default=16, show_default=True, type=click.IntRange(1, 1024),
@@ -76,6 +80,7 @@ def serve(
     key_file: Path | None,
     memory: str | None,
     disk: str | None,
+    host_memory: str | None,
     context: int | None,
     requests: int,
     step: int,
@@ -114,8 +119,8 @@ def serve(
     chosen(policy, promised)
     if draft is not None:
         DRAFTERS.get(draft)
-    limits = _limits(memory, disk)
-    wanted = Wanted(context, requests, step, queue, draft is not None, promised, cache)
+    below, limits = _tiers(memory, host_memory, disk)
+    wanted = Wanted(context, requests, step, queue, draft is not None, promised, cache, below)
     served = _Served(directory, wanted, policy, draft, template, tokenizer, keys, host, port)
     if spread:
         for name, value in (("--adapter", adapters), ("--weights", weights)):
@@ -143,14 +148,17 @@ def _server() -> ModuleType:
     return run
 
 
-def _limits(memory: str | None, disk: str | None) -> Limits | None:
-    """Of what is on the device."""
+def _tiers(
+    memory: str | None, host_memory: str | None, disk: str | None
+) -> tuple[tuple[TierSpec, ...], Limits | None]:
+    """Where pages go that are pushed out, and the limits of what is on the device."""
     from outsize.cli.generate import limits_of
-    from outsize.errors import OutsizeError
+    from outsize.memory.tiers import disk_tier, host_tier
 
-    if memory is None and disk is not None:
-        raise OutsizeError("--disk goes with --memory; give --memory SIZE")
-    return None if memory is None else limits_of(memory, disk, False)
+    found = [] if host_memory is None else [host_tier(host_memory)]
+    found += [] if disk is None else [disk_tier(disk)]
+    folder = None if disk is None else str(found[-1].paths[0])
+    return tuple(found), None if memory is None else limits_of(memory, folder, False)
 
 
 def _keys(host: str, key_file: Path | None) -> tuple[str, ...]:
@@ -195,10 +203,10 @@ class _Served:
         from outsize.serve.policies import chosen
         from outsize.serve.room import served
 
-        plan = served(model, self.wanted)
+        plan = served(model, self.wanted, partial(click.echo, err=True))
         drafter = None if self.draft is None else DRAFTERS.get(self.draft)
         playing = chosen(self.policy, plan.room.slo)
-        engine = Engine(model, plan.room, playing, plan.session, drafter, pulse)
+        engine = Engine(model, plan.room, playing, plan.session, drafter, pulse, plan.below)
         if not engine.steps.leads:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # the one that is asked heeds them

@@ -56,7 +56,7 @@ class Room:
     """pages: of `page` tokens each; slots: requests that go at once; budget: tokens of a step;
     queue: tokens of requests that may wait; context: of a request with what is drawn, at most;
     price: of steps; slo: what is promised; cache: the form of what pages hold
-    (outsize/kernels/pages.py)."""
+    (outsize/kernels/pages.py); below: pages that may lie below."""
 
     pages: int
     page: int
@@ -67,6 +67,7 @@ class Room:
     price: Price = FREE
     slo: Slo = NONE
     cache: str = AS_STORED
+    below: int = 0
 
 
 class Full(OutsizeError):
@@ -80,7 +81,8 @@ class Full(OutsizeError):
 @dataclass
 class Counts:
     """Since the start. kept: tokens of prompts that were in pages already; drafted, accepted:
-    tokens of drafts, and those that came true; busy, foretold: seconds in steps."""
+    tokens of drafts, and those that came true; evicted, fetched: pages that went below, and that
+    came back; lost: that did not; busy, foretold: seconds in steps."""
 
     steps: int = 0
     prompt: int = 0
@@ -90,6 +92,9 @@ class Counts:
     drafted: int = 0
     accepted: int = 0
     refused: int = 0
+    evicted: int = 0
+    fetched: int = 0
+    lost: int = 0
     busy: float = 0.0
     foretold: float = 0.0
 

@@ -27,6 +27,7 @@ from outsize.models.decoder import typed
 from outsize.models.layout import prompted
 from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
+from outsize.serve.below import Below
 from outsize.serve.drafts import Drafter
 from outsize.serve.line import Feed, Line
 from outsize.serve.model import Model
@@ -59,7 +60,8 @@ class Engine:
 
     Any thread may ask; the engine's own takes the steps, and sleeps while nobody asks. session:
     what plays steps over weights that are not in memory as a whole. drafter: makes one for each
-    request, where what layers keep is of single tokens. fault: what has ended it, if something has;
+    request, where what layers keep is of single tokens. below: where pages go that are pushed out,
+    closed with it. fault: what has ended it, if something has;
     failed: called then, once all are told.
 
     On a mesh every worker has one, of like room. One of them leads, and is asked; the others follow
@@ -74,8 +76,10 @@ class Engine:
         session: Session | None = None,
         drafter: Callable[[], Drafter] | None = None,
         pulse: Heartbeat | None = None,
+        below: Below | None = None,
     ) -> None:
-        self.model, self.room = model, room
+        assert (below is None) == (not room.below), "the room says how many pages may lie below"
+        self.model, self.room, self.below = model, room, below
         self.steps = Steps(model, room, session, pulse)
         dtype = model.prologue.tokens.weight.dtype
         left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
@@ -103,6 +107,8 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
         self.steps.close()
+        if self.below is not None:
+            self.below.close()
         if self.fault is not None and not self.steps.leads:
             raise self.fault
 
@@ -262,9 +268,11 @@ class Engine:
         if whole is not None:
             self._see(whole)
         elif feeds:
-            self._step(feeds)
-            with self._wake:
-                self.line.ran(feeds, time.perf_counter() - begin)
+            settle = None if self.below is None else self.below.settle
+            if settle is None or settle(self.line, self.steps.page, self._wake):
+                self._step(feeds)
+                with self._wake:
+                    self.line.ran(feeds, time.perf_counter() - begin)
 
     def _step(self, feeds: Sequence[Feed]) -> None:
         fed = [token for feed in feeds for token in feed.ids]
@@ -280,6 +288,8 @@ class Engine:
     def _see(self, one: _Whole) -> None:
         with self._wake:
             owner = self.line.lent(len(one.ids))
+        if self.below is not None:
+            self.below.settle(self.line, self.steps.page, self._wake)
         try:
             one.see(self.steps, self.line.pages.of(owner), self.room, self.model.config.virtual)
         except Exception as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from outsize.decode.paged import Part
 from outsize.errors import OutsizeError, counted
 from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room, Token, told
 from outsize.serve.drafts import Drafter
-from outsize.serve.pages import Pages
+from outsize.serve.pages import Move, Pages
 from outsize.serve.policies import Policy, Step, View, Waiting, first_come
 from outsize.serve.price import Price
 from outsize.serve.slo import Drift, Load, limits, shown, wait
@@ -92,6 +92,13 @@ class Feed(NamedTuple):
     place: int = 0
 
 
+def _behind(among: Mapping[int, Request], request: Request, order: Step) -> Iterator[Request]:
+    """Who has begun and is less urgent than a request, the last one first."""
+    for key in itertools.takewhile(lambda key: key != request.key, reversed(order)):
+        if among[key].begun:
+            yield among[key]
+
+
 @dataclass
 class Shares:
     """Tokens that each owner has had since last nobody was there, a drawn one as two."""
@@ -148,7 +155,7 @@ class Line:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.room, self.counts = room, Counts()
-        self.pages = Pages(room.pages, room.page, sharing)
+        self.pages = Pages(room.pages, room.page, sharing, room.below, room.price)
         self._policy, self._drafter = policy, drafter
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.said, self.slots = 0.0, room.slots
@@ -212,8 +219,22 @@ class Line:
         if not found and any(one.begun for one in seen):  # who is wanted lacks what others have
             begun = replace(view, requests=[r.seen() for r in self.requests.values() if r.begun])
             found = self._composed(first_come(begun), budget)
-        self.said = foretold(room.price, found)
+        self.said = foretold(room.price, found) + room.price.moving(*self.pages.moving)
         return found
+
+    def moved(self, moves: Sequence[Move]) -> None:
+        """These have been made."""
+        self.counts.evicted += sum(move.out for move in moves)
+        self.counts.fetched += sum(not move.out for move in moves)
+
+    def lost(self, pages: Collection[int]) -> None:
+        """What lies below cannot be had any more, and did not come into these pages: who has them
+        computes all again."""
+        self.counts.lost += len(pages)
+        for request in [r for r in self.requests.values() if r.begun]:
+            if not set(pages).isdisjoint(self.pages.of(request.key)):
+                self._interrupt(request)
+        self.pages.lost(pages)
 
     def _composed(self, wanted: Step, budget: int) -> list[Feed]:
         """What is wanted, as far as there are slots and pages for it."""
@@ -227,9 +248,10 @@ class Line:
                 continue
             start, waiting, pages = request.fed, request.waiting, self.pages.of(key)
             count = min(count, waiting)
-            lacks = start + count > len(pages) * self.pages.size
-            if lacks and not self._given(request, start + count, wanted):
-                continue
+            if start + count > len(pages) * self.pages.size:
+                if not self._freed(request, start + count, wanted):
+                    continue  # its turn comes when somebody before it has ended
+                self.pages.extend(key, start + count)
             assert request.slot is not None
             ahead = waiting - count
             part = Part(pages, start, count, ahead, request.slot)
@@ -286,7 +308,7 @@ class Line:
     def _begin(self, request: Request, order: Step) -> bool:
         """Give a request a slot and the pages that are kept of its prompt, where there is room for
         the rest of it, if need be that of those behind it."""
-        if not self._slots and next(self._behind(request, order), None) is None:
+        if not self._slots and next(_behind(self.requests, request, order), None) is None:
             return False
         request.fed = self.pages.begin(request.key, request.ids)
         if not self._freed(request, len(request.ids), order):
@@ -294,17 +316,10 @@ class Line:
             request.fed = 0
             return False
         if not self._slots:
-            self._interrupt(next(self._behind(request, order)))
+            self._interrupt(next(_behind(self.requests, request, order)))
+        request.fed = self.pages.restore(request.key, request.ids)
         request.slot = self._slots.pop()
         self.counts.kept += request.fed
-        return True
-
-    def _given(self, request: Request, tokens: int, order: Step) -> bool:
-        """Pages for so many tokens, if need be of those behind it; without them its turn comes when
-        somebody before it has ended."""
-        if not self._freed(request, tokens, order):
-            return False
-        self.pages.extend(request.key, tokens)
         return True
 
     def _freed(self, request: Request, tokens: int, order: Step) -> bool:
@@ -313,7 +328,7 @@ class Line:
         lacking = self.pages.missing(request.key, tokens) - self.pages.left
         if lacking <= 0:
             return True
-        behind = list(self._behind(request, order))
+        behind = list(_behind(self.requests, request, order))
         if lacking > sum(len(self.pages.of(one.key)) for one in behind):
             return False
         for one in behind:
@@ -322,23 +337,15 @@ class Line:
                 return True
         return False
 
-    def _behind(self, request: Request, order: Step) -> Iterator[Request]:
-        """Who has begun and is less urgent, the last one first."""
-        for key in reversed(order):
-            if key == request.key:
-                return
-            if self.requests[key].begun:
-                yield self.requests[key]
-
     def _interrupt(self, request: Request) -> None:
-        """Take a request's pages; all its tokens will be fed again."""
-        self._release(request)
+        """Take a request's pages; all its tokens will be fed again, but for those that are kept."""
+        self._release(request, again=True)
         request.fed = 0
         self.counts.interrupted += 1
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, again: bool = False) -> None:
         if request.slot is not None:
-            self.pages.end(request.key)
+            self.pages.end(request.key, again)
             self._slots.append(request.slot)
             request.slot = None
 

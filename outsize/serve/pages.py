@@ -3,13 +3,19 @@
 A page has room for some tokens of one request, or of several whose prompts begin alike. A page that
 is full is known by the tokens in it and before it; when nobody has it any more it stays until its
 room is wanted, the longest unused first, so that the next request that begins so finds it.
+
+What is then pushed out goes below, to host memory or a disk, where it is wanted again (of a request
+that was interrupted, or found by a second one) and would come back sooner than it is computed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outsize.serve.price import FREE, Price
 
 _BEGINNING = 0  # stands for what is before a sequence's first page
 
@@ -26,20 +32,72 @@ class _Held:
     last: int = _BEGINNING
 
 
-class Pages:
-    """So many pages of so many tokens. sharing: pages that are full are kept and shared."""
+class _Known(NamedTuple):
+    """A page that is full. name: never given to other tokens; start: tokens before it."""
 
-    def __init__(self, count: int, size: int, sharing: bool = True) -> None:
+    key: _Key
+    name: int
+    start: int
+
+
+class Move(NamedTuple):
+    """What a page holds goes below, out, or comes back. slot: its place there."""
+
+    page: int
+    slot: int
+    out: bool
+
+
+class _Below:
+    """The books of so many slots: the longest unused is given to another where none is free."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots))[::-1]
+        self._held = OrderedDict[_Key, tuple[int, int]]()  # slot, and the name of the tokens
+
+    @property
+    def used(self) -> int:
+        return len(self._held)
+
+    def named(self, key: _Key) -> int | None:
+        return self._held[key][1] if key in self._held else None
+
+    def found(self, key: _Key) -> int | None:
+        """The slot of what is wanted again now."""
+        if key not in self._held:
+            return None
+        self._held.move_to_end(key)
+        return self._held[key][0]
+
+    def keep(self, key: _Key, name: int) -> int | None:
+        """A slot for it; None where there are none at all."""
+        if not self._free and not self._held:
+            return None
+        slot = self._free.pop() if self._free else self._held.popitem(last=False)[1][0]
+        self._held[key] = slot, name
+        return slot
+
+
+class Pages:
+    """So many pages of so many tokens. sharing: pages that are full are kept and shared; below:
+    slots for those that are pushed out; price: of what comes back, and what is computed again;
+    moves: to be made before the next step."""
+
+    def __init__(
+        self, count: int, size: int, sharing: bool = True, below: int = 0, price: Price = FREE
+    ) -> None:
         assert count > 0 and size > 0
         self.count, self.size, self.sharing = count, size, sharing
         self._free = list(range(count))[::-1]
         self._users = [0] * count
         self._known: dict[_Key, int] = {}
-        self._keys: dict[int, _Key] = {}
-        self._names: dict[int, int] = {}  # of known pages: never given twice
+        self._full: dict[int, _Known] = {}  # by page
         self._given = _BEGINNING
         self._kept = OrderedDict[int, None]()
         self._held: dict[int, _Held] = {}
+        self._below, self._price = _Below(below), price
+        self._wanted = set[int]()  # pages whose tokens are likely to be asked for again
+        self.moves = list[Move]()
 
     @property
     def left(self) -> int:
@@ -51,6 +109,22 @@ class Pages:
         """That there is room for in all."""
         return self.count * self.size
 
+    @property
+    def below(self) -> int:
+        """Pages that lie below."""
+        return self._below.used
+
+    @property
+    def moving(self) -> tuple[int, int]:
+        """Pages that are to go below, and to come back."""
+        out = sum(move.out for move in self.moves)
+        return out, len(self.moves) - out
+
+    def moved(self) -> list[Move]:
+        """What is to be moved before the next step, in this order: it is now."""
+        moves, self.moves = self.moves, []
+        return moves
+
     def of(self, owner: int) -> list[int]:
         return self._held[owner].pages
 
@@ -58,16 +132,31 @@ class Pages:
         """A request comes; gives how many of its tokens have been kept, one fewer than all at
         most."""
         held = self._held[owner] = _Held()
-        whole = (len(ids) - 1) // self.size if self.sharing else 0
-        for index in range(whole):
-            some = tuple(ids[index * self.size : (index + 1) * self.size])
-            page = self._known.get((held.last, some))
-            if page is None:
+        for index in range((len(ids) - 1) // self.size if self.sharing else 0):
+            if not self._found(held, (held.last, self._some(ids, index))):
                 break
-            self._kept.pop(page, None)
-            self._users[page] += 1
-            held.pages.append(page)
-            held.named, held.last = index + 1, self._names[page]
+        return held.named * self.size
+
+    def restore(self, owner: int, ids: Sequence[int]) -> int:
+        """The same of those that lie below, where they come back sooner than they are computed. For
+        all of the request's tokens there is room."""
+        held = self._held[owner]
+        start, keys, last = held.named * self.size, list[_Key](), held.last
+        for index in range(held.named, (len(ids) - 1) // self.size):
+            key = last, self._some(ids, index)
+            page = self._known.get(key)
+            name = self._below.named(key) if page is None else self._full[page].name
+            if name is None:
+                break
+            keys.append(key)
+            last = name
+        count = sum(key not in self._known for key in keys)
+        if count and self._price.fetches(start, len(keys) * self.size, count):
+            for key in reversed(keys):  # in use: to be given up last, those of the beginning behind
+                self._below.found(key)
+            for key in keys:
+                if not self._found(held, key) and not self._fetched(held, key):
+                    break
         return held.named * self.size
 
     def missing(self, owner: int, tokens: int) -> int:
@@ -86,27 +175,84 @@ class Pages:
         """The pages hold the first so many of these tokens: what is full is known."""
         held = self._held[owner]
         while self.sharing and (held.named + 1) * self.size <= tokens:
-            page = held.pages[held.named]
-            some = tuple(ids[held.named * self.size : (held.named + 1) * self.size])
-            known = self._known.setdefault((held.last, some), page)
+            page, key = held.pages[held.named], (held.last, self._some(ids, held.named))
+            known = self._known.setdefault(key, page)
             if known == page:
-                self._given += 1
-                self._keys[page], self._names[page] = (held.last, some), self._given
-            held.named, held.last = held.named + 1, self._names[known]
+                name = self._below.named(key)  # so that those behind it are found there too
+                if name is None:
+                    self._given += 1
+                    name = self._given
+                self._full[page] = _Known(key, name, held.named * self.size)
+            held.named, held.last = held.named + 1, self._full[known].name
 
-    def end(self, owner: int) -> None:
-        """A request goes; its last pages are the first to be taken."""
+    def end(self, owner: int, again: bool = False) -> None:
+        """A request goes; its last pages are the first to be taken. again: it will come back."""
         for page in reversed(self._held.pop(owner).pages):
             self._users[page] -= 1
+            if again and page in self._full:
+                self._wanted.add(page)
             if not self._users[page]:
-                if page in self._keys:
+                if page in self._full:
                     self._kept[page] = None
                 else:
                     self._free.append(page)
+
+    def lost(self, pages: Collection[int]) -> None:
+        """Nothing comes back from below any more, and did not into these pages, which are
+        somebody's or kept: they are known no more."""
+        self._below, self.moves = _Below(0), []
+        for page in pages:
+            if page in self._full:
+                self._forget(page)
+            if page in self._kept:
+                del self._kept[page]
+                self._free.append(page)
+
+    def _some(self, ids: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(ids[index * self.size : (index + 1) * self.size])
+
+    def _found(self, held: _Held, key: _Key) -> bool:
+        """Give a request the page that holds its next tokens, if there is one."""
+        page = self._known.get(key)
+        if page is None:
+            return False
+        self._kept.pop(page, None)
+        self._users[page] += 1
+        self._next(held, page)
+        return True
+
+    def _fetched(self, held: _Held, key: _Key) -> bool:
+        """Have them brought back into a page, if they lie below still."""
+        page = self._taken()  # which may push out another, and that one what lies below
+        self._users[page] = 1
+        slot, name = self._below.found(key), self._below.named(key)
+        if slot is None or name is None:
+            held.pages.append(page)
+            return False
+        self.moves.append(Move(page, slot, False))
+        self._known[key] = page
+        self._full[page] = _Known(key, name, held.named * self.size)
+        self._next(held, page)
+        return True
+
+    def _next(self, held: _Held, page: int) -> None:
+        held.pages.append(page)
+        held.named, held.last = held.named + 1, self._full[page].name
+        self._wanted.add(page)
 
     def _taken(self) -> int:
         if self._free:
             return self._free.pop()
         page, _ = self._kept.popitem(last=False)
-        del self._known[self._keys.pop(page)], self._names[page]
+        key, name, start = self._full[page]
+        wanted = page in self._wanted and self._price.keeps(start, self.size)
+        self._forget(page)
+        if wanted and self._below.found(key) is None:
+            slot = self._below.keep(key, name)
+            if slot is not None:
+                self.moves.append(Move(page, slot, True))
         return page
+
+    def _forget(self, page: int) -> None:
+        del self._known[self._full.pop(page).key]
+        self._wanted.discard(page)

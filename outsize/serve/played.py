@@ -116,6 +116,7 @@ class _Play:
                 continue
             begun = {request.key for request in line.requests.values() if request.begun}
             feeds = line.feeds()
+            line.moved(line.pages.moved())
             assert feeds, "somebody can always go on"
             if self._watch is not None:
                 self._watch(feeds)

@@ -7,6 +7,7 @@ through the head; weights that stay in files are read meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +50,8 @@ class Price:
     """blocks: by tokens that are fed, with an empty cache; head: by tokens that are drawn. Of the
     cached tokens before those that are fed of a request, the last `reach` at most (mean over
     layers): visit, for each of them and each fed one; load, for each of them, once. reading: of the
-    weights that stay in files, in every step and beside what is computed."""
+    weights that stay in files, in every step and beside what is computed. fetch, evict: of a page
+    of the cache, from below and there."""
 
     blocks: Curve = Curve()
     head: Curve = Curve()
@@ -57,6 +59,8 @@ class Price:
     load: float = 0.0
     reach: int = 1 << 40
     reading: float = 0.0
+    fetch: float = math.inf
+    evict: float = 0.0
 
     def past(self, start: int, count: int) -> float:
         """Seconds of what `count` tokens of a request see behind `start` ones."""
@@ -79,6 +83,23 @@ class Price:
         """Seconds of a prompt to its first token where nobody else asks, in slices."""
         starts = range(0, tokens, budget)
         return sum(self.prompt(min(budget, tokens - start), start) for start in starts)
+
+    def moving(self, out: int, back: int) -> float:
+        """Seconds of so many pages that go below, and that come back."""
+        return out * self.evict + (self.fetch * back if back else 0.0)
+
+    def again(self, start: int, tokens: int) -> float:
+        """Seconds of computing what so many tokens leave once more, beside others in a step."""
+        return self.blocks.more * tokens + self.past(start, tokens)
+
+    def keeps(self, start: int, tokens: int) -> bool:
+        """Whether a page of so many tokens is better moved below and back than computed again."""
+        return self.evict + self.fetch < self.again(start, tokens)
+
+    def fetches(self, start: int, tokens: int, pages: int) -> bool:
+        """Whether so many tokens are back sooner than computed again, of which so many pages lie
+        below."""
+        return self.fetch * pages < self.again(start, tokens)
 
     @property
     def token(self) -> float:

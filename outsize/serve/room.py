@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from zlib import crc32
+
+import torch
 
 from outsize.collectives import Lone, World
 from outsize.collectives.world import steady, told
@@ -15,13 +17,18 @@ from outsize.decode.paged import PAGE
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError, counted, nearest
 from outsize.hardware import host
+from outsize.hardware.disk import OPERATION
 from outsize.kernels import native, rows
 from outsize.kernels.pages import AS_STORED, FORMS, Form
+from outsize.memory.disk import DiskStore
 from outsize.memory.sizes import format_bytes
+from outsize.memory.store import MemoryStore, Store
+from outsize.memory.tiers import TierSpec
 from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
+from outsize.serve.below import Below
 from outsize.serve.budget import Budget
 from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
@@ -43,7 +50,7 @@ _CACHE = 0.25  # of a budget that does not hold all weights, which pages may hav
 class Wanted:
     """What is said of serving; None: what follows from the model and the machine. queue: tokens of
     waiting requests; drafts: whether steps look at drafts; slo: what is promised; cache: the
-    form of what pages hold."""
+    form of what pages hold; below: where pages go that are pushed out, the first one first."""
 
     context: int | None = None
     requests: int = 16
@@ -52,6 +59,7 @@ class Wanted:
     drafts: bool = False
     slo: Slo = NONE
     cache: str = AS_STORED
+    below: tuple[TierSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cache not in FORMS:
@@ -63,7 +71,7 @@ class Served:
     """What a model will be served with. session: what plays the steps where weights are not in
     memory as a whole; weights: bytes on the device; cache, work: bytes; notes: what differs from
     what one may expect. mesh: of several workers, "" for one; shares: weights, cache and work of
-    the first worker of each stage of a pipeline."""
+    the first worker of each stage of a pipeline; below: where pages go that are pushed out."""
 
     room: Room
     session: Session | None
@@ -73,6 +81,7 @@ class Served:
     notes: tuple[str, ...]
     mesh: str
     shares: tuple[tuple[int, int, int], ...]
+    below: Below | None = None
 
     def lines(self) -> list[str]:
         room = self.room
@@ -93,7 +102,18 @@ class Served:
             f" {room.queue:,} tokens may wait; alone, a prompt of {prompt} takes about"
             f" {first:.3g} s to its first token, each further one {token:.3g} s",
             *self._promised(),
+            *self._pushed_out(),
             *self.notes,
+        ]
+
+    def _pushed_out(self) -> list[str]:
+        room, price = self.room, self.room.price
+        if not room.below:
+            return []
+        return [
+            "pages that are pushed out and wanted again go below, room for"
+            f" {room.below * room.page:,} tokens: one takes {price.evict:.3g} s there and"
+            f" {price.fetch:.3g} s back, and is computed again where that is foretold to be quicker"
         ]
 
     def _promised(self) -> list[str]:
@@ -122,9 +142,9 @@ class Sizes:
     enough: int
 
 
-def served(model: Model, wanted: Wanted) -> Served:
-    """All workers of a mesh ask. OutsizeError where the memory of one is too small, with what is
-    missing."""
+def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) -> Served:
+    """All workers of a mesh ask. tell: is told in a line what fails later. OutsizeError where the
+    memory of one is too small, with what is missing."""
     home = model.home
     assert home is None or isinstance(home, InFiles | OnMesh)
     held, world = (resident(model), Lone()) if home is None else (home.held, home.world)
@@ -154,7 +174,47 @@ def served(model: Model, wanted: Wanted) -> Served:
     mesh = str(world.mesh) if world.mesh.size > 1 else ""
     lone = unkept(wanted.slo, price, min(PROMPT, context), budget)
     notes = (*notes, *_on_mesh(world, room), *lone)
-    return Served(room, session, weights, found.cache, found.work, notes, mesh, stages)
+    why = _not_below(world, left)
+    if wanted.below and why:
+        notes = (*notes, f"pages that are pushed out are computed again: {why}")
+        wanted = replace(wanted, below=())
+    room, below = _with_below(room, wanted.below, sizes.page, held.device, tell)
+    return Served(room, session, weights, found.cache, found.work, notes, mesh, stages, below)
+
+
+def _not_below(world: World, left: Sequence[StateSpec]) -> str:
+    """Why nothing lies below; "" where it may."""
+    if world.mesh.size > 1:
+        return "those of several workers do not go below"
+    recurrent = any(one.per == "sequence" for one in left)
+    return "a recurrent state is not there for the first tokens alone" if recurrent else ""
+
+
+def _with_below(
+    room: Room, tiers: Sequence[TierSpec], page: int, device: torch.device,
+    tell: Callable[[str], object],
+) -> tuple[Room, Below | None]:  # fmt: skip
+    """A room with slots below for pages of so many bytes, priced by moving one."""
+    stores = list[tuple[Store, int]]()
+    for tier in tiers:
+        if tier.medium == "disk":
+            stores.append((DiskStore(tier.name, tier.paths, tier.bytes, 1), tier.bytes))
+        elif device.type == "cpu":
+            raise OutsizeError(
+                f"--host-memory {format_bytes(tier.bytes)}: the cache is in the host's memory"
+                " already; give more --memory, or a --disk"
+            )
+        else:
+            stores.append((MemoryStore(tier.name, tier.bytes), tier.bytes))
+    if not stores:
+        return room, None
+    below = Below(stores, page, tell)
+    if not below.pages:
+        raise OutsizeError(
+            f"--disk, --host-memory: a page of the cache takes {format_bytes(page)}; give more"
+        )
+    price = replace(room.price, fetch=below.fetch, evict=below.evict)
+    return replace(room, price=price, below=below.pages), below
 
 
 def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: int) -> Price:
@@ -171,10 +231,13 @@ def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: in
     return Price(Curve(((1, token), (some, prompt)) if some > 1 else ((1, token),)))
 
 
-def _held(one: StateSpec, form: Form) -> int:
-    """Bytes of what the tokens of a page leave."""
-    *heads, size = one.shape
-    return PAGE * math.prod(heads) * form.bytes(size, one.dtype)
+def page_bytes(left: Iterable[StateSpec], form: Form, page: int = PAGE) -> int:
+    """Of what so many tokens leave in layers that leave such."""
+    found = 0
+    for one in left:
+        *heads, size = one.shape
+        found += math.prod(heads) * form.bytes(size, one.dtype) if one.per == "token" else 0
+    return page * found
 
 
 def sizes_of(
@@ -183,11 +246,13 @@ def sizes_of(
     asked = Request((0,) * budget, 1, Sampling(1.0))
     drawn = min(budget + wanted.requests, wanted.requests * (1 + wanted.drafts * MOST))
     logits = drawn * held.config.vocab * held.dtypes["prologue.tokens.weight"].itemsize * held.last
-    least = math.ceil(context / PAGE)
+    least, page = math.ceil(context / PAGE), page_bytes(left, FORMS[wanted.cache])
+    disks = sum(one.medium == "disk" for one in wanted.below)
+    moving = page + disks * OPERATION if wanted.below and held.device.type == "cpu" else 0
     return Sizes(
-        page=sum(_held(one, FORMS[wanted.cache]) for one in left if one.per == "token"),
+        page=page,
         slots=(wanted.requests + 1) * sum(one.bytes(1) for one in left if one.per == "sequence"),
-        work=needs(held, asked, budget).work + logits,
+        work=needs(held, asked, budget).work + logits + moving,
         least=least,
         enough=least * wanted.requests,
     )

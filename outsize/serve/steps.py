@@ -145,6 +145,10 @@ class Steps:
         """Of the pages and states that have been used by now."""
         return self._cache.bytes
 
+    def page(self, page: int) -> list[Tensor]:
+        """What it holds, of the layers that are here, each contiguous."""
+        return [x[page] for x in self._cache.tensors]
+
     def feed(self, parts: Sequence[Part], ids: Sequence[int], draws: Sequence[Draw]) -> None:
         """A step that draws. All else is told by then."""
         self._say(Do.FEED, parts, ids)

@@ -42,7 +42,9 @@ class TextEngine:
         playing = chosen(policy, wanted.slo)
         self.plan: Served = served(model, wanted)
         self._model = model
-        self.engine = Engine(model, self.plan.room, playing, self.plan.session, drafter)
+        self.engine = Engine(
+            model, self.plan.room, playing, self.plan.session, drafter, below=self.plan.below
+        )
 
     def __enter__(self) -> TextEngine:
         self.engine.start()

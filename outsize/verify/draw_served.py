@@ -24,6 +24,7 @@ from outsize.models.families import parse
 from outsize.serve.asks import Ask, Room
 from outsize.serve.meshed import check_mesh
 from outsize.serve.policies import POLICIES
+from outsize.serve.price import Curve, Price
 from outsize.verify.draw import ATTEMPTS, values
 from outsize.verify.shapes import shape
 
@@ -66,6 +67,7 @@ class Subject:
 class Setting:
     """A draw. draft: "" for none; below: of the weights' bytes, what --memory gives, 0: no limit;
     late: the tokens of the first request behind which each is asked, 0: before the first step;
+    fails: moves of pages behind which what lies below them fails, 0: none;
     cancelled: the tokens behind which a request goes, 0: it stays; mesh: of its workers, here
     threads."""
 
@@ -80,6 +82,7 @@ class Setting:
     late: tuple[int, ...]
     cancelled: tuple[int, ...]
     mesh: Mesh = ONE
+    fails: int = 0
 
     def __str__(self) -> str:
         room, asks = self.room, self.asks
@@ -91,6 +94,8 @@ class Setting:
             f"new {', '.join(str(one.max_new_tokens) for one in asks)}",
             f"cache {room.cache}" * (room.cache != AS_STORED),
             f"draft {self.draft}" * bool(self.draft),
+            f"{room.below} pages below" * bool(room.below),
+            f"which fail behind {self.fails} moves" * bool(self.fails),
             f"on {self.mesh}" * (self.mesh.size > 1),
             f"memory {self.below:.2f} of the weights" * bool(self.below),
             f"asked behind {self.late}" * any(self.late),
@@ -114,6 +119,8 @@ def features(setting: Setting) -> Iterator[str]:
         (f"mesh {setting.mesh}", setting.mesh.size > 1),
         (f"cache {setting.room.cache}", setting.room.cache != AS_STORED),
         ("memory below the weights", setting.below),
+        ("pages below", setting.room.below),
+        ("pages below that fail", setting.fails),
         ("interrupted", setting.room.pages * setting.room.page < sum(map(needed, setting.asks))),
         ("prompts in slices", setting.room.budget < max(len(one.ids) for one in setting.asks)),
         ("few slots", setting.room.slots < len(setting.asks)),
@@ -170,10 +177,23 @@ def drawn(seed: int, subject: Subject | None, precision: str | None = None) -> S
         tuple(draw.choice((0, 0, 0, 0, 2)) for _ in asks),
         _mesh(Random(f"{seed} ranks"), subject.config),
     )
+    made = _with_below(Random(f"{seed} below"), made)
     cache = draw.choice((*(AS_STORED,) * 4, *FORMS))
     if chosen == EXACT:  # by codes, rounding elsewhere would show
         return made
     return replace(made, room=replace(made.room, cache=cache))
+
+
+def _with_below(draw: Random, made: Setting) -> Setting:
+    """Of one worker, with few pages and some below that are sooner back than computed, now and
+    then."""
+    below = draw.choice((0, 1, 5, 1000))
+    if not below or made.mesh.size > 1:
+        return made
+    price = Price(Curve(((1, 1e-3),)), fetch=0.0)
+    pages = min(made.room.pages, -(-made.room.context // made.room.page) + 1)
+    room = replace(made.room, pages=pages, below=below, price=price)
+    return replace(made, room=room, fails=draw.choice((0, 0, 3, 9)))
 
 
 def _mesh(draw: Random, config: DecoderConfig) -> Mesh:

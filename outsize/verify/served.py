@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,16 +30,19 @@ from outsize.errors import OutsizeError, counted
 from outsize.kernels import rows
 from outsize.kernels.entropy import logprobs
 from outsize.kernels.pages import FORMS
-from outsize.models.decoder import Decoder
+from outsize.memory.disk import DiskStore
+from outsize.memory.store import MemoryStore, Place, Store, rounded
+from outsize.models.decoder import Decoder, typed
 from outsize.models.layout import prompted
 from outsize.serve.asks import Ask, End, Room, Token
+from outsize.serve.below import Below
 from outsize.serve.drafts import DRAFTERS, Drafter
 from outsize.serve.engine import Engine
 from outsize.serve.files import InFiles, Limits
 from outsize.serve.meshed import OnMesh
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
-from outsize.serve.room import Wanted, served
+from outsize.serve.room import Wanted, page_bytes, served
 from outsize.verify.compare import LIMIT
 from outsize.verify.draw_served import EXACT, QUEUE, Setting, Subject, drawn, needed
 from outsize.verify.many import Outcome
@@ -167,7 +170,61 @@ def _served(setting: Setting, model: Model, session: Any) -> list[_Heard]:
     drafter: Callable[[], Drafter] | None = None
     if setting.draft:
         drafter = Wrong if setting.draft == "wrong" else DRAFTERS.get(setting.draft)
-    engine = Engine(model, setting.room, POLICIES.get(setting.policy), session, drafter)
+    policy = POLICIES.get(setting.policy)
+    with _below(setting, model) as below:
+        engine = Engine(model, setting.room, policy, session, drafter, below=below)
+        return _heard(setting, engine)
+
+
+@contextmanager
+def _below(setting: Setting, model: Model) -> Iterator[Below | None]:
+    """Where pages go that are pushed out: memory, or a disk."""
+    room, dtype = setting.room, model.prologue.tokens.weight.dtype
+    if not room.below:
+        yield None
+        return
+    left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
+    page = max(1, page_bytes(left, FORMS[room.cache], room.page))
+    size = rounded(page) * room.below
+    with tempfile.TemporaryDirectory(prefix="outsize-") as folder:
+        store: Store = MemoryStore("host", size)
+        if setting.seed % 2:
+            store = DiskStore("disk", [Path(folder)], size, 1)
+        moves = setting.fails + 2 if setting.fails else None  # beside those that are timed
+        yield Below([(Failing(store, moves), size)], page, str)
+
+
+class Failing:
+    """A Store whose bytes cannot be moved any more behind so many moves; None: it never fails."""
+
+    def __init__(self, store: Store, moves: int | None) -> None:
+        self._store, self._left = store, moves
+        self.name, self.reserve, self.close = store.name, store.reserve, store.close
+
+    @property
+    def bytes_read(self) -> int:
+        return self._store.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._store.bytes_written
+
+    def write(self, place: Place, data: torch.Tensor, at: int = 0) -> None:
+        self._count()
+        self._store.write(place, data, at)
+
+    def read(self, place: Place, out: torch.Tensor, at: int = 0) -> None:
+        self._count()
+        self._store.read(place, out, at)
+
+    def _count(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise OutsizeError(f"tier {self.name!r} is gone")
+
+
+def _heard(setting: Setting, engine: Engine) -> list[_Heard]:
     try:
         if not engine.steps.leads:
             engine.start()

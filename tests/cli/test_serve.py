@@ -92,6 +92,8 @@ def test_what_cannot_be_is_one_line(directory: Path, tmp_path: Path) -> None:
             (("--key-file", keyed(tmp_path / "open", 0o644)), "can be read by others"),
             (("--key-file", keyed(tmp_path / "empty", 0o600, "\n")), "expected keys"),
             (("--policy", "mixd"), "policy 'mixd' is not known; did you mean 'mixed'"),
+            (("--disk", tmp_path / "none"), "is not a folder; make it"),
+            (("--host-memory", "1MiB", "--port", 0), "the cache is in the host's memory already"),
             (("--memory", "10KiB", "--port", 0), "--memory 10.00 KiB: "),
             (("--context", 100, "--port", 0), "this model has 64 positions"),
             (("--template", "chatm", "--port", 0), "'chatm'"),

@@ -10,24 +10,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from asking import ROOM, ROOMS, VOCAB, Told, Unkept, answered, asks, plainly
+from asking import PRICE, ROOM, ROOMS, VOCAB, Told, Unkept, answered, asks, plainly
 from decoders import CONFIGS, SMALL
 from torch import Tensor
 
 import outsize
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
+from outsize.hardware.disk import OPERATION
 from outsize.kernels import native
+from outsize.memory.disk import DiskStore
+from outsize.memory.store import MemoryStore, Store
+from outsize.memory.tiers import disk_tier, host_tier
 from outsize.models.build import build
 from outsize.models.families import parse
 from outsize.serve.asks import Ask, End, Full, Room, Token
 from outsize.serve.asks import told as said
+from outsize.serve.below import Below
 from outsize.serve.drafts import Drafter, Lookup
 from outsize.serve.engine import Engine
 from outsize.serve.model import Model
 from outsize.serve.policies import POLICIES
 from outsize.serve.room import Wanted, served
 from outsize.serve.slo import Slo
+from outsize.verify.served import Failing
 
 COMPILED = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 
@@ -121,6 +127,36 @@ def test_feedback_interrupts_who_has_had_much() -> None:
         assert engine.line.counts.interrupted == 1
     assert told_second[:2] == [0, 0] and set(told_second[2:]) == {1}
     assert [x.id for x in each[0].tokens] == model.generate(some[0].ids, 30)
+
+
+@COMPILED
+def test_pages_that_go_below_come_back_as_they_were(tmp_path: Path) -> None:
+    """Bit for bit, of requests that are interrupted and of beginnings that several share; whatever
+    fails is computed again, said once, and no page is lost in the books."""
+    model = model_of("llama", torch.bfloat16)
+    alone = [told(model, [ask], ROOM)[0] for ask in asks()]
+    page = 4 * 3 * 2 * (2 * 8) * 2  # tokens, layers, keys and values, heads and sizes, bytes
+    for left, disk in ((99, False), (99, True), (9, True), (4, False)):
+        host = Failing(MemoryStore("host", 5 << 12), left + 2)
+        stores: list[tuple[Store, int]] = [(host, 5 << 12)]
+        if disk:
+            stores.append((DiskStore("disk", [tmp_path], 1 << 20, 1), 1 << 20))
+        heard = list[str]()
+        below = Below(stores, page, heard.append)
+        price = replace(PRICE, fetch=0.0)
+        room = replace(ROOM, pages=12, price=price, below=below.pages)
+        with_below = Engine(model, room, POLICIES.get("feedback"), below=below)
+        with_below.line.clock = lambda: 0.0  # nobody is urgent for having waited
+        try:
+            found = answered(with_below, [*asks(), *asks()[::2]])
+            counts = with_below.line.counts
+        finally:
+            with_below.close()
+        assert found == [*alone, *alone[::2]]
+        assert len(heard) == (left < 99) == bool(below.fault)
+        assert below.fault or counts.fetched >= 2
+        assert below.fault or stores[-1][0].bytes_written > page  # beside what was timed
+        assert counts.evicted
 
 
 class Guess:
@@ -360,7 +396,7 @@ def test_a_fault_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.logprobs([1, 2])
 
 
-def test_room_is_what_the_memory_leaves() -> None:
+def test_room_is_what_the_memory_leaves(tmp_path: Path) -> None:
     model = model_of("llama")
     wide = served(model, Wanted(context=64, requests=4))
     assert wide.room.pages == 16 and wide.room.context == 64  # 4 requests, 4 pages of 16 each
@@ -376,6 +412,13 @@ def test_room_is_what_the_memory_leaves() -> None:
     with pytest.raises(OutsizeError, match="this model has 64 positions"):
         served(model, Wanted(context=65))
     ladder = Model(build(parse({**CONFIGS["llama"], "ladder_from": 1}), seed=3))
+    low = served(model, Wanted(context=64, requests=4, below=(disk_tier(f"{tmp_path}:1MiB"),)))
+    assert low.below is not None and low.room.below == 1 << 20 >> 13, "in whole pages of a disk"
+    assert low.work == wide.work + 3 * 2 * 2 * 16 * 32 + OPERATION
+    assert any("room for 2,048 tokens: one takes" in line for line in low.lines())
+    low.below.close()
+    with pytest.raises(OutsizeError, match="the cache is in the host's memory already"):
+        served(model, Wanted(context=64, below=(host_tier("1MiB"),)))
     assert served(ladder, Wanted(context=16, requests=1)).room.price.step(1, 1, 0) > 0
     assert served(model_of("llama", torch.float64), Wanted()).notes[0].startswith("approximate")
 

@@ -32,6 +32,7 @@ def test_drawn_settings_hold(seed: int) -> None:
 
 def test_draws_are_of_their_seeds_and_many_kinds() -> None:
     seen = {name for seed in range(120) for name in features(drawn(seed, None))}
+    assert {"pages below", "pages below that fail"} < seen
     assert {"draft lookup", "draft wrong", "memory below the weights", "interrupted"} < seen
     assert {"mesh pipeline=2", "mesh tensor=2"} < seen
     assert {"prompts in slices", "few slots", "asked late", "cancelled", "policy mixed"} < seen

@@ -17,6 +17,9 @@ _COUNTED = {
     "drafted": "Tokens of drafts.",
     "accepted": "Tokens of drafts that came true.",
     "interrupted": "Requests whose pages were taken by an older one.",
+    "evicted": "Pages of the cache that went below, to host memory or a disk.",
+    "fetched": "Pages that came back from below.",
+    "lost": "Pages that could not come back, and were computed again.",
     "refused": "Requests that the full queue refused.",
     "busy": "Seconds in steps.",
     "foretold": "Seconds in steps, as foretold.",
@@ -33,11 +36,14 @@ class _Engine:
             yield CounterMetricFamily(
                 f"outsize_{name}", meaning, value=float(getattr(engine.line.counts, name))
             )
+        failed = engine.below is not None and bool(engine.below.fault)
         gauges = {
             "requests_running": ("Requests that have begun.", begun),
             "requests_waiting": ("Requests in the queue.", waiting),
             "pages": ("Pages of the cache.", engine.line.pages.count),
             "pages_left": ("Pages that no request has.", engine.line.pages.left),
+            "pages_below": ("Pages that lie below the cache.", engine.line.pages.below),
+            "below_failed": ("Whether what lay below cannot be had any more.", failed),
         }
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"outsize_{name}", meaning, value=float(value))
