@@ -28,12 +28,20 @@ HEADS = ("source", "rows", "timed", "error", "bias", "rank", "regret", "oom prec
     is_flag=True,
     help="Take constants that were fitted without a row's own publication.",
 )
+@click.option(
+    "--given",
+    type=click.IntRange(1, 100),
+    default=None,
+    metavar="N",
+    help="Correct each source's forecasts by N of its measured runs, which are not scored.",
+)
 @click.option("--forecasts", is_flag=True, help="Print every row's forecast, too.")
 @click.option("--json", "as_json", is_flag=True, help="Scores and forecasts as JSON.")
 @click.pass_context
 def score(
-    ctx: click.Context, table: Path | None, each_out: bool, forecasts: bool, as_json: bool
-) -> None:
+    ctx: click.Context, table: Path | None, each_out: bool, given: int | None, forecasts: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Forecast the runs of TABLE (CSV; the package's own where it is left out) and print how far
     off that is. Exit code 1 where a bar of accuracy is missed."""
     import json
@@ -41,7 +49,8 @@ def score(
     from outsize.foresight.runs import read_table, shipped
     from outsize.foresight.score import bars, report
 
-    made = report(list(shipped()) if table is None else read_table(table), each_out)
+    runs = list(shipped()) if table is None else read_table(table)
+    made = report(runs, each_out, given or 0)
     missed = [bar for bar in bars(made) if bar.missed]
     if as_json:
         click.echo(json.dumps(_as_json(made, [bar.said() for bar in missed]), indent=2))
@@ -59,6 +68,7 @@ def _as_json(made: Report, missed: list[str]) -> dict[str, Any]:
             {"line": run.line, "source": run.source.name, "model": run.model, "why": run.missing}
             for run in made.missing
         ],
+        "given": [row.run.line for row in made.given],
         "missed": missed,
         "forecasts": [_forecast(row) for row in made.rows],
     }
@@ -98,6 +108,8 @@ def _print(made: Report, missed: list[str], forecasts: bool) -> None:
     for name, found in (*made.sources.items(), ("all", made.whole)):
         rows.add_row(name, *_cells(found))
     show(out, rows)
+    if made.given:
+        say(out, f"given, and not scored: {len(made.given)} rows")
     if made.missing:
         say(out, f"not forecast: {len(made.missing)} rows")
         for line in _reasons(made):

@@ -80,6 +80,7 @@ class Run:
     shape: Shape | None = None
     layout: Layout | None = None
     cluster: Cluster | None = None
+    table: str = ""  # the source in the words of the table
     limited: bool = False  # whether its devices were held to less power than their sheets have
 
     @property
@@ -133,7 +134,7 @@ def _run(row: Mapping[str, str], line: int, name: str) -> Run:
     value = _number(row, "measured_value", line, name)
     source, device = source_named(row["source"]), device_named(row["gpu_type"])
     run = Run(line, source, row["model"], device or row["gpu_type"], metric, value)
-    run = replace(run, limited="limited" in row["gpu_type"])
+    run = replace(run, table=row["source"].strip(), limited="limited" in row["gpu_type"])
     if not device:
         return replace(run, missing=f"device {row['gpu_type']!r} is not in the catalogue")
     billions = _number(row, "params_b", line, name)
@@ -143,6 +144,8 @@ def _run(row: Mapping[str, str], line: int, name: str) -> Run:
         return replace(run, missing=f"the shape of {row['model']!r} is not known")
     if not numbers["gpus"] or not numbers["seq"]:
         return replace(run, missing="devices or sequence length not given")
+    if row["precision"].strip() and not _precision(row):
+        return replace(run, missing=f"precision {row['precision']!r} is not known")
     if numbers["tp"] is None:
         return replace(run, missing="the mesh is not given")
     if numbers["global_batch"] is None and not source.batch:
@@ -193,7 +196,7 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
             assumed.append("chunks")
     if not row["recompute"].strip() and not source.recompute:
         assumed.append("recompute")
-    precision = _first("precisions", row["precision"].lower(), "precision") or "bf16"
+    precision = _precision(row) or "bf16"
     cut = row["sharding"].strip() or ("dist-opt" if source.stack.sharded else "")
     shards, states, gradients = _sharding(cut, data_axis * c)
     frozen = bool(source.frozen and re.search(source.frozen, row["source"]))
@@ -208,6 +211,10 @@ def _layout(row: Mapping[str, str], numbers: Mapping[str, int | None], source: S
         _attention(row["notes"]) or source.stack.attention, _sequence(row, source, t),
         _vocabulary(row["notes"]), frozen, tuple(assumed),
     )  # fmt: skip
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    return _first("precisions", row["precision"].lower(), "precision")
 
 
 def _said_rows(notes: str) -> int:

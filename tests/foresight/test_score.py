@@ -131,6 +131,12 @@ def test_rows_that_cannot_be_forecast_say_why() -> None:
     )
     (run,) = read_runs(f"{header}\n{row}\n", "t")
     assert run.missing == "device 'Abacus' is not in the catalogue"
+    row = row.replace("Abacus", "H100").replace("mystery", "llama3-70b")
+    said = {"layers": "80", "hidden": "8192", "vocab": "128256", "seq": "8192", "precision": "int3"}
+    more = zip(COLUMNS, row.split(","), strict=True)
+    row = ",".join(said.get(name, cell) for name, cell in more)
+    (run,) = read_runs(f"{header}\n{row}\n", "t")
+    assert run.missing == "precision 'int3' is not known"
     with pytest.raises(OutsizeError, match="column 'source' is missing"):
         read_runs("", "t")
 
