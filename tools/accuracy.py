@@ -15,6 +15,7 @@ from pathlib import Path
 from outsize.foresight.fitted import FILE, half, refit
 from outsize.foresight.runs import shipped
 from outsize.foresight.score import Bar, Report, Row, Score, bars, forecasts, report, score, worst
+from outsize.serve import published as serving
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -28,8 +29,9 @@ def page() -> str:
     """The page as it is to be."""
     runs = list(shipped())
     apart, whole, given = report(runs, True), report(runs), report(runs, True, GIVEN)
-    return "\n".join([*_opening(apart), *_table(apart), *_bars(apart), *_within(whole),
-                      *_given(given), *_missing(apart), *_worst(apart)]) + "\n"  # fmt: skip
+    parts = (_opening(apart), _table(apart), _bars(apart), _within(whole), _given(given),
+             _serving(), _missing(apart), _worst(apart))  # fmt: skip
+    return "\n".join(line for part in parts for line in part) + "\n"
 
 
 def _opening(made: Report) -> Iterator[str]:
@@ -133,6 +135,33 @@ def _given(made: Report) -> Iterator[str]:
     for bar in bars(made):
         if "elsewhere" in bar.what:
             yield _bar(bar)
+    yield ""
+
+
+def _serving() -> Iterator[str]:
+    rows = serving.shipped()
+    made = serving.forecasts(rows)
+    whole, left = serving.score(made), sum(bool(row.missing) for row in rows)
+    yield "## Serving"
+    yield ""
+    yield (
+        f"Of the {len(rows)} rows of `outsize/foresight/data/{serving.SHIPPED}`, {len(made)} say"
+        f" their load and are forecast:\n`outsize score TABLE`. Their requests are played through"
+        " the engine's policies and books of pages, with steps\npriced from the device's sheet"
+        f" (`outsize/serve/described.py`); nothing is fitted. The other {left} have no rate of"
+        " requests,\nno model, or figures that their notes call mis-scaled. Constants were chosen"
+        " with the table in view."
+    )
+    yield ""
+    yield "| figure | reached | bar | |"
+    yield "| --- | ---: | ---: | --- |"
+    for name, bound in serving.BARS.items():
+        if (value := getattr(whole, name)) is not None:
+            what = {"ttft_mape": "first token", "tpot_mape": "each token"}.get(name, "end to end")
+            yield _bar(Bar(what, value, bound, under=True))
+    if whole.rank is not None:
+        what = "rank within sweeps of a model and workload"
+        yield _bar(Bar(what, whole.rank, serving.RANK, under=False))
     yield ""
 
 

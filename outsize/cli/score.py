@@ -42,13 +42,16 @@ def score(
     ctx: click.Context, table: Path | None, each_out: bool, given: int | None, forecasts: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Forecast the runs of TABLE (CSV; the package's own where it is left out) and print how far
-    off that is. Exit code 1 where a bar of accuracy is missed."""
+    """Forecast the runs of TABLE (CSV, of training or of serving; the package's own of training
+    where it is left out) and print how far off that is. Exit code 1 where a bar of accuracy is
+    missed."""
     import json
 
     from outsize.foresight.runs import read_table, shipped
     from outsize.foresight.score import bars, report
 
+    if table is not None and _of_serving(table):
+        ctx.exit(_score_serving(table, given, forecasts, as_json))
     runs = list(shipped()) if table is None else read_table(table)
     made = report(runs, each_out, given or 0)
     missed = [bar for bar in bars(made) if bar.missed]
@@ -57,6 +60,33 @@ def score(
     else:
         _print(made, [bar.said() for bar in missed], forecasts)
     ctx.exit(1 if missed else 0)
+
+
+def _of_serving(table: Path) -> bool:
+    from outsize.serve.published import is_serving
+    from outsize.texts import read_text
+
+    return is_serving(read_text(table, "name a table of published runs"))
+
+
+def _score_serving(table: Path, given: int | None, every: bool, as_json: bool) -> int:
+    """Prints, and gives the exit code."""
+    import json
+
+    from outsize.cli.score_serving import as_json as made_json
+    from outsize.cli.score_serving import printed
+    from outsize.errors import OutsizeError
+    from outsize.serve.published import forecasts, missed, read_file, score
+
+    if given is not None:
+        raise OutsizeError(f"--given {given}: forecasts of serving have no constant to correct")
+    rows = read_file(table)
+    made = forecasts(rows)
+    if as_json:
+        click.echo(json.dumps(made_json(rows, made), indent=2))
+    else:
+        printed(rows, made, every)
+    return 1 if missed(score(made)) else 0
 
 
 def _as_json(made: Report, missed: list[str]) -> dict[str, Any]:

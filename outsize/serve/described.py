@@ -1,0 +1,127 @@
+"""What a step of serving takes on devices that are not here: the price of steps from their sheets.
+
+A step of few tokens reads the weights; one of many computes. Between layers the workers of a tensor
+axis sum, and every kernel has a start and an end. Nothing is fitted: each constant has a source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from outsize.foresight.layout import NARROW
+from outsize.foresight.shape import Shape
+from outsize.foresight.sources import BYTES, Roofline
+from outsize.hardware.cluster import Group
+from outsize.serve.price import Curve, Price
+
+# Parts of the sheet that long runs reach: AIConfigurator's of memory, raised by what streaming
+# weights does better than elementwise work; half of attention's peak (Dao, FlashAttention-2, 2023).
+STREAMED, SEEN = 0.85, 0.5
+COMPUTED = (
+    0.75  # of the peak, of products of many tokens (measured by others of an H100: 0.7 to 0.8)
+)
+STARTED = 3e-6  # seconds in which a kernel begins and ends (AIConfigurator)
+KERNELS = (
+    12  # of a layer: four products, attention with its sum, norms, rotation, cache, gate, sums
+)
+CASTS = 4  # further ones where products are in 8 bits
+LAUNCHED = 20e-6  # seconds to launch one where no graph was captured (Python, PyTorch)
+GRAPHS = 32  # tokens up to which a step is a captured graph: nobody but draws
+TILE = 128  # columns that one multiprocessor computes of a product of few rows
+AHEAD = 1.5  # times its share of the memory's bandwidth that a multiprocessor alone draws
+SAMPLED = (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on the workers of a tensor axis. host, each: seconds of the processor in every step
+    and for every request that draws in it: scheduling, sampling, answers."""
+
+    shape: Shape
+    machines: Group
+    tensor: int
+    precision: str
+    host: float
+    each: float = 0.0
+
+    def price(self) -> Price:
+        """Of its steps."""
+        device, s = self.machines.device, self.shape
+        blocks = tuple((n, self._blocks(n)) for n in SAMPLED)
+        head = tuple(
+            (n, self._product(n, s.vocab // self.tensor, s.hidden, "bf16") + n * self.each)
+            for n in (1, 16, 256)
+        )
+        read = self.cached / (device.bandwidth.value * STREAMED)
+        keys, values = s.widths
+        work = 2.0 * s.layers * s.heads * (keys + values) / self.tensor
+        seen = work / (Roofline(device).peak("bf16") * SEEN)
+        return Price(Curve(blocks), Curve(head), visit=seen, load=read)
+
+    @property
+    def cached(self) -> float:
+        """Bytes of a token in the cache of one worker."""
+        s = self.shape
+        if s.latent is not None:
+            return 2.0 * s.layers * (s.latent.values + s.latent.rotary)
+        return 2.0 * 2 * s.layers * max(1.0, s.n_groups / self.tensor) * s.d_head
+
+    @property
+    def weights(self) -> float:
+        """Bytes on one worker."""
+        ends = self.shape.of_vocabulary * (1 if self.shape.tied else 2)
+        inner = self.shape.parameters - ends
+        return (inner * BYTES[self.precision] + 2.0 * ends) / self.tensor
+
+    def _blocks(self, tokens: int) -> float:
+        """Seconds of so many tokens through the blocks, with nothing before them."""
+        s, found = self.shape, self.host
+        products = sum(
+            self._product(tokens, *self._cut(inner, out, cut, index), self.precision)
+            for index, (inner, out, cut) in enumerate(s.attention)
+        )
+        dense = (s.layers - s.routed) / s.layers
+        layer = products + dense * self._mlp(tokens, s.d_inner)
+        if s.routed:
+            layer += s.routed / s.layers * self._experts(tokens)
+        if self.tensor > 1:
+            inner = self.machines.levels[0]
+            moved = 2.0 * tokens * s.hidden * 2 / inner.bandwidth.value
+            layer += 2 * (inner.latency.value + moved)
+        kernels = (
+            KERNELS + (CASTS if self.precision in NARROW else 0) + (KERNELS if s.routed else 0)
+        )
+        layer += kernels * STARTED
+        if tokens > GRAPHS:
+            layer = max(layer, kernels * LAUNCHED)
+        return found + s.layers * layer
+
+    def _mlp(self, tokens: float, inner: int) -> float:
+        return sum(
+            self._product(tokens, *self._cut(i, o, cut, index), self.precision)
+            for index, (i, o, cut) in enumerate(self.shape.mlp(inner))
+        )
+
+    def _experts(self, tokens: int) -> float:
+        """Those that any of the tokens meets are read; each has its own tokens."""
+        s = self.shape
+        met = s.experts * (1 - (1 - s.active / s.experts) ** tokens)
+        each = self._mlp(max(1.0, tokens * s.active / met), s.expert_inner)
+        return met * each + (self._mlp(tokens, s.shared) if s.shared else 0.0)
+
+    def _cut(self, inner: int, out: int, cut: bool, index: int) -> tuple[int, int]:
+        """(columns, inner size) on one worker: first products by columns, second ones by rows."""
+        if not cut:
+            return out, inner
+        return (out // self.tensor, inner) if index % 2 == 0 else (out, inner // self.tensor)
+
+    def _product(self, tokens: float, out: int, inner: int, dtype: str) -> float:
+        """Seconds: of reading the weights, by as many multiprocessors as have columns of their own
+        where nothing splits the inner dimension (8 bits), or of computing."""
+        device = self.machines.device
+        wide = device.bandwidth.value * STREAMED
+        if dtype in NARROW and device.cores:
+            wide *= min(1.0, AHEAD * math.ceil(out / TILE) / device.cores)
+        read = out * inner * BYTES[dtype] / wide
+        return max(read, 2.0 * tokens * out * inner / (Roofline(device).peak(dtype) * COMPUTED))

@@ -1,0 +1,156 @@
+"""`outsize score` on tables of published serving, and the price of steps on devices not here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from outsize.cli.main import main
+from outsize.errors import OutsizeError
+from outsize.foresight.named import shape_of
+from outsize.foresight.runs import data
+from outsize.hardware import parse_spec
+from outsize.hardware.cluster import NEAR
+from outsize.serve.described import AHEAD, COMPUTED, KERNELS, STARTED, STREAMED, Served
+from outsize.serve.published import COLUMNS, SHIPPED, forecasts, read_serving, room_of, score
+
+H100 = parse_spec("8 x H100-SXM").groups[0]
+LLAMA = shape_of("llama3-70b")
+ROWS = list(csv.DictReader(io.StringIO(data(SHIPPED))))
+SAID = [row for row in ROWS if row["rate_req_s"] and "mis-scaled" not in row["notes"]]
+
+
+def served(**more: Any) -> Served:
+    asked = {"shape": LLAMA, "machines": H100, "tensor": 2, "precision": "bf16", "host": 3e-3}
+    return Served(**{**asked, **more})
+
+
+def table(path: Path, rows: list[dict[str, str]], columns: Any = COLUMNS) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def test_a_token_reads_the_weights_and_starts_every_kernel() -> None:
+    """By hand: a layer's 856 million weights over two workers, two sums, a dozen kernels."""
+    wide = 3.35e12 * STREAMED
+    layer = 8192 * (80 * 128 + 8192) + 3 * 8192 * 28672
+    sums = 2 * (NEAR + 2 * 8192 * 2 / 450e9)
+    blocks = 3e-3 + 80 * (2 * layer / 2 / wide + sums + KERNELS * STARTED)
+    price = served().price()
+    assert price.blocks(1) == pytest.approx(blocks, rel=1e-9)
+    assert price.head(1) == pytest.approx(2 * 8192 * 128256 / 2 / wide)
+    more = served(each=1e-3).price()
+    assert more.head(16) - price.head(16) == pytest.approx(16e-3)
+    assert price.load == pytest.approx(2 * 2 * 80 * 4 * 128 / wide)  # keys and values of a token
+
+
+def test_many_tokens_compute() -> None:
+    """4,096 of them: two operations a weight at what products reach of the peak, or nearly so."""
+    layers = LLAMA.working
+    made = served(tensor=1).price().blocks(4096) - 3e-3
+    assert made == pytest.approx(2 * 4096 * layers / (989e12 * COMPUTED), rel=0.01)
+
+
+def test_narrow_products_of_few_columns_leave_memory_idle() -> None:
+    """In 8 bits, queries of one worker of eight are 14 tiles for 132 multiprocessors."""
+    one = served(tensor=8, precision="fp8")
+    assert one._product(1, 1792, 8192, "fp8") == pytest.approx(
+        1792 * 8192 / (3.35e12 * STREAMED * AHEAD * 14 / 132)
+    )
+    assert one._product(1, 1792, 8192, "bf16") == pytest.approx(
+        2 * 1792 * 8192 / (3.35e12 * STREAMED)
+    )
+
+
+def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
+    mixtral = served(shape=shape_of("mixtral-8x7b"))
+    one, many = (mixtral.price().blocks(n) - 3e-3 for n in (1, 32))
+    s = mixtral.shape
+    expert = 3 * s.hidden * s.expert_inner * 2 / 2 / (3.35e12 * STREAMED)
+    met = s.experts * (1 - (1 - s.active / s.experts) ** 32) - s.active
+    assert many - one == pytest.approx(s.layers * met * expert, rel=0.02)
+
+
+def test_pages_are_what_weights_leave() -> None:
+    room = room_of(served(tensor=4), 512)
+    bytes_ = room.pages * room.page * served(tensor=4).cached + served(tensor=4).weights
+    assert bytes_ == pytest.approx(0.9 * H100.device.memory_bytes, rel=1e-3)
+    with pytest.raises(OutsizeError, match="leave no room for a cache"):
+        room_of(served(tensor=1), 512)
+
+
+def test_the_shipped_table() -> None:
+    """Each token within 15%, layouts and loads in their order; all others are named."""
+    rows = read_serving(data(SHIPPED), SHIPPED)
+    made = score(forecasts([row for row in rows if not row.missing][::3]))
+    assert made.tpot_mape is not None and made.tpot_mape < 0.08 and made.rows == 18
+    why = [row.missing for row in rows if row.missing]
+    assert len(rows) == 88 and len(why) == 36
+    assert sum("mis-scaled" in each for each in why) == 8
+    assert sum(each == "the rate of requests is not said" for each in why) == 27
+
+
+def test_more_requests_take_longer() -> None:
+    (row,) = read_serving(_text([SAID[0]]), "t")
+    calm, busy = (forecasts([replace(row, rate=rate)])[0] for rate in (0.1, 2.0))
+    assert busy.tpot > 1.1 * calm.tpot and busy.ttft > calm.ttft
+
+
+def test_blank_measured_columns_give_the_same_forecasts(tmp_path: Path) -> None:
+    rows = [dict(row) for row in SAID[::17]]
+    full = CliRunner().invoke(main, ["score", table(tmp_path / "a.csv", rows), "--json"])
+    for row in rows:
+        row.update(dict.fromkeys(("ttft_mean_s", "tpot_or_itl_mean_s", "e2e_mean_s"), ""))
+    blank = CliRunner().invoke(main, ["score", table(tmp_path / "b.csv", rows), "--json"])
+    one, other = json.loads(full.output), json.loads(blank.output)
+    assert one["forecasts"] == other["forecasts"] and len(one["forecasts"]) == len(rows)
+    assert one["tpot_mape"] is not None and other["tpot_mape"] is None
+    names = {"mape", "rank", "regret", "oom_precision", "oom_recall", "memory_mape", "rows"}
+    assert names <= set(one) and names <= set(one["sources"]["microsoft/apex_plus"])
+    assert blank.exit_code == 0 and full.exit_code == (1 if one["missed"] else 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rate_req_s": "often"}, "line 2: rate_req_s is 'often'; expected a number"),
+        ({"tp": "-2"}, "line 2: tp is '-2'; expected a number"),
+    ],
+)
+def test_bad_tables_name_line_and_column(tmp_path: Path, change: Any, said: str) -> None:
+    path = table(tmp_path / "a.csv", [{**SAID[0], **change}])
+    result = CliRunner().invoke(main, ["score", path])
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_missing_column_and_nothing_to_correct(tmp_path: Path) -> None:
+    columns = [name for name in COLUMNS if name != "rate_req_s"]
+    result = CliRunner().invoke(main, ["score", table(tmp_path / "a.csv", SAID[:1], columns)])
+    assert result.exit_code == 2 and "line 1: column 'rate_req_s' is missing" in result.output
+    path = table(tmp_path / "b.csv", SAID[:1])
+    result = CliRunner().invoke(main, ["score", path, "--given", "3"])
+    assert result.exit_code == 2 and "serving have no constant to correct" in result.output
+
+
+def test_forecasts_are_printed_by_row(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["score", table(tmp_path / "a.csv", SAID[:2]), "--forecasts"])
+    assert "tensor=4 x 2" in result.output and "microsoft/apex_plus" in result.output
+
+
+def _text(rows: list[dict[str, str]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
