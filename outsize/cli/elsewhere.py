@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,29 +83,31 @@ class Elsewhere:
 
     def plan(
         self, ctx: click.Context, name: str | None, sets: tuple[str, ...],
-        places: Mapping[str, Any], as_json: bool,
+        places: Mapping[str, Any], out: Path | None, as_json: bool,
     ) -> None:  # fmt: skip
-        """Choose and print."""
+        """Choose, print, and write the best as a plan where that is asked."""
         from outsize.cli.elsewhere_shown import Answer, show
         from outsize.foresight.named import shape_of
         from outsize.foresight.planning.choose import choose
         from outsize.hardware import parse_spec
 
-        other = ("out", "prompt_tokens", "host_memory", "disk", "tiers", "workers", "max_tokens",
+        other = ("prompt_tokens", "host_memory", "disk", "tiers", "workers", "max_tokens",
                  "temperature", "top_k", "top_p")  # fmt: skip
         refuse_unused(ctx, other, "--hardware, which has no part of it")
         if name is None:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
-        asked, shape = self._asked(sets, places, cluster.count), shape_of(name)
+        asked, shape = self._asked(sets, places, cluster), shape_of(name)
         price = self._rates(cluster)
         made = choose(shape, asked, cluster, self.top)
         if not made.plans:
             raise OutsizeError(_nothing_fits(name, shape, asked, cluster, made))
         answer = Answer(shape, asked, cluster, made, self._cost(made, price))
+        if out is not None:
+            _write(out, name, shape, made)
         show(answer, self.explain, as_json)
 
-    def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], count: int) -> Asked:
+    def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], cluster: Cluster) -> Asked:
         from outsize.foresight.planning.asked import Asked, Conditions, conditions
         from outsize.memory import parse_bytes
 
@@ -117,12 +120,12 @@ class Elsewhere:
             )
         required = (*conditions(self.require, "--require"), *_fixed(said))
         if places["mesh"]:
-            required = (*required, *_mesh(places["mesh"], count))
+            required = (*required, *_mesh(places["mesh"], cluster.count))
         objective: Any = self.objective
         return Asked(
             sequence,
             tokens // sequence,
-            str(said.get("precision", "bf16")),
+            _precision(said.get("precision"), cluster),
             Conditions(required, conditions(self.forbid, "--forbid")),
             parse_bytes(places["memory"]) if places["memory"] else None,
             self.max_devices,
@@ -219,6 +222,31 @@ def _fixed(said: Mapping[str, Any]) -> Iterator[Condition]:
     if said.get("plan.pipeline") is not None:
         values["chunks"] = _chunks(said["plan.pipeline"])
     yield from named(values)
+
+
+def _precision(said: Any, cluster: Cluster) -> str:
+    """As catalogues call it. Where nothing is said, 16 bits, and 32 on a processor."""
+    from outsize.foresight.planning.written import PRECISIONS
+
+    if said is None:
+        return "bf16" if cluster.groups[0].device.apart else "fp32"
+    return {name: short for short, name in PRECISIONS.items()}.get(str(said), str(said))
+
+
+def _write(path: Path, name: str, shape: Shape, made: Choice) -> None:
+    """The best plan, for `outsize train --plan`. Which parameters it is for is known of models that
+    this runtime has; of others the number of their blocks."""
+    from outsize.foresight.planning.written import plan_of
+    from outsize.models.families import parse
+    from outsize.models.presets import PRESETS
+    from outsize.plan.file import PlanFile, write_plan
+    from outsize.train.planned import file_of
+
+    plan = plan_of(shape, made.plans[0].layout)
+    file = PlanFile(plan, model=name)
+    if name in PRESETS:
+        file = file_of(plan, name, parse(PRESETS[name]))
+    write_plan(path, file)
 
 
 def _count(value: Any, what: str) -> int:

@@ -23,6 +23,7 @@ from outsize.foresight.planning.explain import (
     figures,
     loss,
 )
+from outsize.foresight.planning.written import mesh_said
 from outsize.foresight.shape import Shape
 from outsize.hardware import Cluster
 
@@ -75,19 +76,6 @@ def show(answer: Answer, explain: bool, as_json: bool) -> None:
 
 
 # -- words -----------------------------------------------------------------------------------------
-
-
-def mesh_said(lay: Layout) -> str:
-    """A layout's mesh in a line, as --mesh takes it."""
-    from outsize.collectives.axes import AXES, axis_of
-
-    sizes = {
-        "rows": lay.data // lay.expert, "weights": lay.tensor, "stages": lay.pipeline,
-        "tokens": lay.context,
-    }  # fmt: skip
-    axes = [axis_of(name) for name in AXES.names()]
-    found = {axis.name: lay.expert if axis.parts else sizes[axis.cuts] for axis in axes}
-    return ",".join(f"{name}={size}" for name, size in found.items() if size > 1) or "1"
 
 
 def zero_said(lay: Layout) -> str:

@@ -17,6 +17,7 @@ from outsize.cli.keys import keys
 from outsize.cli.merge import merge
 from outsize.cli.new import new
 from outsize.cli.plan import plan
+from outsize.cli.rehearse import rehearse
 from outsize.cli.schedule import schedule
 from outsize.cli.score import score
 from outsize.cli.serve import serve
@@ -60,5 +61,5 @@ def main() -> None:
 
 
 _MODELS = (new, train, generate, chat, serve, evaluate, convert, merge, formats, export)
-for command in (*_MODELS, data, plan, score, keys, schedule, trace, verify):
+for command in (*_MODELS, data, plan, rehearse, score, keys, schedule, trace, verify):
     main.add_command(command)

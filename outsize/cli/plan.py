@@ -63,7 +63,7 @@ def plan(
         refuse_unused(ctx, ("target",), f"--model {model}, which is a model too")
     if elsewhere.hardware is not None:
         refuse_unused(ctx, NAMES, "--hardware, which has no part of it")
-        elsewhere.plan(ctx, model or target, sets, places, as_json)
+        elsewhere.plan(ctx, model or target, sets, places, out, as_json)
         return
     elsewhere.refuse(ctx)
     draws = ("max_tokens", "temperature", "top_k", "top_p")

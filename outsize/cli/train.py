@@ -66,7 +66,7 @@ def train(
     from outsize.train.planned import with_plan
     from outsize.train.resolve import Resolved, as_sets, recorded_values, resolve
 
-    if run is None and not sets and resume is None:
+    if run is None and not sets and resume is None and plan_file is None:
         sets = FIRST
 
     def said() -> Resolved:

@@ -109,10 +109,15 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
     return (plain - ends) * part + kept, experts * part
 
 
+def stored(lay: Layout) -> int:
+    """Bytes of an element that is computed with: of 16 bits where products take fewer."""
+    return 4 if lay.precision == "fp32" else 2
+
+
 def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
     stack, every = lay.stack, plain + experts
     if lay.frozen:
-        return {"weights": 2 * every / lay.shards, "gradients": 0.0, "optimizer": 0.0}
+        return {"weights": stored(lay) * every / lay.shards, "gradients": 0.0, "optimizer": 0.0}
     if lay.shards > 1:
         cut = plain / lay.shards + experts / max(1, lay.shards // lay.expert)
         return {
@@ -122,7 +127,7 @@ def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
         }
     cut = plain / lay.states + experts / max(1, lay.states // lay.expert)
     return {
-        "weights": 2 * every,
+        "weights": stored(lay) * every,
         "gradients": stack.gradients * every,
         "optimizer": stack.optimizer * cut,
     }
@@ -147,7 +152,7 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     t, tokens, h = lay.tensor, lay.tokens, shape.hidden
     spread = t if lay.sequence_parallel else 1
     if recompute == "full":
-        return 2 * h * tokens / spread
+        return stored(lay) * h * tokens / spread
     chains = shape.gated and not lay.stack.fused
     stream = 8.0 + (2.0 if shape.dropout else 0.0)
     if chains and not lay.stack.norms:
@@ -167,7 +172,7 @@ def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:
     if shape.routed:
         sent = tokens / t * shape.active * shape.routed / shape.layers
         kept += sent * (4.0 * h + shape.expert_inner * (6.0 if shape.gated else 4.0))
-    return kept * {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
+    return kept * stored(lay) / 2 * {"half": 0.5, "norms": 0.75}.get(recompute, 1.0)
 
 
 def _head(shape: Shape, lay: Layout) -> float:

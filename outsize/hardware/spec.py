@@ -1,11 +1,12 @@
 """A cluster from one line: "128 x 8 A100-SXM-80 @ 25GB/s", "TPU-v5p 4x4x8", "this", or a file.
 
-    SPEC   := this | FILE.yaml | PART (+ PART)* [@ RATE]
+    SPEC   := [WORKERS x] this | [WORKERS x] FILE.yaml | PART (+ PART)* [@ RATE]
     PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | SIZE host | disk RATE [SIZE]
     RATE   := NUMBER B/s, with k, M, G, T or Ki, Mi, Gi, Ti before it; b/s counts bits
     SIZE   := NUMBER B, likewise
 
-The rate behind @ is that of one device to other nodes, in one direction.
+The rate behind @ is that of one device to other nodes, in one direction. WORKERS of one machine
+share its processor and its memory, or have a device each where it has devices.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from outsize.hardware.cluster import FAR, NEAR, Cluster, Group, Level, latency, 
 from outsize.hardware.devices import ROWS
 from outsize.hardware.form import loads
 from outsize.hardware.hardware import Device, Rate, Tier
+from outsize.hardware.shared import shared
 from outsize.texts import read_text
 
 SAID = "said"  # the source of a rate that the user gave
@@ -32,18 +34,16 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _COUNTS = re.compile(r"^((?:\d+\s*[x×]\s*)*(?:\d+\s+)?)([A-Za-z].*)$")
 _TORUS = re.compile(r"^(\S+)\s+(\d+(?:[x×]\d+)+)$")
+_MACHINE = re.compile(r"^(?:(\d+)\s*[x×]\s*)?(this|[^+@]*\.(?:yaml|yml|json))$", re.IGNORECASE)
 _LARGEST = 10_000_000  # devices
 
 
 def parse_spec(text: str) -> Cluster:
     """The cluster that a SPEC describes. Raises OutsizeError, one line, for one that is none."""
     said = text.strip()
-    if said.lower() == "this":
-        from outsize.hardware.probe import probe
-
-        return of_machine(probe())
-    if said.endswith((".yaml", ".yml", ".json")):
-        return read_cluster(said)
+    machine = _MACHINE.match(said)
+    if machine is not None:
+        return _worked(machine[2], None if machine[1] is None else int(machine[1]), text)
     body, at, rate = said.partition("@")
     outside = parse_rate(rate.strip(), "@") if at else None
     groups, tiers = [], []
@@ -62,6 +62,32 @@ def parse_spec(text: str) -> Cluster:
     if len(set(names)) < len(names):
         raise OutsizeError(f"hardware {text!r}: tiers {', '.join(names)}; expected each once")
     return Cluster(tuple(groups), tuple(tiers))
+
+
+def _worked(what: str, workers: int | None, spec: str) -> Cluster:
+    """One machine, this or a file's, or so many workers of it."""
+    from outsize.hardware.probe import probe
+
+    if what.lower() == "this":
+        hardware = probe()
+    else:
+        found = read_cluster(what)
+        if workers is None:
+            return found
+        if found.nodes > 1:
+            raise OutsizeError(f"hardware {spec!r}: {found.nodes} machines in it; expected one")
+        hardware = found.hardware()
+    made = of_machine(hardware)
+    if workers is None:
+        return made
+    if workers < 1:
+        raise OutsizeError(f"hardware {spec!r}: a count of 0; expected 1 or more")
+    if hardware.devices[0].apart and workers > made.count:
+        raise OutsizeError(f"hardware {spec!r}: {made.count} devices are there; expected no more")
+    made = of_machine(shared(hardware, workers))
+    (group,) = made.groups
+    level = replace(group.levels[0], size=workers)
+    return replace(made, groups=(replace(group, levels=(level,)),))
 
 
 @dataclass(frozen=True)

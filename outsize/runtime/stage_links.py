@@ -48,7 +48,7 @@ class StageLinks:
                     self._senders[target] = Sender(pair, device, f"lane send {target}")
                 else:
                     self._receivers[source] = Receiver(pair, device)
-        self.evaluating = False
+        self.evaluating = self._rehearsed = False
         self.reset()
 
     def reset(self) -> None:
@@ -86,6 +86,8 @@ class StageLinks:
     def expect(self, move: Action, shapes: Hashable) -> None:
         """Make room for what will come; in the calling thread."""
         receiver = self._receivers[peer(self.line, move, self.evaluating)]
+        if self._rehearsed:
+            self._foretell(receiver, move, shapes)
         forms = receiver.forms((*_key(move), shapes))
         with self._account("activations"):
             room = None if forms is None else [form.empty(self._device) for form in forms]
@@ -140,8 +142,20 @@ class StageLinks:
 
     def told(self, forms: Mapping[MessageKey, tuple[Form, ...]]) -> None:
         """What will come is like: of a rehearsal, to which nothing comes."""
+        self._rehearsed = True
         for receiver in self._receivers.values():
             receiver.known.update(forms)
+
+    def _foretell(self, receiver: Receiver, move: Action, shapes: Hashable) -> None:
+        """Of what no worker before this one has sent: a gradient is like what left for it, and a
+        block's output like another's."""
+        sent = {(*key, of): forms for (*key, of), forms in self.forms.items() if of == shapes}
+        ahead = (State.ACTIVATIONS, *_key(move)[1:], shapes)
+        like = sent.get(ahead) or next(iter(sent.values()), None)
+        if like is not None:
+            back = move.state is State.GRADIENTS
+            kinds = tuple(form for form in like if form.dtype.is_floating_point or not back)
+            receiver.known.setdefault((*_key(move), shapes), kinds)
 
     def size(self, move: Action) -> int:
         """Bytes of what a SEND or RECV moves, once one like it was there."""

@@ -93,10 +93,15 @@ def _machine(resolved: Resolved, hardware: Hardware | None) -> Hardware | None:
 
 
 def with_plan(resolved: Resolved) -> Resolved:
-    """The values of a run and those that its plan file fixes. OutsizeError naming the first that
-    was said otherwise."""
+    """The values of a run and those that its plan file fixes; the plan's model where none is said.
+    OutsizeError naming the first that was said otherwise."""
     path = resolved.get(KEY)
-    return resolved if path is None else laid_over(resolved, read_plan(Path(path)).plan, str(path))
+    if path is None:
+        return resolved
+    found = read_plan(Path(path))
+    if found.model and not resolved.given("model.name"):
+        resolved = resolved.with_value("model.name", found.model, f"--plan {path}")
+    return laid_over(resolved, found.plan, str(path))
 
 
 def laid_over(resolved: Resolved, plan: Plan, source: str) -> Resolved:

@@ -26,6 +26,7 @@ from outsize.plan.plan import per_segment
 from outsize.runtime.job import Fill
 from outsize.train import derive
 from outsize.train.model import subject_of
+from outsize.train.planned import KEY, with_plan
 from outsize.train.recipe import data_config, noise_of, options_of, recipe_of, stream_of
 from outsize.train.resolve import RUN, Resolved, resolve, values_of
 from outsize.train.run import PLAN
@@ -63,9 +64,10 @@ def wanted(
 ) -> Wanted:
     """What was said. sets: "key=value" of a run; device: as a Case has it. OutsizeError for what
     cannot be."""
-    small = target is None or is_factory(target)
-    values = resolve(None, (*SMALL, *sets)) if small else values_of(str(target), sets)
-    return Wanted(target, over_workers(values), steps, resume, device)
+    small = () if any(one.startswith(f"{KEY}=") for one in sets) else SMALL
+    named = target is not None and not is_factory(target)
+    values = values_of(str(target), sets) if named else resolve(None, (*small, *sets))
+    return Wanted(target, over_workers(with_plan(values)), steps, resume, device)
 
 
 def case_of(wanted: Wanted) -> Case:
@@ -100,7 +102,7 @@ def run_case(wanted: Wanted) -> Case:
     resolved = resolved.with_value("tiers", (), "verify").with_value(
         "device", judging(wanted.device, wanted.mesh.size), "verify"
     )
-    if wanted.target is None:
+    if wanted.target is None and resolved.get(KEY) is None:
         rows = _rows(wanted.mesh)
         tokens = resolved.get("train.sequence") * rows
         resolved = resolved.derive("train.batch_tokens", tokens, f"{rows} rows")

@@ -235,7 +235,10 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
         (("llama3-8b", "--hardware", NODE, "--set", "train.steps=3"), "beside --hardware"),
         (("llama3-8b", "--hardware", NODE, "--set", "plan.zero=2"), "forecasts 0, 1 and 3"),
         (("llama3-8b", "--hardware", NODE, "--set", "precision=int3"), "precision 'int3'"),
-        (("llama3-8b", "--hardware", NODE, "--out", "p.yaml"), "--out is given beside --hardware"),
+        (
+            ("llama3-8b", "--hardware", NODE, "--set", "precision=fp8", "--out", "p.yaml"),
+            "fp8 is foretold only",
+        ),
         (("llama3-8b", "--tokens", "1G"), "--tokens is given beside no --hardware"),
         (("llama3-8b", "--hardware", "2 x 8 H100-SXM + 8xA100-SXM-80"), "unlike devices"),
     ],

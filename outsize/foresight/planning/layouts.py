@@ -17,9 +17,10 @@ from outsize.foresight.shape import Shape
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.resize import fewer, resized
 
-# Our own trainer: two bytes of weights and of gradients, twelve of the optimizer, as docs/memory.md
-# has them; sums of gradients run beside the last backward passes.
-STACK = Stack("outsize", gradients=2, optimizer=12, fused=False, norms=True, scattered=True)
+# Our own trainer (outsize.plan.Precision): gradients, the master copy and both moments in float32;
+# sums of gradients run beside the last backward passes.
+STACK = Stack("outsize", gradients=4, optimizer=12, fused=False, norms=True, scattered=True)
+WIDE = replace(STACK, weights=4, optimizer=8)  # in float32, where parameters are the master copy
 ROWS = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)
 STAGES = 64  # of a pipeline, at most
@@ -46,15 +47,16 @@ def cells(shape: Shape, asked: Asked, cluster: Cluster) -> Iterator[Cell]:
             for rows in asked.conditions.among("rows", ROWS):
                 assert isinstance(rows, int)
                 m, left = divmod(asked.batch, rows * data)
-                if m and not left and asked.conditions.allow("microbatches", m):
+                if m >= p and not left and asked.conditions.allow("microbatches", m):
                     yield Cell(part, _base(asked, count, (t, p, c, e), rows))
 
 
 def _base(asked: Asked, count: int, mesh: tuple[int, int, int, int], rows: int) -> Layout:
     t, p, c, e = mesh
+    stack = WIDE if asked.precision == "fp32" else STACK
     return Layout(
-        count, rows, asked.batch, asked.sequence, STACK, t, p, c, e, precision=asked.precision,
-        attention=STACK.attention, sequence_parallel=t > 1,
+        count, rows, asked.batch, asked.sequence, stack, t, p, c, e, precision=asked.precision,
+        attention=stack.attention, sequence_parallel=t > 1,
     )  # fmt: skip
 
 
@@ -139,9 +141,9 @@ def _chunked(shape: Shape, base: Layout, chunks: int) -> bool:
 
 
 def _sharded(asked: Asked, cell: Cell) -> Iterator[tuple[int, int]]:
-    """(stage of ZeRO, over how many workers): over all copies, or those of one machine."""
+    """(stage of ZeRO, over how many workers): over the data axis, or those of one machine."""
     base = cell.base
-    copies = base.data * base.context
+    copies = base.data
     for zero in asked.conditions.among("zero", (0, 1, 3)):
         if zero == 0:
             if asked.conditions.allow("shards", 1):

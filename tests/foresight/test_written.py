@@ -1,0 +1,93 @@
+"""Layouts as plans that run: what is written is what was forecast, and computes what plain PyTorch
+does; `outsize rehearse` counts what the forecast of a run does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outsize.cli.main import main
+from outsize.collectives import parse_mesh
+from outsize.errors import OutsizeError
+from outsize.foresight.layout import Layout
+from outsize.foresight.named import shape_of
+from outsize.foresight.planning.layouts import STACK
+from outsize.foresight.planning.written import mesh_said, plan_of
+from outsize.hardware import catalogue, parse_spec
+from outsize.hardware.form import dumps
+from outsize.plan.file import read_plan
+
+SMALL = ("--set", "train.sequence=16", "--set", "train.batch_tokens=256", "--set", "precision=fp32")
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    """Four workers of a processor, with invented rates."""
+    made = catalogue("A100-SXM-80")
+    rate = made.devices[0].peak["bf16"]
+    device = replace(made.devices[0], kind="cpu", peak={"fp32": rate, "bf16": rate})
+    path = tmp_path / "machine.yaml"
+    path.write_text(dumps(replace(made, devices=(device,))))
+    return f"4 x {path}"
+
+
+def test_workers_of_a_machine_share_what_it_has(machine: str) -> None:
+    one, four = parse_spec(machine.removeprefix("4 x ")), parse_spec(machine)
+    assert (one.count, four.count, four.nodes) == (1, 4, 1)
+    mine, whole = four.groups[0].device, one.groups[0].device
+    assert mine.memory_bytes == pytest.approx(whole.memory_bytes / 4)
+    assert mine.peak["fp32"].value == pytest.approx(whole.peak["fp32"].value / 4)
+
+
+def test_a_plan_that_was_found_verifies(machine: str, tmp_path: Path) -> None:
+    required = "pipeline=2,data=2,rows<4,zero=1,recompute=full"
+    path = tmp_path / "plan.yaml"
+    words = ("plan", "tiny", "--hardware", machine, *SMALL, "--require", required)
+    made = invoke(*words, "--out", str(path), "--json")
+    best = json.loads(made.output)["plans"][0]
+    plan = read_plan(path).plan
+    assert plan.mesh == parse_mesh(best["mesh"]) and plan.rows == 16
+    assert plan.microbatches == best["microbatches"]
+    result = invoke("verify", "--set", f"plan_file={path}", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["holds"]
+
+
+def test_a_rehearsal_counts_every_action_and_byte(machine: str, tmp_path: Path) -> None:
+    """The peaks of whole lists, played, are those that the forecast composes of one microbatch."""
+    path = tmp_path / "plan.yaml"
+    words = ("plan", "tiny", "--hardware", machine, *SMALL, "--require", "pipeline=2,rows=2")
+    invoke(*words, "--out", str(path))
+    result = invoke("rehearse", str(path), "--json", "--hardware", "8xH100-SXM")
+    made = json.loads(result.output)
+    assert result.exit_code == 0 and made["proved"] == 4 and len(made["workers"]) == 2
+    assert made["microbatches_played"] == min(made["microbatches"], 4)
+    for worker in made["workers"]:
+        assert worker["played"] == pytest.approx(worker["foretold"], rel=0.01)
+        assert sum(worker["by_kind"].values()) == worker["played"]
+    said = invoke("rehearse", str(path), "--model", "mini")
+    assert said.exit_code == 2 and "mini" in said.output and said.output.count("\n") == 1
+
+
+def test_stages_cuts_and_shards_are_those_of_the_layout() -> None:
+    """Of each worker the first blocks are recomputed; chunks go round the workers."""
+    shape = shape_of("llama3-8b")
+    lay = Layout(8, 1, 32, 2048, STACK, 2, 2, chunks=2, states=2, sequence_parallel=True, whole=10)
+    plan = plan_of(shape, lay)
+    assert plan.mesh == parse_mesh("data=2,pipeline=2,tensor=2") == parse_mesh(mesh_said(lay))
+    assert plan.pipeline.said == "interleaved:2" and plan.pipeline.cuts == (9, 17, 25)
+    again = [stage.first for stage in plan.stages if stage.whole]
+    assert again == [*range(1, 17), 17, 18, 25, 26]
+    assert (plan.shards.parameters, plan.shards.optimizer) == (1, 2)
+    uneven = plan_of(shape_of("bloom-176b"), Layout(12, 1, 12, 2048, STACK, 1, 12))
+    assert uneven.pipeline.cuts[0] == 6 and uneven.pipeline.cuts[-1] == 66  # 5, ten of 6, and 5
+    with pytest.raises(OutsizeError, match="fp8 is foretold only"):
+        plan_of(shape, replace(lay, precision="fp8"))
