@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outsize.foresight.planning.choose import Choice
     from outsize.foresight.shape import Shape
     from outsize.hardware import Cluster
+    from outsize.plan import Plan
 
 SEQUENCE, TOKENS = 4096, 4 << 20  # of a row, and of a step, where nothing is said
 KEYS = (
@@ -46,6 +47,8 @@ _NAMES = (
     "hardware", "require", "forbid", "max_devices", "objective", "seconds", "explain", "tokens",
     "price", "watts", "top",
 )  # fmt: skip
+
+_LIKE = ("max_devices", "explain", "tokens", "price", "watts")  # of devices of one kind alone
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
@@ -89,6 +92,7 @@ class Elsewhere:
         from outsize.cli.elsewhere_shown import Answer, show
         from outsize.foresight.named import shape_of
         from outsize.foresight.planning.choose import choose
+        from outsize.foresight.planning.written import plan_of
         from outsize.hardware import parse_spec
 
         other = ("prompt_tokens", "host_memory", "disk", "tiers", "workers", "max_tokens",
@@ -98,13 +102,19 @@ class Elsewhere:
             raise OutsizeError("no model; expected as `outsize plan llama3-70b --hardware SPEC`")
         cluster = parse_spec(self.hardware or "")
         asked, shape = self._asked(sets, places, cluster), shape_of(name)
+        if not cluster.alike:
+            from outsize.cli.elsewhere_unlike import plan_unlike
+
+            refuse_unused(ctx, _LIKE, "unlike devices, of which it is not known yet")
+            best = plan_unlike(name, shape, asked, cluster, self.top, as_json)
+            _write(out, name, plan_of(shape, best.layout, best.blocks) if out else None)
+            return
         price = self._rates(cluster)
         made = choose(shape, asked, cluster, self.top)
         if not made.plans:
             raise OutsizeError(_nothing_fits(name, shape, asked, cluster, made))
         answer = Answer(shape, asked, cluster, made, self._cost(made, price))
-        if out is not None:
-            _write(out, name, shape, made)
+        _write(out, name, plan_of(shape, made.plans[0].layout) if out else None)
         show(answer, self.explain, as_json)
 
     def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], cluster: Cluster) -> Asked:
@@ -233,16 +243,16 @@ def _precision(said: Any, cluster: Cluster) -> str:
     return {name: short for short, name in PRECISIONS.items()}.get(str(said), str(said))
 
 
-def _write(path: Path, name: str, shape: Shape, made: Choice) -> None:
-    """The best plan, for `outsize train --plan`. Which parameters it is for is known of models that
-    this runtime has; of others the number of their blocks."""
-    from outsize.foresight.planning.written import plan_of
+def _write(path: Path | None, name: str, plan: Plan | None) -> None:
+    """A plan, for `outsize train --plan`, where it is asked for. Which parameters it is for is
+    known of models that this runtime has; of others the number of their blocks."""
     from outsize.models.families import parse
     from outsize.models.presets import PRESETS
     from outsize.plan.file import PlanFile, write_plan
     from outsize.train.planned import file_of
 
-    plan = plan_of(shape, made.plans[0].layout)
+    if path is None or plan is None:
+        return
     file = PlanFile(plan, model=name)
     if name in PRESETS:
         file = file_of(plan, name, parse(PRESETS[name]))

@@ -240,7 +240,6 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
             "fp8 is foretold only",
         ),
         (("llama3-8b", "--tokens", "1G"), "--tokens is given beside no --hardware"),
-        (("llama3-8b", "--hardware", "2 x 8 H100-SXM + 8xA100-SXM-80"), "unlike devices"),
     ],
 )
 def test_what_is_refused_is_one_line(words: tuple[str, ...], said: str) -> None:

@@ -25,15 +25,16 @@ def mesh_said(lay: Layout) -> str:
     return ",".join(f"{name}={size}" for name, size in found.items() if size > 1) or "1"
 
 
-def plan_of(shape: Shape, lay: Layout) -> Plan:
-    """What `outsize train --plan` takes. Raises OutsizeError for what this runtime has not."""
+def plan_of(shape: Shape, lay: Layout, blocks: tuple[int, ...] = ()) -> Plan:
+    """What `outsize train --plan` takes. blocks: of each stage of a pipeline, as equal as they can
+    be where none are given. Raises OutsizeError for what this runtime has not."""
     if lay.precision not in PRECISIONS:
         raise OutsizeError(
             f"precision {lay.precision} is foretold only; expected {', '.join(PRECISIONS)} for a"
             " plan that is written"
         )
     said = mesh_said(lay)
-    blocks = _blocks(shape.layers, lay)
+    blocks = blocks or _blocks(shape.layers, lay)
     chunks = f"interleaved:{lay.chunks}" if lay.chunks > 1 else "1f1b"
     return Plan(
         shape.layers + 2,

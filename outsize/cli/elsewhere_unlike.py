@@ -1,0 +1,78 @@
+"""What `outsize plan --hardware` prints of unlike devices: plans, and the stages of the best."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from outsize.foresight.planning.asked import Asked, value_of
+from outsize.foresight.planning.unlike import Uneven, choose_unlike
+from outsize.foresight.planning.written import mesh_said
+from outsize.foresight.shape import Shape
+from outsize.hardware import Cluster
+
+
+def plan_unlike(
+    name: str, shape: Shape, asked: Asked, cluster: Cluster, top: int, as_json: bool
+) -> Uneven:
+    """Choose and print; gives the best."""
+    made = choose_unlike(shape, asked, cluster, top)
+    if as_json:
+        said = {"model": name, "devices": cluster.count, "plans": [_as_json(one) for one in made]}
+        click.echo(json.dumps(said, indent=2))
+    else:
+        _print(made, asked)
+    return made[0]
+
+
+def _as_json(one: Uneven) -> dict[str, Any]:
+    lay = one.layout
+    return {
+        "mesh": mesh_said(lay),
+        "microbatch_rows": lay.rows,
+        "microbatches": lay.microbatches,
+        "recompute": lay.recompute,
+        "zero": value_of(lay, "zero"),
+        "step_seconds": one.seconds,
+        "low": one.low,
+        "high": one.high,
+        "tokens_per_s": lay.batch * lay.sequence / one.seconds,
+        "mfu": one.mfu,
+        "stages": [
+            {"device": part.device, "blocks": part.blocks, "beat_seconds": part.beat,
+             "bytes": part.memory.process, "room": part.room}
+            for part in one.parts
+        ],
+    }  # fmt: skip
+
+
+def _print(made: list[Uneven], asked: Asked) -> None:
+    from outsize.memory import format_bytes
+    from outsize.screen import FIGURES, console, say, show, table
+
+    rows = table("mesh", "rows", "recompute", "zero", "step", "from", "to", "tokens/s", "MFU",
+                 right=FIGURES)  # fmt: skip
+    for one in made:
+        lay = one.layout
+        tokens = lay.batch * lay.sequence / one.seconds
+        rows.add_row(
+            mesh_said(lay), str(lay.rows), lay.recompute, str(value_of(lay, "zero")),
+            f"{one.seconds:.3g} s", f"{one.low:.3g}", f"{one.high:.3g}", f"{tokens:,.0f}",
+            f"{one.mfu:.1%}",
+        )  # fmt: skip
+    stages = table("stage", "device", "blocks", "seconds a microbatch", "memory", "of",
+                   right=slice(2, None))  # fmt: skip
+    for place, part in enumerate(made[0].parts, start=1):
+        held, room = format_bytes(int(part.memory.process)), format_bytes(part.room)
+        stages.add_row(
+            str(place), part.device, str(part.blocks), f"{part.beat:.3g}", held, room
+        )  # fmt: skip
+    out = console()
+    show(out, rows, stages)
+    say(
+        out,
+        f"{asked.batch} rows of {asked.sequence} tokens a step; blocks by what each stage's devices"
+        " compute and hold",
+    )
