@@ -15,7 +15,7 @@ from outsize.errors import OutsizeError, nearest
 
 if TYPE_CHECKING:
     from outsize.foresight.planning.asked import Asked, Condition, Value
-    from outsize.foresight.planning.choose import Choice
+    from outsize.foresight.planning.choose import Choice, Planned
     from outsize.foresight.shape import Shape
     from outsize.hardware import Cluster
     from outsize.plan import Plan
@@ -38,17 +38,27 @@ _OPTIONS = (
         "--seconds", type=click.FloatRange(0.1, 1e6), default=10.0, help="Of searching; 10."
     ),
     click.option("--explain", is_flag=True, help="Why this plan, and what would change it."),
+    click.option(
+        "--html", metavar="FILE", type=click.Path(path_type=Path), help="Draw the best plan's step."
+    ),
     click.option("--tokens", metavar="N", help="Tokens of the whole run, as 2T: days and hours."),
     click.option("--price", metavar="N/h", help="Of a device and hour, as 2.50/h."),
     click.option("--watts", type=float, help="Of a device in use, instead of the catalogue's."),
     click.option("--top", type=click.IntRange(1, 100), default=5, help="Plans to show; 5."),
 )
 _NAMES = (
-    "hardware", "require", "forbid", "max_devices", "objective", "seconds", "explain", "tokens",
-    "price", "watts", "top",
+    "hardware", "require", "forbid", "max_devices", "objective", "seconds", "explain", "html",
+    "tokens", "price", "watts", "top",
 )  # fmt: skip
 
-_LIKE = ("max_devices", "explain", "tokens", "price", "watts")  # of devices of one kind alone
+_LIKE = (
+    "max_devices",
+    "explain",
+    "html",
+    "tokens",
+    "price",
+    "watts",
+)  # of devices of one kind alone
 
 
 def described(command: Callable[..., None]) -> Callable[..., None]:
@@ -75,6 +85,7 @@ class Elsewhere:
     objective: str
     seconds: float
     explain: bool
+    html: Path | None
     tokens: str | None
     price: str | None
     watts: float | None
@@ -113,6 +124,8 @@ class Elsewhere:
         made = choose(shape, asked, cluster, self.top)
         if not made.plans:
             raise OutsizeError(_nothing_fits(name, shape, asked, cluster, made))
+        if self.html is not None:
+            _draw(self.html, name, shape, cluster, made.plans[0])
         answer = Answer(shape, asked, cluster, made, self._cost(made, price))
         _write(out, name, plan_of(shape, made.plans[0].layout) if out else None)
         show(answer, self.explain, as_json)
@@ -241,6 +254,15 @@ def _precision(said: Any, cluster: Cluster) -> str:
     if said is None:
         return "bf16" if cluster.groups[0].device.apart else "fp32"
     return {name: short for short, name in PRECISIONS.items()}.get(str(said), str(said))
+
+
+def _draw(path: Path, name: str, shape: Shape, cluster: Cluster, best: Planned) -> None:
+    """The timeline of a step, as a page."""
+    from outsize.foresight.planning.drawn import drawn
+    from outsize.report import write_timeline
+
+    title = f"{name} on {best.layout.devices} x {cluster.groups[0].device.name}, foretold"
+    write_timeline(path, drawn(shape, cluster, best), budget=best.room, title=title)
 
 
 def _write(path: Path | None, name: str, plan: Plan | None) -> None:

@@ -15,13 +15,16 @@ from outsize.collectives import parse_mesh
 from outsize.errors import OutsizeError
 from outsize.foresight.layout import Layout
 from outsize.foresight.named import shape_of
+from outsize.foresight.planning.asked import Asked, Conditions, conditions
+from outsize.foresight.planning.choose import choose
+from outsize.foresight.planning.drawn import drawn
 from outsize.foresight.planning.layouts import STACK
 from outsize.foresight.planning.written import mesh_said, plan_of
 from outsize.hardware import catalogue, parse_spec
 from outsize.hardware.form import dumps
 from outsize.plan.file import read_plan
 
-SMALL = ("--set", "train.sequence=16", "--set", "train.batch_tokens=256", "--set", "precision=fp32")
+SMALL = ("--set", "train.sequence=8", "--set", "train.batch_tokens=64", "--set", "precision=fp32")
 
 
 def invoke(*words: str) -> Result:
@@ -48,13 +51,13 @@ def test_workers_of_a_machine_share_what_it_has(machine: str) -> None:
 
 
 def test_a_plan_that_was_found_verifies(machine: str, tmp_path: Path) -> None:
-    required = "pipeline=2,data=2,rows<4,zero=1,recompute=full"
+    required = "pipeline=2,data=2,rows=2,zero=1,recompute=full"
     path = tmp_path / "plan.yaml"
     words = ("plan", "tiny", "--hardware", machine, *SMALL, "--require", required)
     made = invoke(*words, "--out", str(path), "--json")
     best = json.loads(made.output)["plans"][0]
     plan = read_plan(path).plan
-    assert plan.mesh == parse_mesh(best["mesh"]) and plan.rows == 16
+    assert plan.mesh == parse_mesh(best["mesh"]) and plan.rows == 8
     assert plan.microbatches == best["microbatches"]
     result = invoke("verify", "--set", f"plan_file={path}", "--steps", "1", "--json")
     assert result.exit_code == 0, result.output
@@ -91,3 +94,28 @@ def test_stages_cuts_and_shards_are_those_of_the_layout() -> None:
     assert uneven.pipeline.cuts[0] == 6 and uneven.pipeline.cuts[-1] == 66  # 5, ten of 6, and 5
     with pytest.raises(OutsizeError, match="fp8 is foretold only"):
         plan_of(shape, replace(lay, precision="fp8"))
+
+
+@pytest.mark.parametrize("required", ["pipeline=4,chunks=1", "pipeline=4,chunks=2", "pipeline=1"])
+def test_a_drawn_step_takes_what_the_closed_bound_says(required: str, tmp_path: Path) -> None:
+    """Every pass played event by event: as long as the plan, but for waiting on many machines."""
+    shape, cluster = shape_of("llama3-8b"), parse_spec("2 x 8 H100-SXM")
+    asked = Asked(4096, 64, conditions=Conditions(conditions((required,), "--require")))
+    plan = choose(shape, asked, cluster, 1).plans[0]
+    trace = drawn(shape, cluster, plan)
+    stages, count = plan.layout.pipeline, plan.layout.microbatches
+    assert trace.workers == tuple(range(stages))
+    passes = [event for event in trace.events if event.kind == "FORWARD"]
+    assert len(passes) == stages * count * plan.layout.chunks
+    spread = trace.span() / plan.seconds
+    assert 0.99 < spread <= 1 + 1e-9
+    most = max(sum(event.live.values()) for event in trace.events)
+    assert most == pytest.approx(sum(plan.memory.states.values()) + plan.memory.activations)
+
+
+def test_the_timeline_is_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "step.html"
+    words = ("plan", "llama3-8b", "--hardware", "8xH100-SXM", "--html", str(path))
+    assert invoke(*words).exit_code == 0
+    text = path.read_text()
+    assert "llama3-8b on 8 x H100-SXM" in text and "FORWARD" in text
