@@ -58,6 +58,7 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "cast outside of kernels": ("cast", "torch", 1.5, 0.3),
     "narrow by rows": ("narrow", "fp8-rows", 1.4, 0.2),
     "launch": ("launch", "", 1.0, 0.3),
+    "blocked": ("blocked", "", 1.4, 0.3),
     "tensor": ("tensor", "", 1.3, 0.25),
     "tensor beside": ("tensor", "beside", 0.6, 0.3),
     "exchange": ("exchange", "", 1.3, 0.4),

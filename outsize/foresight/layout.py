@@ -46,6 +46,7 @@ class Stack:
     sequence: bool = False  # sequence parallelism wherever there is a tensor axis
     vocabulary_cut: bool = True  # over the tensor axis
     calls: int = 1  # in which a layer's sharded parameters are gathered
+    blocking: bool = False  # whether the processor waits for every kernel
     prefetched: bool = True  # gathered beside what is computed before
     parallel: bool = False  # attention and MLP side by side, with one sum each way
 

@@ -26,7 +26,7 @@ from outsize.hardware.cluster import Cluster
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
-LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "waited")
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "waited", "blocked")
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
@@ -237,7 +237,8 @@ def beat(of: Mapping[str, Any]) -> Any:
     computing = together(computing, of["ring"])
     computing = together(computing, of["launch"])
     computing = computing + sum(of[lane] for lane in SAYING)
-    return together(computing, of["gathers"]) + of["waited"] + of["stages"]
+    computing = together(computing, of["gathers"])
+    return computing + of["waited"] + of["blocked"] + of["stages"]
 
 
 @dataclass(frozen=True)

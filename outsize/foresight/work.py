@@ -32,8 +32,9 @@ DROPPED = 1.5  # halves of H: masks of dropout
 SCORES = {"fused": (13.0, 17.0), "plain": (24.0, 28.0)}
 ALIGNED = 8  # a head's size of other multiples has no tensor cores (NVIDIA, the same guide)
 SCALAR = 4.0  # times as long on the cores that remain, beyond lines that are not whole
-LOGITS = (12.0, 12.0)  # bytes of a logit: it is cast, its maximum and sum are read, and back
+LOGITS = (4.0, 4.0)  # bytes of a logit: read twice, its gradient written over it and read
 LAUNCH = 12e-6  # seconds of the processor for a call with its module's code and autograd's graph
+BLOCKED = 40e-6  # of a kernel that the processor waits for: the call, its end, a thread that wakes
 KERNELS = 17  # of a layer's forward, fused
 ROUTED = 60  # of a layer's experts: routing, sorting, exchanging
 OF_EXPERT = 3  # of each expert that is here: two products, a gate; as many again that cast for them
@@ -224,7 +225,10 @@ class Work:
         turned = TURNED if s.gated or s.dropout else PLAIN
         halves = s.hidden * (stream + (ROTATED if chains else turned) / t)
         found["traffic"] = self._elementwise(halves * lay.tokens)
-        found["launch"] = LAUNCH * KERNELS * self._passes() * (2 if chains else 1)
+        kernels = KERNELS * self._passes() * (2 if chains else 1)
+        found["launch"] = LAUNCH * kernels
+        if lay.stack.blocking:
+            found["blocked"] = BLOCKED * kernels
         if t > 1:
             # Two sums forward and two back; with sequence parallelism the same bytes as gathers and
             # scatters, and the inputs once more where gradients of weights are computed.

@@ -16,6 +16,7 @@ from outsize.foresight.memory import memory
 from outsize.foresight.shape import Latent, Shape
 from outsize.foresight.sources import Roofline, Table, systolic, tiled
 from outsize.foresight.step import Terms, beat, combine, layers_of, terms
+from outsize.foresight.work import BLOCKED, KERNELS
 from outsize.hardware import Matmul, Measured, Rate, catalogue, parse_spec
 from outsize.hardware.cluster import FAR, NEAR
 from outsize.schedule.pipelines import Shape as PipelineShape
@@ -148,7 +149,7 @@ def test_a_slow_last_stage_sets_the_beat() -> None:
 def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
     lanes = dict.fromkeys(
         ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "exchange",
-         "ring", "stages", "gathers", "waited", "adding"), 0.0,
+         "ring", "stages", "gathers", "waited", "blocked", "adding"), 0.0,
     )  # fmt: skip
     of = [{**lanes, "matmul": value} for value in (middle, last)]
     return Terms(of[0], of[1], {"sums": 0.0, "update": 0.0}, slots, stages, chunks, 1, 0.0)
@@ -176,6 +177,17 @@ def test_parameters_gathered_one_by_one_wait_for_every_call() -> None:
     more = 11 * 3 * GPT.layers * wait
     assert other["waited"] == pytest.approx(one["gathers"] + more) and "gathers" not in other
     assert beat(_zeros() | other) > beat(_zeros() | one) + more
+
+
+def test_kernels_that_the_processor_waits_for_are_added() -> None:
+    """CUDA_LAUNCH_BLOCKING: kernels of a layer, forward and twice back, for every microbatch."""
+    cluster = parse_spec("A100-SXM-80")
+    asked = {"devices": 1, "tensor": 1, "rows": 1}
+    held = replace(MEGATRON, blocking=True)
+    free, slow = (terms(GPT, layout(**asked, stack=s), cluster).last for s in (MEGATRON, held))
+    expected = GPT.layers * 3 * KERNELS * BLOCKED
+    assert slow["blocked"] == pytest.approx(expected) and "blocked" not in free
+    assert beat(_zeros() | slow) - beat(_zeros() | free) == pytest.approx(expected)
 
 
 def test_fused_softmax_takes_four_rows_of_heads_at_once() -> None:
