@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -95,14 +95,28 @@ class Run:
 def read_runs(text: str, name: str) -> list[Run]:
     """The rows of a table. Raises OutsizeError with line and column for a missing column, a metric
     or a unit that is unknown, and for what is no number."""
-    rows = csv.DictReader(io.StringIO(text))
+    return [_run(row, line, name) for line, row in cells(text, COLUMNS, name)]
+
+
+def cells(text: str, columns: Sequence[str], name: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows with their lines. Raises OutsizeError for a column that the table lacks, and for a row
+    with fewer cells than the table has columns, or more."""
+    rows = csv.DictReader(io.StringIO(text), restkey="")
     found = tuple(rows.fieldnames or ())
-    for column in COLUMNS:
+    for column in columns:
         if column not in found:
             raise OutsizeError(
                 f"{name}: line 1: column {column!r} is missing{nearest(column, found)}"
             )
-    return [_run(row, line, name) for line, row in enumerate(rows, 2)]
+    for line, row in enumerate(rows, 2):
+        if "" in row and "" not in found:
+            raise OutsizeError(f"{name}: line {line}: more cells than the {len(found)} columns")
+        empty = next((column for column in found if row[column] is None), None)
+        if empty is not None:
+            raise OutsizeError(
+                f"{name}: line {line}: column {empty!r} is missing, as all behind it"
+            )
+        yield line, row
 
 
 def read_table(path: str | Path) -> list[Run]:

@@ -7,8 +7,6 @@ measured figure feeds a forecast.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from outsize.errors import OutsizeError, nearest
+from outsize.errors import OutsizeError
 from outsize.foresight.named import published
-from outsize.foresight.runs import cluster_of, data, device_named
+from outsize.foresight.runs import cells, cluster_of, data, device_named
 from outsize.foresight.score import rank_correlation
 from outsize.foresight.shape import Shape, read_shape
 from outsize.serve.asks import Room
@@ -108,14 +106,7 @@ def is_serving(text: str) -> bool:
 
 def read_serving(text: str, name: str) -> list[Asked]:
     """The rows. OutsizeError with line and column for a missing column and for no number."""
-    rows = csv.DictReader(io.StringIO(text))
-    found = tuple(rows.fieldnames or ())
-    for column in COLUMNS:
-        if column not in found:
-            raise OutsizeError(
-                f"{name}: line 1: column {column!r} is missing{nearest(column, found)}"
-            )
-    return [_asked(row, line, name) for line, row in enumerate(rows, 2)]
+    return [_asked(row, line, name) for line, row in cells(text, COLUMNS, name)]
 
 
 def read_file(path: Path) -> list[Asked]:

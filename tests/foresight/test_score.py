@@ -123,6 +123,14 @@ def test_a_missing_column(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "line 1: column 'micro_batch' is missing" in result.output
 
 
+def test_rows_with_fewer_cells_or_more() -> None:
+    header, row = TEXT.splitlines()[:2]
+    with pytest.raises(OutsizeError, match="line 3: column 'tp' is missing, as all behind it"):
+        read_runs("\n".join([header, row, ",".join(["x"] * 10)]), "t")
+    with pytest.raises(OutsizeError, match="line 2: more cells than the 24 columns"):
+        read_runs(f"{header}\n{row},1,2\n", "t")
+
+
 def test_rows_that_cannot_be_forecast_say_why() -> None:
     header = ",".join(COLUMNS)
     row = ",".join(
