@@ -35,7 +35,7 @@ from outsize.memory.store import MemoryStore, Place, Store, rounded
 from outsize.models.decoder import Decoder, typed
 from outsize.models.layout import prompted
 from outsize.serve.asks import Ask, End, Room, Token
-from outsize.serve.below import Below
+from outsize.serve.below import ROUNDS, Below
 from outsize.serve.drafts import DRAFTERS, Drafter
 from outsize.serve.engine import Engine
 from outsize.serve.files import InFiles, Limits
@@ -190,7 +190,8 @@ def _below(setting: Setting, model: Model) -> Iterator[Below | None]:
         store: Store = MemoryStore("host", size)
         if setting.seed % 2:
             store = DiskStore("disk", [Path(folder)], size, 1)
-        moves = setting.fails + 2 if setting.fails else None  # beside those that are timed
+        timed = 2 * ROUNDS
+        moves = setting.fails + timed if setting.fails else None
         yield Below([(Failing(store, moves), size)], page, str)
 
 

@@ -71,6 +71,18 @@ def test_what_is_pushed_out_and_wanted_again_comes_back() -> None:
     pages.lost([back[0].page])
     pages.end(4)
     assert pages.begin(5, text) == 0 and not pages.below and pages.left == 4
+    pages = Pages(4, SIZE, below=3, price=COMPUTED)
+    _served(pages, 0, text, True)
+    _served(pages, 0, [60] * 16, False)
+    assert len(pages.moved()) == 3
+    pages.begin(1, text)  # computed again, though it lies below
+    pages.extend(1, 13)
+    pages.written(1, text, 13)
+    pages.end(1, again=True)
+    _served(pages, 2, [70] * 16, False)
+    assert not pages.moved() and pages.below == 3, "it lies there still"
+    pages.begin(3, text)
+    assert pages.restore(3, text) == 3 * SIZE
     dear = Pages(4, SIZE, below=2, price=replace(COMPUTED, fetch=4.0))
     for ids in (text, [60] * 16):
         _served(dear, 0, ids, True)
