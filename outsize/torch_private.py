@@ -7,8 +7,14 @@ sympy) is imported when it is first asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,8 +139,71 @@ def differentiate(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) ->
 
 
 def warm_fake_tensors() -> None:
-    """Import what fake tensors bring along, which takes a second."""
-    importlib.import_module("torch._dynamo")
+    """Import what fake tensors bring along, which takes half a second."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    leave_compiler_out()
+
+
+class _Compiler:
+    """Stands for torch._dynamo as long as nobody asks it for more than its settings."""
+
+    def __init__(self, config: ModuleType) -> None:
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+@cache
+def leave_compiler_out() -> None:
+    """Let fake tensors do without torch.compile, whose import takes more than a second: they read
+    its settings, and many operators of theirs are decorated to be let alone by it. It is imported
+    when anything else of it is asked for, with these very settings, and then lets them alone."""
+    name = "torch._dynamo"
+    if name in sys.modules:
+        return
+    source = Path(torch.__file__).parent / "_dynamo" / "config.py"
+    spec = importlib.util.spec_from_file_location(f"{name}.config", source)
+    if spec is None or spec.loader is None:
+        return
+    config = sys.modules[f"{name}.config"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config)
+    torch._dynamo = _Compiler(config)  # type: ignore[assignment]
+    plain = importlib.import_module("torch._compile")._disable_dynamo
+    inner = plain(leave_compiler_out).__code__
+    left, seen = list(_decorated()), set[int]()
+    while left:
+        function = left.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        inside = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        if function.__code__ is inner:
+            inside["fn"].__dynamo_disable = _let_alone(function, inside["fn"])
+        left += inside.values()
+
+
+def _decorated() -> Iterator[Any]:
+    """Where functions are that the compiler shall let alone."""
+    tables = importlib.import_module("torch._decomp").global_decomposition_table
+    for table in tables.values():
+        yield from table.values()
+    fake = importlib.import_module(_FAKE)
+    for space in (importlib.import_module("torch._refs"), fake.FakeTensor, fake.FakeTensorMode):
+        yield from vars(space).values()
+
+
+def _let_alone(decorated: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """What the decorator of `plain` calls: that itself, until there is a compiler."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hasattr(sys.modules.get("torch._dynamo"), "disable"):
+            return plain(*args, **kwargs)
+        if getattr(plain, "__dynamo_disable", None) is call:
+            del plain.__dynamo_disable  # the decorator asks the compiler now
+        return decorated(*args, **kwargs)
+
+    return call
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -85,6 +87,32 @@ def test_dispatch_modes_see_operators_unless_they_are_disabled():
         with private.disable_current_modes():
             torch.zeros(2).add(1)
     assert count == len(seen) == 2
+
+
+WITHOUT = """
+import sys, torch
+from outsize.simulate.fake import FakeMode
+
+def some():
+    x = torch.zeros(3, 4)
+    out = torch.cat([x, x]).add(torch.arange(4)).softmax(-1).mul(2).sum(0)
+    return torch.where(out > 0, out, torch.nn.functional.silu(out))
+
+with FakeMode():
+    assert some().shape == (4,)
+config = torch._dynamo.config
+assert config.recompile_limit and "torch._dynamo" not in sys.modules
+config.recompile_limit = 3
+assert torch.compile(some, backend="eager")().equal(some())
+assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.config is config
+assert torch._dynamo.config.recompile_limit == 3
+with FakeMode():
+    assert some().shape == (4,)
+"""
+
+
+def test_fake_tensors_come_without_the_compiler_which_comes_when_it_is_asked_for():
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True)
 
 
 def test_dispatch_modes_are_called_as_they_are():

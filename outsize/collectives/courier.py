@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from outsize import accelerator
+from outsize.collectives import turns
+from outsize.collectives.turns import aside
 from outsize.torch_private import disable_current_modes, rehearsing
 
 
@@ -52,7 +54,9 @@ class Flight:
 
     def wait(self) -> None:
         """Until it is done; raises what it raised."""
-        self._over.wait()
+        if not self._over.is_set():
+            with aside():
+                self._over.wait()
         if self._fault is not None:
             raise self._fault
         accelerator.follow(self._arrived, self.device)
@@ -80,12 +84,13 @@ class Courier:
                 flight.run(None)
             return flight
         if self._free is not None:
-            self._free.acquire()
+            with aside():
+                self._free.acquire()
         if self._thread is None:
             weakref.finalize(self, self._flights.put, None)
             self._thread = threading.Thread(
                 target=_carry,
-                args=(self._flights, self._free, accelerator.keeping(device)),
+                args=(self._flights, self._free, accelerator.keeping(device), turns.here()),
                 daemon=True,
                 name=self._name,
             )
@@ -106,12 +111,14 @@ def _carry(
     flights: queue.SimpleQueue[Flight | None],
     free: threading.Semaphore | None,
     keeping: AbstractContextManager[Any],
+    among: turns.Turns | None,
 ) -> None:
     stream = None
     with keeping:
         while (flight := flights.get()) is not None:
             stream = stream or accelerator.stream(flight.device)
-            flight.run(stream)
+            with turns.among(among):
+                flight.run(stream)
             del flight
             if free is not None:
                 free.release()

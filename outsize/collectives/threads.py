@@ -4,7 +4,7 @@
 
 Sums are taken in the order of the ranks, so their bits are the same everywhere. A worker that
 raises ends the others' waiting, and `play` raises its error. For proofs, not for speed: what is
-said to others is copied, and Python runs one thread at a time. On accelerators each has one of its
+said to others is copied, and they compute in turns. On accelerators each has one of its
 own, since the backward passes of one are one thread's.
 """
 
@@ -32,6 +32,7 @@ from outsize.collectives.collective import (
     ReduceScatter,
 )
 from outsize.collectives.mesh import Mesh
+from outsize.collectives.turns import Turns, aside
 from outsize.collectives.world import Key, Use, World
 
 T = TypeVar("T")
@@ -52,9 +53,11 @@ class Meeting:
     def exchange(self, rank: int, mine: Any, use: Callable[[list[Any]], T]) -> T:
         """use(what all have), while nobody can change it."""
         self.slots[rank] = mine
-        self.barrier.wait(WAIT)
+        with aside():
+            self.barrier.wait(WAIT)
         found = use(self.slots)
-        self.barrier.wait(WAIT)
+        with aside():
+            self.barrier.wait(WAIT)
         self.slots[rank] = None  # or it would stay until the next time
         return found
 
@@ -197,13 +200,14 @@ class ThreadWorld:
 
 def play(mesh: Mesh, work: Callable[[World], T]) -> list[T]:
     """work(world) in a thread for each worker of the mesh; the results by rank."""
-    board = Board()
+    board, turns = Board(), Turns()
     results: dict[int, T] = {}
     faults: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadWorld(mesh, rank, board))
+            with turns.taken():
+                results[rank] = work(ThreadWorld(mesh, rank, board))
         except threading.BrokenBarrierError as error:
             faults.append(error)
         except BaseException as error:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from outsize import accelerator
+from outsize.collectives import turns
 from outsize.schedule import Lane
 
 Work = Callable[[], None]
@@ -43,6 +44,7 @@ class Lanes:
                 given,
                 accelerator.stream(self._device),
                 accelerator.keeping(self._device),
+                turns.here(),
             )
             threading.Thread(
                 target=_serve, args=arguments, daemon=True, name=f"lane {lane}"
@@ -58,9 +60,10 @@ class Lanes:
         marks = [(lane, threading.Event()) for lane in lanes if lane in self._queues]
         for lane, mark in marks:
             self._queues[lane].put(mark.set)
-        for lane, mark in marks:
-            if not mark.wait(_GRACE if faulty and lane in _TALKS else None):
-                self._queues.pop(lane).put(None)
+        with turns.aside():
+            for lane, mark in marks:
+                if not mark.wait(_GRACE if faulty and lane in _TALKS else None):
+                    self._queues.pop(lane).put(None)
 
     def close(self) -> None:
         """End the threads."""
@@ -79,12 +82,16 @@ def _behind(mark: torch.Event, device: torch.device, work: Work) -> None:
 
 
 def _serve(
-    given: _Queue, stream: torch.Stream | None, keeping: AbstractContextManager[Any]
+    given: _Queue,
+    stream: torch.Stream | None,
+    keeping: AbstractContextManager[Any],
+    among: turns.Turns | None,
 ) -> None:
     """A lane's thread. It holds nothing between one thing that it does and the next."""
     with torch.no_grad(), accelerator.on(stream), keeping:
         while (work := given.get()) is not None:
-            work()
+            with turns.among(among):
+                work()
             del work
 
 
@@ -103,7 +110,7 @@ class Board:
         fault of whichever lane had one."""
         for place in places:
             if not self._done[place]:
-                with self._changed:
+                with turns.aside(), self._changed:
                     while not self._done[place] and self.fault is None:
                         self._changed.wait()
             accelerator.follow(self._marks.get(place), self._device)

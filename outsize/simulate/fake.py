@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outsize.torch_private import FakeTensor, FakeTensorMode, storage_key
+from outsize.torch_private import FakeTensor, FakeTensorMode, leave_compiler_out, storage_key
 
 _DEVICE = torch.ops.prim.device.default
 _OURS = ("aten", "outsize")
@@ -41,6 +41,10 @@ class _Unlike(Exception):
 
 class FakeMode(FakeTensorMode):
     """FakeTensorMode of static shapes, with what operators gave kept for all modes of its kind."""
+
+    def __init__(self) -> None:
+        leave_compiler_out()
+        super().__init__()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,0 +1,74 @@
+"""Turns: of the threads that are workers of one run, one computes while the others wait for theirs.
+
+Python lets one thread in at a time, and whoever calls an operator of PyTorch lets the next one in:
+threads that all have work change places at every small operator, which costs as much as the work.
+Turns are a courtesy and keep nobody waiting for ever: who has waited for a while goes on without,
+so that long operators run beside one another, and no order of waits can stand still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PATIENCE = 0.05  # seconds: more than a few small operators take
+
+_mine = threading.local()
+
+
+class Turns:
+    """Whose turn it is among some threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """The calling thread computes in turns with the others. For one that is in no turns yet."""
+        _mine.turns, _mine.has = self, False
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+            _mine.turns = None
+
+    def enter(self) -> None:
+        """Wait for the turn, a while long; it is the calling thread's already, maybe."""
+        _mine.has = _mine.has or self._lock.acquire(timeout=PATIENCE)
+
+    def leave(self) -> None:
+        """It is another one's, if it was the calling thread's."""
+        if _mine.has:
+            _mine.has = False
+            self._lock.release()
+
+
+def here() -> Turns | None:
+    """Those that the calling thread is in."""
+    return getattr(_mine, "turns", None)
+
+
+@contextmanager
+def among(turns: Turns | None) -> Iterator[None]:
+    """A thread that works for one of these, with `here()` of that one."""
+    if turns is None:
+        yield
+    else:
+        with turns.taken():
+            yield
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """The calling thread waits for another one: it is the others' turn meanwhile."""
+    turns = here()
+    if turns is None:
+        yield
+        return
+    turns.leave()
+    try:
+        yield
+    finally:
+        turns.enter()
