@@ -11,6 +11,7 @@ run's file under the technique's own name, are listed by `outsize keys`, and are
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -179,9 +180,9 @@ class Setting:
         return f"from {lower}" if lower else f"to {upper}" if upper else ""
 
 
-def settings_of(owner: type) -> Iterator[Setting]:
+@functools.cache
+def settings_of(owner: type) -> tuple[Setting, ...]:
     """The fields of a dataclass that `setting` made, in order."""
     hints = typing.get_type_hints(owner)
-    for field in dataclasses.fields(owner):
-        if field.metadata:
-            yield Setting(field.name, hints[field.name], field.default, **field.metadata)
+    made = (field for field in dataclasses.fields(owner) if field.metadata)
+    return tuple(Setting(f.name, hints[f.name], f.default, **f.metadata) for f in made)

@@ -7,6 +7,7 @@ key; did you mean 'steps'?". YAML reads 3e-4 as a string; here it is the number 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -180,11 +181,17 @@ def _union(args: tuple[Any, ...], value: Any, source: str, path: str) -> Any:
     raise first
 
 
+@functools.cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    """The types of a dataclass's fields; to read them anew takes longer than what they read."""
+    return typing.get_type_hints(kind)
+
+
 def _dataclass(kind: Any, value: Any, source: str, path: str) -> Any:
     if not isinstance(value, dict):
-        keys = ", ".join(typing.get_type_hints(kind))
+        keys = ", ".join(_hints(kind))
         raise OutsizeError(f"{place(source, path)}: {value!r}; expected a mapping of {keys}")
-    hints = kind.hints() if issubclass(kind, Open) else typing.get_type_hints(kind)
+    hints = kind.hints() if issubclass(kind, Open) else _hints(kind)
     for key in value:
         if key not in hints:
             raise unknown(key, tuple(hints), source, path)

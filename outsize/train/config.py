@@ -234,9 +234,15 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 
 @functools.cache
+def _sections() -> Mapping[str, Any]:
+    """The types of a run's fields; to read them anew takes milliseconds."""
+    return typing.get_type_hints(RunConfig)
+
+
+@functools.cache
 def leaves() -> Mapping[str, Setting]:
     """Every key that any run has, by its full name, in order."""
-    hints: dict[str, type] = typing.get_type_hints(RunConfig)
+    hints = _sections()
     made = (field for field in dataclasses.fields(RunConfig) if not field.metadata)
     sections = {f.name: hints[f.name] for f in made if f.name != "techniques"}
     found = {f"{name}.{k.name}": k for name, kind in sections.items() for k in settings_of(kind)}
@@ -299,7 +305,7 @@ def _techniques(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_of(values: Mapping[str, Any]) -> RunConfig:
     """The RunConfig of values by full name; what is not named has its default."""
-    hints = typing.get_type_hints(RunConfig)
+    hints = _sections()
     sections: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
     for name, value in values.items():

@@ -3,6 +3,7 @@ are there before a fork are not there after it."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,3 +19,6 @@ for _name in (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
 ):  # fmt: skip
     import_module(_name)
+
+gc.freeze()  # what is imported lives as long as the server and whom it forks
+gc.set_threshold(50_000, 20, 100)
