@@ -12,7 +12,6 @@ import torch
 
 from outsize.collectives.axes import Axis
 from outsize.collectives.collective import Alone, Collective
-from outsize.collectives.hierarchical import own
 from outsize.collectives.mesh import Mesh
 
 Use = Literal["compute", "network", "beside", "stages", "merge", "exchange", "agreement"]
@@ -82,6 +81,8 @@ def inside(world: World) -> Iterator[Within]:
 def received(world: World, *uses: Use) -> Counter[str]:
     """Bytes by operation that this worker has had from others, through collectives of some uses, or
     of all."""
+    from outsize.collectives.hierarchical import own  # of those who say anything to others
+
     total = Counter[str]()
     for (_, use), group in list(world.groups.items()):
         if not uses or use in uses:
