@@ -16,15 +16,16 @@ import pytest
 
 from outsize.decode.generate import Request
 from outsize.decode.samplers import Sampling
+from outsize.hardware import Hardware
 from outsize.memory import Ledger
 from outsize.models.config import DecoderConfig
 from outsize.plan import Plan
 from outsize.plan import plan as plans
 from outsize.runtime import Job, spill
-from outsize.search import planner
+from outsize.search import planner, played
 from outsize.search import request as requests
 from outsize.search.request import Makers, PlanRequest, native_makers
-from outsize.simulate import tokens
+from outsize.simulate import Forecast, tokens
 from outsize.simulate.costs import Costs, Facts
 from outsize.simulate.rehearse import bare, rehearse, splits_of
 from outsize.simulate.tokens import Held, Needs
@@ -88,6 +89,15 @@ def remember(folder: Path, patch: pytest.MonkeyPatch) -> None:
         key = held, held.grain, len(request.ids), request.max_new_tokens, drawn, length
         return known.get(key, lambda: plain_needs(held, request, length))
 
+    def foretold(
+        config: DecoderConfig, request: PlanRequest, plan: Plan, hardware: Hardware
+    ) -> Forecast:
+        rates = replace(hardware, tiers=tuple(replace(tier, bytes=0) for tier in hardware.tiers))
+        key = config, replace(request, budget=None), plan, rates, spill.LEAST, plans.PART
+        return known.get(key, lambda: plain_foretold(config, request, plan, hardware))
+
+    plain_foretold = played.predict
+    patch.setattr(played, "predict", foretold)
     plain_needs = tokens._needs
     patch.setattr(tokens, "_needs", needed)
     about: dict[object, object] = {}
