@@ -26,6 +26,7 @@ KEYS = (
     "plan.pipeline", "plan.sequence_parallel", "precision",
 )  # fmt: skip
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_OF_STEP = {**_COUNT, "K": 1 << 10, "M": 1 << 20}  # rows of a step are shared: 4M is 4 x 2^20
 _OPTIONS = (
     click.option(
         "--hardware", metavar="SPEC", help="Plan for it, as '128 x 8 A100-SXM-80 @ 25GB/s'."
@@ -135,8 +136,8 @@ class Elsewhere:
         from outsize.memory import parse_bytes
 
         said = _values(sets)
-        sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence")
-        tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens")
+        sequence = _count(said.get("train.sequence", SEQUENCE), "train.sequence", _OF_STEP)
+        tokens = _count(said.get("train.batch_tokens", TOKENS), "train.batch_tokens", _OF_STEP)
         if tokens < sequence:
             raise OutsizeError(
                 f"train.batch_tokens is {tokens}; expected {sequence} or more, a row"
@@ -197,6 +198,9 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     missing = format_bytes(int(near.memory.process - near.room))
     enough = fewest(shape, asked, cluster)
     advice = f"{enough} devices would do" if enough else "expected more memory"
+    if cluster.tiers:
+        names = ", ".join(tier.name for tier in cluster.tiers)
+        advice = f"{advice} ({names}: not used by this forecast)"
     return (
         f"{name} fits in none of {made.counted} layouts on {cluster.count}"
         f" {cluster.groups[0].device.name}: the nearest ({layout_said(near.layout)}) lacks"
@@ -281,12 +285,12 @@ def _write(path: Path | None, name: str, plan: Plan | None) -> None:
     write_plan(path, file)
 
 
-def _count(value: Any, what: str) -> int:
+def _count(value: Any, what: str, units: Mapping[str, int] = _COUNT) -> int:
     """A number, as 4M or 2T too."""
     text = str(value).strip()
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     try:
-        found = float(text[: len(text) - len(unit)]) * _COUNT[unit]
+        found = float(text[: len(text) - len(unit)]) * units[unit]
     except (ValueError, KeyError):
         raise OutsizeError(f"{what} is {text!r}; expected a number, as 4096, 4M or 2T") from None
     if not 1 <= found < 1e20:

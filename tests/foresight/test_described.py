@@ -192,6 +192,7 @@ def test_an_explanation_has_a_number_for_every_family_and_a_source_for_every_con
     assert gains["one machine more"] > 0.2 and gains["twice the link"] >= 0
     assert gains["8 GiB more"] >= 0
     assert all(each["value"] and each["source"] for each in why["constants"])
+    assert made["rows"] * made["sequence"] == 512 << 10
     assert all(each["loses_by"] for each in made["plans"][1:])
     low, high = made["plans"][0]["interval_by_lane"]["matmul"]
     assert low < made["plans"][0]["seconds_by_lane"]["matmul"] < high
@@ -231,6 +232,10 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
             "--require tensor=2 and --forbid tensor>1: no layout has both",
         ),
         (("llama3-8b", "--hardware", NODE, "--require", "tensor=3"), "has --require tensor=3"),
+        (
+            ("llama3-8b", "--hardware", "RTX-4090 + 64GiB host + disk 5GB/s"),
+            "devices would do (host, disk: not used by this forecast)",
+        ),
         (("llama3-8b", "--require", "tensor=2"), "--require is given beside no --hardware"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "data=2,tensor=2"), "has 4 workers"),
         (("llama3-8b", "--hardware", NODE, "--set", "train.steps=3"), "beside --hardware"),

@@ -45,8 +45,11 @@ def by_resource(lanes: Mapping[str, float]) -> dict[str, float]:
 
 def loss(plan: Planned, best: Planned) -> str:
     """By what a plan is behind the chosen one: of its lanes that which grew the most."""
-    if plan.layout.devices != best.layout.devices:
-        return f"{plan.layout.devices} devices instead of {best.layout.devices}"
+    count, fewer = plan.layout.devices, best.layout.devices
+    if count != fewer:
+        time = plan.seconds / best.seconds
+        spent = f"{time - 1:+.1%} seconds, {time * count / fewer - 1:+.1%} device-hours"
+        return f"{spent} on {count} devices instead of {fewer}"
     grown = {k: v - best.lanes.get(k, 0.0) for k, v in plan.lanes.items()}
     lane = max(grown, key=lambda name: grown[name])
     slower = plan.seconds / best.seconds - 1
