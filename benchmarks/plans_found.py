@@ -16,7 +16,7 @@ CASES = (
     (4, "tiny", "data=4,zero=0"), (4, "tiny", "data=4,zero=3"), (4, "tiny", "tensor=4"),
     (4, "mini", "pipeline=2,tensor=2,recompute=full"), (8, "mini", "data=2,pipeline=2,tensor=2"),
     (4, "mini", "pipeline=2,data=2,zero=1"), (8, "small", "data=8,shards=4"),
-    (8, "small", "pipeline=2,chunks=2,tensor=2"), (6, "small", "data=3,tensor=2,zero=3"),
+    (8, "small", "pipeline=2,chunks=3,tensor=2"), (6, "small", "data=3,tensor=2,zero=3"),
     (4, "tiny-experts", "expert=2,data=4,zero=0"), (4, "mini", "context=2,data=2"),
 )  # fmt: skip
 KEYS = ("train.sequence=32", "train.batch_tokens=1536", "precision=fp32")

@@ -169,6 +169,12 @@ def test_what_is_required_and_forbidden_holds_for_every_plan() -> None:
         assert plan["recompute"] == "none" and plan["zero"] >= 1 and plan["devices"] <= 24
 
 
+def test_states_are_cut_over_as_many_as_are_required() -> None:
+    words = ("llama3-8b", "--hardware", "2 x 8 H100-SXM", "--require", "data=16,zero=3,shards=4")
+    (best, *_) = json.loads(invoke(*words, "--json").output)["plans"]
+    assert (best["mesh"], best["zero"], best["shards"]) == ("data=16", 3, 4)
+
+
 def test_objectives_choose_what_they_name() -> None:
     def best(objective: str) -> Any:
         words = ("llama3-8b", "--hardware", "2 x 8 H100-SXM", "--json", "--price", "2/h")

@@ -153,6 +153,7 @@ def _sharded(asked: Asked, cell: Cell) -> Iterator[tuple[int, int]]:
             continue
         near = cell.cluster.groups[0].node // base.tensor
         degrees = {copies, near} if 1 < near < copies and copies % near == 0 else {copies}
-        for over in sorted(degrees, reverse=True):
-            if over % base.expert == 0 and asked.conditions.allow("shards", over):
-                yield int(zero), over
+        for over in asked.conditions.among("shards", sorted(degrees, reverse=True)):
+            cut = int(over)
+            if cut > 1 and copies % cut == 0 and cut % base.expert == 0:
+                yield int(zero), cut
