@@ -178,8 +178,8 @@ def leave_compiler_out() -> None:
             continue
         seen.add(id(function))
         inside = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
-        if function.__code__ is inner:
-            inside["fn"].__dynamo_disable = _let_alone(function, inside["fn"])
+        if function.__code__ is inner and (own := inside.get("fn")) is not None:
+            own.__dynamo_disable = _let_alone(function, own)
         left += inside.values()
 
 

@@ -263,7 +263,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "chunks of a sequence": {
         "stages": BLOCK, "sequence_chunk": 7, "microbatch_rows": 3, "loss_chunk": 5, "mlp_tile": 3,
     },
-    "chunks of a token, tensor": {"stages": BLOCK, "sequence_chunk": 1, "mesh": Mesh(1, 2)},
+    "chunks of a token, tensor": {
+        "stages": BLOCK, "sequence_chunk": 1, "mesh": Mesh(1, 2), "rows": 2, "microbatch_rows": 1,
+    },
     "recomputed apart, weight gradients apart": {
         "stages": per_segment(5, ("mlp", "attention")), "split_backward": True, "resume_at": 1,
     },

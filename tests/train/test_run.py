@@ -92,7 +92,8 @@ def test_a_second_start_in_the_same_directory_is_refused(runs) -> None:
 
 
 def test_a_run_of_epochs_reads_every_row_so_often(runs) -> None:
-    printed = runs.train(train__epochs="2", train__steps="null")
+    own = {"train__evaluate_every": 0, "train__save_every": 0}
+    printed = runs.train(train__epochs="2", train__steps="null", **own)
     run = runs.home / "run"
     found = recorded_values(run)
     every = int(re.search(r"data: .*?([\d,]+) tokens;", printed)[1].replace(",", "")) // 64
@@ -348,7 +349,7 @@ def test_a_run_whose_steps_are_gone_is_not_begun_anew(runs) -> None:
 @pytest.mark.parametrize("said", [None, 3])
 def test_a_derived_warm_up_goes_with_the_steps(runs, said) -> None:
     """Of a run that goes on with more of them; what somebody said stays."""
-    own = {} if said is None else {"learning_rate__warmup": said}
+    own = {"train__evaluate_every": 0} | ({} if said is None else {"learning_rate__warmup": said})
     runs.train(train__steps=40, train__save_every=0, **own)
     run = runs.home / "run"
     assert warmup_of_run(run) == (2 if said is None else said)

@@ -201,11 +201,11 @@ def test_starting_and_saving_take_no_more_than_a_chunk(runs, spill, monkeypatch)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_spill_file_and_goes_on(runs, spill) -> None:
-    keys = {"train__steps": 14, "train__save_every": 7, "train__evaluate_every": 0, "memory": TIGHT}
+    keys = {"train__steps": 8, "train__save_every": 4, "train__evaluate_every": 0, "memory": TIGHT}
     runs.train(output=runs.home / "whole", disk=f"{spill}:64MiB", threads=1, **keys)
     cut = runs.home / "cut"
     sets = runs.sets(output=cut, disk=f"{spill}:64MiB", threads=1, **keys)
-    process = runs.command("train", *(word for s in sets for word in ("--set", s)), hold=11)
+    process = runs.command("train", *(word for s in sets for word in ("--set", s)), hold=6)
     runs.wait_for_hold()
     process.send_signal(signal.SIGKILL)
     process.communicate()
