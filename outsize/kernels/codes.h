@@ -1,20 +1,30 @@
-// A block of bytes to its group's numbers: each code's value times the group's scale.
+// A weight as it is held, and a block of bytes to its group's numbers: each code's value times the
+// group's scale.
 
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#include "storage.h"
+
 namespace outsize {
 
+using std::int32_t;
 using std::int64_t;
+using std::int8_t;
+using std::uint16_t;
+using std::uint32_t;
 using std::uint8_t;
 
 constexpr int64_t MOST = 256;       // numbers of a group
 enum Order { BYTES = 0, HALVES = 1, PAIRS = 2 };
+constexpr float FROM_MINUS_8[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+enum Scales { APART = 0, BFLOAT16 = 1, FLOAT16 = 2 };  // in an array, or the first of a block's bytes
 
 inline void bytes(const uint8_t* codes, int64_t group, float scale, float* out) {
     for (int64_t i = 0; i < group; ++i) out[i] = float(int8_t(codes[i])) * scale;
@@ -104,19 +114,50 @@ inline void pairs(const uint8_t* codes, int64_t half, const float* table, float 
     }
 }
 
+// A float16 of finite value: as a float32 of the same bits it is too small by 2^112.
+inline float half(uint16_t bits) {
+    const uint32_t size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+    const float held = __builtin_bit_cast(float, size) * 0x1p112f;
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, held) | sign);
+}
+
 struct Layout {
-    int order;
+    int order, scales;
     int64_t group, block, head;  // numbers, bytes, and bytes before the codes
+    const float *apart, *table;  // scales by block; values of 16 codes
+
+    float scale(const uint8_t* block, int64_t index) const {
+        if (scales == APART) return apart[index];
+        uint16_t bits;
+        std::memcpy(&bits, block, sizeof bits);
+        return scales == BFLOAT16 ? wide(bfloat16{bits}) : half(bits);
+    }
 };
 
-inline void one(const uint8_t* block, const Layout& layout, const float* table, float scale, float* out) {
-    const uint8_t* codes = block + layout.head;
+// Block `index` of some that lie one behind another.
+inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, float* out) {
+    const uint8_t *block = blocks + index * layout.block, *codes = block + layout.head;
+    const float scale = layout.scale(block, index);
     if (layout.order == BYTES)
         bytes(codes, layout.group, scale, out);
     else if (layout.order == HALVES)
-        halves(codes, layout.group / 2, table, scale, out);
+        halves(codes, layout.group / 2, layout.table, scale, out);
     else
-        pairs(codes, layout.group / 2, table, scale, out);
+        pairs(codes, layout.group / 2, layout.table, scale, out);
 }
+
+// A weight (outputs, inner) as outsize/kernels/matrix.py says it, with what is added. data: in the
+// dtype of what it is multiplied by, or, where group is not 0, blocks of codes, rows one behind
+// another. table: null where codes of 4 bits count from -8.
+struct Matrix {
+    const void *data, *bias;
+    const float *scales, *table;
+    int64_t outputs, inner, group, block, head;
+    int32_t order, kind;
+
+    Layout layout() const {
+        return {order, kind, group, block, head, scales, table ? table : FROM_MINUS_8};
+    }
+};
 
 }  // namespace outsize

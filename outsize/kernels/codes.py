@@ -11,46 +11,62 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
+from outsize.kernels.matrix import Matrix, matrix
 
 # "bytes": signed codes of 8 bits; of 4 bits "halves": the first half of a group in the lower bits,
 # "pairs": neighbours in a byte, the first in its upper bits.
 Order = Literal["bytes", "halves", "pairs"]
-_ORDERS: dict[str, int] = {"bytes": 0, "halves": 1, "pairs": 2}
+_ORDERS: dict[Order, int] = {"bytes": 0, "halves": 1, "pairs": 2}
+_NAMES = {number: order for order, number in _ORDERS.items()}
+_HEADS = (None, torch.bfloat16, torch.float16)  # of scales, by the numbers of codes.h
 
 
 class Laid(NamedTuple):
-    """Blocks and what their codes stand for. scales: float32; table: the values of 16 codes,
-    float32, where these have 4 bits; head: bytes before a block's codes."""
+    """Blocks and what their codes stand for. scales: (N, 1) float32, or the dtype of those that
+    blocks begin with; table: the values of 16 codes, float32; None: bytes as they are, and 4 bits
+    from -8 on; head: bytes before a block's codes."""
 
     blocks_NB: Tensor
-    scales_N1: Tensor
+    scales: Tensor | torch.dtype
     table: Tensor | None
     order: Order
     head: int
 
     @property
-    def number(self) -> int:
-        """Of the order, as codes.cpp counts them."""
-        return _ORDERS[self.order]
-
-    @property
     def ready(self) -> bool:
         """Whether codes.cpp reads them where they lie."""
-        alike = self.blocks_NB.is_contiguous() and self.scales_N1.is_contiguous()
-        return alike and self.blocks_NB.is_cpu
+        apart = isinstance(self.scales, Tensor) and not self.scales.is_contiguous()
+        return self.blocks_NB.is_contiguous() and self.blocks_NB.is_cpu and not apart
+
+    def matrix(self, inner: int, bias_O: Tensor | None = None) -> Matrix:
+        """Of a weight of so many inputs, as the passes in C++ read it. It points at tensors, which
+        are to live as long."""
+        count, block = self.blocks_NB.shape
+        scales = self.scales if isinstance(self.scales, Tensor) else None
+        group = (block - self.head) * (1 if self.order == "bytes" else 2)
+        made = matrix(self.blocks_NB, count * group // inner, inner, bias_O)
+        made.scales, made.table = (
+            None if x is None else x.data_ptr() for x in (scales, self.table)
+        )
+        made.group, made.block, made.head = group, block, self.head
+        made.order = _ORDERS[self.order]
+        made.kind = _HEADS.index(None if isinstance(self.scales, Tensor) else self.scales)
+        return made
 
 
 def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
     """(N, G) in `dtype`, each a product in float32 that is rounded once."""
-    blocks_NB, scales_N1, table, order, head = laid
-    like = scales_N1 if dtype == torch.float32 else scales_N1.new_empty(0, dtype=dtype)
-    if laid.ready and native.reads(scales_N1, like):
-        given = scales_N1 if table is None else table
+    blocks_NB, scales, table, order, head = laid
+    kind = 0 if isinstance(scales, Tensor) else _HEADS.index(scales)
+    if laid.ready and native.reads(blocks_NB.new_empty(0, dtype=dtype)):
+        given = scales if isinstance(scales, Tensor) else None
         y: Tensor = torch.ops.outsize.decode.default(
-            blocks_NB, scales_N1, given, laid.number, head, dtype
+            blocks_NB, given, table, _ORDERS[order], kind, head, dtype
         )
         return y
-    return plain(blocks_NB, scales_N1, table, order, head).to(dtype)
+    if not isinstance(scales, Tensor):
+        scales = blocks_NB[:, : scales.itemsize].contiguous().view(scales).float()
+    return plain(blocks_NB, scales, table, order, head).to(dtype)
 
 
 def plain(
@@ -58,39 +74,58 @@ def plain(
 ) -> Tensor:
     """The twin of outsize_decode, in float32."""
     codes = blocks_NB[:, head:]
-    if table is None:
+    if order == "bytes":
         return codes.contiguous().view(torch.int8).to(torch.float32).mul_(scales_N1)
     upper, lower = codes >> 4, codes & 15
     if order == "halves":
         names = torch.cat((lower, upper), -1)
     else:
         names = torch.stack((upper, lower), -1).flatten(1)
+    table = torch.arange(-8.0, 8.0, device=codes.device) if table is None else table
     values = table.index_select(0, names.flatten().to(torch.int32))
     return values.view(len(blocks_NB), -1).mul_(scales_N1)
 
 
 def _allocate(
-    blocks: Tensor, scales: Tensor, table: Tensor, order: int, head: int, dtype: torch.dtype
+    blocks: Tensor,
+    scales: Tensor | None,
+    table: Tensor | None,
+    order: int,
+    kind: int,
+    head: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     group = (blocks.shape[1] - head) * (1 if order == 0 else 2)
     return torch.empty(blocks.shape[0], group, dtype=dtype, device=blocks.device)
 
 
 def _run(
-    blocks: Tensor, scales: Tensor, table: Tensor, order: int, head: int, dtype: torch.dtype
+    blocks: Tensor,
+    scales: Tensor | None,
+    table: Tensor | None,
+    order: int,
+    kind: int,
+    head: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    y = _allocate(blocks, scales, table, order, head, dtype)
+    y = _allocate(blocks, scales, table, order, kind, head, dtype)
+    where = _HEADS[kind]
+    if where is None:
+        assert scales is not None, "they lie apart"
+        laid = Laid(blocks, scales, table, _NAMES[order], head)
+    else:
+        laid = Laid(blocks, where, table, _NAMES[order], head)
+    weight = laid.matrix(y.shape[1])
     native.loaded().outsize_decode(
-        *(native.CODES[dtype], order, blocks.data_ptr(), scales.data_ptr(), table.data_ptr()),
-        *(y.data_ptr(), *y.shape, blocks.shape[1], head, native.threads()),
+        native.CODES[dtype], weight.address, y.data_ptr(), native.threads()
     )
     return y
 
 
 _OPERATORS = (
     native.define(
-        "decode(Tensor blocks, Tensor scales, Tensor table, int order, int head, ScalarType dtype)"
-        " -> Tensor",
+        "decode(Tensor blocks, Tensor? scales, Tensor? table, int order, int kind, int head,"
+        " ScalarType dtype) -> Tensor",
         _run,
         _allocate,
     ),

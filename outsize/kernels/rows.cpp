@@ -23,10 +23,12 @@ using namespace outsize;
 // and then together in one fixed order. Rows of w are read as they lie in files.
 
 constexpr int TOKENS = 3, OUTPUTS = 4;     // of a block in registers
+constexpr int MORE = 4, FEWER = 2;         // the same of one whose weights are decoded there
 constexpr int64_t HELD = 40 * 1024;        // floats of x that stay in a cache while w goes by
 constexpr int64_t TASK = 64;               // outputs of a task, a multiple of OUTPUTS
 constexpr int64_t SOME = 512;              // tokens of which x is made wide at once
 constexpr int64_t MANY = 12;               // tokens for which weights are made wide beforehand
+constexpr int64_t LOTS = 48;               // the same of codes
 
 inline vec read(const float* x) { return load(x); }
 inline vec read(const bfloat16* x) {
@@ -71,6 +73,20 @@ inline void each_together(const vec* sum, float* to) {
 }
 #endif
 
+template <class T, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void ended(const vec (&sum)[ROWS][COLUMNS], const float* bias,
+                                                 T* y, int64_t y_row) {
+    for (int t = 0; t < ROWS; ++t) {
+        float whole[COLUMNS];
+        if constexpr (COLUMNS == 4)
+            each_together(sum[t], whole);
+        else
+            for (int o = 0; o < COLUMNS; ++o) whole[o] = together(sum[t][o]);
+        for (int o = 0; o < COLUMNS; ++o)
+            y[t * y_row + o] = narrow<T>(bias ? whole[o] + bias[o] : whole[o]);
+    }
+}
+
 // A block: ROWS tokens by COLUMNS outputs. x: padded with zeros to whole vectors.
 template <class W, class T, int ROWS, int COLUMNS>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_row, const W* w,
@@ -101,24 +117,20 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_ro
             for (int t = 0; t < ROWS; ++t) sum[t][o] = fused(sum[t][o], load(x + t * x_row + i), right);
         }
     }
-    for (int t = 0; t < ROWS; ++t) {
-        float whole[COLUMNS];
-        if constexpr (COLUMNS == 4)
-            each_together(sum[t], whole);
-        else
-            for (int o = 0; o < COLUMNS; ++o) whole[o] = together(sum[t][o]);
-        for (int o = 0; o < COLUMNS; ++o)
-            y[t * y_row + o] = narrow<T>(bias ? whole[o] + bias[o] : whole[o]);
-    }
+    ended(sum, bias, y, y_row);
 }
 
 template <class W, class T, int COLUMNS>
 void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int64_t inner,
-                 const float* bias, T* y, int64_t y_row) {
+          const float* bias, T* y, int64_t y_row) {
     int64_t t = 0;
     for (; t + TOKENS <= tokens; t += TOKENS)
         multiply<W, T, TOKENS, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
-    for (; t < tokens; ++t)
+    if (t + 2 <= tokens) {
+        multiply<W, T, 2, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
+        t += 2;
+    }
+    if (t < tokens)
         multiply<W, T, 1, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
 }
 
@@ -134,38 +146,52 @@ const float* widened(const T* x, int64_t tokens, int64_t inner, std::vector<floa
     return to.data();
 }
 
-// weights(): for the thread that asks, (o, count) to rows [o, o + count) of w, count <= OUTPUTS.
+// x of some tokens, in rows of x_row, and y in rows of y_row, both of the first token and output.
+template <class T>
+struct Piece {
+    const float* x;
+    int64_t x_row, tokens;
+    const float* bias;
+    T* y;
+    int64_t y_row;
+};
+
+// made(): for the thread that asks, what makes a Piece of rows [o, o + OUTPUTS) of w, or of one.
 template <class T, class F>
 void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
-             int threads, F weights) {
+             int threads, F made) {
     const int64_t x_row = rounded(int(inner), LANES);
     std::vector<float> space, wide_bias(bias ? outputs : 0);
     for (int64_t o = 0; o < int64_t(wide_bias.size()); ++o) wide_bias[o] = wide(bias[o]);
-    const int64_t held = std::max<int64_t>(HELD / std::max<int64_t>(x_row, 1) / TOKENS, 1) * TOKENS;
+    const int64_t held = std::max<int64_t>(HELD / std::max<int64_t>(x_row, 1) / (TOKENS * MORE), 1) *
+                         TOKENS * MORE;
     const int64_t tasks = (outputs + TASK - 1) / TASK;
     for (int64_t some = 0; some < tokens; some += SOME) {
         const int64_t here = std::min(SOME, tokens - some);
         const float* wide_x = widened(x + some * inner, here, inner, space);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t task = 0; task < tasks; ++task) {
-            auto rows = weights();
+            auto make = made();
             const int64_t last = std::min(outputs, (task + 1) * TASK);
             for (int64_t first = 0; first < here; first += held) {
                 const int64_t count = std::min(held, here - first);
-                const float* from = wide_x + first * x_row;
                 for (int64_t o = task * TASK; o < last;) {
                     const bool whole = o + OUTPUTS <= last;
-                    const float* add = bias ? wide_bias.data() + o : nullptr;
-                    T* to = y + (some + first) * outputs + o;
-                    const auto* w = rows(o, whole ? OUTPUTS : 1);
-                    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-                    auto* call = whole ? down<W, T, OUTPUTS> : down<W, T, 1>;
-                    call(from, x_row, count, w, inner, add, to, outputs);
+                    make(o, whole,
+                         Piece<T>{wide_x + first * x_row, x_row, count,
+                                  bias ? wide_bias.data() + o : nullptr,
+                                  y + (some + first) * outputs + o, outputs});
                     o += whole ? OUTPUTS : 1;
                 }
             }
         }
     }
+}
+
+template <class W, class T>
+inline void some(const W* w, int64_t inner, bool whole, const Piece<T>& p) {
+    auto* call = whole ? down<W, T, OUTPUTS> : down<W, T, 1>;
+    call(p.x, p.x_row, p.tokens, w, inner, p.bias, p.y, p.y_row);
 }
 
 // Rows of w as they lie; where many tokens meet them, made wide once for all.
@@ -174,66 +200,179 @@ void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t
             int64_t outputs, int threads) {
     if (sizeof(T) == sizeof(float) || tokens < MANY)
         return product(x, bias, y, tokens, inner, outputs, threads, [=] {
-            return [=](int64_t o, int64_t) { return w + o * inner; };
+            return [=](int64_t o, bool whole, const Piece<T>& p) { some(w + o * inner, inner, whole, p); };
         });
     product(x, bias, y, tokens, inner, outputs, threads, [=] {
-        return [=, held = std::vector<float>(OUTPUTS * inner)](int64_t o, int64_t count) mutable {
-            for (int64_t i = 0; i < count * inner; ++i) held[i] = wide(w[o * inner + i]);
-            return static_cast<const float*>(held.data());
+        return [=, held = std::vector<float>(OUTPUTS * inner)](int64_t o, bool whole,
+                                                               const Piece<T>& p) mutable {
+            const int64_t count = (whole ? OUTPUTS : 1) * inner;
+            for (int64_t i = 0; i < count; ++i) held[i] = wide(w[o * inner + i]);
+            some(static_cast<const float*>(held.data()), inner, whole, p);
         };
     });
 }
 
-// Codes are decoded a few rows at a time, rounded to what x is held in.
-template <class T>
-void coded(const T* x, const uint8_t* blocks, const Layout& layout, const float* scales,
-           const float* table, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
-           int threads) {
-    product(x, bias, y, tokens, inner, outputs, threads, [&] {
-        return [&, held = std::vector<float>(OUTPUTS * inner)](int64_t o, int64_t count) mutable {
-            const int64_t groups = inner / layout.group;
-            for (int64_t g = 0; g < count * groups; ++g)
-                one(blocks + (o * groups + g) * layout.block, layout, table,
-                    scales[o * groups + g], held.data() + g * layout.group);
-            if (sizeof(T) != sizeof(float))
-                for (int64_t i = 0; i < count * inner; ++i) held[i] = wide(narrow<T>(held[i]));
-            return static_cast<const float*>(held.data());
+// By codes that are decoded in registers: signed bytes, or halves that count from -8. What a code
+// stands for is exact: its bits and those of a scale of 16 bits are few enough.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline vec whole(__m256i codes) { return vec(_mm256_cvtepi32_ps(codes)); }
+inline __m128i some_bytes(const uint8_t* codes) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+}
+inline vec bytes_of(const uint8_t* codes) { return whole(_mm256_cvtepi8_epi32(some_bytes(codes))); }
+inline vec lower_of(const uint8_t* codes) {
+    return whole(_mm256_cvtepu8_epi32(_mm_and_si128(some_bytes(codes), _mm_set1_epi8(15))));
+}
+inline vec upper_of(const uint8_t* codes) {
+    return whole(_mm256_srli_epi32(_mm256_cvtepu8_epi32(some_bytes(codes)), 4));
+}
+#else
+typedef int8_t codes_of __attribute__((vector_size(LANES)));
+typedef uint8_t halves_of __attribute__((vector_size(LANES)));
+template <class V>
+inline V lanes(const uint8_t* codes) {
+    V found;
+    std::memcpy(&found, codes, sizeof found);
+    return found;
+}
+inline vec bytes_of(const uint8_t* codes) {
+    return __builtin_convertvector(lanes<codes_of>(codes), vec);
+}
+inline vec lower_of(const uint8_t* codes) {
+    return __builtin_convertvector(lanes<halves_of>(codes) & 15, vec);
+}
+inline vec upper_of(const uint8_t* codes) {
+    return __builtin_convertvector(lanes<halves_of>(codes) >> 4, vec);
+}
+#endif
+
+inline vec rounded_to(float, vec x) { return x; }
+inline vec rounded_to(bfloat16, vec x) {  // of finite numbers, as `narrow` has it
+    const ints u = ints(x);
+    return vec((u + 0x7fff + ((u >> 16) & 1)) & ~0xffff);
+}
+
+template <class T, int ORDER, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int64_t t,
+                                                          const uint8_t* blocks, int64_t row,
+                                                          const Layout& layout, int64_t groups,
+                                                          int64_t o) {
+    const float* x = p.x + t * p.x_row;
+    const int64_t width = ORDER == BYTES ? layout.group : layout.group / 2;
+    vec sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int t = 0; t < ROWS; ++t)
+#pragma GCC unroll 8
+        for (int n = 0; n < COLUMNS; ++n) sum[t][n] = vec{};
+    for (int64_t g = 0; g < groups; ++g, blocks += layout.block) {
+        vec scale[COLUMNS], lowest[COLUMNS];
+        for (int n = 0; n < COLUMNS; ++n) {
+            scale[n] = all(layout.scale(blocks + n * row, 0));
+            lowest[n] = all(-8.0f) * scale[n];
+        }
+#pragma GCC unroll 2
+        for (int part = 0; part < (ORDER == BYTES ? 1 : 2); ++part) {
+            const uint8_t* codes = blocks + layout.head;
+            for (int64_t i = 0; i < width; i += LANES, x += LANES, codes += LANES) {
+                vec left[ROWS];
+#pragma GCC unroll 8
+                for (int t = 0; t < ROWS; ++t) registered(left[t] = load(x + t * p.x_row));
+#pragma GCC unroll 8
+                for (int n = 0; n < COLUMNS; ++n) {
+                    vec right;
+                    if (ORDER == BYTES)
+                        right = bytes_of(codes + n * row) * scale[n];
+                    else
+                        right = fused(lowest[n], part ? upper_of(codes + n * row) : lower_of(codes + n * row),
+                                      scale[n]);
+                    right = rounded_to(T{}, right);
+#pragma GCC unroll 8
+                    for (int t = 0; t < ROWS; ++t) sum[t][n] = fused(sum[t][n], left[t], right);
+                }
+            }
+        }
+    }
+    ended(sum, p.bias ? p.bias + o : nullptr, p.y + t * p.y_row + o, p.y_row);
+}
+
+// Outputs o and those behind it, COUNT together, of a piece's OUTPUTS.
+template <class T, int ORDER, int COUNT>
+void few(const Piece<T>& p, const uint8_t* blocks, int64_t row, const Layout& layout,
+         int64_t groups) {
+    constexpr int HALF = COUNT < FEWER ? COUNT : FEWER;
+    int64_t t = 0;
+    for (; t + MORE <= p.tokens; t += MORE)
+        for (int64_t o = 0; o < COUNT; o += HALF)
+            multiply_coded<T, ORDER, MORE, HALF>(p, t, blocks + o * row, row, layout, groups, o);
+    switch (p.tokens - t) {
+        case 3:
+            return multiply_coded<T, ORDER, 3, COUNT>(p, t, blocks, row, layout, groups, 0);
+        case 2:
+            return multiply_coded<T, ORDER, 2, COUNT>(p, t, blocks, row, layout, groups, 0);
+        case 1:
+            return multiply_coded<T, ORDER, 1, COUNT>(p, t, blocks, row, layout, groups, 0);
+    }
+}
+
+template <class T, int ORDER>
+void in_registers(const T* x, const Matrix& w, const Layout& layout, T* y, int64_t tokens,
+                  int threads) {
+    const uint8_t* blocks = static_cast<const uint8_t*>(w.data);
+    const int64_t groups = w.inner / layout.group, row = groups * layout.block;
+    product(x, static_cast<const T*>(w.bias), y, tokens, w.inner, w.outputs, threads, [&] {
+        return [&](int64_t o, bool whole, const Piece<T>& p) {
+            auto* call = whole ? few<T, ORDER, OUTPUTS> : few<T, ORDER, 1>;
+            call(p, blocks + o * row, row, layout, groups);
         };
     });
+}
+
+// By codes: in registers, or a few rows at a time decoded for all tokens, rounded to what x is held
+// in.
+template <class T>
+void coded(const T* x, const Matrix& w, T* y, int64_t tokens, int threads) {
+    const Layout layout = w.layout();
+    const int64_t width = w.order == BYTES ? w.group : w.group / 2;
+    if (tokens < LOTS && w.kind != APART && width % LANES == 0) {
+        if (w.order == BYTES) return in_registers<T, BYTES>(x, w, layout, y, tokens, threads);
+        if (w.order == HALVES && !w.table)
+            return in_registers<T, HALVES>(x, w, layout, y, tokens, threads);
+    }
+    product(x, static_cast<const T*>(w.bias), y, tokens, w.inner, w.outputs, threads, [&] {
+        return [&, held = std::vector<float>(OUTPUTS * w.inner)](int64_t o, bool whole,
+                                                                 const Piece<T>& p) mutable {
+            const int64_t groups = w.inner / layout.group, count = (whole ? OUTPUTS : 1) * groups;
+            const uint8_t* blocks = static_cast<const uint8_t*>(w.data);
+            for (int64_t g = 0; g < count; ++g)
+                one(blocks, layout, o * groups + g, held.data() + g * layout.group);
+            if (sizeof(T) != sizeof(float))
+                for (int64_t i = 0; i < count * layout.group; ++i) held[i] = wide(narrow<T>(held[i]));
+            some(static_cast<const float*>(held.data()), w.inner, whole, p);
+        };
+    });
+}
+
+template <class T>
+void any(const void* x, const Matrix& w, void* y, int64_t tokens, int threads) {
+    const T* from = static_cast<const T*>(x);
+    T* to = static_cast<T*>(y);
+    if (w.group) return coded(from, w, to, tokens, threads);
+    stored(from, static_cast<const T*>(w.data), static_cast<const T*>(w.bias), to, tokens, w.inner,
+           w.outputs, threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-// y (tokens, outputs) = x (tokens, inner) w (outputs, inner)^T + bias (outputs) or null.
-void outsize_rows_product(int dtype, const void* x, const void* w, const void* bias, void* y,
-                          int64_t tokens, int64_t inner, int64_t outputs, int threads) {
+// y (tokens, outputs) = x (tokens, inner) w (outputs, inner)^T + bias (outputs) or null; all but
+// codes are of one dtype.
+void outsize_rows_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
+                          int threads) {
     if (dtype == 0)
-        stored(static_cast<const float*>(x), static_cast<const float*>(w),
-               static_cast<const float*>(bias), static_cast<float*>(y), tokens, inner, outputs,
-               threads);
+        any<float>(x, *w, y, tokens, threads);
     else
-        stored(static_cast<const bfloat16*>(x), static_cast<const bfloat16*>(w),
-               static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
-               outputs, threads);
-}
-
-// The same of a weight that is coded: blocks of rows one after another, a scale for each.
-void outsize_rows_product_coded(int dtype, int order, const void* x, const void* blocks,
-                                const float* scales, const float* table, const void* bias, void* y,
-                                int64_t tokens, int64_t inner, int64_t outputs, int64_t group,
-                                int64_t block, int64_t head, int threads) {
-    const Layout layout{order, group, block, head};
-    const uint8_t* raw = static_cast<const uint8_t*>(blocks);
-    if (dtype == 0)
-        coded(static_cast<const float*>(x), raw, layout, scales, table,
-              static_cast<const float*>(bias), static_cast<float*>(y), tokens, inner, outputs,
-              threads);
-    else
-        coded(static_cast<const bfloat16*>(x), raw, layout, scales, table,
-              static_cast<const bfloat16*>(bias), static_cast<bfloat16*>(y), tokens, inner,
-              outputs, threads);
+        any<bfloat16>(x, *w, y, tokens, threads);
 }
 
 }  // extern "C"

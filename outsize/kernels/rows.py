@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
+from outsize.kernels.matrix import Matrix, matrix
 from outsize.torch_private import FakeTensor
 
 if TYPE_CHECKING:
@@ -90,17 +91,17 @@ def by_codes(x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None) -> Tens
     x, y = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
     if isinstance(x, FakeTensor):
         return y
-    blocks, scales, table = laid.blocks_NB, laid.scales_N1, laid.table
     bias = None if bias_O is None else bias_O.to(x.dtype).contiguous()
-    group = x.shape[-1] * outputs // len(blocks)
-    native.loaded().outsize_rows_product_coded(
-        *(native.CODES[x.dtype], laid.number, x.data_ptr(), blocks.data_ptr(), scales.data_ptr()),
-        *(scales.data_ptr() if table is None else table.data_ptr(),),
-        *(None if bias is None else bias.data_ptr(), y.data_ptr()),
-        *(y.numel() // outputs, x.shape[-1], outputs, group, blocks.shape[1], laid.head),
+    _multiply(x, laid.matrix(x.shape[-1], bias), y)
+    return y
+
+
+def _multiply(x: Tensor, weight: Matrix, y: Tensor) -> None:
+    tokens = y.numel() // weight.outputs if weight.outputs else 0
+    native.loaded().outsize_rows_product(
+        *(native.CODES[x.dtype], x.data_ptr(), weight.address, y.data_ptr(), tokens),
         native.threads(),
     )
-    return y
 
 
 def _allocate(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -118,12 +119,7 @@ def _run_into(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, y: Tensor) ->
     x = x.contiguous()
     if bias_O is not None:
         bias_O = bias_O.to(x.dtype).contiguous()
-    outputs, inner = weight_OI.shape
-    native.loaded().outsize_rows_product(
-        *(native.CODES[x.dtype], x.data_ptr(), weight_OI.data_ptr()),
-        *(None if bias_O is None else bias_O.data_ptr(), y.data_ptr()),
-        *(y.numel() // outputs if outputs else 0, inner, outputs, native.threads()),
-    )
+    _multiply(x, matrix(weight_OI, *weight_OI.shape, bias_O), y)
 
 
 _PRODUCTS = (
