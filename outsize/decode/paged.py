@@ -138,7 +138,7 @@ class PagedPast:
         return [place for part in self.parts for place in range(part.start, part.stop)]
 
     @cached_property
-    def _where(self) -> Tensor:
+    def where(self) -> Tensor:
         """Of each new token, its place among those of all pages."""
         size = self.cache.size
         places = (
@@ -161,6 +161,12 @@ class PagedPast:
                 rows = slice(here[0][1][0], here[-1][1][1])
                 found.append((rows, self._seen([part for part, _ in here], rows)))
         return found
+
+    @property
+    def alone(self) -> kernel.Seen | None:
+        """What each token sees, where none is attended with others of its prompt."""
+        (_, seen), *more = self._runs
+        return seen if isinstance(seen, kernel.Seen) and not more else None
 
     def _in_tiles(self, part: Part) -> bool:
         lies = not part.start or isinstance(part.pages, range)
@@ -187,7 +193,7 @@ class PagedPast:
         assert bounds == self.bounds, "a step's Attend serves the batch it was made for"
         assert spec.plain, "what is cached is attended to in order"
         keys, values = self.cache.layer(spec.layer, k_TGK, v_TGW)
-        where = accelerator.sent(self._where, k_TGK.device)
+        where = accelerator.sent(self.where, k_TGK.device)
         keys.put(where, k_TGK)
         values.put(where, v_TGW)
         if self.cache.exact and not any(part.start for part in self.parts):

@@ -37,7 +37,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
     for name in (
         *("native", "attention", "sparse", "shared", "blockwise", "normal", "codes", "rows"),
-        *("pages",),
+        *("pages", "blocks"),
     )
 )
 _HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "tiles.h")))
@@ -75,6 +75,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 3, _N, _I)),
     "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I)),
+    "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),
+    "blocks_work": (_N, (_P, _P, _N)),
+    "blocks": (None, (_P, _P, _N, _P, _P)),
     "shared_open": (_P, (_P, _I, _I, _N, _I, _P)),
     "shared_close": (None, (_P,)),
     "shared_bytes": (_N, (_I, _N)),

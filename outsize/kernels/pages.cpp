@@ -9,7 +9,9 @@
 // codes with a scale for each token and head.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "tiles.h"
@@ -250,6 +252,61 @@ struct Lying {
 
 enum Form { AS_STORED, NARROW, INT8, INT4 };
 
+// Of GROUP numbers or fewer, codes and their scale. Where one is no number, so is the scale.
+template <int BITS, class T>
+bfloat16 code(const T* x, int64_t count, uint8_t* to) {
+    float high = count < GROUP ? 0.0f : -INFINITY, low = count < GROUP ? 0.0f : INFINITY;
+    bool numbers = true;
+    for (int64_t d = 0; d < count; ++d) {
+        const float one = wide(x[d]);
+        numbers &= one == one;
+        high = std::max(high, one);
+        low = std::min(low, one);
+    }
+    const float most = BITS == 8 ? std::max(high, -low) / 127.0f : (high > -low ? high : low) / -8.0f;
+    const bfloat16 scale = narrow<bfloat16>(numbers ? most : NAN);
+    const float by = wide(scale) == 0 ? 1.0f : wide(scale);
+    for (int64_t d = 0; d < count; ++d) {
+        const float whole = numbers ? std::nearbyint(wide(x[d]) / by) : 0.0f;
+        if constexpr (BITS == 8) {
+            to[d] = uint8_t(int8_t(std::min(std::max(whole, -127.0f), 127.0f)));
+        } else {
+            const uint8_t half = uint8_t(std::min(std::max(whole, -8.0f), 7.0f) + 8.0f);
+            to[d / 2] = d % 2 ? uint8_t(to[d / 2] | half << 4) : half;
+        }
+    }
+    return scale;
+}
+
+template <int BITS, class T>
+void put_codes(const T* x, uint8_t* data, bfloat16* scales, const int64_t* where, int64_t tokens,
+               int64_t groups, int64_t size) {
+    const int64_t row = (size * BITS + 7) / 8, own = (size + GROUP - 1) / GROUP;
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t g = 0; g < groups; ++g, x += size) {
+            const int64_t room = where[t] * groups + g;
+            for (int64_t n = 0; n < own; ++n)
+                scales[room * own + n] = code<BITS>(x + n * GROUP, std::min(GROUP, size - n * GROUP),
+                                                    data + room * row + n * GROUP * BITS / 8);
+        }
+}
+
+template <class T>
+void put(int form, const T* x, void* data, void* scales, const int64_t* where, int64_t tokens,
+         int64_t groups, int64_t size) {
+    const int64_t row = groups * size;
+    uint8_t* codes = static_cast<uint8_t*>(data);
+    bfloat16* own = static_cast<bfloat16*>(scales);
+    if (form == INT8) return put_codes<8>(x, codes, own, where, tokens, groups, size);
+    if (form == INT4) return put_codes<4>(x, codes, own, where, tokens, groups, size);
+    for (int64_t t = 0; t < tokens; ++t, x += row)
+        if (form == AS_STORED)
+            std::memcpy(static_cast<T*>(data) + where[t] * row, x, row * sizeof(T));
+        else
+            for (int64_t d = 0; d < row; ++d)
+                static_cast<bfloat16*>(data)[where[t] * row + d] = narrow<bfloat16>(wide(x[d]));
+}
+
 template <class T>
 void attend(int form, const Pages& p, const void* queries, const Lying& k, const Lying& v, void* to,
             int64_t tokens, int threads) {
@@ -270,6 +327,15 @@ void attend(int form, const Pages& p, const void* queries, const Lying& k, const
 }  // namespace
 
 extern "C" {
+
+// Keys or values (tokens, groups, size) to the rooms of pages that `where` says.
+void outsize_pages_put(int dtype, int form, const void* x, void* data, void* scales,
+                       const int64_t* where, int64_t tokens, int64_t groups, int64_t size) {
+    if (dtype == 0)
+        put(form, static_cast<const float*>(x), data, scales, where, tokens, groups, size);
+    else
+        put(form, static_cast<const bfloat16*>(x), data, scales, where, tokens, groups, size);
+}
 
 // form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
 // and value sizes, window. softcap 0: none.

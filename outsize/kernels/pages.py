@@ -78,6 +78,17 @@ class Pool:
 
     def put(self, where_T: Tensor, x_TGK: Tensor) -> None:
         """Hold these at places among those of all pages."""
+        if x_TGK.dtype is self.dtype and native.fits(x_TGK):
+            scales = None if self.scales is None else self.scales.data_ptr()
+            native.loaded().outsize_pages_put(
+                *(native.CODES[x_TGK.dtype], self.form.number, x_TGK.data_ptr()),
+                *(self.data.data_ptr(), scales, where_T.data_ptr(), *x_TGK.shape),
+            )
+        else:
+            self.plain_put(where_T, x_TGK)
+
+    def plain_put(self, where_T: Tensor, x_TGK: Tensor) -> None:
+        """The twin of outsize_pages_put."""
         if self.scales is None:
             held = x_TGK.to(self.data.dtype)
         else:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 STEPS = 8  # of generation that one list has, where sequences fall into microbatches
 Begin = Callable[[Carried], None]
 Playable = Callable[[Kind, int, int], Loaded]
+Run = Callable[[Sequence[nn.Module], Tensor, Context], Tensor]  # x_TD through some blocks
 
 
 @dataclass
@@ -90,11 +91,17 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
     return Kind.DECODE if single else Kind.PREFILL
 
 
+def one_after_another(blocks: Sequence[nn.Module], x_TD: Tensor, context: Context) -> Tensor:
+    for block in blocks:
+        x_TD = block(x_TD, context)
+    return x_TD
+
+
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, of so many groups of
     sequences and steps, ready for its engine. begin: sets out on walks. groups: at most. lists:
     those made so far. ran: the actions of the last ones. prompts: how their sums are taken, if not
-    at once; leaving: as of `Prompts.through`."""
+    at once; leaving: as of `Prompts.through`; run: what takes blocks one after another."""
 
     def __init__(
         self,
@@ -112,6 +119,7 @@ class TokenSteps:
         self.ran: Sequence[Ran] = ()
         self.prompts: Prompts | None = None
         self.leaving: Collection[int] = ()
+        self.run: Run = one_after_another
 
     def __call__(
         self,
@@ -199,7 +207,7 @@ class TokenSteps:
         way, count, through = self.prompts, len(ids_T), None
         if way is not None and past is not None and way.fits_step(count):
             through = way.through(context, past, self.leaving)
-        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, last, through)
+        walk = tokens_walk(self.flow, ids_T, context, loaded.points, m, last, through, self.run)
         return walk, (count, len(bounds) - 1, last)
 
     def several(self, going: Going) -> list[tuple[int, Drawn]]:
@@ -281,30 +289,32 @@ def tokens_walk(
     m: int = 0,
     last: Last = Last.DRAWN,
     through: Through | None = None,
+    run: Run = one_after_another,
 ) -> ChainWalk:
-    """A microbatch's way through the stages, through their blocks as they are or as is said. Of
-    ends that all share its end is h_ND, of which every worker makes a part of the logits."""
+    """A microbatch's way through the stages, through blocks as `run` takes those of a stage,
+    or as is said. Of ends that all share its end is h_ND, of which every worker makes a part of the
+    logits."""
     model, rows, ends = flow.model, flow.rows, None
     if rows is not None:
         way, held = points.way(m), points.held(m)
         rows.ask(way.microbatch, ids_T, held is None or way.first in held)
         ends = Edges(rows, way)
-    chain: list[Callable[[Tensor], Tensor]] = [partial(_first, model, rows, context)]
-    if through is None:
-        chain += (partial(_block, block, context) for block in flow.blocks)
-        chain.append(partial(_end, model, rows, context, last))
-    else:
-        chain += (partial(through.block, block) for block in flow.blocks)
-        chain.append(lambda x_TD: _end(model, rows, context, last, through.land(x_TD)))
+    first = partial(_first, model, rows, context)
+    end = partial(_end, model, rows, context, last)
+    count = len(flow.blocks) + 2
 
     def record(here: Stage, x: Tensor, spill: Spill | None) -> Record:
-        return Record(partial(one_by_one, chain[here.first : here.last]), [x], spill)
+        some = flow.blocks[max(here.first - 1, 0) : max(here.last - 1, 0)]
+        chain: list[Callable[[Tensor], Tensor]] = [first] if here.first == 0 else []
+        if through is None:
+            chain.append(lambda x_TD: run(some, x_TD, context))
+        else:
+            chain += (partial(through.block, block) for block in some)
+        if here.last == count:
+            chain += (end,) if through is None else (through.land, end)
+        return Record(partial(one_by_one, chain), [x], spill)
 
-    return ChainWalk(record, flow.plan, len(chain), ids_T, ends=ends, heads=flow.heads)
-
-
-def _block(block: nn.Module, context: Context, x: Tensor) -> Tensor:
-    return block(x, context)  # type: ignore[no-any-return]
+    return ChainWalk(record, flow.plan, count, ids_T, ends=ends, heads=flow.heads)
 
 
 def _first(model: Decoder, rows: Rows | None, context: Context, x: Tensor) -> Tensor:

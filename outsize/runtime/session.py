@@ -18,10 +18,10 @@ from outsize.decode.samplers import Drawn
 from outsize.memory import Ledger, format_bytes, meter
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Past
-from outsize.plan import Plan
+from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded
-from outsize.runtime.generating import TokenSteps, kind_of
+from outsize.runtime.generating import Run, TokenSteps, kind_of
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.passes import Forward, nothing_comes
 from outsize.runtime.handlers.sample import Sample, untold
@@ -69,9 +69,11 @@ class Session:
         weights: Weights = RESIDENT,
         lists: Lists | None = None,
         peers: Peers | None = None,
+        run: Run | None = None,
     ) -> None:
         count, self.watch = len(model.blocks) + 2, Watch()
-        peers = peers or Peers(Plan(count, per_segment(count), 1))
+        stages = per_segment(count) if run is None else (Stage(0, count),)
+        peers = peers or Peers(Plan(count, stages, 1))
         flow, self._passing = NativeFlow(model, peers.plan), peers.passing
         passing = self._passing
         microbatches = Microbatches(flow, self.watch, nothing_leaves, sent=passing is not None)
@@ -84,7 +86,8 @@ class Session:
             handlers.append(links)
             before.append(links.sweep)
         self.engine = Engine(handlers, flow.device, self.watch, before, [microbatches.ending])
-        uses, made = tuple((s,) for s in range(count)), lists or _alone(count)
+        each = len(stages)
+        uses, made = tuple((s,) for s in range(each)), lists or _alone(each)
 
         def playable(kind: Kind) -> Loaded:
             return self.engine.load(one := made(kind), Points(one, uses))
@@ -95,6 +98,8 @@ class Session:
         self.steps = TokenSteps(
             flow, self.engine, sample, lambda kind, *_: playable(kind), microbatches.carry
         )
+        if run is not None:
+            self.steps.run = run
         self.forget()
 
     def fill(self) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from outsize.collectives import Collective, Mesh, everyone
 from outsize.decode.generate import Draw
 from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.decode.runs import runs_of
 from outsize.errors import counted
 from outsize.kernels import rows
 from outsize.launch.heartbeat import Heartbeat
@@ -120,16 +121,18 @@ class Told:
 class Steps:
     """Plays the steps of a served model, with what this worker keeps of its tokens: pages of the
     layers and heads that are here. leads: whether this is the worker that has the requests; the
-    others `follow`. session: what plays them over weights that are not in memory as a whole."""
+    others `follow`. session: what plays them over weights that are not in memory as a whole; runs:
+    what takes blocks together where they are."""
 
     def __init__(
         self, model: Model, room: Room, session: Session | None, pulse: Heartbeat | None = None
     ) -> None:
         assert (model.home is None) == (session is None), "who has the weights plays the steps"
-        self._own, self._session = session is None, session or Session(model)
-        self._cache = PagedCache(
-            room.pages, room.page, room.slots + 1, room.cache
-        )  # one to score in
+        one = 1  # to score in
+        self._cache = PagedCache(room.pages, room.page, room.slots + one, room.cache)
+        self._own = session is None
+        self.runs = runs_of(model, self._cache) if session is None else None
+        self._session = session or Session(model, run=self.runs)
         self._device = model.prologue.tokens.weight.device
         self._pulse = pulse or Heartbeat()
         self.leader, self.leads, self.told = 0, True, None

@@ -1,0 +1,188 @@
+"""Blocks of one kind as one native call a step, derived from the modules themselves.
+
+What their passes are to be told is read off the modules once: which norm, which product, which
+pages. The bits are those of the modules, since the passes are. A block that says or does anything
+else is called as it is.
+
+T tokens, D hidden, G, K, W as in outsize/decode/paged.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from outsize.decode.paged import PagedCache, PagedPast
+from outsize.kernels import blocks, native, rows
+from outsize.kernels.matrix import Matrix, matrix
+from outsize.kernels.pages import PAGE, WIDTH
+from outsize.models import norm as norms
+from outsize.models.attention import Attention
+from outsize.models.decoder import Block, Decoder
+from outsize.models.linear import Linear, by_codes, dense
+from outsize.models.mlp import MLP, SILU, gated
+from outsize.models.rope import rotate
+from outsize.models.wiring import as_it_is
+
+if TYPE_CHECKING:
+    from outsize.models.seams import Context
+
+_EVERY = 1 << 40  # a window that hides nothing
+
+
+class Runs:
+    """The runs of blocks whose weights stay where they are. dtype: of what goes through; why: what
+    keeps a block from being in one, by its place."""
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, cache: PagedCache) -> None:
+        self._cache, self._dtype, self._held = cache, dtype, list[object]()
+        self.why = dict[int, str]()
+        self._layers = dict[nn.Module, blocks.Layer]()
+        self._names = dict[str, int]()  # of ropes
+        for place, module in enumerate(modules):
+            try:
+                self._layers[module] = self._layer(module)
+            except _Other as other:
+                self.why[place] = str(other)
+        self._made = dict[tuple[nn.Module, ...], Run]()
+
+    def __call__(self, modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tensor:
+        """x_TD through some blocks, one after another."""
+        past = ctx.attend
+        if not (isinstance(past, PagedPast) and past.cache is self._cache and rows.here()):
+            return one_by_one(modules, x_TD, ctx)
+        at = 0
+        while at < len(modules):
+            to = at
+            while to < len(modules) and modules[to] in self._layers:
+                to += 1
+            if to == at:
+                x_TD = modules[at](x_TD, ctx)
+                at += 1
+            else:
+                x_TD = self._run(tuple(modules[at:to])).through(x_TD, ctx, past, self._names)
+                at = to
+        return x_TD
+
+    def _run(self, modules: tuple[nn.Module, ...]) -> Run:
+        if modules not in self._made:
+            self._made[modules] = Run([self._layers[one] for one in modules], modules, self._cache)
+        return self._made[modules]
+
+    def _layer(self, block: nn.Module) -> blocks.Layer:
+        _expect(type(block) is Block, "its blocks are wired otherwise")
+        assert isinstance(block, Block)
+        plain = not (block.parallel or block.after_sum) and block.entering is as_it_is
+        around = block.attention_around is None and block.mlp_around is None
+        _expect(plain and around, "its branches are not one after another")
+        attention, mlp = block.attention, block.mlp
+        _expect(type(attention) is Attention and attention.virtual is None, "its attention")
+        assert isinstance(attention, Attention)
+        _expect(attention.rotate is rotate and not attention.whole_norm, "its attention")
+        same = type(mlp) is MLP and mlp.mixture is None and mlp.gating is gated
+        _expect(
+            same and mlp.activation == SILU and mlp.gate is not None, "its feed-forward network"
+        )
+        spec, found = attention.spec, blocks.Layer()
+        for name, one in (
+            ("attention", block.attention_norm), ("attention_out", block.attention_out_norm),
+            ("mlp", block.mlp_norm), ("mlp_out", block.mlp_out_norm),
+        ):  # fmt: skip
+            setattr(found, f"{name}_norm", self._norm(one, attention.q.sizes[1]))
+        found.query_norm = self._norm(attention.q_norm, attention.head_size)
+        found.key_norm = self._norm(attention.k_norm, attention.head_size)
+        for name in blocks.PRODUCTS:
+            one = getattr(attention if hasattr(attention, name) else mlp, name)
+            setattr(found, name, self._product(one))
+        found.head, found.value = attention.head_size, attention.value_size
+        small = max(found.head, found.value) <= WIDTH and self._cache.size <= PAGE
+        _expect(small, "the size of its heads")
+        found.heads = found.q.outputs // found.head
+        found.groups = found.k.outputs // found.head
+        found.window, found.scale = spec.window or _EVERY, spec.scale
+        found.softcap, found.rope = spec.softcap or 0.0, -1
+        if attention.rope is not None and attention.rope_name is not None:
+            found.rope = self._names.setdefault(attention.rope_name, len(self._names))
+            found.interleaved = attention.rope.interleaved
+        return found
+
+    def _norm(self, one: nn.Module | None, size: int) -> blocks.NormOf:
+        if one is None or type(one) is nn.Identity:
+            return blocks.NormOf()
+        same = type(one) is norms.Norm and one.run is norms.normed and one.facts.kind == "rms"
+        _expect(same, "its norms")
+        assert isinstance(one, norms.Norm) and one.weight is not None
+        _expect(one.weight.shape == (size,), "its norms")
+        weight = self._here(one.weight)
+        facts, code = one.facts, native.CODES[weight.dtype]
+        return blocks.NormOf(weight.data_ptr(), facts.eps, 1.0 - facts.unit, code)
+
+    def _product(self, one: Linear) -> Matrix:
+        _expect(one.beside is None and one.adds_bias, "its adapter")
+        bias = None if one.bias is None else self._here(one.bias)
+        own = (x.dtype for x in (one.bias, one._parameters.get("weight")) if x is not None)
+        _expect(all(dtype is self._dtype for dtype in own), "the dtype of its weights")
+        if one.product is dense:
+            return matrix(self._here(one.weight), *one.sizes, bias)
+        _expect(one.product is by_codes, "its products")
+        laid = one.laid()
+        _expect(laid is not None and laid.ready, "its format of weights")
+        assert laid is not None
+        self._held.append(laid)
+        return laid.matrix(one.sizes[1], bias)
+
+    def _here(self, weight: Tensor) -> Tensor:
+        """One that lies as the passes read it."""
+        fits = weight.is_cpu and weight.is_contiguous() and weight.dtype in native.CODES
+        _expect(fits, "where its weights lie")
+        self._held.append(weight)
+        return weight
+
+
+class Run:
+    """Blocks one after another. Their pages are made when it first runs."""
+
+    def __init__(
+        self, layers: Sequence[blocks.Layer], modules: Sequence[nn.Module], cache: PagedCache
+    ) -> None:
+        self._layers = (blocks.Layer * len(layers))(*layers)
+        self._modules, self._cache = modules, cache
+
+    def through(self, x_TD: Tensor, ctx: Context, past: PagedPast, ropes: dict[str, int]) -> Tensor:
+        if self._layers[0].keys is None:
+            for layer, module in zip(self._layers, self._modules, strict=True):
+                assert isinstance(module, Block) and isinstance(module.attention, Attention)
+                k_TGK, v_TGW = (
+                    x_TD.new_empty(0, layer.groups, size) for size in (layer.head, layer.value)
+                )
+                index = module.attention.spec.layer
+                layer.hold(*self._cache.layer(index, k_TGK, v_TGW))
+        tables = [ctx.rope[name] for name in ropes]
+        return blocks.run(self._layers, x_TD, past.where, self._cache.size, past.seen, tables)
+
+
+class _Other(Exception):
+    """What a run cannot do."""
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Other(what)
+
+
+def one_by_one(modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tensor:
+    for one in modules:
+        x_TD = one(x_TD, ctx)
+    return x_TD
+
+
+def runs_of(model: Decoder, cache: PagedCache) -> Runs | None:
+    """Of a model whose weights stay where they are; None where no blocks can be in a run."""
+    like = model.prologue.tokens.weight
+    if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
+        return None
+    found = Runs(model.blocks, like.dtype, cache)
+    return found if len(found.why) < len(model.blocks) else None
