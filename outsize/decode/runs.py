@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
 from outsize.kernels.matrix import Matrix, matrix
-from outsize.kernels.pages import PAGE, WIDTH
+from outsize.kernels.pages import PAGE, WIDTH, Seen
 from outsize.models import norm as norms
 from outsize.models.attention import Attention
 from outsize.models.decoder import Block, Decoder
@@ -34,8 +34,8 @@ _EVERY = 1 << 40  # a window that hides nothing
 
 
 class Runs:
-    """The runs of blocks whose weights stay where they are. dtype: of what goes through; why: what
-    keeps a block from being in one, by its place."""
+    """The runs of blocks whose weights stay where they are, in steps whose tokens are attended each
+    alone. dtype: of what goes through; why: what keeps a block from being in one, by its place."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, cache: PagedCache) -> None:
         self._cache, self._dtype, self._held = cache, dtype, list[object]()
@@ -54,6 +54,9 @@ class Runs:
         past = ctx.attend
         if not (isinstance(past, PagedPast) and past.cache is self._cache and rows.here()):
             return one_by_one(modules, x_TD, ctx)
+        if past.alone is None:
+            return one_by_one(modules, x_TD, ctx)
+        told = past.where, past.alone, [ctx.rope[name] for name in self._names]
         at = 0
         while at < len(modules):
             to = at
@@ -63,7 +66,7 @@ class Runs:
                 x_TD = modules[at](x_TD, ctx)
                 at += 1
             else:
-                x_TD = self._run(tuple(modules[at:to])).through(x_TD, ctx, past, self._names)
+                x_TD = self._run(tuple(modules[at:to])).through(x_TD, *told)
                 at = to
         return x_TD
 
@@ -151,7 +154,9 @@ class Run:
         self._layers = (blocks.Layer * len(layers))(*layers)
         self._modules, self._cache = modules, cache
 
-    def through(self, x_TD: Tensor, ctx: Context, past: PagedPast, ropes: dict[str, int]) -> Tensor:
+    def through(
+        self, x_TD: Tensor, where_T: Tensor, seen: Seen, ropes: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         if self._layers[0].keys is None:
             for layer, module in zip(self._layers, self._modules, strict=True):
                 assert isinstance(module, Block) and isinstance(module.attention, Attention)
@@ -160,8 +165,7 @@ class Run:
                 )
                 index = module.attention.spec.layer
                 layer.hold(*self._cache.layer(index, k_TGK, v_TGW))
-        tables = [ctx.rope[name] for name in ropes]
-        return blocks.run(self._layers, x_TD, past.where, self._cache.size, past.seen, tables)
+        return blocks.run(self._layers, x_TD, where_T, self._cache.size, seen, ropes)
 
 
 class _Other(Exception):
@@ -186,3 +190,16 @@ def runs_of(model: Decoder, cache: PagedCache) -> Runs | None:
         return None
     found = Runs(model.blocks, like.dtype, cache)
     return found if len(found.why) < len(model.blocks) else None
+
+
+def singly(model: Decoder) -> str | None:
+    """Which blocks of such a model are not in runs, and why, in words."""
+    like, count = model.prologue.tokens.weight, len(model.blocks)
+    if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
+        why = f"{like.dtype} on {like.device.type} without this machine's own kernels"
+        return f"blocks are called operator by operator: {why}"
+    found = Runs(model.blocks, like.dtype, PagedCache(1, 1, 1)).why
+    if not found:
+        return None
+    some = "blocks" if len(found) == count else f"{len(found)} of {count} blocks"
+    return f"{some} are called operator by operator, for {', '.join(sorted(set(found.values())))}"

@@ -78,7 +78,8 @@ class Pool:
 
     def put(self, where_T: Tensor, x_TGK: Tensor) -> None:
         """Hold these at places among those of all pages."""
-        if x_TGK.dtype is self.dtype and native.fits(x_TGK):
+        real = not isinstance(x_TGK, FakeTensor)
+        if real and x_TGK.dtype is self.dtype and native.fits(x_TGK):
             scales = None if self.scales is None else self.scales.data_ptr()
             native.loaded().outsize_pages_put(
                 *(native.CODES[x_TGK.dtype], self.form.number, x_TGK.data_ptr()),

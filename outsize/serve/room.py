@@ -14,6 +14,7 @@ from outsize.collectives import Lone, World
 from outsize.collectives.world import steady, told
 from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE
+from outsize.decode.runs import singly
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError, counted, nearest
 from outsize.hardware import host
@@ -164,6 +165,8 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
     )
     if home is None:
         weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
+        alone = singly(model)
+        notes = notes if alone is None else (*notes, alone)
     else:
         weights = home.weights
         notes = (*notes, *(_staying(home) if isinstance(home, InFiles) else ()))
