@@ -48,9 +48,10 @@ def load(
     dtype None keeps that of the files. device: "auto", "cpu" (None, too) or an accelerator's kind,
     with an index or without. weights="random" takes the config.json alone and draws
     initial values from `seed`; "int4" or another of `outsize keys weights` (int4:32: with groups of
-    32) has the blocks' matrices as codes of so few bits, quantised while they are read;
-    "plain" as they are, of a run whose base is held so. Memory while loading is the model and one
-    block. Raises OutsizeError naming file and tensor for what is unknown, missing or damaged.
+    32) has the blocks' matrices as codes of so few bits, quantised while they are read, and with
+    "+head" behind it the head as codes of 8; "plain" as they are, of a run whose base is held so.
+    Memory while loading is the model and one block. Raises OutsizeError naming file and tensor for
+    what is unknown, missing or damaged.
 
     memory ("2GiB"): most bytes of tensors on the device. The model may be larger: its weights stay
     in its files and are read as they are needed, with the same logits and tokens. disk: the

@@ -126,7 +126,7 @@ class Runs:
     def _product(self, one: Linear) -> Matrix:
         _expect(one.beside is None and one.adds_bias, "its adapter")
         bias = None if one.bias is None else self._here(one.bias)
-        own = (x.dtype for x in (one.bias, one._parameters.get("weight")) if x is not None)
+        own = (x.dtype for x in (one.bias, one.weight_here) if x is not None)
         _expect(all(dtype is self._dtype for dtype in own), "the dtype of its weights")
         if one.product is dense:
             return matrix(self._here(one.weight), *one.sizes, bias)

@@ -20,7 +20,7 @@ from outsize.models.coding import CODES, SCALES, Format, decoded, encoded, plain
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Initial, declarations
 from outsize.models.decoder import Decoder
-from outsize.models.linear import linears
+from outsize.models.linear import held, linears
 from outsize.models.names import BESIDE, stays_float32
 from outsize.models.random import fill_normal, fill_uniform
 
@@ -107,7 +107,7 @@ def attach(
 def uncoded(model: Decoder) -> Decoder:
     """The same model, whose coded weights are plain ones from now on, in its dtype."""
     dtype = model.prologue.tokens.weight.dtype
-    for _, one in linears(model):
+    for _, one in list(held(model)):
         if one.coded is not None:
             one.uncode(dtype)
     model.config = plain(model.config)
@@ -163,10 +163,10 @@ def initial_draw(
     initial = {weight_of(name): start for name, start in initial_values(model)}
     begins = dict(beginning(model))
     waiting: dict[str, Tensor] = {}  # begun with one that was asked for: they come together
-    held = {name: (one.sizes, one.coded) for name, one in linears(model)}  # before it is cut
+    whole = {name: (one.sizes, one.coded) for name, one in linears(model)}  # before it is cut
 
     def drawn(name: str) -> Tensor:
-        sizes, coded = held[name]
+        sizes, coded = whole[name]
         out = torch.empty(sizes, dtype=torch.float64 if coded is None else torch.float32)
         written(f"{name}.weight", out)
         return out if coded is None else as_held(coded.format, out, name)
@@ -192,7 +192,7 @@ def coded_draw(
 ) -> Callable[[str, Tensor], None]:
     """Writes values by parameter name: of what is coded those of the weights that `weight` writes
     under its own name, in float32. model: whole."""
-    every = {name: one for name, one in linears(model) if one.coded is not None}
+    every = {name: one for name, one in held(model) if one.coded is not None}
     waiting: dict[str, Tensor] = {}
 
     def draw(name: str, out: Tensor) -> None:

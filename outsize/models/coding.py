@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ KEY = "weights"  # of a run
 SAID = "outsize_weights"  # in the config.json of what is trained beside plain files
 STORED, METHOD = "quantization_config", "outsize"  # in that of files which hold codes
 PLAIN = "plain"  # weights as they are
+HEAD = "+head"  # behind a format: the head is held in 8 bits too
+_HEADS = ("int8:64", "int8:32", "int8:16")  # the first whose groups divide it
 PIECE = 1 << 18  # weights that are coded at a time
 BESIDE = 24  # bytes for each of these, at most, while they are
 
@@ -104,19 +106,30 @@ def format_of(name: str, source: str = KEY) -> Format:
 
 @dataclass(frozen=True)
 class Coding:
-    """How a decoder's Linears are held. stored: whether its files have them so."""
+    """How a decoder's Linears are held. stored: whether its files have them so; head: how the head
+    is, None: as it lies."""
 
     format: Format
     stored: bool = False
+    head: Format | None = None
 
-    def check(self, name: str, d_in: int) -> None:
-        """OutsizeError where groups do not divide the rows of a weight."""
-        if d_in % self.format.group:
-            raise OutsizeError(
-                f"{KEY}: {self.format.name} has groups of {self.format.group} weights, which do not"
-                f" divide the {d_in} inputs of {name}; choose other groups (FORMAT:32) or another"
-                " format"
-            )
+    @property
+    def name(self) -> str:
+        return self.format.name if self.head is None else f"{self.format.name}{HEAD}"
+
+    def of(self, module: str) -> Format:
+        """That of a Linear by its name."""
+        own = self.head is not None and module.startswith("epilogue.")
+        return self.head if own and self.head is not None else self.format
+
+
+def divided(format: Format, name: str, d_in: int) -> None:
+    """OutsizeError where groups do not divide the rows of a weight."""
+    if d_in % format.group:
+        raise OutsizeError(
+            f"{KEY}: {format.name} has groups of {format.group} weights, which do not divide the"
+            f" {d_in} inputs of {name}; choose other groups (FORMAT:32) or another format"
+        )
 
 
 @dataclass(frozen=True)
@@ -137,24 +150,34 @@ class Coded:
         return replace(self, grid=replace(grid, column=column))
 
 
-def coded(config: DecoderConfig, format: Format, stored: bool = False) -> DecoderConfig:
+def coded(
+    config: DecoderConfig, format: Format, stored: bool = False, head: Format | None = None
+) -> DecoderConfig:
     """The same model with its blocks' Linears in a format, and what its config.json says then."""
-    said = {k: v for k, v in config.source.items() if k not in (STORED, SAID)}
+    said, coding = _unsaid(config), Coding(format, stored, head)
     said |= {STORED: {"quant_method": METHOD, "format": format.name}} if stored else {}
-    said |= {} if stored else {SAID: format.name}
-    return replace(config, coding=Coding(format, stored), source=said)
+    said |= {} if stored else {SAID: coding.name}
+    return replace(config, coding=coding, source=said)
+
+
+def _unsaid(config: DecoderConfig) -> dict[str, Any]:
+    return {k: v for k, v in config.source.items() if k not in (STORED, SAID)}
 
 
 def as_stored(config: DecoderConfig) -> DecoderConfig:
     """The same model, whose files hold its codes."""
     assert config.coding is not None, "it is coded"
+    if config.coding.head is not None:
+        raise OutsizeError(
+            f"{KEY}: {config.coding.name} is of serving; files hold the head as it lies: leave"
+            f" {HEAD} out"
+        )
     return coded(config, config.coding.format, stored=True)
 
 
 def plain(config: DecoderConfig) -> DecoderConfig:
     """The same model with weights."""
-    said = {k: v for k, v in config.source.items() if k not in (STORED, SAID)}
-    return replace(config, coding=None, source=said)
+    return replace(config, coding=None, source=_unsaid(config))
 
 
 def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderConfig:
@@ -165,15 +188,34 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
     stored = config.coding is not None and config.coding.stored
     if name == PLAIN and not stored:
         return plain(config)
-    format = format_of(name, where)
+    plainly = name.removesuffix(HEAD)
+    format = format_of(plainly, where)
     if config.coding is not None and stored:
-        if config.coding.format.name != format.name:
+        if config.coding.format.name != format.name or plainly != name:
             raise OutsizeError(
                 f"{where} is {name!r}, but the model's files hold {config.coding.format.name};"
                 " leave it out, or begin with the model before it was converted"
             )
         return config
-    return coded(config, format)
+    return coded(config, format, head=None if plainly == name else _head_of(config, where))
+
+
+def _head_of(config: DecoderConfig, where: str) -> Format:
+    """What a head is held in. OutsizeError for one that has no rows of its own, or no such."""
+    if config.tied:
+        raise OutsizeError(
+            f"{where}: {HEAD} asks for the head in 8 bits, and this model's is its token embedding;"
+            f" leave {HEAD} out"
+        )
+    width = config.embed_size or config.hidden
+    fitting = (one for one in map(format_of, _HEADS) if width % one.group == 0)
+    found = next(fitting, None)
+    if found is None:
+        raise OutsizeError(
+            f"{where}: {HEAD} has groups of 16 weights, which do not divide the head's {width}"
+            f" inputs; leave {HEAD} out"
+        )
+    return found
 
 
 def read(config: DecoderConfig) -> DecoderConfig:

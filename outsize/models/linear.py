@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from outsize.errors import OutsizeError
 from outsize.kernels import rows as alone
 from outsize.kernels.linear import GradSink, embedding, linear
-from outsize.models.coding import CODES, SCALES, Coded, Coding, Grid
+from outsize.models.coding import CODES, SCALES, Coded, Format, Grid, divided
 from outsize.models.declared import STREAM, Declared, Initial, Lies, Unit
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class Linear(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters(recurse=False))
 
     @property
+    def weight_here(self) -> nn.Parameter | None:
+        """None where it is coded."""
+        return self._parameters.get("weight")
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Outputs and inputs that are here."""
         if self.coded is None:
@@ -100,10 +105,10 @@ class Linear(nn.Module):
             d_in = row // form.block * form.group
         return d_out, d_in
 
-    def code(self, coding: Coding, name: str) -> None:
-        """Hold frozen codes in the place of the weight. OutsizeError as of Coding.check."""
-        (d_out, d_in), form = self.sizes, coding.format
-        coding.check(name, d_in)
+    def code(self, form: Format, name: str) -> None:
+        """Hold frozen codes in the place of the weight. OutsizeError as of divided."""
+        d_out, d_in = self.sizes
+        divided(form, name, d_in)
         groups, device = d_in // form.group, self.weight.device
         self.coded = Coded(form, Grid(groups))
         del self.weight
@@ -201,6 +206,14 @@ def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
         if own and not name.endswith(".router.score"):
             assert isinstance(module, Linear)
             yield name, module
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Those that may be coded: with the head, where it is."""
+    yield from linears(model)
+    head = model.get_submodule("epilogue.head")
+    if isinstance(head, Linear) and head.coded is not None:
+        yield "epilogue.head", head
 
 
 def redirect(

@@ -209,7 +209,7 @@ def _coded(
         prefix = config.names.prefix.format(i=scope)
         check = _checked(config.coding, name)
         return Stored(tuple(ours), tuple(f"{prefix}{one}" for one in theirs), check, _same)
-    entry, form = _stored(config, f"{module}.weight", weights), config.coding.format
+    entry, form = _stored(config, f"{module}.weight", weights), config.coding.of(module)
     modules = [one.rpartition(".")[0] for one in entry.ours]
     ours = [f"{one}.{leaf}" for one in modules for leaf in LEAVES if f"{one}.{leaf}" in shapes]
 

@@ -75,7 +75,7 @@ def _of_model(flow: Flow, plan: Plan) -> Iterator[str]:
     if config.adapter is not None and not _of_low_rank(flow.model):
         yield f"the model has an adapter ({type(config.adapter).__name__})"
     if config.coding is not None:
-        yield f"the model's weights are held as {config.coding.format.name}"
+        yield f"the model's weights are held as {config.coding.name}"
     widest = max(config.head_size, config.value_size)
     if widest > attention.WIDTH:
         yield f"the model has heads of {widest} numbers, more than {attention.WIDTH}"

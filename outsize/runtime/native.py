@@ -99,7 +99,7 @@ class NativeFlow:
         self._trainable_from = self._first_trained()
         self.aside = frozenset(n for at in heads for n, _ in parts[at][1])
         self.wide = frozenset(n for _, params in parts for n, _ in params if stays_float32(n))
-        head, ends = model.epilogue.head.weight, ends_of(plan.pipeline)
+        head, ends = model.epilogue.head.weight_here, ends_of(plan.pipeline)
         self.rows = None if ends is None else ROWS.get(ends.name)(model, ends)
         shared = ends is None and any(head is p for _, p in self.segments[0][1])
         each = [(i,) for i in range(len(self.segments) - 1)]

@@ -92,10 +92,10 @@ def _loaded(directory: Path, config: DecoderConfig, names: Sequence[str]) -> tup
 
 def weights_of(model: Decoder) -> int:
     """Its parameters, those that are coded counted as weights."""
-    from outsize.models.linear import linears
+    from outsize.models.linear import held
 
     own = sum(one.numel() for one in model.parameters() if one.dtype != torch.uint8)
-    sizes = (one.sizes for _, one in linears(model) if one.coded is not None)
+    sizes = (one.sizes for _, one in held(model) if one.coded is not None)
     return own + sum(d_out * d_in for d_out, d_in in sizes)
 
 

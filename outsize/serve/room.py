@@ -357,9 +357,11 @@ def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
 def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) -> tuple[str, ...]:
     """What is not bit for bit the same whatever else is asked, or not what was trained."""
     weight = model.prologue.tokens.weight
-    rounded = tuple[str, ...]()
+    rounded, coding = tuple[str, ...](), model.config.coding
+    if coding is not None and not coding.stored:
+        rounded = (f"approximate: weights are held as {coding.name}, and are rounded to it",)
     if not FORMS[cache].exact(weight.dtype):
-        rounded = (f"approximate: keys and values are held as {cache}, and are rounded to it",)
+        rounded += (f"approximate: keys and values are held as {cache}, and are rounded to it",)
     if not native.reads(weight):
         return (
             *rounded,

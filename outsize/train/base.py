@@ -67,7 +67,7 @@ class Base:
         if not self.made or not below.get(FILES):
             return
         assert directory is not None and config.coding is not None, "an adapter's base has one"
-        mark = {"weights": config.coding.format.name, "fingerprint": self.subject.base}
+        mark = {"weights": config.coding.name, "fingerprint": self.subject.base}
         kept = self._kept
         if (kept / MADE).is_file() and read_json(kept / MADE) == mark:
             return

@@ -83,7 +83,9 @@ def reading(directory: Path, config: DecoderConfig) -> Callable[[str], Tensor]:
         if (weight := made.get(f"{name}.weight")) is not None:
             return weight.to(torch.promote_types(weight.dtype, torch.float32))
         assert config.coding is not None, "it has codes"
-        return decoded(config.coding.format, made[f"{name}.{CODES}"], made.get(f"{name}.{SCALES}"))
+        return decoded(
+            config.coding.of(name), made[f"{name}.{CODES}"], made.get(f"{name}.{SCALES}")
+        )
 
     return weight
 

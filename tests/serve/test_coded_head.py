@@ -1,0 +1,79 @@
+"""`+head` behind a format: the head in 8 bits too, wherever the weights are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import outsize
+from outsize.checkpoint import hub
+from outsize.cli.main import main
+from outsize.errors import OutsizeError
+from outsize.models.build import build
+from outsize.models.coding import asked, decoded, format_of
+from outsize.models.decoder import Decoder
+from outsize.models.families import parse
+from outsize.models.linear import linears
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    hub.save(build(parse(LLAMA), seed=2), directory)
+    return directory
+
+
+def rounded(directory: Path, format: str, head: str) -> Decoder:
+    """The plain model with weights that codes of them stand for."""
+    model = hub.load(directory)
+    named = [*linears(model), ("epilogue.head", model.epilogue.head)]
+    for name, one in named:
+        form = format_of(head if name == "epilogue.head" else format)
+        with torch.no_grad():
+            one.weight.copy_(decoded(form, *form.encode(one.weight)))
+    return model
+
+
+def test_logits_are_those_of_the_rounded_weights(stored: Path) -> None:
+    model = outsize.load(stored, weights="int4:16+head", dtype=torch.float64)
+    with torch.no_grad():
+        found = model(torch.tensor([IDS]))
+        expected = rounded(stored, "int4:16", "int8:64").double()(torch.tensor([IDS]))
+    assert model.epilogue.head.coded is not None and model.config.coding.name == "int4:16+head"
+    assert float((found - expected).abs().max()) < 1e-10
+
+
+def logprobs(stored: Path, format: str, **where: object) -> list[float]:
+    with outsize.engine(stored, weights=format, context=32, **where) as engine:
+        return list(engine.logprobs(IDS))
+
+
+def test_bits_do_not_depend_on_where_it_lies(stored: Path) -> None:
+    plain = logprobs(stored, "q8_0+head")
+    assert plain == logprobs(stored, "q8_0+head", memory="4500KiB")
+    assert plain != logprobs(stored, "q8_0")
+
+
+def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
+    config = parse(LLAMA)
+    with pytest.raises(OutsizeError, match="is its token embedding; leave \\+head out"):
+        asked(replace(config, tied=True), "int4+head")
+    with pytest.raises(
+        OutsizeError, match="groups of 16 weights, which do not divide the head's 24"
+    ):
+        asked(replace(config, hidden=24), "int8+head")
+    ran = CliRunner().invoke(
+        main, ["convert", str(stored), "--weights", "int4:16+head", "--into", str(tmp_path / "x")]
+    )
+    assert ran.exit_code == 2 and "leave +head out" in ran.output, ran.output
