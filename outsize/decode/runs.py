@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
+from outsize.kernels.gate import SILU
 from outsize.kernels.matrix import Matrix, matrix
 from outsize.kernels.pages import PAGE, WIDTH, Seen
 from outsize.models import norm as norms
 from outsize.models.attention import Attention
 from outsize.models.decoder import Block, Decoder
 from outsize.models.linear import Linear, by_codes, dense
-from outsize.models.mlp import MLP, SILU, gated
+from outsize.models.mlp import MLP, gated
 from outsize.models.rope import rotate
 from outsize.models.wiring import as_it_is
 

@@ -86,7 +86,7 @@ def run(
     step = _Step(
         *(x.buffer_info()[0] for x in (seen.tables, seen.begins, seen.positions)),
         where_T.data_ptr(),
-        *map(ctypes.addressof, (cos, sin, held)),
+        *(ctypes.addressof(cos), ctypes.addressof(sin), ctypes.addressof(held)),
         *(*x_TD.shape, page, native.CODES[x_TD.dtype], native.threads()),
     )
     told = (ctypes.addressof(step), ctypes.addressof(layers), len(layers))

@@ -295,7 +295,59 @@ inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int
     ended(sum, p.bias ? p.bias + o : nullptr, p.y + t * p.y_row + o, p.y_row);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Halves of WIDTH bytes: both of a byte's codes are of one load.
+template <class T, int WIDTH, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void multiply_halves(const Piece<T>& p, int64_t t,
+                                                           const uint8_t* blocks, int64_t row,
+                                                           const Layout& layout, int64_t groups,
+                                                           int64_t o) {
+    constexpr int SOME = WIDTH / LANES;
+    const float* x = p.x + t * p.x_row;
+    vec sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int t = 0; t < ROWS; ++t)
+#pragma GCC unroll 8
+        for (int n = 0; n < COLUMNS; ++n) sum[t][n] = vec{};
+    for (int64_t g = 0; g < groups; ++g, blocks += layout.block, x += 2 * WIDTH) {
+#pragma GCC unroll 8
+        for (int n = 0; n < COLUMNS; ++n) {
+            const uint8_t* block = blocks + n * row;
+            const vec scale = all(layout.scale(block, 0)), lowest = all(-8.0f) * scale;
+            __m256i both[SOME];
+#pragma GCC unroll 8
+            for (int v = 0; v < SOME; ++v)
+                both[v] = _mm256_cvtepu8_epi32(some_bytes(block + layout.head + v * LANES));
+#pragma GCC unroll 16
+            for (int v = 0; v < 2 * SOME; ++v) {
+                const __m256i codes = v < SOME ? _mm256_and_si256(both[v % SOME], _mm256_set1_epi32(15))
+                                               : _mm256_srli_epi32(both[v % SOME], 4);
+                const vec right = rounded_to(T{}, fused(lowest, whole(codes), scale));
+#pragma GCC unroll 8
+                for (int t = 0; t < ROWS; ++t)
+                    sum[t][n] = fused(sum[t][n], load(x + t * p.x_row + v * LANES), right);
+            }
+        }
+    }
+    ended(sum, p.bias ? p.bias + o : nullptr, p.y + t * p.y_row + o, p.y_row);
+}
+#endif
+
 // Outputs o and those behind it, COUNT together, of a piece's OUTPUTS.
+template <class T, int ORDER, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void multiply_any(const Piece<T>& p, int64_t t,
+                                                        const uint8_t* blocks, int64_t row,
+                                                        const Layout& layout, int64_t groups,
+                                                        int64_t o) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (ORDER == HALVES && ROWS < MORE && layout.group == 32)
+        return multiply_halves<T, 16, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
+    if (ORDER == HALVES && ROWS < MORE && layout.group == 64)
+        return multiply_halves<T, 32, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
+#endif
+    multiply_coded<T, ORDER, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
+}
+
 template <class T, int ORDER, int COUNT>
 void few(const Piece<T>& p, const uint8_t* blocks, int64_t row, const Layout& layout,
          int64_t groups) {
@@ -303,14 +355,14 @@ void few(const Piece<T>& p, const uint8_t* blocks, int64_t row, const Layout& la
     int64_t t = 0;
     for (; t + MORE <= p.tokens; t += MORE)
         for (int64_t o = 0; o < COUNT; o += HALF)
-            multiply_coded<T, ORDER, MORE, HALF>(p, t, blocks + o * row, row, layout, groups, o);
+            multiply_any<T, ORDER, MORE, HALF>(p, t, blocks + o * row, row, layout, groups, o);
     switch (p.tokens - t) {
         case 3:
-            return multiply_coded<T, ORDER, 3, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return multiply_any<T, ORDER, 3, COUNT>(p, t, blocks, row, layout, groups, 0);
         case 2:
-            return multiply_coded<T, ORDER, 2, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return multiply_any<T, ORDER, 2, COUNT>(p, t, blocks, row, layout, groups, 0);
         case 1:
-            return multiply_coded<T, ORDER, 1, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return multiply_any<T, ORDER, 1, COUNT>(p, t, blocks, row, layout, groups, 0);
     }
 }
 

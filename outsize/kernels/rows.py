@@ -119,7 +119,8 @@ def _run_into(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, y: Tensor) ->
     x = x.contiguous()
     if bias_O is not None:
         bias_O = bias_O.to(x.dtype).contiguous()
-    _multiply(x, matrix(weight_OI, *weight_OI.shape, bias_O), y)
+    outputs, inner = weight_OI.shape
+    _multiply(x, matrix(weight_OI, outputs, inner, bias_O), y)
 
 
 _PRODUCTS = (
