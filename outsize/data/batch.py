@@ -9,13 +9,16 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.models.dropout import Noise
 from outsize.models.layout import clip
+
+if TYPE_CHECKING:
+    from outsize.models.dropout import Noise
 
 IGNORE = -100  # the target that no loss counts; the value that PyTorch's cross-entropy ignores
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
 from outsize.kernels.gate import SILU
-from outsize.kernels.matrix import Matrix, matrix
-from outsize.kernels.pages import PAGE, WIDTH, Seen
+from outsize.kernels.pages import PAGE, WIDTH
+from outsize.kernels.rows import Matrix, matrix
 from outsize.models import norm as norms
 from outsize.models.attention import Attention
 from outsize.models.decoder import Block, Decoder
@@ -27,6 +27,7 @@ from outsize.models.linear import Linear, by_codes, dense
 from outsize.models.mlp import MLP, gated
 from outsize.models.rope import rotate
 from outsize.models.wiring import as_it_is
+from outsize.torch_private import FakeTensor
 
 if TYPE_CHECKING:
     from outsize.models.seams import Context
@@ -38,8 +39,8 @@ class Runs:
     """The runs of blocks whose weights stay where they are, in steps whose tokens are attended each
     alone. dtype: of what goes through; why: what keeps a block from being in one, by its place."""
 
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, cache: PagedCache) -> None:
-        self._cache, self._dtype, self._held = cache, dtype, list[object]()
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        self._dtype, self._held = dtype, list[object]()
         self.why = dict[int, str]()
         self._layers = dict[nn.Module, blocks.Layer]()
         self._names = dict[str, int]()  # of ropes
@@ -53,11 +54,11 @@ class Runs:
     def __call__(self, modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tensor:
         """x_TD through some blocks, one after another."""
         past = ctx.attend
-        if not (isinstance(past, PagedPast) and past.cache is self._cache and rows.here()):
+        if not (isinstance(past, PagedPast) and past.cache.size <= PAGE and rows.here()):
             return one_by_one(modules, x_TD, ctx)
-        if past.alone is None:
+        if past.alone is None or isinstance(x_TD, FakeTensor):
             return one_by_one(modules, x_TD, ctx)
-        told = past.where, past.alone, [ctx.rope[name] for name in self._names]
+        ropes = [ctx.rope[name] for name in self._names]
         at = 0
         while at < len(modules):
             to = at
@@ -67,13 +68,13 @@ class Runs:
                 x_TD = modules[at](x_TD, ctx)
                 at += 1
             else:
-                x_TD = self._run(tuple(modules[at:to])).through(x_TD, *told)
+                x_TD = self._run(tuple(modules[at:to])).through(x_TD, past, ropes)
                 at = to
         return x_TD
 
     def _run(self, modules: tuple[nn.Module, ...]) -> Run:
         if modules not in self._made:
-            self._made[modules] = Run([self._layers[one] for one in modules], modules, self._cache)
+            self._made[modules] = Run([self._layers[one] for one in modules], modules)
         return self._made[modules]
 
     def _layer(self, block: nn.Module) -> blocks.Layer:
@@ -102,8 +103,7 @@ class Runs:
             one = getattr(attention if hasattr(attention, name) else mlp, name)
             setattr(found, name, self._product(one))
         found.head, found.value = attention.head_size, attention.value_size
-        small = max(found.head, found.value) <= WIDTH and self._cache.size <= PAGE
-        _expect(small, "the size of its heads")
+        _expect(max(found.head, found.value) <= WIDTH, "the size of its heads")
         found.heads = found.q.outputs // found.head
         found.groups = found.k.outputs // found.head
         found.window, found.scale = spec.window or _EVERY, spec.scale
@@ -147,26 +147,28 @@ class Runs:
 
 
 class Run:
-    """Blocks one after another. Their pages are made when it first runs."""
+    """Blocks one after another, over the pages of the cache that they met last."""
 
-    def __init__(
-        self, layers: Sequence[blocks.Layer], modules: Sequence[nn.Module], cache: PagedCache
-    ) -> None:
-        self._layers = (blocks.Layer * len(layers))(*layers)
-        self._modules, self._cache = modules, cache
+    def __init__(self, layers: Sequence[blocks.Layer], modules: Sequence[nn.Module]) -> None:
+        self._layers, self._modules = (blocks.Layer * len(layers))(*layers), modules
+        self._cache: PagedCache | None = None
 
     def through(
-        self, x_TD: Tensor, where_T: Tensor, seen: Seen, ropes: Sequence[tuple[Tensor, Tensor]]
+        self, x_TD: Tensor, past: PagedPast, ropes: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        if self._layers[0].keys is None:
-            for layer, module in zip(self._layers, self._modules, strict=True):
-                assert isinstance(module, Block) and isinstance(module.attention, Attention)
-                k_TGK, v_TGW = (
-                    x_TD.new_empty(0, layer.groups, size) for size in (layer.head, layer.value)
-                )
-                index = module.attention.spec.layer
-                layer.hold(*self._cache.layer(index, k_TGK, v_TGW))
-        return blocks.run(self._layers, x_TD, where_T, self._cache.size, seen, ropes)
+        if past.cache is not self._cache:
+            self._hold(past.cache, x_TD)
+        assert past.alone is not None, "tokens are attended each alone"
+        return blocks.run(self._layers, x_TD, past.where, past.cache.size, past.alone, ropes)
+
+    def _hold(self, cache: PagedCache, x_TD: Tensor) -> None:
+        for layer, module in zip(self._layers, self._modules, strict=True):
+            assert isinstance(module, Block) and isinstance(module.attention, Attention)
+            k_TGK, v_TGW = (
+                x_TD.new_empty(0, layer.groups, size) for size in (layer.head, layer.value)
+            )
+            layer.hold(*cache.layer(module.attention.spec.layer, k_TGK, v_TGW))
+        self._cache = cache
 
 
 class _Other(Exception):
@@ -184,12 +186,12 @@ def one_by_one(modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tens
     return x_TD
 
 
-def runs_of(model: Decoder, cache: PagedCache) -> Runs | None:
+def runs_of(model: Decoder) -> Runs | None:
     """Of a model whose weights stay where they are; None where no blocks can be in a run."""
     like = model.prologue.tokens.weight
     if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
         return None
-    found = Runs(model.blocks, like.dtype, cache)
+    found = Runs(model.blocks, like.dtype)
     return found if len(found.why) < len(model.blocks) else None
 
 
@@ -199,7 +201,7 @@ def singly(model: Decoder) -> str | None:
     if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
         why = f"{like.dtype} on {like.device.type} without this machine's own kernels"
         return f"blocks are called operator by operator: {why}"
-    found = Runs(model.blocks, like.dtype, PagedCache(1, 1, 1)).why
+    found = Runs(model.blocks, like.dtype).why
     if not found:
         return None
     some = "blocks" if len(found) == count else f"{len(found)} of {count} blocks"

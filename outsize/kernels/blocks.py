@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.kernels.matrix import Matrix
 from outsize.kernels.pages import Pool, Seen
+from outsize.kernels.rows import Matrix
 
 
 class NormOf(ctypes.Structure):

@@ -146,7 +146,7 @@ inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, floa
         pairs(codes, layout.group / 2, layout.table, scale, out);
 }
 
-// A weight (outputs, inner) as outsize/kernels/matrix.py says it, with what is added. data: in the
+// A weight (outputs, inner) as outsize/kernels/rows.py says it, with what is added. data: in the
 // dtype of what it is multiplied by, or, where group is not 0, blocks of codes, rows one behind
 // another. table: null where codes of 4 bits count from -8.
 struct Matrix {

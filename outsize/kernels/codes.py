@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.kernels.matrix import Matrix, matrix
+from outsize.kernels.rows import Matrix, matrix
 
 # "bytes": signed codes of 8 bits; of 4 bits "halves": the first half of a group in the lower bits,
 # "pairs": neighbours in a byte, the first in its upper bits.

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize.kernels import product
-from outsize.kernels.accumulate import accumulate
 
 
 class GradSink(Protocol):
@@ -33,6 +32,8 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     if grad.dtype == a.dtype:
         product.add_product(grad, a, b)
     else:
+        from outsize.kernels.accumulate import accumulate  # of training
+
         accumulate(grad, a @ b)
 
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.coding import Coding
 from outsize.models.config import DecoderConfig
-from outsize.models.dropout import Noise
 from outsize.models.experts import LocalDispatch
 from outsize.models.layout import VIRTUAL
 from outsize.models.linear import Embedding, Linear, dense, linears
@@ -42,6 +42,9 @@ from outsize.models.seams import (
     all_of,
 )
 from outsize.models.wiring import AnyBlock
+
+if TYPE_CHECKING:
+    from outsize.models.dropout import Noise
 
 Drop = Callable[[Tensor], Tensor]
 BRANCHES = ("attention", "mlp")  # of a block

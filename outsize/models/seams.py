@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.models.dropout import Noise
 from outsize.models.layout import clip
 from outsize.registry import Registry
 
 if TYPE_CHECKING:
     from outsize.models.config import DecoderConfig
+    from outsize.models.dropout import Noise
 
 
 @dataclass(frozen=True)

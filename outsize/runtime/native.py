@@ -23,7 +23,6 @@ from outsize.kernels.linear import GradSink
 from outsize.kernels.loss import Head, Targets, chunked_loss
 from outsize.models.build import segments
 from outsize.models.decoder import Decoder, typed
-from outsize.models.dropout import Noise
 from outsize.models.names import stays_float32
 from outsize.models.seams import Attend, Context
 from outsize.models.wiring import AnyBlock
@@ -38,6 +37,7 @@ from outsize.schedule import State
 from outsize.schedule.ends import ends_of
 
 if TYPE_CHECKING:
+    from outsize.models.dropout import Noise
     from outsize.runtime.storage.gradients import Gradients
 
 NO_HEADS: Mapping[int, nn.Module] = MappingProxyType({})

@@ -27,6 +27,7 @@ from outsize.decode.generate import (
     generate,
     play,
 )
+from outsize.decode.runs import runs_of
 from outsize.decode.samplers import Sampler
 from outsize.decode.text import prompt_ids, stream_text
 from outsize.errors import OutsizeError
@@ -201,7 +202,7 @@ class Model(Decoder):
             if self.counts:
                 self.timing = self.home.timing()
             return
-        with Session(self) as session:
+        with Session(self, run=None if self.counts else runs_of(self)) as session:
             if self.counts:
                 session.count()
             yield session, PREFILL_TOKENS

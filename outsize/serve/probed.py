@@ -66,7 +66,7 @@ def _through(
     past = PagedPast(cache, (Part(range(pages), start, tokens, 0, 0),))
     x_TD = model.prologue.tokens.weight.new_zeros(tokens, model.config.hidden)
     context = model.context(past.positions(device), past.bounds, past=past)
-    through = (runs_of(model, cache) if staying else None) or one_by_one
+    through = (runs_of(model) if staying else None) or one_by_one
 
     def run(stage: int) -> Callable[[], object]:
         return lambda: through((model.blocks[stage - 1],), x_TD, context)

@@ -131,7 +131,7 @@ class Steps:
         one = 1  # to score in
         self._cache = PagedCache(room.pages, room.page, room.slots + one, room.cache)
         self._own = session is None
-        self.runs = runs_of(model, self._cache) if session is None else None
+        self.runs = runs_of(model) if session is None else None
         self._session = session or Session(model, run=self.runs)
         self._device = model.prologue.tokens.weight.device
         self._pulse = pulse or Heartbeat()

@@ -15,6 +15,7 @@ from outsize.models.build import build
 from outsize.models.coding import asked
 from outsize.models.decoder import Block, Decoder
 from outsize.models.families import parse
+from outsize.runtime.generating import Run
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 LLAMA = {
@@ -58,10 +59,13 @@ def played(
     model: Decoder, form: str, native_runs: bool, others: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
     """What goes out of the blocks in three steps, prompts and single tokens mixed."""
-    cache = PagedCache(9, 16, 3, form)
-    runs = runs_of(model, cache)
+    runs = runs_of(model)
     assert runs is not None and set(runs.why) == set(others)
     through = runs if native_runs else one_by_one
+    return [x for _ in range(2) for x in stepped(model, PagedCache(9, 16, 3, form), through)]
+
+
+def stepped(model: Decoder, cache: PagedCache, through: Run) -> list[torch.Tensor]:
     draw, found = torch.Generator().manual_seed(5), []
     tables, before = ([7, 2], [0], [4, 5]), [0, 0, 0]
     with torch.no_grad(), rows.alone():
@@ -97,8 +101,8 @@ def test_codes_are_multiplied_as_modules_do(format: str) -> None:
 def test_other_blocks_say_what_keeps_them(name: str) -> None:
     said, why = OTHERS[name]
     model = build(parse(said), seed=0)
-    assert runs_of(model, PagedCache(4, 16, 2)) is None
-    runs = Runs(model.blocks, torch.float32, PagedCache(4, 16, 2))
+    assert runs_of(model) is None
+    runs = Runs(model.blocks, torch.float32)
     assert all(why in one for one in runs.why.values())
 
 
