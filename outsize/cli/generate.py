@@ -338,8 +338,10 @@ def opened(
     limits: Limits | None,
     device: torch.device,
     named: Sequence[tuple[str, float]] = (),
+    dtype: torch.dtype | None = None,
 ) -> Model:
-    """A model on this worker. named: the directories of adapters, and what each counts."""
+    """A model on this worker. named: the directories of adapters, and what each counts; dtype: None
+    as its files have it."""
     from outsize.errors import OutsizeError
     from outsize.serve.model import Model
 
@@ -349,9 +351,9 @@ def opened(
         from outsize.checkpoint import adapters
 
         paths = [(adapters.model_directory(path), weight) for path, weight in named]
-        return Model(adapters.load(found, device=device, config=config, adapters=paths))
+        return Model(adapters.load(found, dtype, device, config, paths))
     from outsize.checkpoint.hub import describe
     from outsize.serve.files import InFiles
 
-    home = InFiles(describe(found, config), limits, device=device)
+    home = InFiles(describe(found, config), limits, dtype, device)
     return Model(home.model, home)

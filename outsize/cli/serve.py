@@ -59,7 +59,8 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
               " longer than tpot, and who would wait longer than ttft is refused.")  # fmt: skip
 @click.option("--draft", metavar="NAME", help="lookup: a step looks at several tokens where a text"
               " repeats itself; what comes is the same.")  # fmt: skip
-@click.option("--weights", metavar="FORMAT", help="Hold the blocks' matrices in this format.")
+@click.option("--weights", metavar="FORMAT", help="as-stored, bf16, or the blocks' matrices in a"
+              " format of outsize keys weights, as int8, int4:32+head.")  # fmt: skip
 @click.option("--cache", default="as-stored", show_default=True, metavar="FORM", help="Hold keys"
               " and values as bf16, or as intN in N = 8 or 4 bits, rounded.")  # fmt: skip
 @click.option(
@@ -108,7 +109,7 @@ def serve(
     from outsize import accelerator
     from outsize.cli.generate import found_in, opened
     from outsize.errors import OutsizeError
-    from outsize.models.coding import asked
+    from outsize.models.coding import asked, narrowed
     from outsize.serve.drafts import DRAFTERS
     from outsize.serve.policies import chosen
     from outsize.serve.room import Wanted
@@ -129,9 +130,10 @@ def serve(
         served.on_workers(ctx, mesh, workers, limits, device)
     place = accelerator.named(device)
     found, config, text = found_in(directory, tokenizer)
-    config = asked(config, weights, "--weights")
+    dtype = narrowed(weights)
+    config = asked(config, weights if dtype is None else None, "--weights")
     listening = server.socket_of(host, port)  # a port in use is known before weights are read
-    with listening, opened(found, config, limits, place, adapters_of(adapters)) as model:
+    with listening, opened(found, config, limits, place, adapters_of(adapters), dtype) as model:
         served.go(model, text, found, listening)
 
 

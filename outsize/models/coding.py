@@ -30,6 +30,7 @@ KEY = "weights"  # of a run
 SAID = "outsize_weights"  # in the config.json of what is trained beside plain files
 STORED, METHOD = "quantization_config", "outsize"  # in that of files which hold codes
 PLAIN = "plain"  # weights as they are
+AS_STORED = "as-stored"  # in numbers or codes, as the files have them
 HEAD = "+head"  # behind a format: the head is held in 8 bits too
 _HEADS = ("int8:64", "int8:32", "int8:16")  # the first whose groups divide it
 PIECE = 1 << 18  # weights that are coded at a time
@@ -183,7 +184,7 @@ def plain(config: DecoderConfig) -> DecoderConfig:
 def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderConfig:
     """The same model in the format of a name; None: as its files have it. OutsizeError where these
     have another."""
-    if name is None:
+    if name is None or name == AS_STORED:
         return config
     stored = config.coding is not None and config.coding.stored
     if name == PLAIN and not stored:
@@ -198,6 +199,11 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
             )
         return config
     return coded(config, format, head=None if plainly == name else _head_of(config, where))
+
+
+def narrowed(name: str | None) -> torch.dtype | None:
+    """What a model's dtype becomes that is to be served by this name, where that is no format."""
+    return torch.bfloat16 if name == "bf16" else None
 
 
 def _head_of(config: DecoderConfig, where: str) -> Format:

@@ -360,6 +360,9 @@ def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) 
     rounded, coding = tuple[str, ...](), model.config.coding
     if coding is not None and not coding.stored:
         rounded = (f"approximate: weights are held as {coding.name}, and are rounded to it",)
+    said = {"float32": 4, "float64": 8}.get(str(model.config.source.get("torch_dtype")), 0)
+    if weight.itemsize < said:
+        rounded += (f"approximate: weights are held in {weight.dtype}, and are rounded to it",)
     if not FORMS[cache].exact(weight.dtype):
         rounded += (f"approximate: keys and values are held as {cache}, and are rounded to it",)
     if not native.reads(weight):

@@ -1,4 +1,5 @@
-"""`+head` behind a format: the head in 8 bits too, wherever the weights are."""
+"""How `outsize serve` may hold weights: `+head` behind a format, the head in 8 bits too, wherever
+the weights are; bf16."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from click.testing import CliRunner
 
 import outsize
 from outsize.checkpoint import hub
+from outsize.cli.generate import opened
 from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.models.build import build
-from outsize.models.coding import asked, decoded, format_of
+from outsize.models.coding import asked, decoded, format_of, narrowed
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.linear import linears
@@ -77,3 +79,20 @@ def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
         main, ["convert", str(stored), "--weights", "int4:16+head", "--into", str(tmp_path / "x")]
     )
     assert ran.exit_code == 2 and "leave +head out" in ran.output, ran.output
+
+
+def test_what_is_rounded_is_said(stored: Path) -> None:
+    said = []
+    for how in ({"weights": "int8:32+head"}, {"dtype": torch.bfloat16}, {}):
+        with outsize.engine(stored, context=32, **how) as engine:
+            said.append([note for note in engine.plan.notes if "weights are held" in note])
+    assert "as int8:32+head, and are rounded" in said[0][0]
+    assert "in torch.bfloat16, and are rounded" in said[1][0] and not said[2]
+
+
+def test_names_that_are_no_formats(stored: Path) -> None:
+    config = parse(LLAMA)
+    assert asked(config, "as-stored") is config and narrowed("bf16") is torch.bfloat16
+    assert narrowed("int8") is None and narrowed(None) is None
+    home = opened(stored, config, None, torch.device("cpu"), (), narrowed("bf16"))
+    assert home.prologue.tokens.weight.dtype is torch.bfloat16
