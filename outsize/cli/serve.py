@@ -109,7 +109,7 @@ def serve(
     from outsize import accelerator
     from outsize.cli.generate import found_in, opened
     from outsize.errors import OutsizeError
-    from outsize.models.coding import asked, narrowed
+    from outsize.models.coding import held
     from outsize.serve.drafts import DRAFTERS
     from outsize.serve.policies import chosen
     from outsize.serve.room import Wanted
@@ -130,8 +130,7 @@ def serve(
         served.on_workers(ctx, mesh, workers, limits, device)
     place = accelerator.named(device)
     found, config, text = found_in(directory, tokenizer)
-    dtype = narrowed(weights)
-    config = asked(config, weights if dtype is None else None, "--weights")
+    config, dtype = held(config, weights, "--weights")
     listening = server.socket_of(host, port)  # a port in use is known before weights are read
     with listening, opened(found, config, limits, place, adapters_of(adapters), dtype) as model:
         served.go(model, text, found, listening)

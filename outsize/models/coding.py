@@ -201,9 +201,12 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
     return coded(config, format, head=None if plainly == name else _head_of(config, where))
 
 
-def narrowed(name: str | None) -> torch.dtype | None:
-    """What a model's dtype becomes that is to be served by this name, where that is no format."""
-    return torch.bfloat16 if name == "bf16" else None
+def held(
+    config: DecoderConfig, name: str | None, where: str
+) -> tuple[DecoderConfig, torch.dtype | None]:
+    """What is to be served by such a name, and its dtype where that is not the files' own.
+    OutsizeError as of asked."""
+    return (config, torch.bfloat16) if name == "bf16" else (asked(config, name, where), None)
 
 
 def _head_of(config: DecoderConfig, where: str) -> Format:

@@ -16,7 +16,7 @@ from outsize.cli.generate import opened
 from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.models.build import build
-from outsize.models.coding import asked, decoded, format_of, narrowed
+from outsize.models.coding import asked, decoded, format_of, held
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.linear import linears
@@ -92,7 +92,7 @@ def test_what_is_rounded_is_said(stored: Path) -> None:
 
 def test_names_that_are_no_formats(stored: Path) -> None:
     config = parse(LLAMA)
-    assert asked(config, "as-stored") is config and narrowed("bf16") is torch.bfloat16
-    assert narrowed("int8") is None and narrowed(None) is None
-    home = opened(stored, config, None, torch.device("cpu"), (), narrowed("bf16"))
+    assert held(config, "as-stored", "") == held(config, None, "") == (config, None)
+    found, dtype = held(config, "bf16", "")
+    home = opened(stored, found, None, torch.device("cpu"), (), dtype)
     assert home.prologue.tokens.weight.dtype is torch.bfloat16
