@@ -142,7 +142,7 @@ class Runs:
         """One that lies as the passes read it."""
         fits = weight.is_cpu and weight.is_contiguous() and weight.dtype in native.CODES
         _expect(fits, "where its weights lie")
-        self._held.append(weight)
+        self._held.append(weight.detach())  # what it lies in, whatever becomes of the parameter
         return weight
 
 
