@@ -9,7 +9,9 @@ T tokens, D hidden, G, K, W as in outsize/decode/paged.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +34,7 @@ from outsize.torch_private import FakeTensor
 if TYPE_CHECKING:
     from outsize.models.seams import Context
 
+Through = Callable[[Tensor], Tensor]  # x_TD through some blocks
 _EVERY = 1 << 40  # a window that hides nothing
 
 
@@ -51,26 +54,21 @@ class Runs:
                 self.why[place] = str(other)
         self._made = dict[tuple[nn.Module, ...], Run]()
 
-    def __call__(self, modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tensor:
-        """x_TD through some blocks, one after another."""
+    def __call__(self, modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
+        """What takes x_TD through some blocks, one after another: runs overwrite it."""
         past = ctx.attend
         if not (isinstance(past, PagedPast) and past.cache.size <= PAGE and rows.here()):
-            return one_by_one(modules, x_TD, ctx)
-        if past.alone is None or isinstance(x_TD, FakeTensor):
-            return one_by_one(modules, x_TD, ctx)
-        ropes = [ctx.rope[name] for name in self._names]
-        at = 0
-        while at < len(modules):
-            to = at
-            while to < len(modules) and modules[to] in self._layers:
-                to += 1
-            if to == at:
-                x_TD = modules[at](x_TD, ctx)
-                at += 1
+            return one_by_one(modules, ctx)
+        if past.alone is None or isinstance(ctx.positions_T, FakeTensor):
+            return one_by_one(modules, ctx)
+        found, ropes = list[Through](), [ctx.rope[name] for name in self._names]
+        for own, some in itertools.groupby(modules, lambda one: one in self._layers):
+            if own:
+                run = self._run(tuple(some))
+                found.append(partial(run.through, past=past, ropes=ropes))
             else:
-                x_TD = self._run(tuple(modules[at:to])).through(x_TD, past, ropes)
-                at = to
-        return x_TD
+                found += one_by_one(list(some), ctx)
+        return found
 
     def _run(self, modules: tuple[nn.Module, ...]) -> Run:
         if modules not in self._made:
@@ -180,10 +178,13 @@ def _expect(holds: bool, what: str) -> None:
         raise _Other(what)
 
 
-def one_by_one(modules: Sequence[nn.Module], x_TD: Tensor, ctx: Context) -> Tensor:
-    for one in modules:
-        x_TD = one(x_TD, ctx)
-    return x_TD
+def one_by_one(modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
+    return [partial(_block, one, ctx) for one in modules]
+
+
+def _block(module: nn.Module, ctx: Context, x_TD: Tensor) -> Tensor:
+    y_TD: Tensor = module(x_TD, ctx)
+    return y_TD
 
 
 def runs_of(model: Decoder) -> Runs | None:

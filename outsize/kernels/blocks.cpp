@@ -58,24 +58,23 @@ struct Step {
     int32_t dtype, threads;
 };
 
-// Where the tensors of a layer lie, each as large as the largest of its name.
+// Numbers of a token that work takes, for the largest layer: as few as the modules would hold.
 struct Room {
-    int64_t hidden = 0, heads = 0, queries = 0, keys = 0, values = 0, attended = 0, inner = 0;
+    int64_t hidden = 0, heads = 1, queries = 0, pairs = 0, inner = 0;
+    bool behind = false;  // a branch has a norm behind it
 
     Room(const Step& step, const Layer* layers, int64_t count) {
         hidden = step.hidden;
         for (const Layer* l = layers; l < layers + count; ++l) {
-            heads = std::max(heads, std::max<int64_t>(l->heads, 1));
-            queries = std::max(queries, l->heads * l->head);
-            keys = std::max(keys, l->groups * l->head);
-            values = std::max(values, l->groups * l->value);
-            attended = std::max(attended, l->heads * l->value);
+            heads = std::max(heads, l->heads);
+            queries = std::max(queries, l->heads * std::max(l->head, l->value));
+            pairs = std::max(pairs, l->groups * std::max(l->head, l->value));
             inner = std::max(inner, l->gate.outputs);
+            behind |= l->attention_out.weight || l->mlp_out.weight;
         }
     }
-    // Of a token: norms' inverses; the stream normed and what a branch gives; what a branch needs.
     int64_t numbers() const {
-        return 2 * hidden + std::max(2 * queries + 2 * keys + values + attended, 3 * inner);
+        return (behind ? 2 : 1) * hidden + std::max(2 * queries + pairs, 3 * inner);
     }
 };
 
@@ -92,7 +91,7 @@ struct Run {
         : step(s), room(r), x(static_cast<T*>(stream)), inverse(static_cast<float*>(work)),
           tokens(s.tokens) {
         normed = reinterpret_cast<T*>(inverse + tokens * room.heads);
-        given = normed + tokens * room.hidden;
+        given = room.behind ? normed + tokens * room.hidden : normed;
         branch = given + tokens * room.hidden;
     }
 
@@ -107,15 +106,16 @@ struct Run {
         outsize_rows_product(step.dtype, from, &w, to, tokens, step.threads);
     }
 
-    // Queries or keys by head, normed and turned; spare: room for as many.
-    T* by_head(const Layer& l, const Norm& one, T* from, T* spare, int64_t heads) const {
+    // Queries or keys by head, normed and turned; spare: room for as many. Gives the other one too.
+    T* by_head(const Layer& l, const Norm& one, T* from, T*& spare, int64_t heads) const {
         if (norm(one, from, spare, tokens * heads, l.head) == spare) std::swap(from, spare);
         if (l.rope < 0) return from;
         const int64_t strides[] = {heads * l.head, l.head, 1}, shape[] = {tokens, heads, l.head};
         const int64_t pairs = step.pairs[l.rope];
         outsize_rope(step.dtype, from, strides, step.cos[l.rope], step.sin[l.rope], pairs, spare,
                      shape, pairs, l.interleaved, 1.0f, step.threads);
-        return spare;
+        std::swap(from, spare);
+        return from;
     }
 
     void add(const Norm& behind) {
@@ -125,25 +125,25 @@ struct Run {
         for (int64_t i = 0; i < count; ++i) x[i] = narrow<T>(wide(x[i]) + wide(more[i]));
     }
 
+    // Keys, and then values, go to their pages before others take their room.
     void attention(const Layer& l) {
-        T *q = branch, *q_spare = q + tokens * room.queries, *k = q_spare + tokens * room.queries,
-          *k_spare = k + tokens * room.keys, *v = k_spare + tokens * room.keys,
-          *o = v + tokens * room.values;
+        T *q = branch, *spare = q + tokens * room.queries, *more = spare + tokens * room.queries;
         const T* from = norm(l.attention, x, normed, tokens, room.hidden);
         product(l.q, from, q);
-        q = by_head(l, l.query, q, q_spare, l.heads);
-        product(l.k, from, k);
-        k = by_head(l, l.key, k, k_spare, l.groups);
-        product(l.v, from, v);
+        q = by_head(l, l.query, q, spare, l.heads);
+        product(l.k, from, spare);
+        T* others = more;
+        const T* k = by_head(l, l.key, spare, others, l.groups);
         outsize_pages_put(step.dtype, l.form, k, l.keys, l.key_scales, step.where, tokens, l.groups,
                           l.head);
-        outsize_pages_put(step.dtype, l.form, v, l.values, l.value_scales, step.where, tokens,
+        product(l.v, from, more);
+        outsize_pages_put(step.dtype, l.form, more, l.values, l.value_scales, step.where, tokens,
                           l.groups, l.value);
         const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window};
         outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
-                             o, step.tables, step.begins, step.positions, sizes, tokens, l.scale,
+                             spare, step.tables, step.begins, step.positions, sizes, tokens, l.scale,
                              l.softcap, step.threads);
-        product(l.o, o, given);
+        product(l.o, spare, given);
     }
 
     void mlp(const Layer& l) {

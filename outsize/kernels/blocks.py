@@ -76,9 +76,10 @@ def run(
     seen: Seen,
     ropes: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """x_TD through the blocks, float32 or bfloat16. where_T: rooms of the tokens among those of all
-    pages, int64; ropes: cosines and sines (T, P) in float32, by the numbers that layers have."""
-    y_TD, passes = x_TD.clone(memory_format=torch.contiguous_format), native.loaded()
+    """x_TD through the blocks, float32 or bfloat16, in its place where it lies in rows. where_T:
+    rooms of the tokens among those of all pages, int64; ropes: cosines and sines (T, P) in float32,
+    by the numbers that layers have."""
+    y_TD, passes = x_TD.contiguous(), native.loaded()
     tables = [torch.Tensor.contiguous(x) for table in ropes for x in table]
     cos, sin = ((c_void_p * len(ropes))(*(x.data_ptr() for x in tables[i::2])) for i in (0, 1))
     pairs = native.numbers(x.shape[-1] for x in tables[::2])

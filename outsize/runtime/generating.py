@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 STEPS = 8  # of generation that one list has, where sequences fall into microbatches
 Begin = Callable[[Carried], None]
 Playable = Callable[[Kind, int, int], Loaded]
-Run = Callable[[Sequence[nn.Module], Tensor, Context], Tensor]  # x_TD through some blocks
+# What takes x_TD through some blocks.
+Run = Callable[[Sequence[nn.Module], Context], list[Callable[[Tensor], Tensor]]]
 
 
 @dataclass
@@ -91,17 +92,21 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
     return Kind.DECODE if single else Kind.PREFILL
 
 
-def one_after_another(blocks: Sequence[nn.Module], x_TD: Tensor, context: Context) -> Tensor:
-    for block in blocks:
-        x_TD = block(x_TD, context)
-    return x_TD
+def one_after_another(
+    blocks: Sequence[nn.Module], context: Context
+) -> list[Callable[[Tensor], Tensor]]:
+    return [partial(_block, block, context) for block in blocks]
+
+
+def _block(block: nn.Module, context: Context, x_TD: Tensor) -> Tensor:
+    return block(x_TD, context)  # type: ignore[no-any-return]
 
 
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, of so many groups of
     sequences and steps, ready for its engine. begin: sets out on walks. groups: at most. lists:
     those made so far. ran: the actions of the last ones. prompts: how their sums are taken, if not
-    at once; leaving: as of `Prompts.through`; run: what takes blocks one after another."""
+    at once; leaving: as of `Prompts.through`; run: how blocks are taken."""
 
     def __init__(
         self,
@@ -307,7 +312,7 @@ def tokens_walk(
         some = flow.blocks[max(here.first - 1, 0) : max(here.last - 1, 0)]
         chain: list[Callable[[Tensor], Tensor]] = [first] if here.first == 0 else []
         if through is None:
-            chain.append(lambda x_TD: run(some, x_TD, context))
+            chain += run(some, context)
         else:
             chain += (partial(through.block, block) for block in some)
         if here.last == count:

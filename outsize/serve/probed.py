@@ -69,7 +69,8 @@ def _through(
     through = (runs_of(model) if staying else None) or one_by_one
 
     def run(stage: int) -> Callable[[], object]:
-        return lambda: through((model.blocks[stage - 1],), x_TD, context)
+        (block,) = through((model.blocks[stage - 1],), context)
+        return lambda: block(x_TD)
 
     spent = sum(_quickest(run(stage), device) for stage in blocks)
     return Pace(spent, sum(x.nbytes for s in blocks for x in model.blocks[s - 1].parameters()))

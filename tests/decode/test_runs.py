@@ -76,7 +76,9 @@ def stepped(model: Decoder, cache: PagedCache, through: Run) -> list[torch.Tenso
             context = model.context(past.positions(), past.bounds, past=past)
             ids = torch.randint(50, (past.bounds[-1],), generator=draw)
             x_TD = model.prologue(ids, context)
-            found.append(through(list(model.blocks), x_TD, context))
+            for some in through(list(model.blocks), context):
+                x_TD = some(x_TD)
+            found.append(x_TD)
     return found
 
 
