@@ -2,13 +2,18 @@
 // x + mlp(norm(x)), by the very passes that the modules call one by one, so that the bits are theirs.
 // What a block is, is said as data (outsize/kernels/blocks.py).
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstdint>
 
 #include "codes.h"
 #include "storage.h"
+#include "team.h"
 
 using outsize::Matrix;
+using outsize::Meeting;
+using outsize::Team;
 using std::int32_t;
 using std::int64_t;
 
@@ -18,11 +23,11 @@ void outsize_rms_norm(int, int, const void*, const void*, float, float, void*, f
 void outsize_rope(int, const void*, const int64_t*, const float*, const float*, int64_t, void*,
                   const int64_t*, int64_t, int, float, int);
 void outsize_gate(int, const void*, const void*, void*, int64_t, int);
-void outsize_rows_product(int, const void*, const Matrix*, void*, int64_t, int);
+void outsize_rows_product_share(int, const void*, const Matrix*, void*, int64_t, int, int);
 void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
 void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
-                          int64_t, float, float, int);
+                          int64_t, float, float, int, int);
 }
 
 namespace {
@@ -31,7 +36,7 @@ using outsize::bfloat16;
 using outsize::narrow;
 using outsize::wide;
 
-constexpr int64_t GRAIN = 1 << 15;  // numbers below which a thread more costs more than it saves
+constexpr int64_t LINE = 64;  // numbers: shares of flat tensors begin whole cache lines
 
 struct Norm {
     const void* weight;  // null: none
@@ -74,97 +79,136 @@ struct Room {
         }
     }
     int64_t numbers() const {
-        return (behind ? 2 : 1) * hidden + std::max(2 * queries + pairs, 3 * inner);
+        return (behind ? 2 : 1) * hidden + std::max(2 * queries + 2 * pairs, 3 * inner);
     }
 };
 
+// One of the threads that go through the blocks together: what is of single tokens is shared by
+// tokens, products by outputs, attention by heads.
 template <class T>
 struct Run {
     const Step& step;
-    Room room;
+    const Room room;
+    const Team team;
+    Meeting& meeting;
     T* x;
     float* inverse;
     T *normed, *given, *branch;
-    int64_t tokens;
+    const int64_t first, last, count;  // tokens of this thread, and how many all are
 
-    Run(const Step& s, const Room& r, void* stream, void* work)
-        : step(s), room(r), x(static_cast<T*>(stream)), inverse(static_cast<float*>(work)),
-          tokens(s.tokens) {
-        normed = reinterpret_cast<T*>(inverse + tokens * room.heads);
-        given = room.behind ? normed + tokens * room.hidden : normed;
-        branch = given + tokens * room.hidden;
+    Run(const Step& s, const Room& r, Team t, Meeting& m, void* stream, void* work)
+        : step(s), room(r), team(t), meeting(m), x(static_cast<T*>(stream)),
+          inverse(static_cast<float*>(work)), first(t.first(s.tokens)), last(t.last(s.tokens)),
+          count(s.tokens) {
+        normed = reinterpret_cast<T*>(inverse + count * room.heads);
+        given = room.behind ? normed + count * room.hidden : normed;
+        branch = given + count * room.hidden;
     }
 
-    const T* norm(const Norm& one, const T* from, T* to, int64_t rows, int64_t size) const {
+    void meet() const {
+        if (team.count > 1) meeting.meet();
+    }
+
+    // Of this thread's tokens, each of so many rows; what the result lies in.
+    T* norm(const Norm& one, T* from, T* to, int64_t rows, int64_t size) const {
         if (!one.weight) return from;
-        outsize_rms_norm(step.dtype, one.dtype, from, one.weight, one.eps, one.offset, to, inverse,
-                         rows, size, step.threads);
+        const int64_t at = first * rows;
+        if (first < last)
+            outsize_rms_norm(step.dtype, one.dtype, from + at * size, one.weight, one.eps, one.offset,
+                             to + at * size, inverse + at, (last - first) * rows, size, 1);
         return to;
     }
 
     void product(const Matrix& w, const T* from, T* to) const {
-        outsize_rows_product(step.dtype, from, &w, to, tokens, step.threads);
+        outsize_rows_product_share(step.dtype, from, &w, to, count, team.count, team.index);
     }
 
-    // Queries or keys by head, normed and turned; spare: room for as many. Gives the other one too.
-    T* by_head(const Layer& l, const Norm& one, T* from, T*& spare, int64_t heads) const {
-        if (norm(one, from, spare, tokens * heads, l.head) == spare) std::swap(from, spare);
-        if (l.rope < 0) return from;
-        const int64_t strides[] = {heads * l.head, l.head, 1}, shape[] = {tokens, heads, l.head};
-        const int64_t pairs = step.pairs[l.rope];
-        outsize_rope(step.dtype, from, strides, step.cos[l.rope], step.sin[l.rope], pairs, spare,
-                     shape, pairs, l.interleaved, 1.0f, step.threads);
+    // Queries or keys of this thread's tokens by head, normed and turned; spare: room for as many.
+    // Both trade places with each.
+    void by_head(const Layer& l, const Norm& one, T*& from, T*& spare, int64_t heads) const {
+        if (norm(one, from, spare, heads, l.head) == spare) std::swap(from, spare);
+        if (l.rope < 0) return;
+        const int64_t wide = heads * l.head, pairs = step.pairs[l.rope];
+        const int64_t strides[] = {wide, l.head, 1}, shape[] = {last - first, heads, l.head};
+        if (first < last)
+            outsize_rope(step.dtype, from + first * wide, strides, step.cos[l.rope] + first * pairs,
+                         step.sin[l.rope] + first * pairs, pairs, spare + first * wide, shape, pairs,
+                         l.interleaved, 1.0f, 1);
         std::swap(from, spare);
-        return from;
+    }
+
+    void put(const Layer& l, const T* from, void* data, void* scales, int64_t size) const {
+        outsize_pages_put(step.dtype, l.form, from + first * l.groups * size, data, scales,
+                          step.where + first, last - first, l.groups, size);
     }
 
     void add(const Norm& behind) {
-        const T* more = norm(behind, given, normed, tokens, room.hidden);
-        const int64_t count = tokens * room.hidden;
-#pragma omp parallel for num_threads(step.threads) schedule(static) if (count > GRAIN)
-        for (int64_t i = 0; i < count; ++i) x[i] = narrow<T>(wide(x[i]) + wide(more[i]));
+        const T* more = norm(behind, given, normed, 1, room.hidden);
+        for (int64_t i = first * room.hidden; i < last * room.hidden; ++i)
+            x[i] = narrow<T>(wide(x[i]) + wide(more[i]));
     }
 
-    // Keys, and then values, go to their pages before others take their room.
     void attention(const Layer& l) {
-        T *q = branch, *spare = q + tokens * room.queries, *more = spare + tokens * room.queries;
-        const T* from = norm(l.attention, x, normed, tokens, room.hidden);
+        T *q = branch, *spare = q + count * room.queries, *k = spare + count * room.queries,
+          *v = k + count * room.pairs;
+        const T* from = norm(l.attention, x, normed, 1, room.hidden);
+        meet();
         product(l.q, from, q);
-        q = by_head(l, l.query, q, spare, l.heads);
-        product(l.k, from, spare);
-        T* others = more;
-        const T* k = by_head(l, l.key, spare, others, l.groups);
-        outsize_pages_put(step.dtype, l.form, k, l.keys, l.key_scales, step.where, tokens, l.groups,
-                          l.head);
-        product(l.v, from, more);
-        outsize_pages_put(step.dtype, l.form, more, l.values, l.value_scales, step.where, tokens,
-                          l.groups, l.value);
+        product(l.k, from, k);
+        product(l.v, from, v);
+        meet();
+        by_head(l, l.query, q, spare, l.heads);
+        T* others = spare + first * (l.heads - l.groups) * l.head;  // this thread's part of it
+        by_head(l, l.key, k, others, l.groups);
+        put(l, k, l.keys, l.key_scales, l.head);
+        put(l, v, l.values, l.value_scales, l.value);
+        meet();
         const int64_t sizes[] = {step.page, l.heads, l.groups, l.head, l.value, l.window};
         outsize_pages_attend(step.dtype, l.form, q, l.keys, l.key_scales, l.values, l.value_scales,
-                             spare, step.tables, step.begins, step.positions, sizes, tokens, l.scale,
-                             l.softcap, step.threads);
+                             spare, step.tables, step.begins, step.positions, sizes, count, l.scale,
+                             l.softcap, team.count, team.index);
+        meet();
         product(l.o, spare, given);
+        meet();
+        add(l.attention_out);
     }
 
     void mlp(const Layer& l) {
-        const int64_t count = tokens * l.gate.outputs;
-        T *gate = branch, *up = gate + count, *inner = up + count;
-        const T* from = norm(l.mlp, x, normed, tokens, room.hidden);
+        const int64_t all = count * l.gate.outputs, lines = (all + LINE - 1) / LINE;
+        const int64_t begin = team.first(lines) * LINE, end = std::min(all, team.last(lines) * LINE);
+        T *gate = branch, *up = gate + all, *inner = up + all;
+        const T* from = norm(l.mlp, x, normed, 1, room.hidden);
+        meet();
         product(l.gate, from, gate);
         product(l.up, from, up);
-        outsize_gate(step.dtype, gate, up, inner, count, step.threads);
+        meet();
+        outsize_gate(step.dtype, gate + begin, up + begin, inner + begin, end - begin, 1);
+        meet();
         product(l.down, inner, given);
+        meet();
+        add(l.mlp_out);
     }
 
-    void all(const Layer* layers, int64_t count) {
-        for (const Layer* l = layers; l < layers + count; ++l) {
+    void all(const Layer* layers, int64_t many) {
+        for (const Layer* l = layers; l < layers + many; ++l) {
             attention(*l);
-            add(l->attention_out);
             mlp(*l);
-            add(l->mlp_out);
         }
     }
 };
+
+template <class T>
+void together(const Step& step, const Layer* layers, int64_t count, void* x, void* work) {
+    const Room room(step, layers, count);
+    Meeting meeting;
+#pragma omp parallel num_threads(step.threads)
+    {
+        const Team team(omp_get_num_threads(), omp_get_thread_num());  // as many as there are
+#pragma omp single
+        meeting.of(team.count);
+        Run<T>(step, room, team, meeting, x, work).all(layers, count);
+    }
+}
 
 }  // namespace
 
@@ -179,11 +223,10 @@ int64_t outsize_blocks_work(const Step* step, const Layer* layers, int64_t count
 
 // x (tokens, hidden) through `count` blocks, in place.
 void outsize_blocks(const Step* step, const Layer* layers, int64_t count, void* x, void* work) {
-    const Room room(*step, layers, count);
     if (step->dtype == 0)
-        Run<float>(*step, room, x, work).all(layers, count);
+        together<float>(*step, layers, count, x, work);
     else
-        Run<bfloat16>(*step, room, x, work).all(layers, count);
+        together<bfloat16>(*step, layers, count, x, work);
 }
 
 }  // extern "C"

@@ -41,7 +41,7 @@ _SOURCES = tuple(
         *("pages", "blocks"),
     )
 )
-_HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "tiles.h")))
+_HEADERS = tuple(map(Path(__file__).with_name, ("codes.h", "storage.h", "team.h", "tiles.h")))
 _COMPILERS = ("g++", "c++", "clang++")  # g++ first: PyTorch's OpenMP runtime is its
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp"),
@@ -75,7 +75,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "decode": (None, (_I, _P, _P, _I)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
     "rows_product": (None, (_I, *[_P] * 3, _N, _I)),
-    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I)),
+    "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I)),
     "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),
     "blocks_work": (_N, (_P, _P, _N)),
     "blocks": (None, (_P, _P, _N, _P, _P)),

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <vector>
 
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -220,15 +221,16 @@ std::vector<int64_t> spans(const Pages& p, int64_t tokens) {
 
 template <class T, class Held>
 void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T* out,
-            int64_t tokens, int threads) {
+            int64_t tokens, Team team) {
     const std::vector<int64_t> firsts = spans(p, tokens);
     const int64_t tasks = (int64_t(firsts.size()) - 1) * p.groups;
-    const int useful = int(std::max<int64_t>(1, std::min<int64_t>(tasks, threads)));
-#pragma omp parallel num_threads(useful) if (useful > 1)
+    const int64_t begin = team.first(tasks), end = team.last(tasks);
+    const int useful = int(std::max<int64_t>(1, std::min<int64_t>(tasks, team.count)));
+#pragma omp parallel num_threads(useful) if (team.starts() && useful > 1)
     {
         static thread_local Space space;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; ++task) {
+        for (int64_t task = begin; task < end; ++task) {
             const int64_t first = firsts[task / p.groups], next = firsts[task / p.groups + 1];
             span(p, q, keys, values, out, first, next - first, task % p.groups, space);
         }
@@ -309,7 +311,7 @@ void put(int form, const T* x, void* data, void* scales, const int64_t* where, i
 
 template <class T>
 void attend(int form, const Pages& p, const void* queries, const Lying& k, const Lying& v, void* to,
-            int64_t tokens, int threads) {
+            int64_t tokens, Team threads) {
     const T* q = static_cast<const T*>(queries);
     T* out = static_cast<T*>(to);
     switch (form) {
@@ -338,19 +340,20 @@ void outsize_pages_put(int dtype, int form, const void* x, void* data, void* sca
 }
 
 // form: of keys and values; scales: of codes, or null. sizes: tokens of a page, heads, groups, key
-// and value sizes, window. softcap 0: none.
+// and value sizes, window. softcap 0: none. index: the share of one of `threads`, or -1.
 void outsize_pages_attend(int dtype, int form, const void* q, const void* keys,
                           const void* key_scales, const void* values, const void* value_scales,
                           void* out, const int64_t* tables, const int64_t* begins, const int64_t* positions,
                           const int64_t* sizes, int64_t tokens, float scale, float softcap,
-                          int threads) {
+                          int threads, int index) {
     const Pages p{tables,   begins,   positions, sizes[0], sizes[1],    sizes[2],
                   sizes[3], sizes[4], sizes[5],  scale,    Cap(softcap)};
     const Lying k{keys, key_scales, p.groups, p.key}, v{values, value_scales, p.groups, p.value};
+    const Team team(threads, index);
     if (dtype == 0)
-        attend<float>(form, p, q, k, v, out, tokens, threads);
+        attend<float>(form, p, q, k, v, out, tokens, team);
     else
-        attend<bfloat16>(form, p, q, k, v, out, tokens, threads);
+        attend<bfloat16>(form, p, q, k, v, out, tokens, team);
 }
 
 }  // extern "C"

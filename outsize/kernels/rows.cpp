@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -159,7 +160,7 @@ struct Piece {
 // made(): for the thread that asks, what makes a Piece of rows [o, o + OUTPUTS) of w, or of one.
 template <class T, class F>
 void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
-             int threads, F made) {
+             Team team, F made) {
     const int64_t x_row = rounded(int(inner), LANES);
     std::vector<float> space, wide_bias(bias ? outputs : 0);
     for (int64_t o = 0; o < int64_t(wide_bias.size()); ++o) wide_bias[o] = wide(bias[o]);
@@ -169,8 +170,9 @@ void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int
     for (int64_t some = 0; some < tokens; some += SOME) {
         const int64_t here = std::min(SOME, tokens - some);
         const float* wide_x = widened(x + some * inner, here, inner, space);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t begin = team.first(tasks), end = team.last(tasks);
+#pragma omp parallel for num_threads(team.count) schedule(static) if (team.starts())
+        for (int64_t task = begin; task < end; ++task) {
             auto make = made();
             const int64_t last = std::min(outputs, (task + 1) * TASK);
             for (int64_t first = 0; first < here; first += held) {
@@ -197,7 +199,7 @@ inline void some(const W* w, int64_t inner, bool whole, const Piece<T>& p) {
 // Rows of w as they lie; where many tokens meet them, made wide once for all.
 template <class T>
 void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t inner,
-            int64_t outputs, int threads) {
+            int64_t outputs, Team threads) {
     if (sizeof(T) == sizeof(float) || tokens < MANY)
         return product(x, bias, y, tokens, inner, outputs, threads, [=] {
             return [=](int64_t o, bool whole, const Piece<T>& p) { some(w + o * inner, inner, whole, p); };
@@ -368,7 +370,7 @@ void few(const Piece<T>& p, const uint8_t* blocks, int64_t row, const Layout& la
 
 template <class T, int ORDER>
 void in_registers(const T* x, const Matrix& w, const Layout& layout, T* y, int64_t tokens,
-                  int threads) {
+                  Team threads) {
     const uint8_t* blocks = static_cast<const uint8_t*>(w.data);
     const int64_t groups = w.inner / layout.group, row = groups * layout.block;
     product(x, static_cast<const T*>(w.bias), y, tokens, w.inner, w.outputs, threads, [&] {
@@ -382,7 +384,7 @@ void in_registers(const T* x, const Matrix& w, const Layout& layout, T* y, int64
 // By codes: in registers, or a few rows at a time decoded for all tokens, rounded to what x is held
 // in.
 template <class T>
-void coded(const T* x, const Matrix& w, T* y, int64_t tokens, int threads) {
+void coded(const T* x, const Matrix& w, T* y, int64_t tokens, Team threads) {
     const Layout layout = w.layout();
     const int64_t width = w.order == BYTES ? w.group : w.group / 2;
     if (tokens < LOTS && w.kind != APART && width % LANES == 0) {
@@ -405,7 +407,7 @@ void coded(const T* x, const Matrix& w, T* y, int64_t tokens, int threads) {
 }
 
 template <class T>
-void any(const void* x, const Matrix& w, void* y, int64_t tokens, int threads) {
+void any(const void* x, const Matrix& w, void* y, int64_t tokens, Team threads) {
     const T* from = static_cast<const T*>(x);
     T* to = static_cast<T*>(y);
     if (w.group) return coded(from, w, to, tokens, threads);
@@ -425,6 +427,15 @@ void outsize_rows_product(int dtype, const void* x, const Matrix* w, void* y, in
         any<float>(x, *w, y, tokens, threads);
     else
         any<bfloat16>(x, *w, y, tokens, threads);
+}
+
+// The share of one of a team.
+void outsize_rows_product_share(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
+                                int count, int index) {
+    if (dtype == 0)
+        any<float>(x, *w, y, tokens, Team(count, index));
+    else
+        any<bfloat16>(x, *w, y, tokens, Team(count, index));
 }
 
 }  // extern "C"
