@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
 from outsize.kernels.gate import SILU
-from outsize.kernels.pages import PAGE, WIDTH
+from outsize.kernels.pages import EVERY, PAGE, WIDTH
 from outsize.kernels.rows import Matrix, matrix
 from outsize.models import norm as norms
 from outsize.models.attention import Attention
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outsize.models.seams import Context
 
 Through = Callable[[Tensor], Tensor]  # x_TD through some blocks
-_EVERY = 1 << 40  # a window that hides nothing
+Run = Callable[[Sequence[nn.Module], "Context"], list[Through]]  # how some blocks are taken
 
 
 class Runs:
@@ -52,27 +52,27 @@ class Runs:
                 self._layers[module] = self._layer(module)
             except _Other as other:
                 self.why[place] = str(other)
-        self._made = dict[tuple[nn.Module, ...], Run]()
+        self._made = dict[tuple[nn.Module, ...], _Run]()
 
     def __call__(self, modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
         """What takes x_TD through some blocks, one after another: runs overwrite it."""
         past = ctx.attend
         if not (isinstance(past, PagedPast) and past.cache.size <= PAGE and rows.here()):
-            return one_by_one(modules, ctx)
+            return each_alone(modules, ctx)
         if past.alone is None or isinstance(ctx.positions_T, FakeTensor):
-            return one_by_one(modules, ctx)
+            return each_alone(modules, ctx)
         found, ropes = list[Through](), [ctx.rope[name] for name in self._names]
         for own, some in itertools.groupby(modules, lambda one: one in self._layers):
             if own:
                 run = self._run(tuple(some))
                 found.append(partial(run.through, past=past, ropes=ropes))
             else:
-                found += one_by_one(list(some), ctx)
+                found += each_alone(list(some), ctx)
         return found
 
-    def _run(self, modules: tuple[nn.Module, ...]) -> Run:
+    def _run(self, modules: tuple[nn.Module, ...]) -> _Run:
         if modules not in self._made:
-            self._made[modules] = Run([self._layers[one] for one in modules], modules)
+            self._made[modules] = _Run([self._layers[one] for one in modules], modules)
         return self._made[modules]
 
     def _layer(self, block: nn.Module) -> blocks.Layer:
@@ -104,7 +104,7 @@ class Runs:
         _expect(max(found.head, found.value) <= WIDTH, "the size of its heads")
         found.heads = found.q.outputs // found.head
         found.groups = found.k.outputs // found.head
-        found.window, found.scale = spec.window or _EVERY, spec.scale
+        found.window, found.scale = spec.window or EVERY, spec.scale
         found.softcap, found.rope = spec.softcap or 0.0, -1
         if attention.rope is not None and attention.rope_name is not None:
             found.rope = self._names.setdefault(attention.rope_name, len(self._names))
@@ -144,7 +144,7 @@ class Runs:
         return weight
 
 
-class Run:
+class _Run:
     """Blocks one after another, over the pages of the cache that they met last."""
 
     def __init__(self, layers: Sequence[blocks.Layer], modules: Sequence[nn.Module]) -> None:
@@ -178,7 +178,7 @@ def _expect(holds: bool, what: str) -> None:
         raise _Other(what)
 
 
-def one_by_one(modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
+def each_alone(modules: Sequence[nn.Module], ctx: Context) -> list[Through]:
     return [partial(_block, one, ctx) for one in modules]
 
 
@@ -189,21 +189,25 @@ def _block(module: nn.Module, ctx: Context, x_TD: Tensor) -> Tensor:
 
 def runs_of(model: Decoder) -> Runs | None:
     """Of a model whose weights stay where they are; None where no blocks can be in a run."""
-    like = model.prologue.tokens.weight
-    if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
-        return None
-    found = Runs(model.blocks, like.dtype)
-    return found if len(found.why) < len(model.blocks) else None
+    found = _found(model)
+    return None if found is None or len(found.why) == len(model.blocks) else found
 
 
 def singly(model: Decoder) -> str | None:
     """Which blocks of such a model are not in runs, and why, in words."""
-    like, count = model.prologue.tokens.weight, len(model.blocks)
-    if like.dtype not in native.CODES or not like.is_cpu or native.library() is None:
+    found, count = _found(model), len(model.blocks)
+    if found is None:
+        like = model.prologue.tokens.weight
         why = f"{like.dtype} on {like.device.type} without this machine's own kernels"
         return f"blocks are called operator by operator: {why}"
-    found = Runs(model.blocks, like.dtype).why
-    if not found:
+    if not found.why:
         return None
-    some = "blocks" if len(found) == count else f"{len(found)} of {count} blocks"
-    return f"{some} are called operator by operator, for {', '.join(sorted(set(found.values())))}"
+    some = "blocks" if len(found.why) == count else f"{len(found.why)} of {count} blocks"
+    why = ", ".join(sorted(set(found.why.values())))
+    return f"{some} are called operator by operator, for {why}"
+
+
+def _found(model: Decoder) -> Runs | None:
+    """None where there are no passes for any."""
+    like = model.prologue.tokens.weight
+    return Runs(model.blocks, like.dtype) if native.reads(like) else None

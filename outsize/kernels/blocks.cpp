@@ -23,7 +23,7 @@ void outsize_rms_norm(int, int, const void*, const void*, float, float, void*, f
 void outsize_rope(int, const void*, const int64_t*, const float*, const float*, int64_t, void*,
                   const int64_t*, int64_t, int, float, int);
 void outsize_gate(int, const void*, const void*, void*, int64_t, int);
-void outsize_rows_product_share(int, const void*, const Matrix*, void*, int64_t, int, int);
+void outsize_rows_product(int, const void*, const Matrix*, void*, int64_t, int, int);
 void outsize_pages_put(int, int, const void*, void*, void*, const int64_t*, int64_t, int64_t, int64_t);
 void outsize_pages_attend(int, int, const void*, const void*, const void*, const void*, const void*,
                           void*, const int64_t*, const int64_t*, const int64_t*, const int64_t*,
@@ -120,7 +120,7 @@ struct Run {
     }
 
     void product(const Matrix& w, const T* from, T* to) const {
-        outsize_rows_product_share(step.dtype, from, &w, to, count, team.count, team.index);
+        outsize_rows_product(step.dtype, from, &w, to, count, team.count, team.index);
     }
 
     // Queries or keys of this thread's tokens by head, normed and turned; spare: room for as many.

@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "blockwise_adam": (None, (_I, _I, *[_P] * 6, _N, _N, *[_P] * 3, _I, _I, _P, _I)),
     "decode": (None, (_I, _P, _P, _I)),
     "normal": (None, (_I, _P, _N, _N, _P, c_double, _P, _I)),
-    "rows_product": (None, (_I, *[_P] * 3, _N, _I)),
+    "rows_product": (None, (_I, *[_P] * 3, _N, _I, _I)),
     "pages_attend": (None, (_I, _I, *[_P] * 10, _N, _F, _F, _I, _I)),
     "pages_put": (None, (_I, _I, *[_P] * 4, *[_N] * 3)),
     "blocks_work": (_N, (_P, _P, _N)),

@@ -24,7 +24,7 @@ from outsize.torch_private import FakeTensor
 PAGE = 64  # tokens of a page at most: a tile of attention
 WIDTH = 256  # the largest head size, as in tiles.h
 GROUP = 32  # numbers that share a scale, as in pages.cpp
-_EVERY = 1 << 40  # a window that hides nothing
+EVERY = 1 << 40  # a window that hides nothing
 _NARROW = torch.bfloat16
 
 
@@ -164,7 +164,7 @@ def attend(
     o_THW = q_THK.new_empty((tokens, heads, values.size))
     if isinstance(q_THK, FakeTensor):
         return o_THW
-    window = _EVERY if window is None else window
+    window = EVERY if window is None else window
     sizes = native.numbers((keys.page, heads, keys.groups, size, values.size, window))
     held = (x for one in (keys, values) for x in (one.data, one.scales))
     native.loaded().outsize_pages_attend(

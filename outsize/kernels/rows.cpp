@@ -420,22 +420,14 @@ void any(const void* x, const Matrix& w, void* y, int64_t tokens, Team threads) 
 extern "C" {
 
 // y (tokens, outputs) = x (tokens, inner) w (outputs, inner)^T + bias (outputs) or null; all but
-// codes are of one dtype.
+// codes are of one dtype. index: the share of one of `threads`, or -1.
 void outsize_rows_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
-                          int threads) {
+                          int threads, int index) {
+    const Team team(threads, index);
     if (dtype == 0)
-        any<float>(x, *w, y, tokens, threads);
+        any<float>(x, *w, y, tokens, team);
     else
-        any<bfloat16>(x, *w, y, tokens, threads);
-}
-
-// The share of one of a team.
-void outsize_rows_product_share(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
-                                int count, int index) {
-    if (dtype == 0)
-        any<float>(x, *w, y, tokens, Team(count, index));
-    else
-        any<bfloat16>(x, *w, y, tokens, Team(count, index));
+        any<bfloat16>(x, *w, y, tokens, team);
 }
 
 }  // extern "C"

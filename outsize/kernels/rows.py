@@ -133,7 +133,7 @@ def _multiply(x: Tensor, weight: Matrix, y: Tensor) -> None:
     tokens = y.numel() // weight.outputs if weight.outputs else 0
     native.loaded().outsize_rows_product(
         *(native.CODES[x.dtype], x.data_ptr(), weight.address, y.data_ptr(), tokens),
-        native.threads(),
+        *(native.threads(), -1),
     )
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize import accelerator
 from outsize.decode.generate import (
@@ -31,6 +31,7 @@ from outsize.decode.generate import (
     check_request,
     play,
 )
+from outsize.decode.runs import Run, each_alone
 from outsize.decode.samplers import Drawn, Sampler
 from outsize.errors import OutsizeError
 from outsize.kernels import rows
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
 STEPS = 8  # of generation that one list has, where sequences fall into microbatches
 Begin = Callable[[Carried], None]
 Playable = Callable[[Kind, int, int], Loaded]
-# What takes x_TD through some blocks.
-Run = Callable[[Sequence[nn.Module], Context], list[Callable[[Tensor], Tensor]]]
 
 
 @dataclass
@@ -92,16 +91,6 @@ def kind_of(bounds: tuple[int, ...]) -> Kind:
     return Kind.DECODE if single else Kind.PREFILL
 
 
-def one_after_another(
-    blocks: Sequence[nn.Module], context: Context
-) -> list[Callable[[Tensor], Tensor]]:
-    return [partial(_block, block, context) for block in blocks]
-
-
-def _block(block: nn.Module, context: Context, x_TD: Tensor) -> Tensor:
-    return block(x_TD, context)  # type: ignore[no-any-return]
-
-
 class TokenSteps:
     """Steps of generation through a job. playable: the list of a kind, of so many groups of
     sequences and steps, ready for its engine. begin: sets out on walks. groups: at most. lists:
@@ -124,7 +113,7 @@ class TokenSteps:
         self.ran: Sequence[Ran] = ()
         self.prompts: Prompts | None = None
         self.leaving: Collection[int] = ()
-        self.run: Run = one_after_another
+        self.run: Run = each_alone
 
     def __call__(
         self,
@@ -294,7 +283,7 @@ def tokens_walk(
     m: int = 0,
     last: Last = Last.DRAWN,
     through: Through | None = None,
-    run: Run = one_after_another,
+    run: Run = each_alone,
 ) -> ChainWalk:
     """A microbatch's way through the stages, through blocks as `run` takes those of a stage,
     or as is said. Of ends that all share its end is h_ND, of which every worker makes a part of the

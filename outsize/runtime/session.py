@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outsize.decode.generate import Draw
+from outsize.decode.runs import Run
 from outsize.decode.samplers import Drawn
 from outsize.memory import Ledger, format_bytes, meter
 from outsize.models.decoder import Decoder
@@ -21,7 +22,7 @@ from outsize.models.seams import Past
 from outsize.plan import Plan, Stage
 from outsize.plan.plan import per_segment
 from outsize.runtime.engine import Engine, Handler, Hook, Loaded
-from outsize.runtime.generating import Run, TokenSteps, kind_of
+from outsize.runtime.generating import TokenSteps, kind_of
 from outsize.runtime.handlers.links import Links
 from outsize.runtime.handlers.passes import Forward, nothing_comes
 from outsize.runtime.handlers.sample import Sample, untold

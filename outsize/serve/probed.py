@@ -10,7 +10,7 @@ import torch
 
 from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast, Part
-from outsize.decode.runs import one_by_one, runs_of
+from outsize.decode.runs import Run, each_alone, runs_of
 from outsize.kernels import rows
 from outsize.models.decoder import Decoder
 from outsize.models.seams import Context
@@ -35,18 +35,20 @@ def probed(
     few = timed(model, every)
     # Few blocks may stay in the processor's caches, which all of them would not.
     blocks = few if model.config.rewired else sorted(every)
+    # As the engine takes them: together where weights stay.
+    run = (None if reading else runs_of(model)) or each_alone
     windows = [min(one.window or context, context) for one in model.config.layers]
     with rows.alone():
         fed = list[tuple[int, float]]()
         for count in [n for n in _COUNTS if n <= budget]:
-            spent = _through(model, blocks, 0, count, not reading)
+            spent = _through(model, blocks, 0, count, run)
             fed.append((count, spent.whole(model, range(1, last))))
             if spent.seconds > _LONG:
                 if blocks == few:
                     break
                 blocks = few
         depth = max(0, min(_DEEP, context - _VISITING))
-        ones, some = (_behind(model, few, depth, count, not reading) for count in (1, _VISITING))
+        ones, some = (_behind(model, few, depth, count, run) for count in (1, _VISITING))
         head = [(n, _head(model, last in here, n, fed[0][1])) for n in (1, _DRAWN)]
     reach = round(sum(windows) / max(len(windows), 1))
     seen = max(1, min(depth, reach))
@@ -55,32 +57,25 @@ def probed(
     return Price(Curve(tuple(fed)), Curve(tuple(head)), visit, load, reach, reading)
 
 
-def _through(
-    model: Decoder, blocks: Collection[int], start: int, tokens: int, staying: bool
-) -> Pace:
-    """Of a prompt's tokens behind `start` ones. staying: weights do, and the engine takes blocks
-    together."""
+def _through(model: Decoder, blocks: Collection[int], start: int, tokens: int, run: Run) -> Pace:
+    """Of a prompt's tokens behind `start` ones. run: how blocks are taken."""
     device = model.prologue.tokens.weight.device
     pages = -(-(start + tokens) // _PAGE)
-    cache = PagedCache(pages, _PAGE, 1)
-    past = PagedPast(cache, (Part(range(pages), start, tokens, 0, 0),))
+    past = PagedPast(PagedCache(pages, _PAGE, 1), (Part(range(pages), start, tokens, 0, 0),))
     x_TD = model.prologue.tokens.weight.new_zeros(tokens, model.config.hidden)
     context = model.context(past.positions(device), past.bounds, past=past)
-    through = (runs_of(model) if staying else None) or one_by_one
 
-    def run(stage: int) -> Callable[[], object]:
-        (block,) = through((model.blocks[stage - 1],), context)
+    def call(stage: int) -> Callable[[], object]:
+        (block,) = run((model.blocks[stage - 1],), context)
         return lambda: block(x_TD)
 
-    spent = sum(_quickest(run(stage), device) for stage in blocks)
+    spent = sum(_quickest(call(stage), device) for stage in blocks)
     return Pace(spent, sum(x.nbytes for s in blocks for x in model.blocks[s - 1].parameters()))
 
 
-def _behind(
-    model: Decoder, blocks: Collection[int], depth: int, count: int, staying: bool
-) -> float:
+def _behind(model: Decoder, blocks: Collection[int], depth: int, count: int, run: Run) -> float:
     """Seconds more, through all blocks, of so many tokens behind `depth` ones than behind none."""
-    near, far = (_through(model, blocks, start, count, staying) for start in (0, depth))
+    near, far = (_through(model, blocks, start, count, run) for start in (0, depth))
     more = Pace(max(0.0, far.seconds - near.seconds), near.bytes)
     return more.whole(model, range(1, len(model.blocks) + 1))
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from outsize.decode.paged import PagedCache, PagedPast, Part
-from outsize.decode.runs import Runs, one_by_one, runs_of
+from outsize.decode.runs import Run, Runs, each_alone, runs_of
 from outsize.kernels import native, rows
 from outsize.kernels.pages import FORMS, Pool
 from outsize.models.build import build
 from outsize.models.coding import asked
 from outsize.models.decoder import Block, Decoder
 from outsize.models.families import parse
-from outsize.runtime.generating import Run
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 LLAMA = {
@@ -61,7 +60,7 @@ def played(
     """What goes out of the blocks in three steps, prompts and single tokens mixed."""
     runs = runs_of(model)
     assert runs is not None and set(runs.why) == set(others)
-    through = runs if native_runs else one_by_one
+    through = runs if native_runs else each_alone
     return [x for _ in range(2) for x in stepped(model, PagedCache(9, 16, 3, form), through)]
 
 
