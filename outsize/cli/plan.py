@@ -68,9 +68,9 @@ def plan(
     elsewhere.refuse(ctx)
     draws = ("max_tokens", "temperature", "top_k", "top_p")
     if served.serve:
-        lone = ("sets", "out", "host_memory", "disk", "tiers", "workers", "mesh", "prompt_tokens")
+        lone = ("sets", "out", "tiers", "prompt_tokens")
         refuse_unused(ctx, (*lone, *draws), "--serve, which is of `outsize serve`")
-        show_serving(model or target, served, places["memory"], as_json)
+        show_serving(model or target, served, places, as_json)
         return
     refuse_unused(ctx, NAMES, "a run that is not served: they go with --serve")
     if prompt_tokens is not None:

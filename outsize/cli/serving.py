@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from outsize.memory.tiers import TierSpec
     from outsize.serve.asks import Room
     from outsize.serve.played import Arrival
-    from outsize.serve.room import Served
+    from outsize.serve.room import Served, Wanted
+    from outsize.serve.slo import Slo
     from outsize.serve.traffic import Way
 
 RATE, PROMPT, OUTPUT = 1.0, 512, 128  # where nothing is said
@@ -30,6 +32,22 @@ class Serving:
     output: int | None
     slo: str | None
     policy: str | None
+    weights: str | None
+    cache: str | None
+    context: int | None
+    requests: int | None
+    step: int | None
+    queue: int | None
+
+    def wanted(self, slo: Slo, below: tuple[TierSpec, ...]) -> Wanted:
+        """What is left out is as `outsize serve` has it. below: where pages go that are pushed
+        out."""
+        from outsize.serve.room import Wanted
+
+        usual = Wanted()
+        requests, step = self.requests or usual.requests, self.step or usual.budget
+        cache = self.cache or usual.cache
+        return Wanted(self.context, requests, step, self.queue, slo=slo, cache=cache, below=below)
 
 
 _SERVING = (
@@ -42,6 +60,12 @@ _SERVING = (
     click.option("--output", type=int, help=f"Tokens that each draws; {OUTPUT} by default."),
     click.option("--slo", metavar="SLO", help="What is promised, as ttft=500ms,tpot=50ms."),
     click.option("--policy", help="As of `outsize serve`; the best of all by default."),
+    click.option("--weights", metavar="FORMAT", help="As of `outsize serve`, like those below."),
+    click.option("--cache", metavar="FORM"),
+    click.option("--context", type=click.IntRange(1), metavar="TOKENS"),
+    click.option("--requests", type=click.IntRange(1, 1024)),
+    click.option("--step", type=click.IntRange(1), metavar="TOKENS"),
+    click.option("--queue", type=click.IntRange(0), metavar="TOKENS"),
 )  # fmt: skip
 NAMES = tuple(one.name for one in fields(Serving))
 
@@ -59,27 +83,19 @@ def serving(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def show(name: str | None, said: Serving, memory: str | None, as_json: bool) -> None:
-    """Say what it would be like. OutsizeError for what does not fit, and for values that are
-    none."""
-    from outsize.memory import parse_bytes
-    from outsize.serve.forecast import described
-    from outsize.serve.planned import planned
-    from outsize.serve.room import Wanted
+def show(name: str | None, said: Serving, places: Mapping[str, Any], as_json: bool) -> None:
+    """Say what it would be like. places: memory and tiers, mesh or workers. OutsizeError for what
+    does not fit, and for values that are none."""
     from outsize.serve.slo import NONE, parse_slo
     from outsize.serve.traffic import candidates, check, most, ways, why
-    from outsize.train.resolve import is_file, values_of
 
     slo = NONE if said.slo is None else parse_slo(said.slo)
     policies, arrivals = candidates(said.policy, slo), _arrivals(said, PROMPT + OUTPUT)
-    if name is None or is_file(name):
-        name = str(values_of(name).get("model.name"))
-    limit = None if memory is None else parse_bytes(memory)
-    plan = planned(described(name), Wanted(slo=slo), limit)
+    plan = _planned(name, said, slo, places)
     if said.traffic is None:
         arrivals = _arrivals(said, plan.room.context)
     check(arrivals, plan.room)
-    tried = ways(plan.room, arrivals, policies)
+    tried = ways(plan.room, arrivals, policies, said.step is None)
     best = _whole(plan.room, arrivals, tried[0])
     bears = most(plan.room, arrivals, best)
     if as_json:
@@ -88,6 +104,30 @@ def show(name: str | None, said: Serving, memory: str | None, as_json: bool) -> 
     _print(plan, arrivals, best, bears)
     if len(tried) > 1:
         click.echo(f"next best: {tried[1]} ({why(tried[0], tried[1], slo)})")
+
+
+def _planned(name: str | None, said: Serving, slo: Slo, places: Mapping[str, Any]) -> Served:
+    import torch
+
+    from outsize.errors import OutsizeError
+    from outsize.memory import parse_bytes
+    from outsize.memory.tiers import disk_tier, host_tier
+    from outsize.serve.forecast import described
+    from outsize.serve.planned import planned
+    from outsize.serve.workers import Asked
+    from outsize.train.resolve import is_file, values_of
+
+    mesh = Asked(places["mesh"], places["workers"], {}).mesh_of()
+    if mesh.size > 1 and said.weights is not None:
+        raise OutsizeError("--weights is for one worker; convert the model before")
+    memory, kept, disk = (places[one] for one in ("memory", "host_memory", "disk"))
+    below = [] if kept is None else [host_tier(kept)]
+    below += [] if disk is None else [disk_tier(disk)]
+    if name is None or is_file(name):
+        name = str(values_of(name).get("model.name"))
+    coded, dtype = (None, torch.bfloat16) if said.weights == "bf16" else (said.weights, None)
+    wanted, limit = said.wanted(slo, tuple(below)), None if memory is None else parse_bytes(memory)
+    return planned(described(name, coded), wanted, limit, mesh, dtype)
 
 
 def _arrivals(said: Serving, context: int) -> list[Arrival]:
@@ -156,6 +196,9 @@ def _as_json(plan: Served, arrivals: list[Arrival], tried: list[Way], bears: flo
         json.dumps(
             {
                 "bytes": {"weights": plan.weights, "cache": plan.cache, "work": plan.work},
+                "stages": [
+                    dict(zip(("weights", "cache", "work"), one, strict=True)) for one in plan.shares
+                ],
                 "requests_at_once": _at_once(room, arrivals),
                 "notes": plan.notes,
                 "most_requests_per_second": bears,

@@ -10,12 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
-from outsize.memory.store import Place, Store, pool, rounded
+from outsize.memory.disk import DiskStore
+from outsize.memory.sizes import format_bytes
+from outsize.memory.store import MemoryStore, Place, Store, pool, rounded
+from outsize.memory.tiers import TierSpec
+from outsize.models.seams import StateSpec
+from outsize.serve.asks import Room
 from outsize.serve.line import Line
 from outsize.serve.pages import Move
 
@@ -117,3 +123,49 @@ class Below:
                 return store
             slot -= count
         raise AssertionError("there are so many slots")
+
+
+def settled(
+    room: Room,
+    tiers: Sequence[TierSpec],
+    page: int,
+    workers: int,
+    left: Sequence[StateSpec],
+    device: torch.device,
+    tell: Callable[[str], object],
+) -> tuple[Room, Below | None, tuple[str, ...]]:
+    """A room with slots in tiers for pages of so many bytes, priced by moving one; what holds them;
+    why there is none where one is asked for. left: what layers keep of tokens; tell: as of Below.
+    OutsizeError where a tier cannot be had, or has no room for a page."""
+    why = _refused(workers, left)
+    if tiers and why:
+        return room, None, (f"pages that are pushed out are computed again: {why}",)
+    stores = [_store(tier, device) for tier in tiers]
+    if not stores:
+        return room, None, ()
+    below = Below(stores, page, tell)
+    if not below.pages:
+        raise OutsizeError(
+            f"--disk, --host-memory: a page of the cache takes {format_bytes(page)}; give more"
+        )
+    price = replace(room.price, fetch=below.fetch, evict=below.evict)
+    return replace(room, price=price, below=below.pages), below, ()
+
+
+def _refused(workers: int, left: Sequence[StateSpec]) -> str:
+    """Why nothing lies below; "" where it may."""
+    if workers > 1:
+        return "those of several workers do not go below"
+    recurrent = any(one.per == "sequence" for one in left)
+    return "a recurrent state is not there for the first tokens alone" if recurrent else ""
+
+
+def _store(tier: TierSpec, device: torch.device) -> tuple[Store, int]:
+    if tier.medium == "disk":
+        return DiskStore(tier.name, tier.paths, tier.bytes, 1), tier.bytes
+    if device.type == "cpu":
+        raise OutsizeError(
+            f"--host-memory {format_bytes(tier.bytes)}: the cache is in the host's memory"
+            " already; give more --memory, or a --disk"
+        )
+    return MemoryStore(tier.name, tier.bytes), tier.bytes

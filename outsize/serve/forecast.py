@@ -22,13 +22,16 @@ from outsize.decode.generate import PREFILL_TOKENS, Request, check_request
 from outsize.errors import OutsizeError
 from outsize.hardware.disk import disk_rates
 from outsize.memory.stored import StoredFiles, operations
-from outsize.models.build import materialise, segments
+from outsize.models.build import build, materialise, segments
+from outsize.models.coding import asked
+from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
+from outsize.models.names import layout
 from outsize.models.presets import SHAPES
 from outsize.parallel.tensor.decoder import split
 from outsize.parallel.tensor.units import cuts_of
-from outsize.runtime.tokens.cycle import layout_of
+from outsize.runtime.tokens.cycle import Layout, layout_of
 from outsize.runtime.tokens.parts import Mine
 from outsize.runtime.tokens.source import Outline, outline
 from outsize.serve.budget import Budget, over_stages
@@ -58,11 +61,12 @@ class TokenForecast:
         }
 
 
-def described(name: str) -> Described:
+def described(name: str, weights: str | None = None) -> Described:
     """The model of a directory, or of a preset: one without weights as if it had been saved.
-    OutsizeError for what is neither, and for an adapter."""
+    weights: what they are held as (outsize/models/coding.py). OutsizeError for what is neither, and
+    for an adapter."""
     if SHAPES.find(name) is not None:
-        return supposed(parse({**SHAPES.get(name)}))
+        return _supposed(parse({**SHAPES.get(name)}), weights)
     directory = model_directory(name)
     if (directory / ADAPTER_CONFIG).is_file():
         raise OutsizeError(
@@ -70,8 +74,76 @@ def described(name: str) -> Described:
             " outsize.save(outsize.merge(outsize.load(DIRECTORY)), NEW)"
         )
     if any(directory.glob("model*.safetensors*")):
-        return describe(directory)
-    return supposed(read_config(directory))
+        return describe(directory, asked(read_config(directory), weights, "--weights"))
+    return _supposed(read_config(directory), weights)
+
+
+def _supposed(config: DecoderConfig, weights: str | None) -> Described:
+    """Files in the model's own numbers, and what is made of them."""
+    coded, found = asked(config, weights, "--weights"), supposed(config)
+    if coded.coding is config.coding:
+        return found
+    return replace(found, model=build(coded), stored=layout(coded))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A described model on the workers of a mesh, while none of its weights is there."""
+
+    found: Described
+    dtypes: Mapping[str, torch.dtype]
+    division: Division
+
+    @classmethod
+    def of(cls, found: Described, mesh: Mesh, dtype: torch.dtype | None = None) -> Spread:
+        """dtype: None: that of the files. OutsizeError for a mesh that the model does not fit
+        on."""
+        dtypes = found.dtypes(dtype)
+        return cls(found, dtypes, Division.of(found.model, dtypes, mesh))
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.division.held[0].mesh
+
+    def in_memory(self, request: Request, length: int) -> Seconds:
+        """Of workers that have their weights in memory. length: of slices of the prompt."""
+        stages = [self.division.stages(turn) for turn in range(self.mesh.pipeline)]
+        one, some = self._computing(stages, probed(request, length))
+        return seconds(request, length, one, some, slowest=self.division.slowest)
+
+    def budgets(
+        self, memory: int, dtype: torch.dtype | None = None
+    ) -> list[tuple[Outline, Budget]]:
+        """By stage of the pipeline, what is read and what of it may stay in so many bytes."""
+        cuts = cuts_of(self.found.model, self.mesh.tensor, 0, sequence_parallel=False)
+        made = []
+        for one in self.division.held:
+            known = outline(self.found, dtype, Mine(cuts, one.here))
+            made.append((known, Budget(memory, replace(one, stored=known.table.dtype), known)))
+        return made
+
+    def from_files(
+        self, turn: int, known: Outline, lies: Layout, request: Request, length: int
+    ) -> Seconds:
+        """Of a stage of the pipeline whose weights lie so; all workers read from one disk."""
+        part = self.division.weights[turn] / sum(self.division.weights)
+        one, some = self._computing([lies.filled], probed(request, length))
+        rate = read_rate(known, timed(self.found.model, lies.filled)) / self.mesh.size
+        return seconds(request, length, one * part, some * part, lies.read / rate)
+
+    def _computing(self, stages: Sequence[Collection[int]], tokens: int) -> list[float]:
+        """Seconds of one token and of so many. stages: by worker of the pipeline, those it has."""
+        model = shells(self.found, self.dtypes, torch.device("cpu"))
+        split(model, along(PretendWorld(Mesh(tensor=self.mesh.tensor)), "tensor"))
+        spent, weights = [0.0, 0.0], 0
+        for here in stages:
+            give(model, timed(model, here), _random)
+            for index, count in enumerate((1, tokens)):
+                one = pace(model, here, count)
+                spent[index] += one.seconds
+            weights += one.bytes
+            give(model, timed(model, here), _shell)
+        return [Pace(each, weights).whole(model) for each in spent]
 
 
 def forecast(
@@ -81,69 +153,28 @@ def forecast(
     but for what sums over a tensor axis take. Workers within memory are taken to read from one
     disk. OutsizeError as of `outsize generate`."""
     check_request(found.model, request.ids, request.max_new_tokens)
-    dtypes = found.dtypes(None)
-    division = Division.of(found.model, dtypes, mesh)
+    spread = Spread.of(found, mesh)
     if memory is not None:
-        return _from_files(found, dtypes, request, memory, division)
-    turns = range(mesh.pipeline)
-    one, some = _computing(
-        found, dtypes, mesh, list(map(division.stages, turns)), probed(request, PREFILL_TOKENS)
-    )
-    spent = seconds(request, PREFILL_TOKENS, one, some, slowest=division.slowest)
-    return TokenForecast([division.share(request, turn) for turn in turns], spent)
+        return _from_files(spread, request, memory)
+    shares = [spread.division.share(request, turn) for turn in range(mesh.pipeline)]
+    return TokenForecast(shares, spread.in_memory(request, PREFILL_TOKENS))
 
 
-def _from_files(
-    found: Described,
-    dtypes: Mapping[str, torch.dtype],
-    request: Request,
-    memory: int,
-    division: Division,
-) -> TokenForecast:
-    mesh = division.held[0].mesh
-    cuts = cuts_of(found.model, mesh.tensor, 0, sequence_parallel=False)
-    knowns = [outline(found, None, Mine(cuts, held.here)) for held in division.held]
-    budgets = [
-        Budget(memory, replace(held, stored=known.table.dtype), known)
-        for held, known in zip(division.held, knowns, strict=True)
-    ]
-    rooms = [budget.room(request) for budget in budgets]
+def _from_files(spread: Spread, request: Request, memory: int) -> TokenForecast:
+    budgets = spread.budgets(memory)
+    rooms = [budget.room(request) for _, budget in budgets]
     if (worst := max(rooms, key=lambda room: room.missing)).missing:
         raise worst.refusal(request.capacity)
     length = min(room.slice for room in rooms)
-    shares, spent, most, weights = list[Share](), list[Seconds](), 0, sum(division.weights)
-    for turn, budget in enumerate(budgets):
+    shares, spent, most = list[Share](), list[Seconds](), 0
+    for turn, (known, budget) in enumerate(budgets):
         asked = needs(budget.held, request, length)
-        layout = layout_of(knowns[turn], budget.pool(asked))
-        part, count = division.weights[turn] / weights, probed(request, length)
-        one, some = _computing(found, dtypes, mesh, [layout.filled], count)
-        rate = read_rate(knowns[turn], timed(found.model, layout.filled)) / mesh.size
-        shares.append(budget.share(layout, asked))
-        spent.append(seconds(request, length, one * part, some * part, layout.read / rate))
-        most = max(most, layout.read)
+        lies = layout_of(known, budget.pool(asked))
+        shares.append(budget.share(lies, asked))
+        spent.append(spread.from_files(turn, known, lies, request, length))
+        most = max(most, lies.read)
     steps = -(-len(request.ids) // (1 + length))
     return TokenForecast(shares, over_stages(spent, steps), most)
-
-
-def _computing(
-    found: Described,
-    dtypes: Mapping[str, torch.dtype],
-    mesh: Mesh,
-    stages: Sequence[Collection[int]],
-    tokens: int,
-) -> list[float]:
-    """Seconds of one token and of so many. stages: by worker of the pipeline, those it has."""
-    model = shells(found, dtypes, torch.device("cpu"))
-    split(model, along(PretendWorld(Mesh(tensor=mesh.tensor)), "tensor"))
-    spent, weights = [0.0, 0.0], 0
-    for here in stages:
-        give(model, timed(model, here), _random)
-        for index, count in enumerate((1, tokens)):
-            one = pace(model, here, count)
-            spent[index] += one.seconds
-        weights += one.bytes
-        give(model, timed(model, here), _shell)
-    return [Pace(each, weights).whole(model) for each in spent]
 
 
 def give(model: Decoder, stages: Collection[int], value: Callable[[Tensor], Tensor]) -> None:

@@ -79,15 +79,16 @@ class _Below:
 
 
 class Pages:
-    """So many pages of so many tokens. sharing: pages that are full are kept and shared; below:
-    slots for those that are pushed out; price: of what comes back, and what is computed again;
-    moves: to be made before the next step."""
+    """So many pages of so many tokens, `tokens` in all. sharing: pages that are full are kept and
+    shared; below: slots for those that are pushed out; price: of what comes back, and what is
+    computed again; moves: to be made before the next step."""
 
     def __init__(
         self, count: int, size: int, sharing: bool = True, below: int = 0, price: Price = FREE
     ) -> None:
         assert count > 0 and size > 0
         self.count, self.size, self.sharing = count, size, sharing
+        self.tokens = count * size
         self._free = list(range(count))[::-1]
         self._users = [0] * count
         self._known: dict[_Key, int] = {}
@@ -95,7 +96,7 @@ class Pages:
         self._given = _BEGINNING
         self._kept = OrderedDict[int, None]()
         self._held: dict[int, _Held] = {}
-        self._below, self._price = _Below(below), price
+        self._below, self._slots, self._price = _Below(below), below, price
         self._wanted = set[int]()  # pages whose tokens are likely to be asked for again
         self.moves = list[Move]()
 
@@ -105,9 +106,9 @@ class Pages:
         return len(self._free) + len(self._kept)
 
     @property
-    def tokens(self) -> int:
-        """That there is room for in all."""
-        return self.count * self.size
+    def quiet(self) -> int:
+        """Pages that may be taken without anything going below."""
+        return len(self._free) if self._slots else self.left
 
     @property
     def below(self) -> int:
@@ -200,7 +201,7 @@ class Pages:
     def lost(self, pages: Collection[int]) -> None:
         """Nothing comes back from below any more, and did not into these pages, which are
         somebody's or kept: they are known no more."""
-        self._below, self.moves = _Below(0), []
+        self._below, self._slots, self.moves = _Below(0), 0, []
         for page in pages:
             if page in self._full:
                 self._forget(page)

@@ -1,89 +1,182 @@
 """What `outsize serve` would hold and take, while no weight is read, for `outsize plan --serve`.
 
 Bytes are those that a server is started with (room.py). Seconds are those of a few layers without
-values of their own and, where weights stay in files, of reading as many.
+values of their own and, where weights stay in files, of reading as many; on several workers, of one
+token and of some.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from outsize.checkpoint.hub import Described
-from outsize.collectives import Mesh
+from outsize.collectives import Mesh, along
+from outsize.collectives.pretend import PretendWorld
+from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE
+from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.hardware import host
 from outsize.memory.sizes import format_bytes
 from outsize.models.decoder import Decoder, typed
-from outsize.parallel.tensor.units import cuts_of
+from outsize.parallel.tensor.decoder import split
 from outsize.runtime.tokens.cycle import layout_of
-from outsize.runtime.tokens.parts import Mine
-from outsize.runtime.tokens.source import outline
 from outsize.serve.asks import Room
-from outsize.serve.budget import Budget
-from outsize.serve.forecast import give, read_rate
-from outsize.serve.meshed import Division
-from outsize.serve.price import Price
+from outsize.serve.below import settled
+from outsize.serve.budget import over_stages
+from outsize.serve.forecast import Spread, give, read_rate
+from outsize.serve.price import Curve, Price
 from outsize.serve.probed import probed
-from outsize.serve.room import Served, Wanted, beside, context_of, fitting, notes_of, sizes_of
+from outsize.serve.room import (
+    PROMPT,
+    Served,
+    Sizes,
+    Wanted,
+    beside,
+    context_of,
+    fitting,
+    notes_of,
+    on_mesh,
+    sizes_of,
+)
 from outsize.serve.shells import shells
-from outsize.simulate.tokens import Needs, timed
+from outsize.serve.slo import unkept
+from outsize.simulate.tokens import LEAST_SLICE, Needs, Seconds, timed
 
+ONE = Mesh()
 _FILLED = 256 << 20  # bytes of layers that are timed, where they are so many
 
 
-def planned(found: Described, wanted: Wanted, memory: int | None) -> Served:
-    """Of a model on one worker, within `memory` bytes where they are given. OutsizeError as of
-    `outsize serve`."""
-    dtypes = found.dtypes(None)
-    model = shells(found, dtypes, torch.device("cpu"))
-    division = Division.of(found.model, dtypes, Mesh())
-    held, context = division.held[0], context_of(found.model, wanted.context)
-    tokens, dtype = min(wanted.budget, context), held.dtypes["prologue.tokens.weight"]
-    left = [one for block in typed(model.blocks) for one in block.mixer.states(dtype)]
-    sizes = sizes_of(held, left, wanted, context, tokens)
-    every, weights = range(len(model.blocks) + 2), sum(division.weights)
+def planned(
+    found: Described,
+    wanted: Wanted,
+    memory: int | None,
+    mesh: Mesh = ONE,
+    dtype: torch.dtype | None = None,
+) -> Served:
+    """Of a model on one worker, or on those of a mesh on this machine, each within `memory` bytes
+    where they are given. dtype: None: that of the files. OutsizeError as of `outsize serve`."""
+    spread = Spread.of(found, mesh, dtype)
+    model = shells(found, spread.dtypes, torch.device("cpu"))
+    split(model, along(PretendWorld(Mesh(tensor=mesh.tensor)), "tensor"))
+    context = context_of(found.model, wanted.context)
+    tokens, width = min(wanted.budget, context), spread.dtypes["prologue.tokens.weight"]
+    each = [block.mixer.states(width) for block in typed(model.blocks)]
+    left = [one for some in each for one in some]
+    sizes = [
+        sizes_of(
+            held,
+            [one for layer, some in enumerate(each) if held.has(layer + 1) for one in some],
+            wanted, context, tokens,
+        )
+        for held in spread.division.held
+    ]  # fmt: skip
     staying: tuple[str, ...] = ()
     if memory is None:
-        free = host.memory().available
-        if weights > free:
-            raise OutsizeError(
-                f"{format_bytes(weights)} of weights are more than the {format_bytes(free)} of"
-                " memory that are free: give --memory SIZE, beyond which they stay in their files"
-            )
-        pages = fitting(free - weights, sizes, context)
-        price = _price(model, list(every), tokens, context)
+        weights, pages = spread.division.weights, _pages(spread, sizes, context)
+        price = _of_all(spread, tokens) if mesh.size > 1 else _price(
+            model, range(len(model.blocks) + 2), tokens, context
+        )  # fmt: skip
     else:
-        known = outline(found, None, Mine(cuts_of(found.model, 1, 0, False), held.here))
-        budget = Budget(memory, replace(held, stored=known.table.dtype), known)
-        pages = beside(budget, sizes)
-        asked = Needs(pages * sizes.page + sizes.slots, sizes.work, tokens - 1)
-        if budget.missing(asked):
-            raise budget.short(asked).refusal(pages * PAGE)
-        layout = layout_of(known, budget.pool(asked))
-        rate = read_rate(known, timed(found.model, layout.filled))
-        price = _price(model, layout.filled, tokens, context, layout.read / rate)
-        weights = budget.share(layout, asked).weights + budget.buffers
-        if layout.read:
-            staying = (
-                f"{format_bytes(layout.read)} of weights stay in their files and are read in each"
-                f" step, at {format_bytes(rate)}/s",
-            )
-    cache = pages * sizes.page + sizes.slots
+        weights, pages, price, staying = _from_files(
+            spread, model, sizes, memory, tokens, context, dtype
+        )
     queue = wanted.queue if wanted.queue is not None else 4 * pages * PAGE
     room = Room(
         pages, PAGE, wanted.requests, tokens, queue, context, price, wanted.slo, wanted.cache
     )
-    notes = (*notes_of(model, left, wanted.cache), *staying)
-    share = weights, cache, sizes.work
-    return Served(room, None, *share, notes, "", (share,))
+    shares = tuple(
+        (own, pages * one.page + one.slots, one.work)
+        for own, one in zip(weights, sizes, strict=True)
+    )
+    room, below, why = settled(
+        room, wanted.below, sizes[0].page, mesh.size, left, spread.division.held[0].device, str
+    )
+    if below is not None:
+        below.close()
+    notes = (
+        *notes_of(model, left, wanted.cache), *staying, *on_mesh(mesh, room, [0.0] * mesh.size),
+        *unkept(wanted.slo, price, min(PROMPT, context), tokens), *why,
+    )  # fmt: skip
+    where = str(mesh) if mesh.size > 1 else ""
+    return Served(room, None, *shares[0], notes, where, shares)
+
+
+def _pages(spread: Spread, sizes: Sequence[Sizes], context: int) -> int:
+    """As many as the worker with least room for them has, all in this machine's memory."""
+    free, mesh = host.memory().available, spread.mesh
+    weights = sum(spread.division.weights) * mesh.tensor
+    if weights > free:
+        raise OutsizeError(
+            f"{format_bytes(weights)} of weights are more than the {format_bytes(free)} of"
+            " memory that are free: give --memory SIZE, beyond which they stay in their files"
+        )
+    return min(fitting((free - weights) // mesh.size, one, context) for one in sizes)
+
+
+def _from_files(
+    spread: Spread,
+    model: Decoder,
+    sizes: Sequence[Sizes],
+    memory: int,
+    tokens: int,
+    context: int,
+    dtype: torch.dtype | None,
+) -> tuple[list[int], int, Price, tuple[str, ...]]:
+    """Bytes of weights by stage of the pipeline, pages, the price of steps, and what is read."""
+    budgets = spread.budgets(memory, dtype)
+    pages = min(beside(budget, one) for (_, budget), one in zip(budgets, sizes, strict=True))
+    asked = [Needs(pages * one.page + one.slots, one.work, tokens - 1) for one in sizes]
+    rooms = [budget.short(own) for (_, budget), own in zip(budgets, asked, strict=True)]
+    if (worst := max(rooms, key=lambda room: room.missing)).missing:
+        raise worst.refusal(pages * PAGE)
+    lies = [
+        layout_of(known, budget.pool(own))
+        for (known, budget), own in zip(budgets, asked, strict=True)
+    ]
+    weights = [
+        budget.share(lie, own).weights + budget.buffers
+        for (_, budget), lie, own in zip(budgets, lies, asked, strict=True)
+    ]
+    read = sum(lie.read for lie in lies)
+    if spread.mesh.size == 1:
+        (known, _), (lie,) = budgets[0], lies
+        rate = read_rate(known, timed(spread.found.model, lie.filled))
+        price = _price(model, lie.filled, tokens, context, lie.read / rate)
+        said = f", at {format_bytes(rate)}/s"
+    else:
+        request = _first(tokens)
+        each = [
+            spread.from_files(turn, known, lie, request, len(request.ids) - 1)
+            for turn, ((known, _), lie) in enumerate(zip(budgets, lies, strict=True))
+        ]
+        price, said = _curve(over_stages(each, 1), len(request.ids)), ""
+    staying = f"{format_bytes(read)} of weights stay in their files and are read in each step{said}"
+    return weights, pages, price, (staying,) if read else ()
+
+
+def _of_all(spread: Spread, tokens: int) -> Price:
+    """Of several workers: cached tokens take no time."""
+    request = _first(tokens)
+    return _curve(spread.in_memory(request, len(request.ids) - 1), len(request.ids))
+
+
+def _first(tokens: int) -> Request:
+    """A prompt that is timed for all, of steps of so many tokens."""
+    return Request((0,) * min(LEAST_SLICE, tokens), 1, Sampling())
+
+
+def _curve(spent: Seconds, some: int) -> Price:
+    return Price(
+        Curve(((1, spent.token), (some, spent.prompt)) if some > 1 else ((1, spent.token),))
+    )
 
 
 def _price(
-    model: Decoder, here: list[int], budget: int, context: int, reading: float = 0.0
+    model: Decoder, here: Sequence[int], budget: int, context: int, reading: float = 0.0
 ) -> Price:
     """By some of the stages here, which are given values for as long."""
     last, some, size = len(model.blocks) + 1, list[int](), 0

@@ -165,7 +165,8 @@ class _Play:
         self._line.ran(feeds, seconds)
 
     def _stretch(self, feeds: Sequence[Feed]) -> None:
-        """The steps that are like this one, until somebody comes, ends or lacks a page."""
+        """The steps that are like this one, until somebody comes or ends, lacks a page, or
+        one goes below."""
         line = self._line
         if any(feed.part.tokens > 1 or feed.part.ahead for feed in feeds):
             return
@@ -175,7 +176,7 @@ class _Play:
         if len(line.requests) > len(going) and (not self._patient or len(going) < line.slots):
             return  # others may begin, or be fed
         steps = min(_MOST, *(r.ask.max_new_tokens - r.drawn - 1 for r in going))
-        while steps > 0 and self._lacking(going, steps) > line.pages.left:
+        while steps > 0 and self._lacking(going, steps) > line.pages.quiet:
             steps //= 2
         if steps <= 0:
             return

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from zlib import crc32
 
-import torch
-
-from outsize.collectives import Lone, World
+from outsize.collectives import Lone, Mesh, World
 from outsize.collectives.world import steady, told
 from outsize.decode.generate import Request
 from outsize.decode.paged import PAGE
@@ -21,15 +19,13 @@ from outsize.hardware import host
 from outsize.hardware.disk import OPERATION
 from outsize.kernels import native, rows
 from outsize.kernels.pages import AS_STORED, FORMS, Form
-from outsize.memory.disk import DiskStore
 from outsize.memory.sizes import format_bytes
-from outsize.memory.store import MemoryStore, Store
 from outsize.memory.tiers import TierSpec
 from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
 from outsize.serve.asks import Room
-from outsize.serve.below import Below
+from outsize.serve.below import Below, settled
 from outsize.serve.budget import Budget
 from outsize.serve.drafts import MOST
 from outsize.serve.files import InFiles
@@ -176,48 +172,11 @@ def served(model: Model, wanted: Wanted, tell: Callable[[str], object] = str) ->
     stages = tuple(shares[rank] for rank in world.mesh.ranks("pipeline", 0))
     mesh = str(world.mesh) if world.mesh.size > 1 else ""
     lone = unkept(wanted.slo, price, min(PROMPT, context), budget)
-    notes = (*notes, *_on_mesh(world, room), *lone)
-    why = _not_below(world, left)
-    if wanted.below and why:
-        notes = (*notes, f"pages that are pushed out are computed again: {why}")
-        wanted = replace(wanted, below=())
-    room, below = _with_below(room, wanted.below, sizes.page, held.device, tell)
+    room, below, why = settled(
+        room, wanted.below, sizes.page, world.mesh.size, left, held.device, tell
+    )
+    notes = (*notes, *on_mesh(world.mesh, room, _machines(world)), *lone, *why)
     return Served(room, session, weights, found.cache, found.work, notes, mesh, stages, below)
-
-
-def _not_below(world: World, left: Sequence[StateSpec]) -> str:
-    """Why nothing lies below; "" where it may."""
-    if world.mesh.size > 1:
-        return "those of several workers do not go below"
-    recurrent = any(one.per == "sequence" for one in left)
-    return "a recurrent state is not there for the first tokens alone" if recurrent else ""
-
-
-def _with_below(
-    room: Room, tiers: Sequence[TierSpec], page: int, device: torch.device,
-    tell: Callable[[str], object],
-) -> tuple[Room, Below | None]:  # fmt: skip
-    """A room with slots below for pages of so many bytes, priced by moving one."""
-    stores = list[tuple[Store, int]]()
-    for tier in tiers:
-        if tier.medium == "disk":
-            stores.append((DiskStore(tier.name, tier.paths, tier.bytes, 1), tier.bytes))
-        elif device.type == "cpu":
-            raise OutsizeError(
-                f"--host-memory {format_bytes(tier.bytes)}: the cache is in the host's memory"
-                " already; give more --memory, or a --disk"
-            )
-        else:
-            stores.append((MemoryStore(tier.name, tier.bytes), tier.bytes))
-    if not stores:
-        return room, None
-    below = Below(stores, page, tell)
-    if not below.pages:
-        raise OutsizeError(
-            f"--disk, --host-memory: a page of the cache takes {format_bytes(page)}; give more"
-        )
-    price = replace(room.price, fetch=below.fetch, evict=below.evict)
-    return replace(room, price=price, below=below.pages), below
 
 
 def _price(model: Model, home: InFiles | OnMesh | None, budget: int, context: int) -> Price:
@@ -276,8 +235,8 @@ def _pages(home: InFiles | OnMesh | None, world: World, sizes: Sizes, context: i
 
 
 def fitting(free: int, sizes: Sizes, context: int) -> int:
-    """Pages in a share of the bytes that are free beside weights. OutsizeError where one request
-    has not room."""
+    """Pages of one worker in a share of the bytes that it has free beside weights. OutsizeError
+    where one request has not room."""
     free = int(_SHARE * free) - sizes.work - sizes.slots
     fits = free // sizes.page if sizes.page else sizes.enough
     if fits < sizes.least:
@@ -336,21 +295,23 @@ def _staying(home: InFiles) -> tuple[str, ...]:
     )
 
 
-def _on_mesh(world: World, room: Room) -> tuple[str, ...]:
-    """What several workers make of it."""
-    if world.mesh.size == 1:
+def on_mesh(mesh: Mesh, room: Room, machines: Sequence[float]) -> tuple[str, ...]:
+    """What several workers make of it. machines: by rank, what tells them from one another."""
+    if mesh.size == 1:
         return ()
-    size, machines = format_bytes(message(room)), _machines(world)
+    size = format_bytes(message(room))
     found = (f"a step is told to the other workers in a message of {size}",)
-    if world.mesh.tensor == 1:
+    if mesh.tensor == 1:
         return found
     others = "they do not depend on who else asks"
-    if not steady([machines[rank] for rank in world.mesh.ranks("tensor", world.rank)]):
+    if not all(
+        steady([machines[one] for one in mesh.ranks("tensor", rank)]) for rank in range(mesh.size)
+    ):
         others = "between these machines they depend, as much, on who else asks"
     return (
         *found,
         "approximate: tokens are those of one worker to rounding, since products are summed over"
-        f" {world.mesh}; {others}",
+        f" {mesh}; {others}",
     )
 
 

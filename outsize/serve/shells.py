@@ -22,7 +22,9 @@ def shells(found: Described, dtypes: Mapping[str, torch.dtype], device: torch.de
     model.origin = found.model.origin
 
     def shell(name: str, x: Tensor) -> Tensor:
-        return torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(x.shape)
+        dtype = dtypes[name]
+        none = float("nan") if dtype.is_floating_point else 0  # codes
+        return torch.full((), none, dtype=dtype, device=device).expand(x.shape)
 
     for segment, _ in segments(model):
         materialise(model, segment, shell)

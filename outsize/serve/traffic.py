@@ -155,9 +155,12 @@ class Way:
         return f"{self.policy} in steps of {counted(self.budget, 'token')}"
 
 
-def ways(room: Room, arrivals: Sequence[Arrival], policies: Iterable[str]) -> list[Way]:
+def ways(
+    room: Room, arrivals: Sequence[Arrival], policies: Iterable[str], smaller: bool = True
+) -> list[Way]:
     """The best first: those that keep the SLO, then by requests within it, in whole percents, then
-    by the seconds to the first token and the next, at p99."""
+    by the seconds to the first token and the next, at p99. smaller: steps of fewer tokens are tried
+    too."""
     some = arrivals[:_TRIED]
 
     def worth(way: Way) -> tuple[bool, float, float]:
@@ -165,9 +168,9 @@ def ways(room: Room, arrivals: Sequence[Arrival], policies: Iterable[str]) -> li
         late = found.ttft[1] * max(found.tpot[1], 1e-9)
         return not found.keeps(room.slo), -round(found.within, 2), late
 
-    found = list[Way]()
+    found, parts = list[Way](), _BUDGETS if smaller else (1,)
     for policy in policies:
-        for budget in dict.fromkeys(max(1, room.budget // part) for part in _BUDGETS):
+        for budget in dict.fromkeys(max(1, room.budget // part) for part in parts):
             played = play(replace(room, budget=budget), chosen(policy, room.slo), some)
             found.append(Way(policy, budget, outcome(played, room.slo)))
     return sorted(found, key=worth)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,24 +16,31 @@ import torch
 from asking import ROOM, VOCAB
 from click.testing import CliRunner
 from decoders import SMALL
+from threads import play as on_threads
 
 import outsize
+from outsize.checkpoint import hub
 from outsize.cli.main import main
+from outsize.collectives import Lone, Mesh, World, parse_mesh
 from outsize.decode.samplers import Sampling
 from outsize.errors import OutsizeError
 from outsize.kernels import rows
+from outsize.memory.tiers import TierSpec
 from outsize.models.build import build
+from outsize.models.coding import held
 from outsize.models.families import parse
 from outsize.serve import engine as engines
 from outsize.serve.asks import Ask, Room
 from outsize.serve.engine import Engine
+from outsize.serve.files import Limits
 from outsize.serve.forecast import described
+from outsize.serve.load import on_mesh
 from outsize.serve.model import Model
 from outsize.serve.planned import planned
 from outsize.serve.played import Arrival, play
 from outsize.serve.policies import POLICIES
 from outsize.serve.price import Curve, Price
-from outsize.serve.room import Wanted, served
+from outsize.serve.room import Served, Wanted, served
 from outsize.serve.slo import Slo
 from outsize.serve.traffic import (
     candidates,
@@ -108,7 +117,8 @@ def test_the_engine_makes_the_steps_that_were_foretold(
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_many_steps_at_once_are_those_one_by_one(policy: str) -> None:
-    for room, rate in ((NARROW, 2.0), (replace(NARROW, slo=Slo()), 8.0)):
+    moving = replace(NARROW, below=40, price=replace(EXACT, fetch=2**-12, evict=2**-12))
+    for room, rate in ((NARROW, 2.0), (replace(NARROW, slo=Slo()), 8.0), (moving, 8.0)):
         some = arrivals(60, rate)
         quick = play(room, POLICIES.get(policy), some)
         slow = play(room, POLICIES.get(policy), some, watch=lambda _: None)
@@ -217,20 +227,65 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("share", [0.5, None])
-def test_a_plan_holds_what_the_server_will(directory: Path, share: float | None) -> None:
+# Of the weights that fit; what is said of serving; how weights are held; workers.
+PLANS: dict[str, tuple[float | None, dict[str, Any], str | None, str]] = {
+    "in files": (0.5, {}, None, ""),
+    "in memory": (None, {}, None, ""),
+    "coded, narrow pages": (None, {"cache": "int8", "requests": 2}, "int4:32", ""),
+    "below": (None, {"below": 1 << 20, "queue": 70}, None, ""),
+    "a pipeline": (None, {}, None, "pipeline=2"),
+    "a pipeline in files, narrow pages": (0.5, {"cache": "bf16"}, None, "pipeline=2"),
+    "heads that are cut": (None, {"below": 1 << 20}, None, "tensor=2"),
+}
+
+
+def there(
+    directory: Path, wanted: Wanted, memory: int | None, weights: str | None, mesh: str
+) -> Served:
+    """What a server holds, the first worker's."""
+
+    def serve(world: World) -> Served:
+        limits = None if memory is None else Limits(memory)
+        if mesh or limits is not None:
+            model = on_mesh(directory, world, limits=limits, weights=weights)
+        else:
+            config = held(hub.read_config(directory), weights, "weights")[0]
+            model = Model(hub.load(directory, config=config))
+        with model:
+            found = served(model, wanted)
+        if found.below is not None:
+            found.below.close()
+        return found
+
+    return on_threads(parse_mesh(mesh), serve)[0] if mesh else serve(Lone())
+
+
+def exactly(notes: tuple[str, ...]) -> list[str]:
+    """But for what is measured, or found of weights."""
+    return [one for one in notes if "read in each step" not in one and "operator" not in one]
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_holds_what_the_server_will(case: str, directory: Path, tmp_path: Path) -> None:
+    share, words, weights, mesh = PLANS[case]
     whole = sum(x.nbytes for x in outsize.load(directory).parameters())
     memory = None if share is None else int(share * whole) + 300_000
-    wanted = Wanted(context=64, requests=3)
-    foreseen = planned(described(str(directory)), wanted, memory)
-    with outsize.load(directory, memory=memory) as model:
-        there = served(model, wanted)
-    for one in ("weights", "cache", "work"):
-        assert getattr(foreseen, one) == getattr(there, one)
-    assert replace(foreseen.room, price=there.room.price) == there.room
-    assert (foreseen.room.price.reading > 0) == (memory is not None)
-    with pytest.raises(OutsizeError, match="bytes missing"):
-        planned(described(str(directory)), wanted, 200_000)
+    size = words.get("below", 0)
+    below = (TierSpec("disk", "disk", (tmp_path,), size),) if size else ()
+    wanted = Wanted(**{"context": 64, "requests": 3, **words, "below": below})
+    found, workers = described(str(directory), weights), parse_mesh(mesh) if mesh else Mesh()
+    foreseen = planned(found, wanted, memory, workers)
+    really = there(directory, wanted, memory, weights, mesh)
+    assert foreseen.shares == really.shares and foreseen.mesh == really.mesh
+    price, real = foreseen.room.price, really.room.price
+    assert replace(foreseen.room, price=real) == really.room
+    assert exactly(foreseen.notes) == exactly(really.notes)
+    assert (price.reading > 0) == (memory is not None and not mesh)
+    assert (price.fetch < math.inf) == (real.fetch < math.inf) == (size > 0 and not mesh)
+    assert [n for n, _ in price.blocks.points] == [n for n, _ in real.blocks.points]
+    if memory is not None:
+        with pytest.raises(OutsizeError, match="bytes missing"):
+            planned(found, wanted, 200_000, workers)
 
 
 def said(*words: object) -> tuple[int, str]:
@@ -256,7 +311,10 @@ def test_a_plan_of_serving_is_printed(directory: Path, tmp_path: Path) -> None:
         (("--rate", "2"), "--rate is given beside --traffic"),
         (("--slo", "tpot=0ms"), "--slo tpot=0ms"),
         (("--policy", "mix"), "policy 'mix' is not known; did you mean 'mixed'?"),
-        (("--mesh", "data=2"), "--mesh is given beside --serve"),
+        (("--mesh", "data=2"), "mesh: data is 2, but a prompt has nothing to split"),
+        (("--mesh", "tensor=2", "--weights", "int4"), "--weights is for one worker"),
+        (("--cache", "int3"), "--cache is 'int3'; did you mean 'int8'?"),
+        (("--tier", "cxl=/x:1KiB"), "--tier is given beside --serve"),
     ):
         code, text = said(directory, "--serve", "--traffic", traffic, *words)
         assert code == 2 and text.startswith(f"error: {line}") and text.count("\n") == 1
