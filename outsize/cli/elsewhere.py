@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,8 @@ class Elsewhere:
         if self.html is not None:
             _draw(self.html, name, shape, cluster, made.plans[0])
         answer = Answer(shape, asked, cluster, made, self._cost(made, price))
-        _write(out, name, plan_of(shape, made.plans[0].layout) if out else None)
+        best = made.plans[0]
+        _write(out, name, plan_of(shape, best.layout) if out else None, best.machines)
         show(answer, self.explain, as_json)
 
     def _asked(self, sets: tuple[str, ...], places: Mapping[str, Any], cluster: Cluster) -> Asked:
@@ -269,7 +270,7 @@ def _draw(path: Path, name: str, shape: Shape, cluster: Cluster, best: Planned) 
     write_timeline(path, drawn(shape, cluster, best), budget=best.room, title=title)
 
 
-def _write(path: Path | None, name: str, plan: Plan | None) -> None:
+def _write(path: Path | None, name: str, plan: Plan | None, machines: tuple[int, ...] = ()) -> None:
     """A plan, for `outsize train --plan`, where it is asked for. Which parameters it is for is
     known of models that this runtime has; of others the number of their blocks."""
     from outsize.models.families import parse
@@ -282,7 +283,8 @@ def _write(path: Path | None, name: str, plan: Plan | None) -> None:
     file = PlanFile(plan, model=name)
     if name in PRESETS:
         file = file_of(plan, name, parse(PRESETS[name]))
-    write_plan(path, file)
+    moved = machines if list(machines) != sorted(machines) else ()
+    write_plan(path, replace(file, machines=moved))
 
 
 def _count(value: Any, what: str, units: Mapping[str, int] = _COUNT) -> int:

@@ -175,6 +175,8 @@ def _plan_json(answer: Answer, each: Planned) -> dict[str, Any]:
         "room": each.room,
         "fits": each.fits,
         "only_foretold": lay.foretold_only,
+        "machines": list(each.machines),
+        "seconds_as_numbered": each.given or each.seconds,
         "loses_by": "" if each is answer.best else loss(each, answer.best),
     }
 
@@ -244,6 +246,12 @@ def _said(answer: Answer) -> Iterator[str]:
     if cluster.tiers:
         names = ", ".join(tier.name for tier in cluster.tiers)
         yield f"{names}: not used by this forecast"
+    if best.machines:
+        order = ", ".join(map(str, best.machines))
+        yield (
+            f"machines have the ranks in the order {order}: {best.given / best.seconds:.3f} times"
+            f" as fast as in turn ({best.given:.3g} s)"
+        )
     if best.layout.foretold_only:
         yield f"{best.layout.precision} is foretold only: this runtime has it not"
     units = {"days": " days", "device_hours": " device-hours", "money": " money", "kwh": " kWh"}

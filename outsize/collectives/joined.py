@@ -222,7 +222,7 @@ def stay_away(environment: Mapping[str, str], reason: str) -> None:
     rank, store = _turn(environment)
     store.set(f"seat/{rank}", json.dumps(reason))
     _read(store, rank)
-    if rank == 0 and not _served(environment):
+    if rank == 0 and not served(environment):
         for other in range(number(environment, "WORLD_SIZE")):
             store.get(f"read/{other}")
 
@@ -239,7 +239,7 @@ def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
     not read what the attempt before wrote. Served by rank 0, unless torchrun's agent serves it."""
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), number(environment, "MASTER_PORT")
-    serves = rank == 0 and not _served(environment)
+    serves = rank == 0 and not served(environment)
     try:
         store = TCPStore(
             address, port, size, serves, timedelta(seconds=seconds), wait_for_workers=False
@@ -250,7 +250,7 @@ def meeting(environment: Mapping[str, str], seconds: float = PATIENCE) -> Store:
     return PrefixStore(f"outsize/{attempt}", store)
 
 
-def _served(environment: Mapping[str, str]) -> bool:
+def served(environment: Mapping[str, str]) -> bool:
     """Whether torchrun's agent serves the meeting point."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

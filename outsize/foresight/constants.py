@@ -91,6 +91,7 @@ class Batch:
     chunks: Array
     nodes: Array
     window: Array
+    spare: Array
     tags: Sequence[frozenset[str]]
 
 
@@ -131,7 +132,8 @@ def batch_of(terms: Sequence[Terms], tags: Sequence[frozenset[str]]) -> Batch:
         lanes([each.middle for each in terms], LANES),
         lanes([each.last for each in terms], LANES),
         lanes([each.end for each in terms], AT_END),
-        one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"), tags,
+        one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"),
+        one("spare"), tags,
     )  # fmt: skip
 
 
@@ -183,6 +185,7 @@ class Model:
             middle={lane: batch.middle[lane] * factors[lane] for lane in LANES},
             last={lane: batch.last[lane] * factors[lane] for lane in LANES},
             end={lane: batch.end[lane] * factors[lane] for lane in AT_END},
+            spare=batch.spare * factors["stages"],
         )
 
     def seconds(self, batch: Batch, constants: Array) -> Seconds:

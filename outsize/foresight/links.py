@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from outsize.foresight.network import Network
 from outsize.hardware.cluster import Group
 
 # A ring's step inside a node waits for a flag in memory, one between nodes for an adapter: parts of
@@ -31,15 +32,18 @@ class Ranks:
 
     size: int
     inside: int
+    rate: float = 0.0  # B/s of one of them to the next node; 0: as the outermost level has it
 
     @property
     def nodes(self) -> int:
         return -(-self.size // self.inside)
 
 
-def ranks(size: int, stride: int, node: int) -> Ranks:
-    """A group of ranks that are `stride` apart on nodes of `node` devices."""
-    return Ranks(size, max(1, min(size, node // stride)))
+def ranks(size: int, stride: int, node: int, network: Network | None = None) -> Ranks:
+    """A group of ranks that are `stride` apart on nodes of `node` devices. network: what was
+    measured between the nodes."""
+    inside = max(1, min(size, node // stride))
+    return Ranks(size, inside, network.ring(size, stride) if network and size > inside else 0.0)
 
 
 def seconds(
@@ -53,13 +57,14 @@ def seconds(
     one_node = group.nodes == 1
     if operation == "send":
         level = inner if one_node else outer
-        return bytes_ / level.bandwidth.value + level.latency.value
+        return bytes_ / (group.rate or level.bandwidth.value) + level.latency.value
     passes = _PASSES[operation]
+    outside = group.rate or outer.bandwidth.value
     wide, wait = inner.bandwidth.value, inner.latency.value
     near = passes * (group.size - group.nodes) * wait * FLAG + wait
     far = 0.0
     if not one_node:
-        wide = min(wide, group.inside * outer.bandwidth.value)
+        wide = min(wide, group.inside * outside)
         far = passes * (group.nodes - 1) * outer.latency.value * HOP
     moved = passes * bytes_ / wide
     ring = moved * (group.size - 1) / group.size + calls * (near + far)
@@ -79,6 +84,6 @@ def exchange(bytes_: float, copies: int, group: Ranks, machines: Group) -> float
     inner, outer = machines.levels[0], machines.levels[-1]
     near = bytes_ * copies * (group.inside - 1) / group.inside / inner.bandwidth.value
     met = (group.nodes - 1) * (1 - (1 - 1 / group.nodes) ** copies)
-    far = bytes_ * met / outer.bandwidth.value
+    far = bytes_ * met / (group.rate or outer.bandwidth.value)
     wait = inner.latency.value if group.nodes == 1 else outer.latency.value
     return max(near, far) + wait

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outsize.foresight.layout import Layout
-from outsize.foresight.links import ranks, seconds
+from outsize.foresight.links import Ranks, seconds
+from outsize.foresight.network import Network, network_of
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import CostSource, source_of
 from outsize.foresight.work import Lanes, Work, add, lanes
@@ -47,22 +48,26 @@ class Terms:
     chunks: float
     nodes: float
     window: float  # of the beat that sums of gradients may go on beside
+    spare: float = 0.0  # by which other stages' sends are shorter than those of the slowest, in sum
 
 
 def terms(
-    shape: Shape, layout: Layout, cluster: Cluster, source: CostSource | None = None
-) -> Terms:
-    """What a layout does in a step. Raises OutsizeError for a dtype the device does not know."""
+    shape: Shape, layout: Layout, cluster: Cluster, source: CostSource | None = None,
+    network: Network | None = None,
+) -> Terms:  # fmt: skip
+    """What a layout does in a step. network: instead of the rates that the cluster has. Raises
+    OutsizeError for a dtype the device does not know."""
     machines = cluster.groups[0]
-    work = Work(shape, layout, source or source_of(machines.device), machines)
-    middle, last = _stages(work)
+    network = network or network_of(cluster)
+    work = Work(shape, layout, source or source_of(machines.device), machines, network)
+    middle, last, spare = _stages(work)
     _accumulated(middle, work, ends=layout.pipeline == 1)
     if last is not middle:
         _accumulated(last, work, ends=True)
     nodes = max(1, layout.devices // machines.node)
     return Terms(
         middle, last, _end(work), layout.microbatches, layout.pipeline, layout.chunks, nodes,
-        _window(layout),
+        _window(layout), spare,
     )  # fmt: skip
 
 
@@ -79,8 +84,8 @@ def _window(layout: Layout) -> float:
     return part * rounds * (layout.chunks - 1) / layout.chunks
 
 
-def _stages(work: Work) -> tuple[Lanes, Lanes]:
-    """Lanes of a microbatch on a stage in the middle, and on the last."""
+def _stages(work: Work) -> tuple[Lanes, Lanes, float]:
+    """Lanes of a microbatch on a stage in the middle, and on the last; what Terms call spare."""
     shape, p = work.shape, work.layout.pipeline
     layers = shape.layers + shape.predicted
     middle, last = lanes(), lanes()
@@ -100,17 +105,31 @@ def _stages(work: Work) -> tuple[Lanes, Lanes]:
         add(last, work.head, heads / p)
     else:
         add(last, work.head, heads)
-    if p > 1:
-        sent = work.layout.tokens * shape.hidden * 2
-        if work.layout.stack.scattered or work.layout.sequence_parallel:
-            sent /= work.layout.tensor
-        group = ranks(2, work.layout.devices // p, work.machines.node)
-        one = seconds("send", sent, group, work.machines)
-        for stage in (middle, last):
-            stage["stages"] += 2 * one * work.layout.chunks
-    else:
-        middle = last
-    return middle, last
+    if p == 1:
+        return last, last, 0.0
+    each = _sends(work)
+    for stage in (middle, last):
+        stage["stages"] += max(each)
+    return middle, last, sum(max(each) - one for one in each)
+
+
+def _sends(work: Work) -> list[float]:
+    """Seconds of what a microbatch sends over each border of two stages, forward and back."""
+    lay, machines = work.layout, work.machines
+    sent = lay.tokens * work.shape.hidden * 2
+    if lay.stack.scattered or lay.sequence_parallel:
+        sent /= lay.tensor
+    p, stride = lay.pipeline, lay.devices // lay.pipeline
+    if work.network is None:
+        return [2 * lay.chunks * seconds("send", sent, work.ranks(2, stride), machines)] * (p - 1)
+    borders = [
+        [Ranks(2, 1, rate) if rate else Ranks(2, 2) for rate in both]
+        for both in work.network.borders(p, stride)
+    ]
+    return [
+        lay.chunks * sum(seconds("send", sent, group, machines) for group in both)
+        for both in borders
+    ]
 
 
 def layers_of(layers: int, stages: int) -> tuple[float, float]:
@@ -162,7 +181,7 @@ def _accumulated(stage: Lanes, work: Work, ends: bool) -> None:
     or go to the workers that keep them, whose parameters come in turn."""
     lay, mine = work.layout, sum(held(work.shape, work.layout, ends))
     if lay.shards > 1 and lay.pipeline == 1:
-        group = ranks(lay.shards, lay.tensor, work.machines.node)
+        group = work.ranks(lay.shards, lay.tensor)
         passes = 1 if lay.cut_gradients else 2
         layers = layers_of(work.shape.layers, lay.pipeline)[0]
         calls = layers * lay.stack.calls
@@ -201,11 +220,11 @@ def _summed(mine: float, size: int, stride: int, work: Work) -> float:
         return _over_states(mine, size, stride, lay.shards, work)
     if lay.shards > 1:  # what is sharded over fewer than all is summed over the copies of a shard
         rest = size // lay.shards
-        group = ranks(rest, stride * lay.shards, machines.node)
+        group = work.ranks(rest, stride * lay.shards)
         return seconds("all_reduce", mine / lay.shards * lay.stack.gradients, group, machines)
     if lay.states > 1:
         return _over_states(mine, size, stride, lay.states, work)
-    whole = ranks(size, stride, machines.node)
+    whole = work.ranks(size, stride)
     return seconds("all_reduce", mine * lay.stack.gradients, whole, machines)
 
 
@@ -213,12 +232,12 @@ def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -
     """Sums to the workers that update a part each, and over those that update the same; then the
     parts of parameters to all."""
     lay, machines = work.layout, work.machines
-    cut = ranks(min(size, states), stride, machines.node)
+    cut = work.ranks(min(size, states), stride)
     calls = max(1.0, mine / BUCKET)
     found = seconds("scatter", mine * lay.stack.gradients, cut, machines, calls)
     found += seconds("gather", mine * 2, cut, machines, calls)
     if states < size:
-        rest = ranks(size // states, stride * states, machines.node)
+        rest = work.ranks(size // states, stride * states)
         found += seconds("all_reduce", mine / states * lay.stack.gradients, rest, machines)
     return found
 
@@ -260,7 +279,7 @@ def combine(terms: Any, spread: Any = 1.0) -> Seconds:
     """Seconds of a step from terms whose lanes constants have already been applied to."""
     middle, last = beat(terms.middle), beat(terms.last)
     slowest = _larger(middle, last)
-    every = (terms.stages - 1) * middle + last
+    every = (terms.stages - 1) * middle + last - terms.spare
     fill = (every - slowest) / terms.chunks
     window = slowest * terms.window + 1e-9
     sums = together(window, terms.end["sums"]) - window

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from outsize.foresight.layout import Layout
 from outsize.foresight.links import Ranks, exchange, ranks, seconds
+from outsize.foresight.network import Network
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS as KERNELS_FUSED
 from outsize.foresight.sources import CostSource
@@ -59,6 +60,7 @@ class Work:
     layout: Layout
     source: CostSource
     machines: Group
+    network: Network | None = None  # as measured between nodes, where it was
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -94,7 +96,11 @@ class Work:
 
     @cached_property
     def tensor(self) -> Ranks:
-        return ranks(self.layout.tensor, 1, self.machines.node)
+        return self.ranks(self.layout.tensor, 1)
+
+    def ranks(self, size: int, stride: int) -> Ranks:
+        """A group on these machines."""
+        return ranks(size, stride, self.machines.node, self.network)
 
     @property
     def _wide(self) -> str:
@@ -110,7 +116,7 @@ class Work:
         if self.layout.context > 1:
             s, mine = self.shape, self.layout.tokens
             kept = 2 * s.n_groups * s.d_head * 2 * mine / self.layout.tensor
-            group = ranks(self.layout.context, self.layout.tensor, self.machines.node)
+            group = self.ranks(self.layout.context, self.layout.tensor)
             one = seconds("gather", kept * self.layout.context, group, self.machines)
             found["ring"] += 3 * one  # keys and values forward and back, and their gradients
         return found
@@ -179,7 +185,7 @@ class Work:
         each = OF_EXPERT * (2 if lay.narrow else 1)
         found["launch"] += LAUNCH * (ROUTED + each * here) * self._passes()
         if lay.expert > 1:
-            group = ranks(lay.expert, lay.tensor, self.machines.node)
+            group = self.ranks(lay.expert, lay.tensor)
             one = exchange(mine * s.hidden * 2, s.active, group, self.machines)
             found["exchange"] += one * (6 if lay.recompute == "full" else 4)
         return found

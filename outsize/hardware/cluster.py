@@ -95,6 +95,12 @@ class Cluster:
             return self.rates[first][second]
         return min(group.levels[-1].bandwidth.value for group in self.groups)
 
+    def placed(self, order: Sequence[int]) -> Cluster:
+        """Its nodes in another order, which is that of the ranks on them."""
+        if not self.rates:
+            return self
+        return replace(self, rates=tuple(tuple(self.rates[i][j] for j in order) for i in order))
+
     def hardware(self) -> Hardware:
         """It as the planner of one machine's kind has it: devices of the first group, a node of
         them with a link inside and one to the others. Raises OutsizeError for unlike devices."""

@@ -92,7 +92,8 @@ def _worked(what: str, workers: int | None, spec: str) -> Cluster:
 
 @dataclass(frozen=True)
 class File:
-    """A cluster's file. rates: from each node to each, in `unit`; price: money an hour, and watts,
+    """A cluster's file. rates: from each node to each, in `unit`, or from each device of one machine
+    to each; price: money an hour, and watts,
     of one device in use; date, source: of the rates."""
 
     spec: str
@@ -116,7 +117,16 @@ def read_cluster(path: str | Path) -> Cluster:
     scale = parse_rate(f"1{file.unit}", f"{path}: unit").value
     rates = tuple(tuple(value * scale for value in row) for row in file.rates)
     groups = tuple(replace(g, device=_priced(g.device, file, str(path))) for g in made.groups)
+    if made.nodes == 1 and len(rates) == made.count > 1:
+        groups = (_apart(groups[0]),)
     return replace(made, groups=groups, rates=rates, source=file.source)
+
+
+def _apart(group: Group) -> Group:
+    """Devices of one machine as nodes of their own, whose links differ."""
+    (inner,) = group.levels
+    network = Level(inner.name, inner.size, inner.bandwidth, inner.latency)
+    return replace(group, levels=(replace(inner, size=1, shape="switched", dims=()), network))
 
 
 def _priced(device: Device, file: File, path: str) -> Device:

@@ -4,6 +4,7 @@ plan, which model it is for.
     version: 2
     model: small                     as it was named, for people
     parameters: 8c2f...              a digest of the names and shapes of its parameters
+    machines: [0, 2, 1]              which of them have the ranks in turn, where that matters
     plan: {segments: 8, ...}
 
 Files without a version are plans alone, as runs keep them in plan.yaml: version 1. They are taken
@@ -30,12 +31,21 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan and the model that it was made for; model and parameters are "" in old files."""
+    """A plan and the model that it was made for; model and parameters are "" in old files.
+    machines: by the number of their start, in the order of the ranks on them; (): in turn."""
 
     plan: Plan
     version: int = VERSION
     model: str = ""
     parameters: str = ""
+    machines: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sorted(self.machines) != list(range(len(self.machines))):
+            raise OutsizeError(
+                f"plan: machines are {list(self.machines)}; expected each of 0 to"
+                f" {max(0, len(self.machines) - 1)} once"
+            )
 
     def check_model(self, source: str, model: str, segments: int, digest: str) -> None:
         """OutsizeError where it was made for another model than this one."""
@@ -59,7 +69,10 @@ def digest_of(shapes: Shapes) -> str:
 
 def write_plan(path: Path, file: PlanFile) -> None:
     """OutsizeError where the system refuses."""
-    said = {"version": file.version, "model": file.model, "parameters": file.parameters}
+    said: dict[str, object] = {"version": file.version, "model": file.model}
+    said["parameters"] = file.parameters
+    if file.machines:
+        said["machines"] = list(file.machines)
     text = yaml.safe_dump({**said, "plan": plain(file.plan)}, sort_keys=False)
     write_text(text, path)
 

@@ -28,6 +28,7 @@ from outsize.train import derive
 from outsize.train import run as runs
 from outsize.train.loop import resume_command
 from outsize.train.resolve import Resolved, recorded_values
+from outsize.train.seats import seated
 
 KILLED = 128  # more than that: by a signal
 STOPPED = (130, 143)  # Ctrl-C and SIGTERM, of which the workers tell themselves
@@ -46,6 +47,7 @@ def run_workers(
     """
     environment = dict(os.environ)
     if started(environment):
+        environment = seated(environment, said, directory)
         run_there(lambda post: _work(said(), directory, on_damage, console(), post), environment)
     values = said()
     mesh = mesh_of(values, directory, None)

@@ -3,7 +3,9 @@
 Every cell (outsize/foresight/planning/layouts.py) has a lower bound of its seconds: its layout with
 nothing sharded, recomputed or summed and the most chunks, by the same forecast. Cells are opened
 from the least bound on; those whose bound lies above the plans that are kept are left shut, since
-every lane of a variant takes at least as long as the bound has it.
+every lane of a variant takes at least as long as the bound has it. Where rates between machines
+were measured, all of this takes every link to be as fast as the best one, and what that leaves is
+put on the machines in the order of its seconds (outsize/foresight/planning/placement.py).
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ from outsize.foresight.conventions import COUNTS
 from outsize.foresight.fitted import fitted
 from outsize.foresight.layout import Layout
 from outsize.foresight.memory import Memory, memory
+from outsize.foresight.network import Network
 from outsize.foresight.planning.asked import Asked, Objective
 from outsize.foresight.planning.layouts import CHUNKS, Cell, cells, norms, variants
+from outsize.foresight.planning.placement import Order, best_order
 from outsize.foresight.score import published
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import Roofline
 from outsize.foresight.step import Terms, layers_of, terms
 from outsize.hardware.cluster import Cluster
+from outsize.hardware.resize import resized
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout with its forecast. lanes: seconds of a step by lane; low, high: of the step."""
+    """A layout with its forecast. lanes: seconds of a step by lane; low, high: of the step.
+    machines: in the order of the ranks on them, where rates between them were measured; given:
+    seconds of the same layout on the machines as they are numbered."""
 
     layout: Layout
     seconds: float
@@ -44,6 +51,8 @@ class Planned:
     room: int
     operations: float  # of a step, as mfu counts them
     peak: float  # FLOP/s of all devices
+    machines: Order = ()
+    given: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -89,10 +98,12 @@ class _Search:
     shape: Shape
     asked: Asked
     top: int
+    measured: Cluster | None = None  # whose links differ
     best: list[Planned] = field(default_factory=list)
     least: tuple[float, Layout, Cell] | None = None
     counted: int = 0
     fitting: int = 0
+    orders: dict[tuple[int, ...], Order] = field(default_factory=dict)
 
     @property
     def worst(self) -> float:
@@ -120,10 +131,38 @@ class _Search:
             made, held = [made[i] for i in kept], [held[i] for i in kept]
         if not made:
             return
-        goal = self.asked.objective
-        found = forecast(self.shape, made, cell.cluster, held, room, goal, self.top)
-        every = sorted((*self.best, *found), key=lambda plan: plan.rank(goal))
+        goal, most = self.asked.objective, len(made) if self.measured else self.top
+        found = forecast(self.shape, made, cell.cluster, held, room, goal, most)
+        if self.measured is None:
+            self._keep(found)
+            return
+        part = resized(self.measured, cell.base.devices)
+        for plan in found:
+            if plan.rank(goal)[0] > self.worst:
+                break
+            self._keep([self._placed(plan, part)])
+
+    def _keep(self, plans: Sequence[Planned]) -> None:
+        every = sorted((*self.best, *plans), key=lambda plan: plan.rank(self.asked.objective))
         self.best = every[: self.top]
+
+    def _placed(self, plan: Planned, cluster: Cluster) -> Planned:
+        """A plan on machines whose links differ: with the order that is best for its groups, which
+        other layouts of the same groups share."""
+        lay = plan.layout
+        if cluster.nodes < 2:
+            return plan
+        key = lay.devices, lay.tensor, lay.pipeline, lay.context, lay.expert, lay.shards, lay.states
+        if key not in self.orders:
+            self.orders[key] = order_of(self.shape, lay, cluster)
+        order = self.orders[key]
+        given, placed = (
+            forecast(self.shape, [lay], cluster.placed(each), [plan.memory], plan.room)[0]
+            for each in (range(cluster.nodes), order)
+        )
+        if placed.seconds > given.seconds:
+            placed, order = given, tuple(range(cluster.nodes))
+        return replace(placed, machines=order, given=given.seconds)
 
 
 def choose(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) -> Choice:
@@ -134,11 +173,12 @@ def choose(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) -> Choice
         names = ", ".join(group.device.name for group in cluster.groups)
         raise OutsizeError(f"hardware of unlike devices ({names}); plans are of one kind yet")
     until = time.monotonic() + asked.seconds
-    every = list(cells(shape, asked, cluster))
+    measured = cluster if cluster.rates and cluster.nodes > 1 else None
+    every = list(cells(shape, asked, at_best(cluster) if measured else cluster))
     if not every:
         raise OutsizeError(_none_divides(asked, cluster))
     bounds = _bounds(shape, asked, every)
-    search, shut, finished = _Search(shape, asked, top), 0, True
+    search, shut, finished = _Search(shape, asked, top, measured), 0, True
     order = np.argsort(bounds, kind="stable")
     for at, i in enumerate(order):
         if asked.objective != "memory" and bounds[i] > search.worst:
@@ -285,6 +325,35 @@ def forecast(
             )
         )
     return found
+
+
+def order_of(shape: Shape, layout: Layout, cluster: Cluster) -> Order:
+    """The machines of a cluster in the best order for a layout that is found."""
+    device = cluster.groups[0].device.name
+
+    def price(network: Network) -> float:
+        counted = terms(shape, layout, cluster, network=network)
+        return float(Priced.of(shape, [layout], device, [counted]).seconds[0])
+
+    stages = layout.pipeline, layout.devices // layout.pipeline
+    return best_order(cluster, stages, price)
+
+
+def placed(cluster: Cluster, plan: Planned) -> Cluster:
+    """The part of a cluster that a plan takes, its machines in the plan's order."""
+    part = resized(cluster, plan.layout.devices)
+    return part.placed(plan.machines) if plan.machines else part
+
+
+def at_best(cluster: Cluster) -> Cluster:
+    """A cluster all of whose links are as fast as the best that was measured."""
+    best = max(rate for i, row in enumerate(cluster.rates) for j, rate in enumerate(row) if i != j)
+    groups = []
+    for group in cluster.groups:
+        *inner, last = group.levels
+        wide = replace(last, bandwidth=replace(last.bandwidth, value=best, upto=None))
+        groups.append(replace(group, levels=(*inner, wide)))
+    return replace(cluster, groups=tuple(groups), rates=())
 
 
 def rank(objective: str, seconds: float, layout: Layout, held: Memory) -> tuple[float, float]:

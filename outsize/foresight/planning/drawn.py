@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outsize.foresight.memory import Memory
-from outsize.foresight.planning.choose import Planned, Priced
+from outsize.foresight.planning.choose import Planned, Priced, placed
 from outsize.foresight.shape import Shape
 from outsize.foresight.step import beat, combine, terms
 from outsize.hardware.cluster import Cluster
-from outsize.hardware.resize import resized
 from outsize.schedule.pipelines import Costs, make
 from outsize.schedule.pipelines import Shape as Line
 from outsize.simulate.coarse import Times, play
@@ -28,7 +27,7 @@ def drawn(shape: Shape, cluster: Cluster, plan: Planned) -> Trace:
     """Of one worker of every stage; the first microbatches where there are many."""
     lay = plan.layout
     p, v = lay.pipeline, lay.chunks
-    part = resized(cluster, lay.devices)
+    part = placed(cluster, plan)
     count = min(lay.microbatches, max(2 * p, EVENTS // (2 * p * v) // p * p))
     few = replace(lay, batch=count * lay.rows * lay.data)
     device = cluster.groups[0].device.name

@@ -12,7 +12,7 @@ from outsize.foresight.constants import PRIORS
 from outsize.foresight.fitted import fitted
 from outsize.foresight.memory import COMMUNICATORS, CONTEXT, FRAGMENTS, memory
 from outsize.foresight.planning.asked import EXPERTS, Asked, Condition, conditions, value_of
-from outsize.foresight.planning.choose import Planned, Priced, choose, room_of
+from outsize.foresight.planning.choose import Planned, Priced, choose, placed, room_of
 from outsize.foresight.planning.layouts import cells, variants
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import LIKE
@@ -149,13 +149,14 @@ def _shorter(asked: Asked) -> Asked:
 
 
 def _faster(cluster: Cluster) -> Cluster:
-    """What joins machines, or devices where there is one machine."""
+    """What joins machines, or devices where there is one machine; measured rates likewise."""
     groups = []
     for group in cluster.groups:
         *inner, last = group.levels
         wide = replace(last.bandwidth, value=last.bandwidth.value * 2, upto=None)
         groups.append(replace(group, levels=(*inner, replace(last, bandwidth=wide))))
-    return replace(cluster, groups=tuple(groups))
+    rates = tuple(tuple(2 * rate for rate in row) for row in cluster.rates)
+    return replace(cluster, groups=tuple(groups), rates=rates)
 
 
 # -- where figures come from -----------------------------------------------------------------------
@@ -182,6 +183,10 @@ def figures(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
         if level.size > 1:
             yield _rate(f"link {level.name} of {level.size}", level.bandwidth, 1e9, "GB/s")
             yield _rate(f"latency of {level.name}", level.latency, 1e-6, "us")
+    if best.machines:
+        apart = [v for i, row in enumerate(cluster.rates) for j, v in enumerate(row) if i != j]
+        said = f"{min(apart) / 1e9:,.4g} to {max(apart) / 1e9:,.4g} GB/s"
+        yield Figure("rates between machines", said, f"{cluster.source}, measured")
     yield from _factors(shape, cluster, best)
     kept = (
         "outsize/foresight/memory.py: AIConfigurator's and SimuMax's tables, out-of-memory labels"
@@ -203,7 +208,7 @@ def _factors(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
     """Of lanes that take a thousandth of the step."""
     device = cluster.groups[0].device.name
     layout = best.layout
-    priced = Priced.of(shape, [layout], device, [terms(shape, layout, cluster)])
+    priced = Priced.of(shape, [layout], device, [terms(shape, layout, placed(cluster, best))])
     model, known = priced.model, fitted().values
     taken = {lane for lane, value in best.lanes.items() if value > best.seconds / 1000}
     if taken & set(COMPUTING):
