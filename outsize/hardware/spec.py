@@ -92,9 +92,8 @@ def _worked(what: str, workers: int | None, spec: str) -> Cluster:
 
 @dataclass(frozen=True)
 class File:
-    """A cluster's file. rates: from each node to each, in `unit`, or from each device of one machine
-    to each; price: money an hour, and watts,
-    of one device in use; date, source: of the rates."""
+    """A cluster's file. rates: from each node to each in `unit`, or from each device of one machine
+    to each; price: money an hour, and watts, of one device in use; date, source: of the rates."""
 
     spec: str
     rates: tuple[tuple[float, ...], ...] = ()
