@@ -26,6 +26,7 @@ from outsize.foresight.layout import Layout
 from outsize.foresight.memory import Memory, memory
 from outsize.foresight.network import Network
 from outsize.foresight.planning.asked import Asked, Objective
+from outsize.foresight.planning.known import Known
 from outsize.foresight.planning.layouts import CHUNKS, Cell, cells, norms, variants
 from outsize.foresight.planning.placement import Order, best_order
 from outsize.foresight.score import published
@@ -98,6 +99,7 @@ class _Search:
     shape: Shape
     asked: Asked
     top: int
+    known: Known
     measured: Cluster | None = None  # whose links differ
     best: list[Planned] = field(default_factory=list)
     least: tuple[float, Layout, Cell] | None = None
@@ -115,7 +117,7 @@ class _Search:
         """Take up what fits of a cell."""
         room = room_of(self.asked, cell.cluster)
         made, held = [], []
-        for layout, each in _filled(self.shape, self.asked, cell, room):
+        for layout, each in _filled(self.known, self.asked, cell, room):
             self.counted += 1
             if self.least is None or each.process < self.least[0]:
                 self.least = each.process, layout, cell
@@ -132,7 +134,7 @@ class _Search:
         if not made:
             return
         goal, most = self.asked.objective, len(made) if self.measured else self.top
-        found = forecast(self.shape, made, cell.cluster, held, room, goal, most)
+        found = forecast(self.shape, made, cell.cluster, held, room, goal, most, self.known)
         if self.measured is None:
             self._keep(found)
             return
@@ -165,8 +167,11 @@ class _Search:
         return replace(placed, machines=order, given=given.seconds)
 
 
-def choose(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) -> Choice:
-    """The best layouts that fit, by what is asked to be least.
+def choose(
+    shape: Shape, asked: Asked, cluster: Cluster, top: int = 5, known: Known | None = None
+) -> Choice:
+    """The best layouts that fit, by what is asked to be least. known: what searches for the same
+    model on the same cluster have evaluated.
 
     Raises OutsizeError for unlike devices, and where no layout has what is asked."""
     if not cluster.alike:
@@ -177,8 +182,9 @@ def choose(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) -> Choice
     every = list(cells(shape, asked, at_best(cluster) if measured else cluster))
     if not every:
         raise OutsizeError(_none_divides(asked, cluster))
-    bounds = _bounds(shape, asked, every)
-    search, shut, finished = _Search(shape, asked, top, measured), 0, True
+    known = known or Known(shape)
+    bounds = _bounds(known, asked, every)
+    search, shut, finished = _Search(shape, asked, top, known, measured), 0, True
     order = np.argsort(bounds, kind="stable")
     for at, i in enumerate(order):
         if asked.objective != "memory" and bounds[i] > search.worst:
@@ -217,38 +223,38 @@ def room_of(asked: Asked, cluster: Cluster) -> int:
     return has if asked.memory is None else min(asked.memory, has)
 
 
-def _filled(shape: Shape, asked: Asked, cell: Cell, room: int) -> list[tuple[Layout, Memory]]:
+def _filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Layout, Memory]]:
     """Variants with their bytes; between nothing and everything recomputed, as few layers as fit:
     blocks are equal, so that which ones they are makes no difference."""
     found = []
     allow = asked.conditions.allow
     plain: Memory | None = None
-    for layout in variants(shape, asked, cell):
-        held = memory(shape, layout)
+    for layout in variants(known.shape, asked, cell):
+        held = known.memory(layout)
         if layout.recompute == "none":
             plain = held
         elif allow("recompute", "part") and plain and plain.process > room >= held.process:
-            part = _part(shape, replace(layout, recompute="none"), room)
-            found += [(each, memory(shape, each)) for each in part]
+            part = _part(known, replace(layout, recompute="none"), room)
+            found += [(each, known.memory(each)) for each in part]
         if allow("recompute", layout.recompute):
             found.append((layout, held))
     return found
 
 
-def _part(shape: Shape, layout: Layout, room: int) -> list[Layout]:
+def _part(known: Known, layout: Layout, room: int) -> list[Layout]:
     """With the fewest layers of a stage recomputed that let it fit; none where it takes all."""
-    low, most = 1, int(layers_of(shape.layers, layout.pipeline)[0])
+    low, most = 1, int(layers_of(known.shape.layers, layout.pipeline)[0])
     high = most
     while low < high:
         middle = (low + high) // 2
-        if memory(shape, replace(layout, whole=middle)).process <= room:
+        if known.memory(replace(layout, whole=middle)).process <= room:
             high = middle
         else:
             low = middle + 1
     return [replace(layout, whole=low)] if low < most else []
 
 
-def _bounds(shape: Shape, asked: Asked, every: Sequence[Cell]) -> Array:
+def _bounds(known: Known, asked: Asked, every: Sequence[Cell]) -> Array:
     """Of each cell what is to be least, from below."""
     made, mine = [], []
     for i, cell in enumerate(every):
@@ -257,13 +263,13 @@ def _bounds(shape: Shape, asked: Asked, every: Sequence[Cell]) -> Array:
             mine.append(i)
     counted = []
     for i, layout in zip(mine, made, strict=True):
-        each = terms(shape, layout, every[i].cluster)
+        each = known.terms(layout, every[i].cluster)
         middle, last = ({**stage, "adding": 0.0} for stage in (each.middle, each.last))
         most = max((int(v) for v in asked.conditions.among("chunks", CHUNKS)), default=1)
         counted.append(replace(each, middle=middle, last=last, end={}, chunks=float(most)))
     found = np.full(len(every), np.inf)
     device = every[0].cluster.groups[0].device.name
-    total = Priced.of(shape, made, device, counted).seconds
+    total = Priced.of(known.shape, made, device, counted).seconds
     for i, layout, value in zip(mine, made, total, strict=True):
         scale = layout.devices if asked.objective in ("cost", "energy") else 1
         found[i] = min(found[i], float(value) * scale)
@@ -296,11 +302,11 @@ class Priced:
 
 def forecast(
     shape: Shape, made: Sequence[Layout], cluster: Cluster, held: Sequence[Memory], room: int,
-    objective: Objective = "time", top: int = 1 << 30,
+    objective: Objective = "time", top: int = 1 << 30, known: Known | None = None,
 ) -> list[Planned]:  # fmt: skip
     """Layouts with their seconds, the best first, no more than `top` of them."""
-    device = cluster.groups[0].device
-    priced = Priced.of(shape, made, device.name, [terms(shape, lay, cluster) for lay in made])
+    device, known = cluster.groups[0].device, known or Known(shape)
+    priced = Priced.of(shape, made, device.name, [known.terms(lay, cluster) for lay in made])
     off = reach(device.name, made[0].precision)
     ranks = [
         rank(objective, float(value), lay, each)

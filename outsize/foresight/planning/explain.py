@@ -13,6 +13,7 @@ from outsize.foresight.fitted import fitted
 from outsize.foresight.memory import COMMUNICATORS, CONTEXT, FRAGMENTS, memory
 from outsize.foresight.planning.asked import EXPERTS, Asked, Condition, conditions, value_of
 from outsize.foresight.planning.choose import Planned, Priced, choose, placed, room_of
+from outsize.foresight.planning.known import Known
 from outsize.foresight.planning.layouts import cells, variants
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import LIKE
@@ -69,6 +70,7 @@ class Family:
 
 def families(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Iterator[Family]:
     """Of each a reason with a number."""
+    known = Known(shape)
     for name in FAMILIES:
         (one,) = conditions((name,), "family")
         if one.name == EXPERTS and not shape.experts:
@@ -76,13 +78,13 @@ def families(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Ite
         if one.holds(value_of(best.layout, one.name)):
             yield Family(name, "the plan is one of them", True)
         else:
-            yield Family(name, _reason(shape, asked, cluster, best, one))
+            yield Family(name, _reason(known, asked, cluster, best, one))
 
 
-def _reason(shape: Shape, asked: Asked, cluster: Cluster, best: Planned, one: Condition) -> str:
+def _reason(known: Known, asked: Asked, cluster: Cluster, best: Planned, one: Condition) -> str:
     try:
         wished = replace(asked, conditions=asked.conditions.with_required(one))
-        made = choose(shape, wished, cluster, 1)
+        made = choose(known.shape, wished, cluster, 1, known)
     except OutsizeError:
         return "0 layouts: ruled out by what is asked, or nothing divides"
     if made.plans:
