@@ -29,7 +29,8 @@ def drawn(seed: int) -> Layout:
     whole = draw.choice([0, 3, 32 // pipeline])
     return Layout(
         32, draw.choice([1, 2]), 256, 2048, STACK, tensor, pipeline,
-        recompute=draw.choice(["none", "full"]), whole=whole, shards=shards, states=draw.choice([1, data]),
+        recompute=draw.choice(["none", "full"]), whole=whole, shards=shards,
+        states=draw.choice([1, data]),
         cut_gradients=draw.random() < 0.5, sequence_parallel=draw.random() < 0.5,
     )  # fmt: skip
 
