@@ -118,8 +118,8 @@ class Elsewhere:
             from outsize.cli.elsewhere_unlike import plan_unlike
 
             refuse_unused(ctx, _LIKE, "unlike devices, of which it is not known yet")
-            best = plan_unlike(name, shape, asked, cluster, self.top, as_json)
-            _write(out, name, plan_of(shape, best.layout, best.blocks) if out else None)
+            uneven = plan_unlike(name, shape, asked, cluster, self.top, as_json)
+            _write(out, name, plan_of(shape, uneven.layout, uneven.blocks) if out else None)
             return
         price = self._rates(cluster)
         made = choose(shape, asked, cluster, self.top)
