@@ -135,16 +135,17 @@ void down(const float* x, int64_t x_row, int64_t tokens, const W* w, int64_t inn
         multiply<W, T, 1, COLUMNS>(x + t * x_row, x_row, w, inner, bias, y + t * y_row, y_row);
 }
 
-// x as float32 in rows of whole vectors: as it lies where it does so, else some rows at a time.
+// x as float32 in rows of whole vectors: as it lies where it does so, else some rows at a time, in
+// room that the first of them take.
 template <class T>
-const float* widened(const T* x, int64_t tokens, int64_t inner, std::vector<float>& to) {
+const float* widened(const T* x, int64_t tokens, int64_t inner, Buffer& to) {
     if constexpr (sizeof(T) == sizeof(float))
         if (inner % LANES == 0) return x;
     const int64_t x_row = rounded(int(inner), LANES);
-    to.resize(std::max<int64_t>(to.size(), tokens * x_row));
+    if (!to) to = buffer(tokens * x_row);
     for (int64_t t = 0; t < tokens; ++t)
         for (int64_t i = 0; i < inner; ++i) to[t * x_row + i] = wide(x[t * inner + i]);
-    return to.data();
+    return to.get();
 }
 
 // x of some tokens, in rows of x_row, and y in rows of y_row, both of the first token and output.
@@ -162,7 +163,8 @@ template <class T, class F>
 void product(const T* x, const T* bias, T* y, int64_t tokens, int64_t inner, int64_t outputs,
              Team team, F made) {
     const int64_t x_row = rounded(int(inner), LANES);
-    std::vector<float> space, wide_bias(bias ? outputs : 0);
+    Buffer space;
+    std::vector<float> wide_bias(bias ? outputs : 0);
     for (int64_t o = 0; o < int64_t(wide_bias.size()); ++o) wide_bias[o] = wide(bias[o]);
     const int64_t held = std::max<int64_t>(HELD / std::max<int64_t>(x_row, 1) / (TOKENS * MORE), 1) *
                          TOKENS * MORE;
@@ -205,48 +207,45 @@ void stored(const T* x, const T* w, const T* bias, T* y, int64_t tokens, int64_t
             return [=](int64_t o, bool whole, const Piece<T>& p) { some(w + o * inner, inner, whole, p); };
         });
     product(x, bias, y, tokens, inner, outputs, threads, [=] {
-        return [=, held = std::vector<float>(OUTPUTS * inner)](int64_t o, bool whole,
-                                                               const Piece<T>& p) mutable {
+        return [=, held = buffer(OUTPUTS * inner)](int64_t o, bool whole, const Piece<T>& p) mutable {
             const int64_t count = (whole ? OUTPUTS : 1) * inner;
             for (int64_t i = 0; i < count; ++i) held[i] = wide(w[o * inner + i]);
-            some(static_cast<const float*>(held.data()), inner, whole, p);
+            some(static_cast<const float*>(held.get()), inner, whole, p);
         };
     });
 }
 
 // By codes that are decoded in registers: signed bytes, or halves that count from -8. What a code
 // stands for is exact: its bits and those of a scale of 16 bits are few enough.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-inline vec whole(__m256i codes) { return vec(_mm256_cvtepi32_ps(codes)); }
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
 inline __m128i some_bytes(const uint8_t* codes) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
 }
-inline vec bytes_of(const uint8_t* codes) { return whole(_mm256_cvtepi8_epi32(some_bytes(codes))); }
-inline vec lower_of(const uint8_t* codes) {
-    return whole(_mm256_cvtepu8_epi32(_mm_and_si128(some_bytes(codes), _mm_set1_epi8(15))));
-}
-inline vec upper_of(const uint8_t* codes) {
-    return whole(_mm256_srli_epi32(_mm256_cvtepu8_epi32(some_bytes(codes)), 4));
+inline ints signed_of(const uint8_t* codes) { return ints(_mm256_cvtepi8_epi32(some_bytes(codes))); }
+inline ints bits_of(const uint8_t* codes) { return ints(_mm256_cvtepu8_epi32(some_bytes(codes))); }
+inline vec scale_of(const Layout& layout, const uint8_t* block) {
+    uint16_t bits;
+    std::memcpy(&bits, block, sizeof bits);
+    if (layout.scales == FLOAT16) return vec(_mm256_cvtph_ps(_mm_set1_epi16(short(bits))));
+    return vec(_mm256_slli_epi32(_mm256_set1_epi16(short(bits)), 16));
 }
 #else
-typedef int8_t codes_of __attribute__((vector_size(LANES)));
-typedef uint8_t halves_of __attribute__((vector_size(LANES)));
 template <class V>
-inline V lanes(const uint8_t* codes) {
+inline ints lanes(const uint8_t* codes) {
     V found;
     std::memcpy(&found, codes, sizeof found);
-    return found;
+    return __builtin_convertvector(found, ints);
 }
-inline vec bytes_of(const uint8_t* codes) {
-    return __builtin_convertvector(lanes<codes_of>(codes), vec);
-}
-inline vec lower_of(const uint8_t* codes) {
-    return __builtin_convertvector(lanes<halves_of>(codes) & 15, vec);
-}
-inline vec upper_of(const uint8_t* codes) {
-    return __builtin_convertvector(lanes<halves_of>(codes) >> 4, vec);
-}
+typedef int8_t signed_codes __attribute__((vector_size(LANES)));
+typedef uint8_t bits_of_codes __attribute__((vector_size(LANES)));
+inline ints signed_of(const uint8_t* codes) { return lanes<signed_codes>(codes); }
+inline ints bits_of(const uint8_t* codes) { return lanes<bits_of_codes>(codes); }
+inline vec scale_of(const Layout& layout, const uint8_t* block) { return all(layout.scale(block, 0)); }
 #endif
+inline ints half_of(ints bytes, int part) {
+    return part ? bytes >> 4 : bytes & 15;
+}
+inline vec whole(ints codes) { return __builtin_convertvector(codes, vec); }
 
 inline vec rounded_to(float, vec x) { return x; }
 inline vec rounded_to(bfloat16, vec x) {  // of finite numbers, as `narrow` has it
@@ -254,6 +253,7 @@ inline vec rounded_to(bfloat16, vec x) {  // of finite numbers, as `narrow` has 
     return vec((u + 0x7fff + ((u >> 16) & 1)) & ~0xffff);
 }
 
+// Groups of as many bytes of codes as the layout says.
 template <class T, int ORDER, int ROWS, int COLUMNS>
 inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int64_t t,
                                                           const uint8_t* blocks, int64_t row,
@@ -269,7 +269,7 @@ inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int
     for (int64_t g = 0; g < groups; ++g, blocks += layout.block) {
         vec scale[COLUMNS], lowest[COLUMNS];
         for (int n = 0; n < COLUMNS; ++n) {
-            scale[n] = all(layout.scale(blocks + n * row, 0));
+            scale[n] = scale_of(layout, blocks + n * row);
             lowest[n] = all(-8.0f) * scale[n];
         }
 #pragma GCC unroll 2
@@ -283,9 +283,9 @@ inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int
                 for (int n = 0; n < COLUMNS; ++n) {
                     vec right;
                     if (ORDER == BYTES)
-                        right = bytes_of(codes + n * row) * scale[n];
+                        right = whole(signed_of(codes + n * row)) * scale[n];
                     else
-                        right = fused(lowest[n], part ? upper_of(codes + n * row) : lower_of(codes + n * row),
+                        right = fused(lowest[n], whole(half_of(bits_of(codes + n * row), part)),
                                       scale[n]);
                     right = rounded_to(T{}, right);
 #pragma GCC unroll 8
@@ -297,34 +297,38 @@ inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int
     ended(sum, p.bias ? p.bias + o : nullptr, p.y + t * p.y_row + o, p.y_row);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// Halves of WIDTH bytes: both of a byte's codes are of one load.
-template <class T, int WIDTH, int ROWS, int COLUMNS>
-inline __attribute__((always_inline)) void multiply_halves(const Piece<T>& p, int64_t t,
-                                                           const uint8_t* blocks, int64_t row,
-                                                           const Layout& layout, int64_t groups,
-                                                           int64_t o) {
-    constexpr int SOME = WIDTH / LANES;
+// Groups of WIDTH bytes, unrolled: both halves of a byte are of one load. x is read anew for each
+// output, as what a group needs of it is more than registers hold.
+template <class T, int ORDER, int WIDTH, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void multiply_group(const Piece<T>& p, int64_t t,
+                                                          const uint8_t* blocks, int64_t row,
+                                                          const Layout& layout, int64_t groups,
+                                                          int64_t o) {
+    constexpr int READ = WIDTH / LANES, VECTORS = ORDER == BYTES ? READ : 2 * READ;
     const float* x = p.x + t * p.x_row;
     vec sum[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; ++t)
 #pragma GCC unroll 8
         for (int n = 0; n < COLUMNS; ++n) sum[t][n] = vec{};
-    for (int64_t g = 0; g < groups; ++g, blocks += layout.block, x += 2 * WIDTH) {
+    for (int64_t g = 0; g < groups; ++g, blocks += layout.block, x += VECTORS * LANES) {
 #pragma GCC unroll 8
         for (int n = 0; n < COLUMNS; ++n) {
+            asm("" : "+r"(x));  // another pointer, for all that a compiler knows
             const uint8_t* block = blocks + n * row;
-            const vec scale = all(layout.scale(block, 0)), lowest = all(-8.0f) * scale;
-            __m256i both[SOME];
+            const vec scale = scale_of(layout, block), lowest = all(-8.0f) * scale;
+            ints read[READ];
 #pragma GCC unroll 8
-            for (int v = 0; v < SOME; ++v)
-                both[v] = _mm256_cvtepu8_epi32(some_bytes(block + layout.head + v * LANES));
+            for (int v = 0; v < (ORDER == BYTES ? 0 : READ); ++v)
+                read[v] = bits_of(block + layout.head + v * LANES);
 #pragma GCC unroll 16
-            for (int v = 0; v < 2 * SOME; ++v) {
-                const __m256i codes = v < SOME ? _mm256_and_si256(both[v % SOME], _mm256_set1_epi32(15))
-                                               : _mm256_srli_epi32(both[v % SOME], 4);
-                const vec right = rounded_to(T{}, fused(lowest, whole(codes), scale));
+            for (int v = 0; v < VECTORS; ++v) {
+                vec right;
+                if (ORDER == BYTES)
+                    right = whole(signed_of(block + layout.head + v * LANES)) * scale;
+                else
+                    right = fused(lowest, whole(half_of(read[v % READ], v / READ)), scale);
+                registered(right = rounded_to(T{}, right));
 #pragma GCC unroll 8
                 for (int t = 0; t < ROWS; ++t)
                     sum[t][n] = fused(sum[t][n], load(x + t * p.x_row + v * LANES), right);
@@ -333,38 +337,54 @@ inline __attribute__((always_inline)) void multiply_halves(const Piece<T>& p, in
     }
     ended(sum, p.bias ? p.bias + o : nullptr, p.y + t * p.y_row + o, p.y_row);
 }
-#endif
 
-// Outputs o and those behind it, COUNT together, of a piece's OUTPUTS.
-template <class T, int ORDER, int ROWS, int COLUMNS>
-inline __attribute__((always_inline)) void multiply_any(const Piece<T>& p, int64_t t,
-                                                        const uint8_t* blocks, int64_t row,
-                                                        const Layout& layout, int64_t groups,
-                                                        int64_t o) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if (ORDER == HALVES && ROWS < MORE && layout.group == 32)
-        return multiply_halves<T, 16, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
-    if (ORDER == HALVES && ROWS < MORE && layout.group == 64)
-        return multiply_halves<T, 32, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
-#endif
-    multiply_coded<T, ORDER, ROWS, COLUMNS>(p, t, blocks, row, layout, groups, o);
+// A piece's tokens [t, t + ROWS), COLUMNS of its COUNT outputs at a time; unrolled where most time
+// goes.
+template <class T, int ORDER, int COUNT, int ROWS, int COLUMNS>
+inline __attribute__((always_inline)) void across(const Piece<T>& p, int64_t t,
+                                                  const uint8_t* blocks, int64_t row,
+                                                  const Layout& layout, int64_t groups) {
+    constexpr int SOME = COLUMNS < COUNT ? COLUMNS : COUNT;
+    constexpr bool TWO = ORDER == HALVES;
+    const int64_t width = TWO ? layout.group / 2 : layout.group;
+    for (int64_t o = 0; o < COUNT; o += SOME) {
+        const uint8_t* own = blocks + o * row;
+        if constexpr (COUNT > 1) {
+            if (TWO && width == 16) {
+                multiply_group<T, ORDER, 16, ROWS, SOME>(p, t, own, row, layout, groups, o);
+                continue;
+            }
+            if (width == 32) {
+                multiply_group<T, ORDER, 32, ROWS, SOME>(p, t, own, row, layout, groups, o);
+                continue;
+            }
+        }
+        constexpr int FIRST = ROWS < MORE ? ROWS : MORE;
+        multiply_coded<T, ORDER, FIRST, SOME>(p, t, own, row, layout, groups, o);
+        if constexpr (ROWS > FIRST)
+            multiply_coded<T, ORDER, ROWS - FIRST, SOME>(p, t + FIRST, own, row, layout, groups, o);
+    }
 }
 
 template <class T, int ORDER, int COUNT>
 void few(const Piece<T>& p, const uint8_t* blocks, int64_t row, const Layout& layout,
          int64_t groups) {
-    constexpr int HALF = COUNT < FEWER ? COUNT : FEWER;
     int64_t t = 0;
-    for (; t + MORE <= p.tokens; t += MORE)
-        for (int64_t o = 0; o < COUNT; o += HALF)
-            multiply_any<T, ORDER, MORE, HALF>(p, t, blocks + o * row, row, layout, groups, o);
+    for (; p.tokens - t > 6; t += MORE)
+        across<T, ORDER, COUNT, MORE, FEWER>(p, t, blocks, row, layout, groups);
     switch (p.tokens - t) {
+        case 6:
+            return across<T, ORDER, COUNT, 6, FEWER>(p, t, blocks, row, layout, groups);
+        case 5:
+            return across<T, ORDER, COUNT, 5, FEWER>(p, t, blocks, row, layout, groups);
+        case 4:
+            return across<T, ORDER, COUNT, 4, FEWER>(p, t, blocks, row, layout, groups);
         case 3:
-            return multiply_any<T, ORDER, 3, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return across<T, ORDER, COUNT, 3, OUTPUTS>(p, t, blocks, row, layout, groups);
         case 2:
-            return multiply_any<T, ORDER, 2, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return across<T, ORDER, COUNT, 2, OUTPUTS>(p, t, blocks, row, layout, groups);
         case 1:
-            return multiply_any<T, ORDER, 1, COUNT>(p, t, blocks, row, layout, groups, 0);
+            return across<T, ORDER, COUNT, 1, OUTPUTS>(p, t, blocks, row, layout, groups);
     }
 }
 
@@ -393,15 +413,14 @@ void coded(const T* x, const Matrix& w, T* y, int64_t tokens, Team threads) {
             return in_registers<T, HALVES>(x, w, layout, y, tokens, threads);
     }
     product(x, static_cast<const T*>(w.bias), y, tokens, w.inner, w.outputs, threads, [&] {
-        return [&, held = std::vector<float>(OUTPUTS * w.inner)](int64_t o, bool whole,
-                                                                 const Piece<T>& p) mutable {
+        return [&, held = buffer(OUTPUTS * w.inner)](int64_t o, bool whole, const Piece<T>& p) mutable {
             const int64_t groups = w.inner / layout.group, count = (whole ? OUTPUTS : 1) * groups;
             const uint8_t* blocks = static_cast<const uint8_t*>(w.data);
             for (int64_t g = 0; g < count; ++g)
-                one(blocks, layout, o * groups + g, held.data() + g * layout.group);
+                one(blocks, layout, o * groups + g, held.get() + g * layout.group);
             if (sizeof(T) != sizeof(float))
                 for (int64_t i = 0; i < count * layout.group; ++i) held[i] = wide(narrow<T>(held[i]));
-            some(static_cast<const float*>(held.data()), w.inner, whole, p);
+            some(static_cast<const float*>(held.get()), w.inner, whole, p);
         };
     });
 }

@@ -41,7 +41,7 @@ def test_products_are_right_and_know_nobody(name: str, sizes: tuple[int, int, in
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "q8_0", "q4_0"])
+@pytest.mark.parametrize("form", ["int8", "int4", "int8:64", "int4:64", "nf4", "q8_0", "q4_0"])
 def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str) -> None:
     dtype, found, (outputs, inner) = DTYPES[name], format_of(form), (21, 192)
     codes, shared = found.encode(_random(outputs, inner))
@@ -49,7 +49,7 @@ def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str
     laid, weight = found.laid(codes, shared, grid), found.decode(codes, shared, grid, dtype)
     assert laid is not None and laid.ready
     bias = _random(outputs, seed=1).to(dtype)
-    for tokens in (1, 7, 70):
+    for tokens in (1, 2, 3, 5, 6, 7, 8, 70):
         x = _random(tokens, inner, seed=tokens).to(dtype)
         assert torch.equal(rows.by_codes(x, laid, outputs, bias), rows.linear(x, weight, bias))
 
