@@ -14,10 +14,15 @@ QUIET = 10.0  # percent of the cores that others may keep busy
 Case = TypeVar("Case")
 
 
+def busy() -> float:
+    """Percent of the cores that others keep busy now."""
+    return psutil.cpu_percent(interval=1.0)
+
+
 def turns(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, Case]]:
     """The number of a round and who is measured; says how busy the machine is before each round."""
     for number in range(rounds):
-        load = psutil.cpu_percent(interval=1.0)
+        load = busy()
         print(f"round {number + 1}: cores busy with something else: {load:.0f}%", flush=True)
         if load > QUIET:
             print("THE MACHINE IS NOT QUIET: times and ratios are no result")

@@ -42,6 +42,7 @@ class _Engine:
             "requests_waiting": ("Requests in the queue.", waiting),
             "pages": ("Pages of the cache.", engine.line.pages.count),
             "pages_left": ("Pages that no request has.", engine.line.pages.left),
+            "cache_bytes": ("Bytes of pages that have been used by now.", engine.steps.bytes),
             "pages_below": ("Pages that lie below the cache.", engine.line.pages.below),
             "below_failed": ("Whether what lay below cannot be had any more.", failed),
         }
