@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from outsize.memory.tiers import TierSpec
+    from outsize.serve.advice import Advice
     from outsize.serve.asks import Room
     from outsize.serve.played import Arrival
     from outsize.serve.room import Served, Wanted
@@ -86,6 +87,7 @@ def serving(command: Callable[..., None]) -> Callable[..., None]:
 def show(name: str | None, said: Serving, places: Mapping[str, Any], as_json: bool) -> None:
     """Say what it would be like. places: memory and tiers, mesh or workers. OutsizeError for what
     does not fit, and for values that are none."""
+    from outsize.serve.advice import advice
     from outsize.serve.slo import NONE, parse_slo
     from outsize.serve.traffic import candidates, check, most, ways, why
 
@@ -98,10 +100,12 @@ def show(name: str | None, said: Serving, places: Mapping[str, Any], as_json: bo
     tried = ways(plan.room, arrivals, policies, said.step is None)
     best = _whole(plan.room, arrivals, tried[0])
     bears = most(plan.room, arrivals, best)
+    worth = advice(plan.room, plan.weights, plan.cache, arrivals)
     if as_json:
-        _as_json(plan, arrivals, [best, *tried[1:]], bears)
+        _as_json(plan, arrivals, [best, *tried[1:]], bears, worth)
         return
     _print(plan, arrivals, best, bears)
+    click.echo(worth)
     if len(tried) > 1:
         click.echo(f"next best: {tried[1]} ({why(tried[0], tried[1], slo)})")
 
@@ -187,7 +191,9 @@ def _print(plan: Served, arrivals: list[Arrival], best: Way, bears: float) -> No
         click.echo(f"up to {bears:.3g} requests a second")
 
 
-def _as_json(plan: Served, arrivals: list[Arrival], tried: list[Way], bears: float) -> None:
+def _as_json(
+    plan: Served, arrivals: list[Arrival], tried: list[Way], bears: float, worth: Advice
+) -> None:
     import json
     from dataclasses import asdict
 
@@ -202,6 +208,7 @@ def _as_json(plan: Served, arrivals: list[Arrival], tried: list[Way], bears: flo
                 "requests_at_once": _at_once(room, arrivals),
                 "notes": plan.notes,
                 "most_requests_per_second": bears,
+                "worth": asdict(worth),
                 "ways": [asdict(one) for one in tried],
             },
             indent=2,

@@ -130,9 +130,9 @@ def foretold(price: Price, feeds: Sequence[Feed]) -> float:
 
 def _load(request: Request, part: float) -> Load:
     """part: that requests have drawn of the tokens that they might."""
-    waiting = request.seen()
-    new = part * (request.ask.max_new_tokens - request.drawn)
-    return Load(waiting.tokens if waiting.prompt else 0, max(new, 1.0), request.fed, request.begun)
+    new, waiting = part * (request.ask.max_new_tokens - request.drawn), request.waiting
+    prompt = waiting if waiting > 1 or not request.begun else 0
+    return Load(prompt, max(new, 1.0), request.fed, request.begun)
 
 
 def _refused(counts: Counts, why: str, seconds: float) -> Full:

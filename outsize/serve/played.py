@@ -211,8 +211,7 @@ class _Play:
         price, count = self._price, len(going)
         starts = np.array([r.fed for r in going])[:, None] + np.arange(steps)
         seen = np.minimum(starts, price.reach)
-        past = np.zeros(steps)
-        for each in seen:  # in the order of a step's own sum
-            past += price.visit * each + price.load * each
+        # In the order of a step's own sum.
+        past = np.add.accumulate(price.visit * seen + price.load * seen, axis=0)[-1]
         computed = price.blocks(count) + price.head(count) + past
         return np.cumsum(np.concatenate(([self._now], np.maximum(price.reading, computed))))

@@ -138,6 +138,9 @@ FREE = Price()
 
 def _last(low: int, high: int, over: Callable[[int], bool]) -> int:
     """The last number, of low to high, that is not over; low where all are."""
+    if low < high and not over(high):
+        return high
+    high = max(low, high - 1)
     while low < high:
         middle = (low + high + 1) // 2
         if over(middle):

@@ -30,6 +30,7 @@ from outsize.models.build import build
 from outsize.models.coding import held
 from outsize.models.families import parse
 from outsize.serve import engine as engines
+from outsize.serve.advice import enough
 from outsize.serve.asks import Ask, Room
 from outsize.serve.engine import Engine
 from outsize.serve.files import Limits
@@ -182,6 +183,41 @@ def test_the_most_without_a_promise_is_what_is_always_busy() -> None:
     assert most(room, some, ways(room, some, ("mixed",))[0]) == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize(
+    ("price", "few"),
+    [
+        # Flat up to eight tokens, and in proportion beyond: eight draw as many as any number.
+        (Price(Curve(((1, 1.0), (8, 1.0), (64, 8.0)))), 8),
+        # Of each request 16 tokens are read again: n / (1 + n / 4) has no end, but little is left.
+        (Price(Curve(((1, 1.0), (64, 1.0))), load=2**-6), 26),
+        # Weights are read meanwhile.
+        (Price(Curve(((1, 0.5), (64, 1.0))), reading=2.0), 38),
+    ],
+)
+def test_a_sweep_finds_the_requests_that_are_enough(price: Price, few: int) -> None:
+    """Where the price says that more gain little, playing so many at once says so too."""
+    found, best, part = enough(price, 16, 40, Slo())
+    assert found == few and 0.95 <= part <= 1.0 and found <= best
+    room = Room(1 << 12, 4, 40, 64, 1 << 20, 64, price)
+    rates = {
+        slots: outcome(
+            play(
+                replace(room, slots=slots), POLICIES.get("mixed"), [Arrival(0, 1, 30)] * 4 * slots
+            ),
+            Slo(),
+        ).tokens
+        for slots in (1, found // 2, found, 40)
+    }
+    most = max(rates.values())
+    assert rates[found] >= 0.93 * most > 0.9 * most > rates[found // 2]
+
+    def step(count: int) -> float:
+        return price.step(count, count, count * price.past(16, 1))
+
+    _, kept, _ = enough(price, 16, 40, Slo(tpot=step(12)))
+    assert step(kept) <= step(12) and kept <= best
+
+
 def test_traffic_is_read_or_refused_by_its_line(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     good = (
@@ -307,6 +343,9 @@ def test_a_plan_of_serving_is_printed(directory: Path, tmp_path: Path) -> None:
     assert code == 0 and {one["policy"] for one in found["ways"]} == {"fair"}
     assert found["requests_at_once"] == 16 and found["bytes"]["weights"] > 0
     assert found["ways"][0]["outcome"]["within"] == 1.0
+    worth, cache = found["worth"], found["bytes"]["cache"]
+    assert worth["tokens"] == 16 and 1 <= worth["few"] <= worth["best"]
+    assert worth["cache"] + worth["free"] == cache and worth["cache"] <= worth["few"] * 16 * cache
     for words, line in (
         (("--rate", "2"), "--rate is given beside --traffic"),
         (("--slo", "tpot=0ms"), "--slo tpot=0ms"),
