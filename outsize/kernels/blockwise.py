@@ -7,6 +7,7 @@ largest magnitude in the block. Dettmers et al., "8-bit Optimizers via Block-wis
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from outsize import accelerator
 from outsize.kernels import native
 from outsize.torch_private import unset_fake_temporarily
 
@@ -37,7 +39,7 @@ class Table:
 
     def codes(self, x: Tensor) -> Tensor:
         """Of numbers from -1 to 1, or what rounding adds; ties go to the lower one."""
-        borders = self.borders[:-1].to(x.dtype)
+        borders = self.borders[:-1].to(x)
         return torch.bucketize(x, borders).to(torch.uint8)
 
 
@@ -172,7 +174,7 @@ def _parts(
 def _wide(codes: Tensor, scales: Tensor, one: Table, block: int, dtype: torch.dtype) -> Tensor:
     """The numbers that codes stand for."""
     each = scales.to(dtype).repeat_interleave(block)[: len(codes)]
-    return one.values.to(dtype)[codes.int()].mul_(each)
+    return one.values.to(each)[codes.int()].mul_(each)
 
 
 def _round(x: Tensor, codes: Tensor, scales: Tensor, one: Table, block: int) -> None:
@@ -207,12 +209,43 @@ def _run(
     )  # fmt: skip
 
 
-_OPERATORS = (
-    native.define(
-        "blockwise_adam(Tensor(a!) weights, Tensor gradients, Tensor(b!) mean, Tensor(c!)"
-        " mean_scale, Tensor(d!) square, Tensor(e!) square_scale, int block, float[] numbers)"
-        " -> ()",
-        _run,
-        native.nothing,
-    ),
+@cache
+def _tables_on(device: torch.device) -> Tensor:
+    """Values of both tables, then their borders."""
+    tables = _tables()
+    return torch.cat((tables.values, tables.borders)).to(device)
+
+
+def _on_device(
+    weights: Tensor,
+    gradients: Tensor,
+    mean: Tensor,
+    mean_scale: Tensor,
+    square: Tensor,
+    square_scale: Tensor,
+    block: int,
+    numbers: list[float],
+) -> None:
+    held = weights.dtype in native.COMPILED and gradients.dtype in native.COMPILED
+    if not held or block > MOST or not native.compiles():
+        plain(weights, gradients, Moments(mean, mean_scale, square, square_scale), block, numbers)
+        return
+    importlib.import_module("outsize.kernels.blockwise_kernels").update(
+        weights, gradients, (mean, mean_scale), (square, square_scale),
+        _tables_on(weights.device), block, numbers,
+    )  # fmt: skip
+
+
+def _defined() -> torch.library.Library:
+    """The operator. On a device that has no kernel of it the twin runs."""
+    made = native.define(_SCHEMA, _run, native.nothing)
+    for key in accelerator.COMPILED.values():
+        made.impl("blockwise_adam", _on_device, key)
+    return made
+
+
+_SCHEMA = (
+    "blockwise_adam(Tensor(a!) weights, Tensor gradients, Tensor(b!) mean, Tensor(c!) mean_scale,"
+    " Tensor(d!) square, Tensor(e!) square_scale, int block, float[] numbers) -> ()"
 )
+_OPERATOR = _defined()

@@ -13,8 +13,6 @@ N rows, E weights, I in, O out.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,9 +154,7 @@ def _kernels() -> Any:
 
 
 def _defined() -> Iterator[torch.library.Library]:
-    """The operators. Triton comes with PyTorch where that is built for a device it compiles for,
-    and needs a C compiler to call what it has compiled."""
-    compiled = importlib.util.find_spec("triton") and any(map(shutil.which, ("gcc", "clang")))
+    """The operators."""
     product_of = "grouped(Tensor x, Tensor weight, Tensor ends) -> Tensor"
     sum_of = "grouped_add(Tensor(a!) total, Tensor g, Tensor x, Tensor ends) -> ()"
     for schema, run, allocate, there in (
@@ -166,7 +162,7 @@ def _defined() -> Iterator[torch.library.Library]:
         (sum_of, _run_add, native.nothing, _add_on_device),
     ):
         made = native.define(schema, run, allocate)
-        for key in accelerator.COMPILED.values() if compiled else ():
+        for key in accelerator.COMPILED.values() if native.compiles() else ():
             made.impl(schema.partition("(")[0], there, key)
         yield made
 

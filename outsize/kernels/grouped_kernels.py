@@ -26,8 +26,8 @@ def product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, y_NO: Tensor) -> N
     tile = _TILES.get(x_NI.dtype, _TILE)
     most = triton.cdiv(rows, tile[0]) + count  # tiles of rows: each weight has one that is not full
     _product[(most, triton.cdiv(out, tile[1]))](
-        x_NI, weight_EOI, ends_E, y_NO, (count, out, inner), weight_EOI.stride(),
-        triton.next_power_of_2(count), tile, *_precision(x_NI),
+        x_NI, weight_EOI, ends_E, y_NO, (count, out, inner, *weight_EOI.stride()),
+        *tile, triton.next_power_of_2(count), _precision(x_NI),
     )  # fmt: skip
 
 
@@ -36,21 +36,22 @@ def add(total_EOI: Tensor, g_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> None:
     count, out, inner = total_EOI.shape
     tile = _TILES.get(x_NI.dtype, _TILE)
     _add[(count, triton.cdiv(out, tile[1]), triton.cdiv(inner, tile[0]))](
-        total_EOI, g_NO, x_NI, ends_E, out, inner, tile, *_precision(x_NI)
+        total_EOI, g_NO, x_NI, ends_E, (out, inner), *tile, _precision(x_NI)
     )
 
 
-def _precision(x: Tensor) -> tuple[bool, str]:
-    """Whether products are of float64; else how float32 is multiplied, as PyTorch does it: in TF32
-    where a user allows that."""
-    quick = torch.get_float32_matmul_precision() != "highest"
-    return x.dtype == torch.float64, "tf32" if quick else "ieee"
+def _precision(x: Tensor) -> str:
+    """How products are made: "wide" of float64; else as PyTorch multiplies float32, in TF32 where a
+    user allows that."""
+    if x.dtype == torch.float64:
+        return "wide"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _multiply(a, b, total, WIDE: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _multiply(a, b, total, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + a @ b"""
-    if WIDE:
+    if PRECISION == "wide":
         total += tl.sum(a[:, :, None] * b[None, :, :], axis=1)
     else:
         total = tl.dot(a, b, total, input_precision=PRECISION)
@@ -59,56 +60,60 @@ def _multiply(a, b, total, WIDE: tl.constexpr, PRECISION: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, ends, y, sizes, steps,
-    MOST: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, ends, y, sizes,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, MOST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y. sizes: E, O, I; steps: of the weight by dim; MOST: weights or more, a power of
+    """A tile of y. sizes: E, O, I, and the weight's steps by dim; MOST: weights or more, a power of
     two."""
+    count, out, inner, step_e, step_o, step_i = sizes
     every = tl.arange(0, MOST)
-    last = tl.load(ends + every, mask=every < sizes[0], other=0)
-    first = tl.load(ends + every - 1, mask=(every > 0) & (every < sizes[0]), other=0)
-    tiles = tl.where(every < sizes[0], (last - first + TILE[0] - 1) // TILE[0], 0)
+    last = tl.load(ends + every, mask=every < count, other=0)
+    first = tl.load(ends + every - 1, mask=(every > 0) & (every < count), other=0)
+    tiles = tl.where(every < count, (last - first + ROWS - 1) // ROWS, 0)
     upto = tl.cumsum(tiles, 0)
     mine = tl.program_id(0)
     e = tl.sum((upto <= mine).to(tl.int32), 0)  # those whose tiles all come before this one
-    if e < sizes[0]:
+    if e < count:
         here = every == e
         tile = mine - tl.sum(tl.where(here, upto - tiles, 0), 0)
         end = tl.sum(tl.where(here, last, 0), 0)
-        n = tl.sum(tl.where(here, first, 0), 0) + tile * TILE[0] + tl.arange(0, TILE[0])
-        o = tl.program_id(1) * TILE[1] + tl.arange(0, TILE[1])
-        there_n, there_o = n < end, o < sizes[1]
-        a = x + n.to(tl.int64)[:, None] * sizes[2]
-        b = weight + e.to(tl.int64) * steps[0] + o.to(tl.int64)[None, :] * steps[1]
-        total = tl.zeros((TILE[0], TILE[1]), tl.float64 if WIDE else tl.float32)
-        for at in range(0, sizes[2], TILE[2]):
-            i = at + tl.arange(0, TILE[2])
-            there_i = i < sizes[2]
+        n = tl.sum(tl.where(here, first, 0), 0) + tile * ROWS + tl.arange(0, ROWS)
+        o = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there_n, there_o = n < end, o < out
+        a = x + n.to(tl.int64)[:, None] * inner
+        b = weight + e.to(tl.int64) * step_e + o.to(tl.int64)[None, :] * step_o
+        total = tl.zeros((ROWS, COLUMNS), tl.float64 if PRECISION == "wide" else tl.float32)
+        for at in range(0, inner, INNER):
+            i = at + tl.arange(0, INNER)
+            there_i = i < inner
             a_NI = tl.load(a + i[None, :], mask=there_n[:, None] & there_i[None, :], other=0.0)
             b_IO = tl.load(
-                b + i.to(tl.int64)[:, None] * steps[2],
+                b + i.to(tl.int64)[:, None] * step_i,
                 mask=there_i[:, None] & there_o[None, :],
                 other=0.0,
             )
-            total = _multiply(a_NI, b_IO, total, WIDE, PRECISION)
-        to = y + n.to(tl.int64)[:, None] * sizes[1] + o[None, :]
+            total = _multiply(a_NI, b_IO, total, PRECISION)
+        to = y + n.to(tl.int64)[:, None] * out + o[None, :]
         tl.store(to, total.to(y.dtype.element_ty), mask=there_n[:, None] & there_o[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    to, g, x, ends, out, inner, TILE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """A tile of one weight's sum: TILE has I, O, N."""
+    to, g, x, ends, sizes,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of one weight's sum. sizes: O, I."""
+    out, inner = sizes
     e = tl.program_id(0)
     end = tl.load(ends + e)
     first = tl.load(ends + e - 1, mask=e > 0, other=0)
-    o = tl.program_id(1) * TILE[1] + tl.arange(0, TILE[1])
-    i = tl.program_id(2) * TILE[0] + tl.arange(0, TILE[0])
+    o = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.program_id(2) * INNER + tl.arange(0, INNER)
     there_o, there_i = o < out, i < inner
-    total = tl.zeros((TILE[1], TILE[0]), tl.float64 if WIDE else tl.float32)
-    for at in range(first, end, TILE[2]):
-        n = (at + tl.arange(0, TILE[2])).to(tl.int64)
+    total = tl.zeros((COLUMNS, INNER), tl.float64 if PRECISION == "wide" else tl.float32)
+    for at in range(first, end, ROWS):
+        n = (at + tl.arange(0, ROWS)).to(tl.int64)
         there_n = n < end
         g_ON = tl.load(
             g + n[None, :] * out + o[:, None], mask=there_n[None, :] & there_o[:, None], other=0.0
@@ -116,7 +121,7 @@ def _add(  # type: ignore[no-untyped-def]
         x_NI = tl.load(
             x + n[:, None] * inner + i[None, :], mask=there_n[:, None] & there_i[None, :], other=0.0
         )
-        total = _multiply(g_ON, x_NI, total, WIDE, PRECISION)
+        total = _multiply(g_ON, x_NI, total, PRECISION)
     here = to + e.to(tl.int64) * out * inner + o.to(tl.int64)[:, None] * inner + i[None, :]
     there = there_o[:, None] & there_i[None, :]
     total += tl.load(here, mask=there, other=0.0).to(total.dtype)

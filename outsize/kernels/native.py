@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -33,6 +34,7 @@ from outsize.torch_private import FakeTensor
 
 _READ = (Tensor, nn.Parameter, FakeTensor)
 CODES = {torch.float32: 0, torch.bfloat16: 1}  # the dtypes of native.cpp, by its numbers
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)  # those of Triton's kernels
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
@@ -152,6 +154,14 @@ def define(
     made.impl(name, run, "CPU")
     made.impl(name, allocate, "Meta")
     return made
+
+
+@functools.cache
+def compiles() -> bool:
+    """Whether Triton is there, which comes with PyTorch where that is built for a device it
+    compiles for, and the C compiler that it needs to call what it has compiled."""
+    there = importlib.util.find_spec("triton") is not None
+    return there and any(map(shutil.which, ("gcc", "clang")))
 
 
 def threads() -> int:
