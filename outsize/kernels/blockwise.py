@@ -7,7 +7,6 @@ largest magnitude in the block. Dettmers et al., "8-bit Optimizers via Block-wis
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -230,7 +229,7 @@ def _on_device(
     if not held or block > MOST or not native.compiles():
         plain(weights, gradients, Moments(mean, mean_scale, square, square_scale), block, numbers)
         return
-    importlib.import_module("outsize.kernels.blockwise_kernels").update(
+    native.kernels("blockwise").update(
         weights, gradients, (mean, mean_scale), (square, square_scale),
         _tables_on(weights.device), block, numbers,
     )  # fmt: skip

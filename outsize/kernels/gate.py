@@ -37,7 +37,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def _made(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    if activation == SILU and native.alike(gate, up):
+    if activation == SILU and native.alike(gate, up, by="gate"):
         y: Tensor = torch.ops.outsize.gate.default(gate, up)
         return y
     return plain(gate, up, activation)
@@ -53,7 +53,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        if ctx.activation == SILU and native.alike(g, gate, up):
+        if ctx.activation == SILU and native.alike(g, gate, up, by="gate_backward"):
             ggate, gup = torch.ops.outsize.gate_backward.default(g, gate, up)
             return ggate, gup, None
         return *plain_backward(g, gate, up, ctx.activation), None
@@ -85,6 +85,12 @@ def _run(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+def _run_there(gate: Tensor, up: Tensor) -> Tensor:
+    y = _allocate(gate, up)
+    native.kernels().gate(gate, up, y)
+    return y
+
+
 def _allocate_backward(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate), torch.empty_like(up)
 
@@ -98,11 +104,18 @@ def _run_backward(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return ggate, gup
 
 
+def _run_backward_there(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    ggate, gup = _allocate_backward(g, gate, up)
+    native.kernels().gate_backward(g, gate, up, ggate, gup)
+    return ggate, gup
+
+
 _OPERATORS = (
-    native.define("gate(Tensor gate, Tensor up) -> Tensor", _run, _allocate),
+    native.define("gate(Tensor gate, Tensor up) -> Tensor", _run, _allocate, _run_there),
     native.define(
         "gate_backward(Tensor g, Tensor gate, Tensor up) -> (Tensor, Tensor)",
         _run_backward,
         _allocate_backward,
+        _run_backward_there,
     ),
 )

@@ -12,7 +12,6 @@ N rows, E weights, I in, O out.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,16 +140,12 @@ def _on_device(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     if accelerator.groups(x_NI) and out % GRAIN == 0 and _whole(x_NI, weight_EOI):
         return by_pytorch(x_NI, weight_EOI, ends_E)
     y_NO = _allocate(x_NI, weight_EOI, ends_E)
-    _kernels().product(x_NI, weight_EOI, ends_E, y_NO)
+    native.kernels("grouped").product(x_NI, weight_EOI, ends_E, y_NO)
     return y_NO
 
 
 def _add_on_device(total_EOI: Tensor, g_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> None:
-    _kernels().add(total_EOI, g_NO, x_NI, ends_E)
-
-
-def _kernels() -> Any:
-    return importlib.import_module("outsize.kernels.grouped_kernels")
+    native.kernels("grouped").add(total_EOI, g_NO, x_NI, ends_E)
 
 
 def _defined() -> Iterator[torch.library.Library]:
@@ -161,10 +156,7 @@ def _defined() -> Iterator[torch.library.Library]:
         (product_of, _run, _allocate, _on_device),
         (sum_of, _run_add, native.nothing, _add_on_device),
     ):
-        made = native.define(schema, run, allocate)
-        for key in accelerator.COMPILED.values() if native.compiles() else ():
-            made.impl(schema.partition("(")[0], there, key)
-        yield made
+        yield native.define(schema, run, allocate, there)
 
 
 _OPERATORS = tuple(_defined())

@@ -107,12 +107,28 @@ def _run(
     return _allocate(logits_CV, targets_C, factor, gradient, weights_C).fill_(total * factor)
 
 
+def _run_there(
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    factor: float,
+    gradient: bool,
+    weights_C: Tensor | None = None,
+) -> Tensor:
+    """The host does not wait for the targets: one that is no token makes the sum NaN."""
+    total = _allocate(logits_CV, targets_C, factor, gradient, weights_C)
+    targets_C = targets_C.contiguous()
+    weights_C = None if weights_C is None else weights_C.contiguous()
+    native.kernels().cross_entropy(logits_CV, targets_C, factor, gradient, weights_C, total)
+    return total
+
+
 _OPERATORS = (
     native.define(
         "cross_entropy(Tensor(a!) logits, Tensor targets, float factor, bool gradient,"
         " Tensor? weights=None) -> Tensor",
         _run,
         _allocate,
+        _run_there,
     ),
 )
 
@@ -129,7 +145,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         weight_VD, bias_V = weights
         dtype = wide(h_TD.dtype)
-        fused = head.bare(gradient) and native.served(h_TD, weight_VD)
+        fused = head.bare(gradient) and native.served(h_TD, weight_VD, by="cross_entropy")
         loss = torch.zeros((), dtype=dtype, device=h_TD.device)
         gh_TD = torch.empty_like(h_TD) if gradient else None
         size = min(head.chunk, h_TD.shape[0])

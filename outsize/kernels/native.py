@@ -4,8 +4,9 @@ An element-wise pass composed of PyTorch's operators crosses memory once an oper
 bfloat16 once more for every cast. native.cpp crosses it once; attention.cpp is attention. Each of
 their functions is an operator of the dispatcher, `torch.ops.outsize.*`, so that ledgers and fake
 tensors see its outputs as they see those of any operator; each has a plain twin, which runs
-wherever `fits` says no: on other devices, in other dtypes, for tensors that are not contiguous,
-without a compiler.
+wherever `fits` says no: in other dtypes, for tensors that are not contiguous, without a compiler.
+On devices that Triton compiles for some operators have a kernel there too (native_kernels.py); who
+asks whether one fits names the operator then, and on all other devices the twins run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -26,10 +28,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.torch_private import FakeTensor
 
 _READ = (Tensor, nn.Parameter, FakeTensor)
@@ -96,40 +100,60 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-def reads(*tensors: Tensor) -> bool:
+def reads(*tensors: Tensor, by: str = "") -> bool:
     """Whether the passes read such tensors: on the CPU, float32 or bfloat16, and no subclass that
     means something else by its numbers. Fake tensors are judged as the real ones they stand for.
+
+    by: the operator that is to read them; on a device that has a kernel of it, float16 as well.
     """
+    if by and not tensors[0].is_cpu:
+        return _read_there(tensors, by)
     for x in tensors:  # a generator costs more than what it asks, and so does a device's name
         if x.dtype not in CODES or not x.is_cpu or type(x) not in _READ:
             return False
     return library() is not None
 
 
-def served(*tensors: Tensor) -> bool:
+def _read_there(tensors: tuple[Tensor, ...], operator: str) -> bool:
+    device = tensors[0].device
+    for x in tensors:
+        if x.dtype not in COMPILED or x.device != device or type(x) not in _READ:
+            return False
+    return _runs(operator, device.type)
+
+
+@functools.cache
+def _runs(operator: str, kind: str) -> bool:
+    """Whether Triton's kernel of an operator is there on a kind of device."""
+    return kind in accelerator.COMPILED and accelerator.runs(
+        f"outsize::{operator}", torch.device(kind)
+    )
+
+
+def served(*tensors: Tensor, by: str = "") -> bool:
     """Whether the passes read these now, outside autograd's sight.
 
     A derivative of a backward pass is asked of PyTorch, which knows the derivatives of its own.
     """
-    return not torch.is_grad_enabled() and reads(*tensors)
+    return not torch.is_grad_enabled() and reads(*tensors, by=by)
 
 
-def fits(*tensors: Tensor) -> bool:
+def fits(*tensors: Tensor, by: str = "") -> bool:
     """Whether a pass takes these together: served, of one dtype and contiguous."""
     dtype = tensors[0].dtype
     for x in tensors:
         if x.dtype is not dtype or not x.is_contiguous():
             return False
-    return served(*tensors)
+    return served(*tensors, by=by)
 
 
-def alike(*tensors: Tensor) -> bool:
+def alike(*tensors: Tensor, by: str = "") -> bool:
     """Whether a pass takes these together, and they are of one shape."""
     shape = tensors[0].shape
     for x in tensors:
         if x.shape != shape:
             return False
-    return fits(*tensors)
+    return fits(*tensors, by=by)
 
 
 def numbers(values: Iterable[int]) -> bytes:
@@ -142,9 +166,13 @@ def nothing(*_: object) -> None:
 
 
 def define(
-    schema: str, run: Callable[..., object], allocate: Callable[..., object]
+    schema: str,
+    run: Callable[..., object],
+    allocate: Callable[..., object],
+    there: Callable[..., object] | None = None,
 ) -> torch.library.Library:
-    """Make `outsize::<schema>` an operator: `run` on the CPU, `allocate` for tensors without bytes.
+    """Make `outsize::<schema>` an operator: `run` on the CPU, `allocate` for tensors without bytes,
+    `there` by a kernel of Triton's on devices for which that compiles, where it can.
 
     The operator lives as long as the library that is returned.
     """
@@ -153,7 +181,14 @@ def define(
     made.define(schema)
     made.impl(name, run, "CPU")
     made.impl(name, allocate, "Meta")
+    for key in accelerator.COMPILED.values() if there is not None and compiles() else ():
+        made.impl(name, there, key)
     return made
+
+
+def kernels(name: str = "native") -> Any:
+    """Triton's kernels, imported where one is first run: native_kernels.py, or those of `name`."""
+    return importlib.import_module(f"outsize.kernels.{name}_kernels")
 
 
 @functools.cache

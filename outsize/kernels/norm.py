@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """y, and the inverse of the root."""
-    made = torch.ops.outsize.rms_norm.default if _fused(weight, x) else plain
+    made = torch.ops.outsize.rms_norm.default if _fused("rms_norm", weight, x) else plain
     y, inverse = made(x, weight, eps, offset)
     return y, inverse
 
@@ -51,17 +51,17 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:2]
-        if not _fused(weight, x, gy):
+        if not _fused("rms_norm_backward", weight, x, gy):
             return *plain_backward(gy, x, weight, inverse, ctx.offset, *wanted), None, None
         backward = torch.ops.outsize.rms_norm_backward.default
         gx, gweight = backward(gy, x, weight, inverse, ctx.offset, *wanted)
         return gx if wanted[0] else None, gweight if wanted[1] else None, None, None
 
 
-def _fused(weight: Tensor, *rows: Tensor) -> bool:
+def _fused(by: str, weight: Tensor, *rows: Tensor) -> bool:
     """A weight may be wider than what it scales."""
     shaped = rows[0].shape[-1:] == weight.shape
-    return shaped and native.fits(weight) and native.alike(*rows)
+    return shaped and native.fits(weight, by=by) and native.alike(*rows, by=by)
 
 
 def plain(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -108,6 +108,12 @@ def _run(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, 
     return y, inverse
 
 
+def _run_there(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    y, inverse = _allocate(x, weight, eps, offset)
+    native.kernels().rms_norm(x, weight, eps, offset, y, inverse)
+    return y, inverse
+
+
 def _allocate_backward(
     gy: Tensor,
     x: Tensor,
@@ -144,16 +150,33 @@ def _run_backward(
     return gx, gweight
 
 
+def _run_backward_there(
+    gy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    offset: float,
+    want_x: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    gx, gweight = _allocate_backward(gy, x, weight, inverse, offset, want_x, want_weight)
+    wanted = (gx if want_x else None, gweight if want_weight else None)
+    native.kernels().rms_norm_backward((gy, x, inverse), weight, offset, *wanted)
+    return gx, gweight
+
+
 _OPERATORS = (
     native.define(
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
         _run,
         _allocate,
+        _run_there,
     ),
     native.define(
         "rms_norm_backward(Tensor gy, Tensor x, Tensor weight, Tensor inverse, float offset,"
         " bool want_x, bool want_weight) -> (Tensor, Tensor)",
         _run_backward,
         _allocate_backward,
+        _run_backward_there,
     ),
 )

@@ -56,9 +56,9 @@ def _fused(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and x.stride(2) == 1
         and x.size(0) == cos.size(0)
         and x.size(2) >= 2 * cos.size(1)
-        and native.served(x)
+        and native.served(x, by="turn")
         and cos.dtype == torch.float32
-        and native.alike(cos, sin)
+        and native.alike(cos, sin, by="turn")
     )
 
 
@@ -92,10 +92,17 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) ->
     return y
 
 
+def _run_there(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
+    y = _allocate(x, cos, sin, interleaved, sign)
+    native.kernels().turn(x, cos, sin, interleaved, sign, y)
+    return y
+
+
 _OPERATORS = (
     native.define(
         "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, float sign) -> Tensor",
         _run,
         _allocate,
+        _run_there,
     ),
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.kernels import grouped as module
+from outsize.kernels import native
 from outsize.kernels.grouped import by_pytorch, ends_of, grouped, served
 from outsize.simulate.counter import Counter
 
@@ -76,7 +76,7 @@ def test_what_pytorch_is_asked_for_is_the_same(sizes, dtype) -> None:
 
 def as_a_gpu_does() -> None:
     """The kernels of a GPU beside the twins."""
-    kernels = module._kernels()
+    kernels = native.kernels("grouped")
     for dtype in (torch.float64, torch.float32, torch.float16):
         wide = torch.promote_types(dtype, torch.float32)
         for sizes in ((70, 0, 3, 130, 0), (1,)):
