@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,6 +127,26 @@ def runs(operator: str, device: torch.device) -> bool:
     kind may have one for all operators that it does not know."""
     key = "PrivateUse1" if device.type == extension() else COMPILED.get(device.type)
     return key is not None and has_kernel(operator, key)
+
+
+@cache
+def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device adds products of half precision to float32 as they are, not rounded: it is
+    asked once."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    with disable_current_modes():
+        total, half = (torch.ones(8, 8, dtype=x, device=device) for x in (torch.float32, dtype))
+        try:
+            add_wide(total, half.t(), half)
+        except (AttributeError, RuntimeError):  # no such operator; none for this device
+            return False
+        return bool((total == 9).all())
+
+
+def add_wide(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where `adds_wide`. Not for autograd to record."""
+    torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
 def groups(x: Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outsize import accelerator
 from outsize.kernels import product
 
 
@@ -31,6 +32,8 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     """grad += a @ b, accumulated in the dtype of `grad`."""
     if grad.dtype == a.dtype:
         product.add_product(grad, a, b)
+    elif grad.dtype == torch.float32 and accelerator.adds_wide(a.device, a.dtype):
+        accelerator.add_wide(grad, a, b)
     else:
         from outsize.kernels.accumulate import accumulate  # of training
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from outsize import accelerator
 from outsize.kernels import blockwise, gate, grouped, loss, native, norm, rope
 from outsize.kernels.blockwise import Moments, Rates
+from outsize.kernels.linear import add_product
 from outsize.kernels.loss import Head, Targets
 
 Bring = Callable[[Tensor], Tensor]
@@ -143,6 +144,19 @@ def test_a_pass_gives_what_its_twin_does(name: str, dtype: torch.dtype, device: 
         for here, again, there in zip(first, second, wanted, strict=True):
             assert torch.equal(here.cpu(), again.cpu())
             agree([here.cpu()], [there.to(here.dtype)])
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_products_are_added_to_wider_gradients(dtype: torch.dtype, device: str) -> None:
+    """On a GPU as they are: a product that is rounded first is off by a hundred times as much."""
+    close = 1e-5 if device == "cuda" else 1e-2
+    for _ in strict.begins(device, strict.ORDERS[:1]):
+        a, b, total = drawn(64, 40, dtype=dtype), drawn(64, 24, dtype=dtype), drawn(41, 24)
+        grad = total.to(device)[1:]
+        for _ in range(2):
+            with torch.no_grad():
+                add_product(grad, a.to(device).t(), b.to(device))
+        agree([grad], [(total[1:].double() + 2 * (a.double().t() @ b.double())).float()], close)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
