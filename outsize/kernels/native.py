@@ -186,6 +186,7 @@ def define(
     return made
 
 
+@functools.cache
 def kernels(name: str = "native") -> Any:
     """Triton's kernels, imported where one is first run: native_kernels.py, or those of `name`."""
     return importlib.import_module(f"outsize.kernels.{name}_kernels")
