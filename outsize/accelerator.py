@@ -232,6 +232,31 @@ def keeping(device: torch.device) -> AbstractContextManager[Any]:
     return Keeping(torch.accelerator.current_stream(device)) if queues(device) else nullcontext()
 
 
+# -- recordings -----------------------------------------------------------------------------------
+
+
+def records(device: torch.device) -> bool:
+    """Whether work can be recorded on a device and played again without the host's part in it."""
+    return device.type == "cuda" and not torch.version.hip
+
+
+class Recorded:
+    """What a call hands out to a device, recorded; the call runs while that is done, and must have
+    run before, so that nothing is set up in it. It may neither wait nor read what lies on the host.
+    made: what it gave, which each playing writes again."""
+
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self._graph = module.CUDAGraph()
+        settle(device)
+        with module.graph(self._graph, capture_error_mode="thread_local"):
+            self.made = call()
+
+    def play(self) -> None:
+        """Behind what the calling thread has handed out."""
+        self._graph.replay()
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ attention stores the keys and values it is given behind those of earlier steps a
 queries to all of them; a recurrent layer goes on from the state of each sequence and leaves the new
 one in its place. In float32 and bfloat16 on a CPU tokens are attended each alone
 (outsize/kernels/pages.py), or those of a prompt in the tiles of training, which gives the same
-bits; elsewhere pages are gathered first.
+bits. On a device they are attended by tables that lie there (outsize/kernels/paged.py), and prompts
+by PyTorch's kernels, over pages that are gathered first.
 
 P pages of `size` tokens, N slots, T tokens of a step, C of them handled at once, L tokens they can
 see, H query heads, G key-value heads, R = H / G, K head size, W value size.
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from outsize import accelerator
 from outsize.kernels import attention as tiles
+from outsize.kernels import paged
 from outsize.kernels import pages as kernel
 from outsize.memory.ledger import in_grains
 from outsize.models.attention import LocalAttend
@@ -38,9 +40,9 @@ PAGE = 16  # tokens: fewer would be longer tables, more would share less
 _CHUNK = 256  # queries whose scores or mask exist at once
 
 
-def pages_of(tokens: int) -> int:
+def pages_of(tokens: int, size: int = PAGE) -> int:
     """How many have room for so many tokens."""
-    return -(-tokens // PAGE)
+    return -(-tokens // size)
 
 
 def state_bytes(mixer: Mixer, dtype: torch.dtype, tokens: int, grain: int = 1) -> int:
@@ -105,6 +107,22 @@ class PagedCache:
             self._layers[index] = keys, values
         return self._layers[index]
 
+    def beside(
+        self,
+        spec: AttendSpec,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGW: Tensor,
+        where_T: Tensor,
+        seen: paged.Sights,
+    ) -> Tensor:
+        """o_THW of tokens that are attended each alone, by what lies on their device."""
+        keys, values = self.layer(spec.layer, k_TGK, v_TGW)
+        keys.put(where_T, k_TGK)
+        values.put(where_T, v_TGW)
+        facts = spec.scale, spec.window, spec.softcap
+        return paged.attend(q_THK.contiguous(), keys, values, seen, *facts)
+
     def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
         if layer not in self._states:
             self._states[layer] = tuple(
@@ -137,16 +155,30 @@ class PagedPast:
     def _positions(self) -> list[int]:
         return [place for part in self.parts for place in range(part.start, part.stop)]
 
-    @cached_property
-    def where(self) -> Tensor:
+    @property
+    def longest(self) -> int:
+        """Tokens that one of the new ones sees at most."""
+        return max(part.stop for part in self.parts)
+
+    @property
+    def places(self) -> list[int]:
         """Of each new token, its place among those of all pages."""
         size = self.cache.size
-        places = (
+        return [
             part.pages[place // size] * size + place % size
             for part in self.parts
             for place in range(part.start, part.stop)
-        )
-        return torch.tensor(list(places))
+        ]
+
+    @cached_property
+    def where(self) -> Tensor:
+        """The same, int64 on the host."""
+        return torch.tensor(self.places)
+
+    @property
+    def tables(self) -> tuple[list[Sequence[int]], list[int]]:
+        """Of each new token, the pages of its sequence and its place there."""
+        return [part.pages for part in self.parts for _ in range(part.tokens)], self._positions
 
     @cached_property
     def _runs(self) -> list[tuple[slice, Part | kernel.Seen]]:
@@ -200,10 +232,7 @@ class PagedPast:
             return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)  # as training does
         q_THK = q_THK.contiguous()
         if not kernel.fits(q_THK, keys, values):
-            outputs = [
-                attend_tail(q_THK[first:last], *self._gathered(part, keys, values), spec)
-                for part, (first, last) in self._spans()
-            ]
+            outputs = self._on_device(q_THK, keys, values, spec)
         else:
             facts, outputs = (spec.scale, spec.window, spec.softcap), []
             for rows, seen in self._runs:
@@ -216,6 +245,43 @@ class PagedPast:
                 behind = replace(spec, first_query=seen.start)
                 outputs.append(LocalAttend()(q_THK[rows], k_LGK, v_LGW, (0, seen.stop), behind))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _on_device(
+        self, q_THK: Tensor, keys: kernel.Pool, values: kernel.Pool, spec: AttendSpec
+    ) -> list[Tensor]:
+        """o_CHW of some tokens after others."""
+        outputs, together = list[Tensor](), paged.served(q_THK, keys)
+        for some, begin in itertools.groupby(self._spans(), lambda one: self._few(one[0])):
+            here = list(begin)
+            if some and together:
+                rows = slice(here[0][1][0], here[-1][1][1])
+                seen = self._sights(rows, q_THK.device)
+                facts = spec.scale, spec.window, spec.softcap
+                outputs.append(paged.attend(q_THK[rows], keys, values, seen, *facts))
+                continue
+            outputs += (
+                attend_tail(q_THK[first:last], *self._gathered(part, keys, values), spec)
+                for part, (first, last) in here
+            )
+        return outputs
+
+    def _few(self, part: Part) -> bool:
+        """Whether tokens of a sequence are better attended each alone."""
+        return part.tokens < tiles.BLOCK
+
+    def _sights(self, rows: slice, device: torch.device) -> paged.Sights:
+        """What these tokens see, sent once for all layers of a step."""
+        key = rows.start, rows.stop, device
+        if key not in self._sent:
+            tables, positions = (some[rows] for some in self.tables)
+            width = pages_of(max(positions) + 1, self.cache.size)
+            flat = torch.tensor(paged.flat(tables, positions, width), dtype=torch.int32)
+            self._sent[key] = paged.sights(accelerator.sent(flat, device), width)
+        return self._sent[key]
+
+    @cached_property
+    def _sent(self) -> dict[tuple[int, int, torch.device], paged.Sights]:
+        return {}
 
     def _gathered(
         self, part: Part, keys: kernel.Pool, values: kernel.Pool

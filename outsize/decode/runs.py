@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast
 from outsize.kernels import blocks, native, rows
 from outsize.kernels.gate import SILU
@@ -32,6 +33,7 @@ from outsize.models.wiring import as_it_is
 from outsize.torch_private import FakeTensor
 
 if TYPE_CHECKING:
+    from outsize.decode.graphs import Graphs
     from outsize.models.seams import Context
 
 Through = Callable[[Tensor], Tensor]  # x_TD through some blocks
@@ -187,7 +189,7 @@ def _block(module: nn.Module, ctx: Context, x_TD: Tensor) -> Tensor:
     return y_TD
 
 
-def runs_of(model: Decoder) -> Runs | None:
+def runs_of(model: Decoder) -> Runs | Graphs | None:
     """Of a model whose weights stay where they are; None where no blocks can be in a run."""
     found = _found(model)
     return None if found is None or len(found.why) == len(model.blocks) else found
@@ -207,7 +209,11 @@ def singly(model: Decoder) -> str | None:
     return f"{some} are called operator by operator, for {why}"
 
 
-def _found(model: Decoder) -> Runs | None:
+def _found(model: Decoder) -> Runs | Graphs | None:
     """None where there are no passes for any."""
     like = model.prologue.tokens.weight
+    if accelerator.records(like.device):
+        from outsize.decode.graphs import Graphs  # of devices
+
+        return Graphs(model)
     return Runs(model.blocks, like.dtype) if native.reads(like) else None

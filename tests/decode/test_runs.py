@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import LLAMA, stepped
 
-from outsize.decode.paged import PagedCache, PagedPast, Part
-from outsize.decode.runs import Run, Runs, each_alone, runs_of
-from outsize.kernels import native, rows
+from outsize.decode.paged import PagedCache
+from outsize.decode.runs import Runs, each_alone, runs_of
+from outsize.kernels import native
 from outsize.kernels.pages import FORMS, Pool
 from outsize.models.build import build
 from outsize.models.coding import asked
@@ -17,11 +18,6 @@ from outsize.models.decoder import Block, Decoder
 from outsize.models.families import parse
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-LLAMA = {
-    "model_type": "llama", "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160,
-    "max_position_embeddings": 200,
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "biases": {**LLAMA, "model_type": "qwen2"},
@@ -62,23 +58,6 @@ def played(
     assert runs is not None and set(runs.why) == set(others)
     through = runs if native_runs else each_alone
     return [x for _ in range(2) for x in stepped(model, PagedCache(9, 16, 3, form), through)]
-
-
-def stepped(model: Decoder, cache: PagedCache, through: Run) -> list[torch.Tensor]:
-    draw, found = torch.Generator().manual_seed(5), []
-    tables, before = ([7, 2], [0], [4, 5]), [0, 0, 0]
-    with torch.no_grad(), rows.alone():
-        for fed in ((17, 0, 3), (1, 4, 20), (1, 1, 1)):
-            parts = (Part(tables[n], before[n], count, 0, n) for n, count in enumerate(fed))
-            past = PagedPast(cache, tuple(part for part in parts if part.tokens))
-            before = [a + b for a, b in zip(before, fed, strict=True)]
-            context = model.context(past.positions(), past.bounds, past=past)
-            ids = torch.randint(50, (past.bounds[-1],), generator=draw)
-            x_TD = model.prologue(ids, context)
-            for some in through(list(model.blocks), context):
-                x_TD = some(x_TD)
-            found.append(x_TD)
-    return found
 
 
 @pytest.mark.parametrize("form", FORMS)

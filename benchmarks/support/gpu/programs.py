@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def tests(place: Place, chosen: str) -> dict[str, Any]:
         sys.executable, "-m", "pytest", "-m", "accelerator", "-p", "no:cacheprovider", "-n", "0",
         "--on", place.name, "-k", chosen, "-rfE", "--tb", "short", "tests/accelerator",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    environment = {**os.environ, "PYTHONPATH": _first(CHECKOUT)}
     done = subprocess.run(
         command, cwd=CHECKOUT, env=environment, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -47,7 +48,8 @@ def deepspeed(place: Place, work: dict[str, Any]) -> dict[str, Any]:
     task, home = Work(**work), Path(place.folder, "deepspeed")
     python = home / "bin" / "python"
     if not python.is_file():
-        _run([sys.executable, "-m", "venv", "--system-site-packages", str(home)])
+        _run([sys.executable, "-m", "venv", str(home)])
+        _have_ours(home)
     if _failure([str(python), "-c", "import deepspeed"]):
         _run([str(python), "-m", *INSTALL])
     answer = Path(place.folder, "deepspeed.json")
@@ -60,6 +62,18 @@ def deepspeed(place: Place, work: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "plan": "ZeRO-3, parameters and optimizer in host memory"}
 
 
+def _have_ours(home: Path) -> None:
+    """An environment sees the packages of this one, which may be an environment too."""
+    (there,) = home.glob("lib/python*/site-packages")
+    ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (there / "ours.pth").write_text("\n".join(sorted(ours)) + "\n", encoding="utf-8")
+
+
+def _first(folder: Path) -> str:
+    """Where modules are looked for: a folder, then wherever this process does."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 def _run(command: Sequence[str]) -> None:
     if why := _failure(command):
         raise RuntimeError(f"{' '.join(command[1:6])}: {why}")
@@ -67,7 +81,7 @@ def _run(command: Sequence[str]) -> None:
 
 def _failure(command: Sequence[str]) -> str:
     """The last line of a program that fails, "" for one that does not."""
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT / "benchmarks")}
+    environment = {**os.environ, "PYTHONPATH": _first(CHECKOUT / "benchmarks")}
     done = subprocess.run(
         command, env=environment, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

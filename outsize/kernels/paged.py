@@ -1,0 +1,174 @@
+"""Attention over pages on a device, each token alone, by tables that lie there: what a step sees is
+data, so that its work can be recorded once and played again (outsize/decode/graphs.py).
+
+On NVIDIA, AMD and Intel devices it is a kernel of paged_kernels.py, after the split of a long cache
+into pieces whose results are put together afterwards (Dao et al., "Flash-Decoding", 2023). A piece
+has always PIECE tokens: what a token gets depends on neither the others of its step nor the room.
+
+T tokens, H query heads, G key-value heads, R = H / G, K and W head sizes of keys and values, P
+pages of a row of the tables, L = P times the tokens of a page.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outsize import accelerator
+from outsize.kernels import grouped, native
+from outsize.kernels.norm import upcast
+from outsize.kernels.pages import EVERY, Pool, decoded
+
+PIECE = 256  # tokens
+_FAR = 1 << 30  # more than any context has: positions are int32
+
+
+@dataclass(frozen=True)
+class Sights:
+    """What the tokens of a step see, on their device. tables_TP: the pages of each one's sequence,
+    int32; positions_T: its place there, int32. Entries behind its own page are not read."""
+
+    tables_TP: Tensor
+    positions_T: Tensor
+
+
+def pieces(tokens: int) -> int:
+    """How many have room for so many tokens."""
+    return -(-tokens // PIECE)
+
+
+def flat(tables: Sequence[Sequence[int]], positions: Sequence[int], width: int) -> list[int]:
+    """What `sights` reads: the tables, of `width` pages each, then the positions."""
+    found = list[int]()
+    for pages in tables:
+        some = pages[:width]
+        found += some
+        found += (0,) * (width - len(some))
+    found += positions
+    return found
+
+
+def sights(numbers_N: Tensor, width: int) -> Sights:
+    """Views of what `flat` gave."""
+    count = numbers_N.numel() // (width + 1)
+    tables_N, positions_T = numbers_N.split((count * width, count))
+    return Sights(tables_N.view(count, width), positions_T)
+
+
+def served(q_THK: Tensor, keys: Pool) -> bool:
+    """Whether a device attends so."""
+    return (
+        accelerator.queues(q_THK.device)
+        and q_THK.dtype is keys.dtype
+        and accelerator.runs("outsize::paged", q_THK.device)
+    )
+
+
+def attend(
+    q_THK: Tensor,
+    keys: Pool,
+    values: Pool,
+    seen: Sights,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """o_THW: each token over those of its sequence up to itself, the last `window` of them."""
+    o_THW: Tensor = torch.ops.outsize.paged.default(
+        q_THK, keys.data, values.data, keys.scales, values.scales, keys.form.bits,
+        seen.tables_TP, seen.positions_T, values.size, scale, min(window or EVERY, _FAR),
+        softcap or 0.0,
+    )  # fmt: skip
+    return o_THW
+
+
+def _allocate(
+    q_THK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    bits: int,
+    tables_TP: Tensor,
+    positions_T: Tensor,
+    size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    return q_THK.new_empty((*q_THK.shape[:2], size))
+
+
+@torch.no_grad()
+def plain(
+    q_THK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    bits: int,
+    tables_TP: Tensor,
+    positions_T: Tensor,
+    size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """The twin: all pages of the tables are gathered, whatever is seen of them."""
+
+    def gathered(data: Tensor, scales: Tensor | None, size: int) -> Tensor:
+        """(T, G, L, size)"""
+        some = data[tables_TP.long()]
+        if scales is not None:
+            some = decoded(some, scales[tables_TP.long()], bits, size)
+        return some.to(q_THK.dtype).flatten(1, 2).transpose(1, 2)
+
+    k_TGLK = gathered(keys, key_scales, q_THK.shape[-1])
+    v_TGLW = gathered(values, value_scales, size)
+    q_TGRK = q_THK.unflatten(1, (keys.shape[2], -1))
+    place_L = torch.arange(k_TGLK.shape[2], device=q_THK.device)
+    last_T1 = positions_T.unsqueeze(1)
+    seen_T11L = ((place_L <= last_T1) & (place_L > last_T1 - window))[:, None, None]
+    v_TGLW = v_TGLW.masked_fill(~seen_T11L.mT, 0)  # whatever pages of nobody hold
+    k_TGLK = k_TGLK.masked_fill(~seen_T11L.mT, 0)
+    if not softcap:
+        return F.scaled_dot_product_attention(
+            q_TGRK, k_TGLK, v_TGLW, seen_T11L, scale=scale
+        ).flatten(1, 2)
+    scores: Tensor = upcast(q_TGRK @ k_TGLK.mT) * (scale / softcap)
+    scores = (scores.tanh_() * softcap).masked_fill_(~seen_T11L, -torch.inf)
+    return (scores.softmax(-1).to(q_THK.dtype) @ v_TGLW).flatten(1, 2)
+
+
+def _on_device(q_THK: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+    """float64 and narrow codes by PyTorch's operators."""
+    if q_THK.dtype is torch.float64 or others[2]:
+        return plain(q_THK, keys, values, *others)
+    tables_TP, positions_T, size, scale, window, softcap = others[3:]
+    o_THW = q_THK.new_empty((*q_THK.shape[:2], size))
+    kernels = importlib.import_module("outsize.kernels.paged_kernels")
+    kernels.attend(
+        q_THK.contiguous(), keys, values, tables_TP, positions_T, o_THW, scale, window, softcap
+    )
+    return o_THW
+
+
+def _defined() -> Iterator[torch.library.Library]:
+    schema = (
+        "paged(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales,"
+        " int bits, Tensor tables, Tensor positions, int size, float scale, int window,"
+        " float softcap) -> Tensor"
+    )
+    made = native.define(schema, plain, _allocate)
+    for key in accelerator.COMPILED.values() if grouped.compiles() else ():
+        made.impl("paged", _on_device, key)
+    yield made
+
+
+_OPERATORS = tuple(_defined())

@@ -1,0 +1,64 @@
+"""Attention over pages by tables on a device, and blocks that are recorded there."""
+
+from __future__ import annotations
+
+import pytest
+import strict
+import torch
+from stepping import LLAMA, stepped
+
+from outsize import accelerator
+from outsize.decode.graphs import Graphs
+from outsize.decode.paged import PagedCache
+from outsize.decode.runs import each_alone
+from outsize.kernels import paged
+from outsize.models.build import build
+from outsize.models.families import parse
+
+# Tokens, query heads, key-value heads, head sizes, tokens and number of pages, window, cap.
+SHAPES = {
+    "grouped": (3, 8, 2, 64, 64, 16, 40, None, None),
+    "narrow": (1, 4, 4, 24, 10, 16, 5, 7, None),
+    "capped": (2, 6, 1, 80, 80, 64, 9, 300, 30.0),
+}
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_see_their_pages(shape: str, dtype: torch.dtype, device: str) -> None:
+    tokens, heads, groups, size, out, page, width, window, cap = SHAPES[shape]
+    draw = torch.Generator().manual_seed(1)
+
+    def some(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=draw, dtype=torch.float64).to(dtype)
+
+    q, k, v = some(tokens, heads, size), some(99, page, groups, size), some(99, page, groups, out)
+    tables = torch.randint(99, (tokens, width), generator=draw, dtype=torch.int32)
+    places = torch.tensor([width * page - 1, 3, 17][:tokens], dtype=torch.int32)
+    facts = out, size**-0.5, window or paged._FAR, cap or 0.0
+    expected = paged.plain(
+        q.double(), k.double(), v.double(), None, None, 0, tables, places, *facts
+    )
+    for _ in strict.begins(device, strict.ORDERS[:1], 1 << 28):
+        there = [x.to(device) for x in (q, k, v)]
+        found = torch.ops.outsize.paged(
+            *there, None, None, 0, tables.to(device), places.to(device), *facts
+        )
+        assert (found.cpu().double() - expected).abs().max() <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("form", ["as-stored", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_what_is_recorded_is_what_modules_give(dtype: torch.dtype, form: str, device: str) -> None:
+    model = build(parse(LLAMA), seed=1).to(dtype)
+    for _ in strict.begins(device, strict.ORDERS[:1], 1 << 28):
+        there = model.to(device)
+        expected = stepped(there, PagedCache(9, 16, 3, form), each_alone)
+        if not accelerator.records(torch.device(device)):
+            continue
+        graphs, cache = Graphs(there), PagedCache(9, 16, 3, form)
+        for _ in range(3):
+            for mine, theirs in zip(stepped(there, cache, graphs), expected, strict=True):
+                apart = (mine - theirs).abs().max().double()
+                assert apart <= CLOSE[dtype] * theirs.abs().max().double()

@@ -1,0 +1,34 @@
+"""Three steps of decoding through the blocks of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from outsize.decode.paged import PagedCache, PagedPast, Part
+from outsize.decode.runs import Run
+from outsize.kernels import rows
+from outsize.models.decoder import Decoder
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160,
+    "max_position_embeddings": 200,
+}  # fmt: skip
+
+
+def stepped(model: Decoder, cache: PagedCache, through: Run) -> list[torch.Tensor]:
+    draw, found = torch.Generator().manual_seed(5), []
+    tables, before = ([7, 2], [0], [4, 5]), [0, 0, 0]
+    with torch.no_grad(), rows.alone():
+        for fed in ((17, 0, 3), (1, 4, 20), (1, 1, 1)):
+            parts = (Part(tables[n], before[n], count, 0, n) for n, count in enumerate(fed))
+            past = PagedPast(cache, tuple(part for part in parts if part.tokens))
+            before = [a + b for a, b in zip(before, fed, strict=True)]
+            device = model.prologue.tokens.weight.device
+            context = model.context(past.positions(device), past.bounds, past=past)
+            ids = torch.randint(50, (past.bounds[-1],), generator=draw)
+            x_TD = model.prologue(ids.to(device), context)
+            for some in through(list(model.blocks), context):
+                x_TD = some(x_TD)
+            found.append(x_TD)
+    return found
