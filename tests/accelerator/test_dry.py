@@ -37,8 +37,8 @@ def test_a_dry_run_passes(built: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     said = [each for part in chosen for each in found[part]["cases"].values()]
-    assert len(said) == 5
-    assert [(each["state"], each["why"]) for each in said] == [("done", "")] * 5
-    plan, _, ours, theirs, less = (each["figures"] for each in said)
+    assert len(said) == 7
+    assert [(each["state"], each["why"]) for each in said] == [("done", "")] * 7
+    plan, _, ours, theirs, _, _, less = (each["figures"] for each in said)
     assert plan["foretold"] == pytest.approx(plan["peak"], rel=0.02)
     assert ours["tokens"] == theirs["tokens"] == less["tokens"]

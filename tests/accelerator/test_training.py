@@ -26,6 +26,7 @@ CLOSE = {
     "bfloat16": 1e-2,
     "float16": 3e-3,
 }  # of the largest value of each
+ELSEWHERE = 4  # times that where sums are taken in another order than a CPU's
 
 
 @contextmanager
@@ -54,4 +55,5 @@ def test_it_trains_as_the_cpu_does_whatever_the_order(
     assert first is not None
     if case.alike and device == "strict":  # the operators of others are their own
         assert first.differences(expected) == []
-    assert far(first, expected) <= CLOSE[case.precision]
+    apart = far(first, expected)
+    assert apart <= CLOSE[case.precision] * (1 if device == "strict" else ELSEWHERE), apart

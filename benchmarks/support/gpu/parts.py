@@ -144,23 +144,34 @@ def _deepspeed(work: Work) -> Case:
 
 def tokens(machine: Machine, dry: bool) -> list[Case]:
     found, task = list[Case](), "support.gpu.generating"
-    # A shape, tokens of its prompt, of an answer in memory and of one that is larger.
-    shapes = [("1.1B", 64, 128, 16), ("7B", 64, 64, 3)]
+    # A shape, tokens of its prompt, of an answer in memory and of one that is larger; 0: no files.
+    shapes = [("1.1B", 64, 256, 16), ("8B", 64, 128, 0)]
     share = 0.8 if dry else 0.5  # of the weights, what the device may hold
     for shape, prompt, many, few in [("tiny", 16, 4, 4)] if dry else shapes:
         size = 2 * parameters(shape)
         held = {"device": 0 if dry else size + GIB}
-        lasts = 0 if dry else 10 + size / 1e9
+        lasts = 0 if dry else 10 + size / 2e9
         told = {"shape": shape, "prompt": prompt, "tokens": many}
-        less = {**told, "tokens": few, "share": share}
+        some = {**told, "requests": 2 if dry else 16}
+        if few:
+            disk = {"disk": int(size / USABLE), "host": 2 * size}
+            found.append(
+                Case(f"{shape}, written", f"{task}:written", {"shape": shape}, lasts, disk)
+            )
         found += [
-            Case(f"{shape}, written", f"{task}:written", {"shape": shape}, lasts,
-                 {"disk": int(size / USABLE), "host": 2 * size}),
             Case(f"{shape}, Outsize", f"{task}:ours", told, lasts, held),
             Case(f"{shape}, transformers", f"{task}:theirs", told, lasts, held),
-            Case(f"{shape}, Outsize, {share:.0%} of the weights", f"{task}:ours", less,
-                 0 if dry else lasts + few * size / 1e9, held),
+            Case(f"{shape}, Outsize, {some['requests']} at once", f"{task}:together", some, lasts,
+                 held),
+            Case(f"{shape}, transformers, {some['requests']} at once", f"{task}:theirs", some,
+                 lasts, held),
         ]  # fmt: skip
+        if few:
+            less, longer = {**told, "tokens": few, "share": share}, few * size / 1e9
+            found.append(
+                Case(f"{shape}, Outsize, {share:.0%} of the weights", f"{task}:ours", less,
+                     0 if dry else lasts + longer, held)
+            )  # fmt: skip
     return found
 
 

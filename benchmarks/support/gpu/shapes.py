@@ -31,6 +31,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "1.1B": dict(PRESETS["llama-1.1b"]),
     "7B": dict(PRESETS["llama-7b"]),
+    "8B": {
+        **PRESETS["llama-7b"], "intermediate_size": 14336, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
     "13B": {
         **PRESETS["llama-7b"], "hidden_size": 5120, "intermediate_size": 13824,
         "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,

@@ -10,6 +10,9 @@ from support.figures import markdown
 from outsize.memory.sizes import format_bytes
 
 FRACTION = "a fraction is FLOPs (below) / seconds of the median step / this peak"
+READ = (
+    "steps/s (tokens/s over requests at once) x bytes of weights / the memory's bytes/s as probed"
+)
 Found = Mapping[str, Any]  # the JSON of a run
 
 
@@ -118,15 +121,21 @@ def offloaded(done: Found) -> str:
 
 
 def tokens(done: Found) -> str:
-    head = ("who", "tokens/s", "first token, s", "bytes", "may hold", "weights")
-    return markdown(head, [
+    head = ("who", "tokens/s", "of the bandwidth", "first token, s", "bytes", "may hold", "weights")
+    table = markdown(head, [
         (
-            name, _number(f["tokens/s"]), f"{f['first token']:.4g}", _bytes(f["peak"]),
-            _bytes(f.get("budget")), _bytes(f.get("weights")),
+            name, _number(f["tokens/s"]), _share(f["of the bandwidth"]),
+            f"{f['first token']:.4g}", _bytes(f["peak"]), _bytes(f.get("budget")),
+            _bytes(f.get("weights")),
         )
         for name, f in done.items()
         if "tokens/s" in f
     ])  # fmt: skip
+    return f"{table}\n\nof the bandwidth: {READ}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 TABLES = {
