@@ -127,8 +127,8 @@ class _Graph:
         self._numbers_N = torch.zeros(tokens * (self._width + 2), dtype=torch.int32, device=device)
         self._where_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._rope = {
-            name: tuple(x.new_empty((tokens, *x.shape[1:])) for x in pair)
-            for name, pair in ctx.rope.items()
+            name: (cos.new_empty(tokens, cos.shape[1]), sin.new_empty(tokens, sin.shape[1]))
+            for name, (cos, sin) in ctx.rope.items()
         }
         seen = paged.sights(self._numbers_N[: tokens * (self._width + 1)], self._width)
         self._ctx = replace(

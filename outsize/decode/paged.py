@@ -273,7 +273,7 @@ class PagedPast:
         """What these tokens see, sent once for all layers of a step."""
         key = rows.start, rows.stop, device
         if key not in self._sent:
-            tables, positions = (some[rows] for some in self.tables)
+            tables, positions = self.tables[0][rows], self._positions[rows]
             width = pages_of(max(positions) + 1, self.cache.size)
             flat = torch.tensor(paged.flat(tables, positions, width), dtype=torch.int32)
             self._sent[key] = paged.sights(accelerator.sent(flat, device), width)
