@@ -21,6 +21,7 @@ from outsize.errors import OutsizeError, counted
 from outsize.torch_private import (
     DispatchMode,
     FakeTensor,
+    clear_workspaces,
     disable_current_modes,
     extension,
     has_kernel,
@@ -268,6 +269,30 @@ def grain(device: torch.device) -> int:
         before = torch.accelerator.memory_allocated(device)
         one = torch.empty(1, dtype=torch.uint8, device=device)
         return max(one.nbytes, torch.accelerator.memory_allocated(device) - before)
+
+
+@cache
+def reserved(device: torch.device) -> int:
+    """Bytes of a device that libraries of products take at their first call and keep: a share for
+    each thread that multiplies, which are the calling one and autograd's. They hold these bytes
+    from here on."""
+    if not queues(device):
+        return 0
+    with disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        settle(device)
+        clear_workspaces(device)
+        before = torch.accelerator.memory_allocated(device)
+        multiply(device)
+        settle(device)
+        return max(0, torch.accelerator.memory_allocated(device) - before)
+
+
+def multiply(device: torch.device) -> None:
+    """Products and their gradients, with and without a bias, in the types of training."""
+    for dtype in (torch.float32, torch.bfloat16):
+        if computes_in(device, dtype):
+            x = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+            (x @ x + torch.addmm(x[0], x, x)).sum().backward()
 
 
 def registers() -> bool:

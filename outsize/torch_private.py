@@ -101,6 +101,13 @@ def has_kernel(operator: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator, key))
 
 
+def clear_workspaces(device: torch.device) -> None:
+    """Have cuBLAS let go of the memory that it keeps for products to come, of every thread and
+    stream; nothing on other devices."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def rehearsing() -> bool:
     """Whether tensors that are made here have no memory."""
     from torch._subclasses.fake_tensor import FakeTensor

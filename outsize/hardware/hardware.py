@@ -116,8 +116,9 @@ class Measured:
 @dataclass(frozen=True)
 class Device:
     """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...). grain:
-    bytes of which its allocator gives whole multiples. watts, price: of one device in use, where
-    known. array: rows and columns of a systolic array, 0 where there is none."""
+    bytes of which its allocator gives whole multiples; reserved: that its libraries keep. watts,
+    price: of one device in use, where known. array: rows and columns of a systolic array, 0 where
+    there is none."""
 
     name: str
     kind: Kind
@@ -129,6 +130,7 @@ class Device:
     measured: Measured = field(default_factory=Measured)
     note: str = ""
     grain: int = 1
+    reserved: int = 0
     watts: Rate | None = None
     price: Rate | None = None  # money/h
     array: int = 0
@@ -136,6 +138,8 @@ class Device:
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name}: grain", self.grain, "B")
+        if self.reserved < 0:
+            raise OutsizeError(f"{self.name}: reserved {self.reserved} B, expected 0 or more")
         _positive(f"device {self.name}: count", self.count, "count")
         _unit(f"device {self.name}: memory", self.memory, "B")
         _unit(f"device {self.name}: bandwidth", self.bandwidth, "B/s")

@@ -186,13 +186,16 @@ def _memory(target: torch.device) -> tuple[int, int]:
 
 def _refreshed(hardware: Hardware, target: torch.device, directory: str | Path) -> Hardware:
     """The same rates with the memory and the disk that are free now."""
+    reserved = accelerator.reserved(target)
     total, free = _memory(target)
+    free += reserved  # which a plan has among its own
     sizes = dict(
         zip(TIERS, (free, host.memory().available, host.disk_free(directory)), strict=True)
     )
     (device,) = hardware.devices
     seen = replace(device.memory, value=float(total))
-    device = replace(device, memory=seen, visible=seen, grain=accelerator.grain(target))
+    grain = accelerator.grain(target)
+    device = replace(device, memory=seen, visible=seen, grain=grain, reserved=reserved)
     return replace(
         hardware,
         devices=(device,),

@@ -28,17 +28,22 @@ class AllocatorLedger:
 
     budget: of bytes in tensors, which are foretold. What the allocator keeps beside them depends on
     all that came before; it gives that back before it refuses. So an action that was over its
-    budget raises when it has ended."""
+    budget raises when it has ended. reserved: bytes of what libraries keep that count, too."""
 
     def __init__(
-        self, device: torch.device, budget: int | None = None, own: Iterable[Tensor] = ()
+        self,
+        device: torch.device,
+        budget: int | None = None,
+        own: Iterable[Tensor] = (),
+        reserved: int = 0,
     ) -> None:
-        self.budget, self._device = budget, device
+        self.budget, self._device, self._reserved = budget, device, reserved
+        accelerator.reserved(device)  # libraries have taken theirs
         gc.collect()  # tensors of rings of objects that are done would count, and then go
         storages = (x.untyped_storage() for x in own if x.device == device)
         sizes = {storage_key(each): each.nbytes() for each in storages}
         mine = sum(in_grains(size, accelerator.grain(device)) for size in sizes.values())
-        self._before = torch.accelerator.memory_allocated(device) - mine
+        self._before = torch.accelerator.memory_allocated(device) - mine - reserved
         self.live: dict[str, int] = dict.fromkeys(KINDS, 0)
 
     @property
@@ -78,7 +83,8 @@ class AllocatorLedger:
 
     def settle(self) -> None:
         held = sum(self.live[kind] for kind in _HELD)
-        self.live["activations"], self.live["workspace"] = self.total - held, 0
+        self.live["activations"] = self.total - held - self._reserved
+        self.live["workspace"] = self._reserved
         if self.budget is not None and (peak := self.peak) > self.budget:
             raise OverBudget("memory", peak - self.total, self.total, self.budget)
 
@@ -90,11 +96,15 @@ Meter = Ledger | AllocatorLedger  # what counts live bytes of the device tier wh
 
 
 def meter(
-    device: torch.device | str, budget: int | None = None, own: Iterable[Tensor] = ()
+    device: torch.device | str,
+    budget: int | None = None,
+    own: Iterable[Tensor] = (),
+    reserved: int = 0,
 ) -> Meter:
     """What counts bytes on a device: an accelerator's allocator, the dispatcher elsewhere. own:
-    tensors that the work will replace by its own."""
+    tensors that the work will replace by its own. reserved: of what an accelerator's libraries
+    keep, bytes that count."""
     device = torch.device(device)
     if not accelerator.queues(device):
         return Ledger(budget, device.type)
-    return AllocatorLedger(device, budget, own)
+    return AllocatorLedger(device, budget, own, reserved)

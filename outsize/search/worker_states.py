@@ -84,15 +84,17 @@ class WorkerCosts:
 
 def worker_costs(made: Forecast) -> list[WorkerCosts]:
     """By worker."""
+    fixed = ("data", "workspace")  # are no states
     spent = [[0.0, 0.0] for _ in range(len(made.ranks) or 1)]
     for event in made.trace.events:
         if event.lane == "compute":
             spent[event.worker][event.kind == "UPDATE"] += event.end - event.start
     static = [turn.static for turn in made.ranks] or [made.static]
-    each = zip(static, made.peaks, spent, strict=True)
+    resident = [sum(n for kind, n in held.items() if kind not in fixed) for held in static]
+    each = zip(resident, made.peaks, spent, strict=True)
     return [
-        WorkerCosts(sum(s.values()) - s.get("data", 0), peak, sum(made.below_of(i).values()), *took)
-        for i, (s, peak, took) in enumerate(each)
+        WorkerCosts(size, peak, sum(made.below_of(i).values()), *took)
+        for i, (size, peak, took) in enumerate(each)
     ]
 
 

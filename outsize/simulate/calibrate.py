@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from statistics import median
 
+from outsize import accelerator
 from outsize.data import Batch
 from outsize.memory.allocator import meter
 from outsize.memory.ledger import OverBudget
@@ -56,7 +57,9 @@ def calibrate(
     try:
         with stores_of(chosen.plan, resting) as stores:
             model = build(chosen.config, seed=0, device=device)
-            ledger = None if made.plan.budget is None else meter(device, made.plan.budget)
+            where, budget = accelerator.named(device), made.plan.budget
+            kept = accelerator.reserved(where)
+            ledger = None if budget is None else meter(where, budget, reserved=kept)
             here = Here(ledger=ledger, stores=stores)
             with closing(make_job(NativeModel(model), chosen.plan, recipe, here)) as job:
                 times = _measure(job, batch_of(chosen.plan.rows))

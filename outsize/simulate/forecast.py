@@ -114,7 +114,8 @@ def forecast(
 
 def compose(plan: Plan, costs: Costs, hardware: Hardware) -> Forecast:
     """The forecast of a plan whose actions' costs are known."""
-    places = [_Place.of(plan, costs, turn) for turn in range(plan.mesh.pipeline)]
+    reserved = hardware.devices[0].reserved
+    places = [_Place.of(plan, costs, turn, reserved) for turn in range(plan.mesh.pipeline)]
     clocks = [Clock(place.placement, costs, hardware, place.says) for place in places]
     players = [Player(p.schedule, p.static, turn) for turn, p in enumerate(places)]
     trace = play_together(players, [clock.seconds for clock in clocks])
@@ -159,8 +160,9 @@ class _Place:
     copied: int
 
     @staticmethod
-    def of(plan: Plan, costs: Costs, turn: int) -> _Place:
-        """Raises OutsizeError for a schedule that cannot run."""
+    def of(plan: Plan, costs: Costs, turn: int, reserved: int) -> _Place:
+        """reserved: bytes that the device's libraries keep. Raises OutsizeError for a schedule that
+        cannot run."""
         placement = costs.facts.placement(plan, turn)
         line = placement.chunks.pipelining
         schedule = with_in_flight(annotate(placement.schedule, costs), costs, line)
@@ -170,6 +172,7 @@ class _Place:
             "data": costs.data,
             "window": in_grains(placement.pool, grain),
             "activations": absent(placement.chunks, grain),
+            "workspace": reserved,
         }
         for kinds in held:
             for kind, count in kinds.items():
@@ -207,7 +210,8 @@ class _Place:
         beside = starting(self.placement, costs.facts.filling)
         kinds = {k: n for k, n in self._between.items() if k not in ("data", "activations")}
         beside = in_grains(beside, costs.facts.grain)
-        return {**kinds, "workspace": beside} if beside else {}
+        kinds["workspace"] = kinds.get("workspace", 0) + beside
+        return kinds if beside else {}
 
     def forecast(self, trace: Trace, costs: Costs, hardware: Hardware, turn: int) -> RankForecast:
         """Its part of the forecast."""

@@ -54,8 +54,10 @@ def predicted(
     """What a plan will hold and take. makers: of a place of the pipeline axis, called in a fake
     mode, how its job is made, and a batch; ledger_of: makes what counts them."""
     workers, forms = list[_Worker](), dict[MessageKey, tuple[Form, ...]]()
+    reserved = hardware.devices[0].reserved
     for turn in range(plan.mesh.pipeline):
-        workers.append(_played(plan, makers(turn=turn), ledger_of(), forms))
+        made = _played(plan, makers(turn=turn), ledger_of(), forms)
+        workers.append(made.having(reserved) if reserved else made)
     players, clocks = list[Player](), list[Callable[[int, Action], float]]()
     for turn, worker in enumerate(workers):
         players.append(Player(worker.schedule, worker.static, turn))
@@ -112,6 +114,11 @@ class _Worker:
     evaluation: int
     grain: int
 
+    def having(self, reserved: int) -> _Worker:
+        """On a device whose libraries keep so many bytes."""
+        static = {**self.static, "workspace": self.static.get("workspace", 0) + reserved}
+        return replace(self, static=static, evaluation=self.evaluation + reserved)
+
     @cached_property
     def says(self) -> Says:
         """What its actions say to others."""
@@ -144,8 +151,8 @@ class _Worker:
         placement, mesh = self.job.placement, self.job.plan.mesh
         peak = max(event.peak for event in trace.events if event.worker == turn)
         kinds = kinds_at_peak(trace, self.static, turn)
-        begun = {**{k: n for k, n in self.static.items() if k != "data"}, "workspace": 0}
-        begun["workspace"] = starting(placement, filling)
+        begun = {k: n for k, n in self.static.items() if k != "data"}
+        begun["workspace"] = hardware.devices[0].reserved + starting(placement, filling)
         if sum(begun.values()) > peak:
             peak, kinds = sum(begun.values()), begun
         role, stages = self.schedule.role, range(self.schedule.stages)

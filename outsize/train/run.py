@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outsize import typed
+from outsize import accelerator, typed
 from outsize.checkpoint.opened import Checkpoint, DamageError
 from outsize.checkpoint.store import OnDamage
 from outsize.checkpoint.store import Store as Checkpoints
@@ -284,7 +284,8 @@ def _train(
         base.opened(below, setup.device) as files,
     ):
         stores: dict[str, Store] = {**tiers, **files}
-        ledger = meter(setup.device, setup.plan.budget)
+        reserved = accelerator.reserved(setup.device)
+        ledger = meter(setup.device, setup.plan.budget, reserved=reserved)
         job = _job(setup, found, ledger, stores, worker_group)
         if found is not None:
             place = replace(restore(found, job), steps=keys.steps)

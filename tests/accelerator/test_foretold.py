@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +101,47 @@ class Own(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.last(x).square().mean()
+
+
+@contextmanager
+def _library() -> Iterator[int]:
+    """Bytes that a library of products takes at its first call, and keeps, as cuBLAS does."""
+    held, multiply, nbytes = list[torch.Tensor](), accelerator.multiply, 3 << 20
+
+    def once(device: torch.device) -> None:
+        if not held:
+            held.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        multiply(device)
+
+    accelerator.reserved.cache_clear()
+    with patch.object(accelerator, "multiply", once):
+        yield nbytes
+    held.clear()
+    accelerator.reserved.cache_clear()
+
+
+def test_what_a_library_keeps_is_foretold_and_measured() -> None:
+    device, config, plan, machine = _started(), _config(), BASE, _machine()
+    with _library() as nbytes:
+        assert accelerator.reserved(device) == nbytes
+        one = replace(machine.devices[0], reserved=nbytes)
+        request = _request(device, plan.precision)
+        plain = predict(config, request, plan, machine)
+        made = predict(config, request, plan, replace(machine, devices=(one,)))
+        assert made.peak - plain.peak == made.evaluation - plain.evaluation == nbytes
+        assert sum(made.peak_by_kind.values()) == made.peak
+        step, evaluation = _measured(config, plan, meter(device, made.peak, (), nbytes), device)
+        assert step <= made.peak <= OVER * step
+        assert evaluation <= made.evaluation <= OVER * evaluation
+        with pytest.raises(OverBudget):
+            _measured(config, plan, meter(device, plain.peak, (), nbytes), device)
+
+
+def test_of_an_adopted_module_beside_a_library() -> None:
+    with _library():
+        test_of_an_adopted_module("8MiB")
+        with pytest.raises(OutsizeError, match="missing"):
+            test_of_an_adopted_module("4.1MiB")
 
 
 @pytest.mark.parametrize("budget", ["8MiB", "4.1MiB"])

@@ -119,7 +119,8 @@ class Preparing:
         self.alike(lambda: self._look(batch))
         plan, below = self._planned(batch)
         own, limit = self.model.parameters(), settings.budget
-        ledger = None if limit is None else meter(self.device, limit, own)
+        kept = accelerator.reserved(self.device)
+        ledger = None if limit is None else meter(self.device, limit, own, kept)
         with ExitStack() as stack:
             stores = self.alike(
                 lambda: stack.enter_context(
