@@ -88,6 +88,7 @@ class Measured:
     attention: tuple[Attention, ...] = ()
     overhead: Rate | None = None  # seconds of an operator on a tiny tensor
     fill: Rate | None = None  # B/s of writing memory that has just been allocated
+    handed: Rate | None = None  # seconds of the host for an operator of a step on a GPU
 
     def matmul_rate(self, tokens: int, d_in: int, d_out: int, dtype: str) -> float:
         """FLOP/s of a shape, between the measured ones in the logarithms of T, I and O.

@@ -22,11 +22,12 @@ from outsize import accelerator, typed
 from outsize.errors import OutsizeError
 from outsize.hardware import host, measure
 from outsize.hardware.disk import disk_rates
+from outsize.hardware.handing import handed
 from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Tier
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 3  # raised when what is measured, or how, changes
+FORMAT = 4  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -149,6 +150,7 @@ def _measure(
         attention=tuple(measure.attentions(target, quick, timer, date)),
         overhead=measure.overhead(target, timer, date),
         fill=None if apart else measure.fill(timer, date),
+        handed=handed(target, timer, date) if apart else None,
     )
     memory = Rate(_memory(target)[0], "B", "operating system", date)
     device = Device(

@@ -319,7 +319,8 @@ def duration(work: Work, device: Device) -> float:
     """Seconds of an action's work at a device's measured rates.
 
     Products at the measured rate of their shape, attention at its own, everything else at the
-    bandwidth of memory, and the fixed cost of every operator call.
+    bandwidth of memory, and the fixed cost of every operator call. Where the host runs ahead of the
+    device, what takes longer of its handing out and the device's work.
     """
     measured = device.measured
     total = work.moved / device.bandwidth.value
@@ -327,6 +328,8 @@ def duration(work: Work, device: Device) -> float:
         total += 2.0 * m * k * n * calls / _product_rate(device, m, k, n, dtype)
     for (direction, dtype), operations in work.attention.items():
         total += operations / _attention_rate(device, direction, dtype)
+    if measured.handed is not None:
+        return max(total, work.calls * measured.handed.value)
     if measured.overhead is not None:
         total += work.calls * measured.overhead.value
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import outsize
 from outsize import accelerator
 from outsize.errors import OutsizeError
 from outsize.hardware import Hardware, Rate, Tier, catalogue
+from outsize.hardware.handing import handed
 from outsize.memory import Meter, OverBudget, meter
 from outsize.memory.tiers import TierSpec
 from outsize.models.build import shells
@@ -33,6 +34,7 @@ from outsize.runtime import spill
 from outsize.runtime.making import NativeModel, make_job
 from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, predict
+from outsize.simulate.counter import Counter
 
 ROWS, SEQUENCE, BOUNDS = 4, 32, (0, 9, 32)
 OVER = 1.02  # of the allocator's figure: the most that is foretold
@@ -167,6 +169,20 @@ def test_less_than_an_adopted_module_needs_is_refused() -> None:
 def test_the_grain_is_asked_of_the_device() -> None:
     assert accelerator.grain(_started()) == 512
     assert accelerator.grain(torch.device("cpu")) == 1
+
+
+def test_the_host_hands_out_what_rehearsals_count() -> None:
+    device, work = _started(), list[Callable[[], object]]()
+
+    def timer(step: Callable[[], object], where: torch.device) -> float:
+        work.append(step)
+        return 1.0
+
+    each = handed(device, timer, "d")
+    with Counter() as counter:
+        work[0]()
+    assert each.value == pytest.approx(1 / counter.work.calls)
+    assert counter.work.calls > 160  # of 16 layers, those of autograd's thread among them
 
 
 def _started() -> torch.device:

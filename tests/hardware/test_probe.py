@@ -70,6 +70,7 @@ def test_rates_follow_from_the_times(tmp_path: Path) -> None:
     assert device.measured.fill.value == pytest.approx(2**26 / 1e-3)
     assert device.measured.overhead is not None
     assert device.measured.overhead.value == pytest.approx(1e-3 / measure.TINY_CALLS)
+    assert device.measured.handed is None  # a processor hands nothing out
     both = {(a.dtype, a.direction): a.rate.value for a in device.measured.attention}
     assert both["fp32", "forward"] == pytest.approx(2 * 512**2 * 64 * 6 / 1e-3)
     assert both["bf16", "backward"] == pytest.approx(5 * 512**2 * 64 * 6 / 1e-3)
