@@ -13,13 +13,9 @@ from outsize.plan import Plan, Sharding, Stage, Stream
 from outsize.plan.plan import per_segment
 from outsize.plan.settings import PLAN_SETTINGS
 from outsize.search.pipeline_request import playing, row_choices
-from outsize.search.request import PlanRequest
+from outsize.search.request import LOGIT_TOKENS, PlanRequest
 
-# Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
-# gave 1,640, 1,750, 1,780 tokens/s in float32 and 3,800, 4,050, 4,340 in bfloat16.
-TOKENS_AT_ONCE = 4096
 TILES = 16  # of the feed-forward layer in what of a block runs at once, at most
-LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
 
 
 def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
@@ -31,7 +27,7 @@ def candidates(request: PlanRequest, segments: int) -> Iterator[Plan]:
     line = playing(request)
     # Where all workers must know the sums of a microbatch before its losses are made, chunks of
     # logits are made twice.
-    logits = 0 if line.ends else LOGIT_TOKENS
+    logits = 0 if line.ends else request.logits
     base = Plan(
         segments,
         _stages(request, segments, 0),
@@ -113,9 +109,9 @@ def _stages(request: PlanRequest, segments: int, recomputed: int) -> tuple[Stage
 
 
 def _row_choices(request: PlanRequest) -> list[int]:
-    """Rows of a microbatch: about TOKENS_AT_ONCE tokens, then ever fewer, unless fixed."""
+    """Rows of a microbatch: about request.at_once tokens, then ever fewer, unless fixed."""
     own = -(-request.rows // request.mesh.rows)
-    most = max(1, TOKENS_AT_ONCE // max(1, request.sequence))
+    most = max(1, request.at_once // max(1, request.sequence))
     if request.mesh.pipeline > 1:
         choices = row_choices(request)
         return [rows for rows in choices if rows <= most] or choices[-1:]

@@ -36,6 +36,8 @@ from outsize.search.variants import Predicts
 from outsize.simulate import Forecast
 from outsize.simulate.rehearse import rehearse
 
+WORTH = 0.98  # of a step's time: what is quicker by less is not worth the memory of larger pieces
+
 
 class TooSmall(OutsizeError):
     """No plan fits the budget."""
@@ -68,11 +70,39 @@ def chosen(forecaster: Predicts, segments: int) -> Forecast:
 
 def _chosen(forecaster: Predicts, segments: int) -> Forecast:
     """The same, with the schedule that is said or the search begins with."""
-    request = forecaster.request
+    request = _widened(forecaster, segments)
     ways = (list(candidates(replace(request, shards=s), segments)) for s in _shardings(request))
     if request.tiers and request.budget is not None:
         return choose_offloaded(forecaster, *ways)
     return pick(ways, forecaster.forecast, request.budget)
+
+
+def _widened(forecaster: Predicts, segments: int) -> PlanRequest:
+    """The request with more tokens at once, and logits of more of them, while that gains something
+    and fits. To hand work to a device with queues takes the host as long whatever its size, so a
+    step that waits for the host is the shorter the fewer its microbatches and chunks are."""
+    request = forecaster.request
+    if not request.apart or request.mesh.pipeline > 1:
+        return request
+    best, limit = forecaster.forecast(next(candidates(request, segments))), request.budget
+    if limit is not None and best.peak > limit:
+        return request
+    for grown in (_more_rows, _more_logits):
+        while (plan := next(candidates(more := grown(request, best.plan), segments))) != best.plan:
+            made = forecaster.forecast(plan)
+            if made.seconds > WORTH * best.seconds or (limit is not None and made.peak > limit):
+                break
+            request, best = more, made
+    return request
+
+
+def _more_rows(request: PlanRequest, plan: Plan) -> PlanRequest:
+    return replace(request, at_once=2 * plan.microbatch_rows * plan.sequence)
+
+
+def _more_logits(request: PlanRequest, plan: Plan) -> PlanRequest:
+    most = plan.microbatch_rows * plan.sequence
+    return request if request.logits >= most else replace(request, logits=2 * request.logits)
 
 
 def _shardings(request: PlanRequest) -> tuple[Sharding, ...]:

@@ -34,6 +34,10 @@ from outsize.simulate.fake import FakeMode
 from outsize.simulate.rehearse import bare, nowhere, rehearse, splits_of, stacked
 from outsize.simulate.sample import Sample, expand, sample
 
+# Where memory allows: calls cost less the larger they are. 25M model, 2 cores: 2, 4, 8 rows of 512
+# gave 1,640, 1,750, 1,780 tokens/s in float32 and 3,800, 4,050, 4,340 in bfloat16.
+TOKENS_AT_ONCE = 4096
+LOGIT_TOKENS = 512  # logits of so many tokens at once: products lose nothing, memory stays small
 SCHEDULE = "1f1b"  # as short a step as GPipe's, and it holds fewer microbatches
 
 
@@ -54,7 +58,8 @@ class PlanRequest(Extended):
     such a module, if it was seen to run in chunks of them, else 0. few: microbatches are as said,
     even if there are more workers. settings: those of plans that are fixed. apart: the device has
     memory of its own, to which microbatches are copied. kind: of device, whose operators are
-    rehearsed; grain: bytes of which it gives whole multiples.
+    rehearsed; grain: bytes of which it gives whole multiples. at_once, logits: tokens of a
+    microbatch, and those whose logits exist at once, that a search begins with.
     """
 
     rows: int
@@ -88,6 +93,8 @@ class PlanRequest(Extended):
     apart: bool = False
     kind: str = "cpu"
     grain: int = 1
+    at_once: int = TOKENS_AT_ONCE
+    logits: int = LOGIT_TOKENS
     settings: Settings = NONE
 
     @property

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rates import known_hardware
 from subjects import config_of
 
 from outsize.collectives import Mesh
 from outsize.data import Batch
 from outsize.errors import OutsizeError
-from outsize.hardware import catalogue
+from outsize.hardware import Hardware, Measured, Rate, catalogue
 from outsize.memory import Ledger
 from outsize.models.build import build
 from outsize.optim import AdamW
@@ -23,7 +24,8 @@ from outsize.runtime.recipe import Here, Recipe
 from outsize.search import PlanRequest, choose, native_makers, predict
 from outsize.search.candidates import candidates as candidates_of
 from outsize.search.request import facts_of_model
-from outsize.simulate.forecast import compose
+from outsize.simulate.counter import Work
+from outsize.simulate.forecast import compose, duration
 from outsize.simulate.rehearse import rehearse
 from outsize.simulate.sample import expand, sample
 
@@ -201,3 +203,34 @@ def test_workers_cut_more_where_less_does_not_fit():
         choose(CONFIG, replace(request, budget=least[3] - 1), HARDWARE)
     with pytest.raises(OutsizeError, match="too small"):  # the user says that nothing else is cut
         choose(CONFIG, replace(request, budget=least[1] - 1, shards=zero(1, 4)), HARDWARE)
+
+
+def handing(seconds: float) -> Hardware:
+    """A GPU whose host takes so long for each operator that it hands out."""
+    (device,) = HARDWARE.devices
+    measured = Measured(handed=Rate(seconds, "s", "test", "2026-11-26"))
+    return replace(HARDWARE, devices=(replace(device, measured=measured),))
+
+
+def test_what_waits_for_the_host_takes_as_long_as_its_calls() -> None:
+    work = Work(moved=48e9, calls=10)  # at 4.8 TB/s
+    assert duration(work, handing(1e-2).devices[0]) == pytest.approx(0.1)
+    assert duration(work, handing(1e-5).devices[0]) == pytest.approx(0.01)
+    assert duration(work, known_hardware().devices[0]) == pytest.approx(48 / 20 + 10e-6)
+
+
+def test_a_device_with_queues_has_microbatches_and_chunks_as_large_as_fit() -> None:
+    wish, machine = replace(WISH, rows=8, at_once=64, logits=16, apart=True), handing(3e-5)
+    first = replace(next(candidates_of(wish, 5)), microbatch_rows=2, loss_chunk=16)
+    small = predict(CONFIG, wish, first, machine)
+
+    def sizes(**changes: object) -> tuple[int, int]:
+        plan = choose(CONFIG, replace(wish, **changes), machine).plan
+        return plan.microbatch_rows, plan.loss_chunk
+
+    made = choose(CONFIG, wish, machine)
+    assert (made.plan.microbatch_rows, made.plan.loss_chunk) == (8, 256)
+    assert made.seconds < 0.5 * small.seconds
+    assert sizes(budget=small.peak)[0] == 2
+    assert sizes(microbatch_rows=4, loss_chunk=32) == (4, 32)
+    assert sizes(apart=False) == (2, 16)
