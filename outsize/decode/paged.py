@@ -184,7 +184,7 @@ class PagedPast:
     def _runs(self) -> list[tuple[slice, Part | kernel.Seen]]:
         """What is attended at once: a slice of a prompt, whose keys and values lie one behind
         another, or parts whose tokens are attended each alone."""
-        found, spans = list[tuple[slice, Part | kernel.Seen]](), self._spans()
+        found, spans = list[tuple[slice, Part | kernel.Seen]](), self.spans()
         for apart, some in itertools.groupby(spans, lambda one: self._in_tiles(one[0])):
             here = list(some)
             if apart:
@@ -211,7 +211,7 @@ class PagedPast:
             tables += part.pages
         return kernel.Seen(*map(kernel.numbers, (tables, begins, self._positions[rows])))
 
-    def _spans(self) -> Iterator[tuple[Part, tuple[int, int]]]:
+    def spans(self) -> Iterator[tuple[Part, tuple[int, int]]]:
         return zip(self.parts, itertools.pairwise(self.bounds), strict=True)
 
     def __call__(
@@ -232,7 +232,7 @@ class PagedPast:
             return LocalAttend()(q_THK, k_TGK, v_TGW, bounds, spec)  # as training does
         q_THK = q_THK.contiguous()
         if not kernel.fits(q_THK, keys, values):
-            outputs = self._on_device(q_THK, keys, values, spec)
+            outputs = _on_device(self, q_THK, keys, values, spec)
         else:
             facts, outputs = (spec.scale, spec.window, spec.softcap), []
             for rows, seen in self._runs:
@@ -241,51 +241,17 @@ class PagedPast:
                     continue
                 k_LGK, v_LGW = k_TGK[rows], v_TGW[rows]
                 if seen.start:
-                    k_LGK, v_LGW = self._gathered(seen, keys, values)
+                    k_LGK, v_LGW = self.gathered(seen, keys, values)
                 behind = replace(spec, first_query=seen.start)
                 outputs.append(LocalAttend()(q_THK[rows], k_LGK, v_LGW, (0, seen.stop), behind))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _on_device(
-        self, q_THK: Tensor, keys: kernel.Pool, values: kernel.Pool, spec: AttendSpec
-    ) -> list[Tensor]:
-        """o_CHW of some tokens after others."""
-        outputs, together = list[Tensor](), paged.served(q_THK, keys)
-        for some, begin in itertools.groupby(self._spans(), lambda one: self._few(one[0])):
-            here = list(begin)
-            if some and together:
-                rows = slice(here[0][1][0], here[-1][1][1])
-                seen = self._sights(rows, q_THK.device)
-                facts = spec.scale, spec.window, spec.softcap
-                outputs.append(paged.attend(q_THK[rows], keys, values, seen, *facts))
-                continue
-            outputs += (
-                attend_tail(q_THK[first:last], *self._gathered(part, keys, values), spec)
-                for part, (first, last) in here
-            )
-        return outputs
-
-    def _few(self, part: Part) -> bool:
-        """Whether tokens of a sequence are better attended each alone."""
-        return part.tokens < tiles.BLOCK
-
-    def _sights(self, rows: slice, device: torch.device) -> paged.Sights:
-        """What these tokens see, sent once for all layers of a step."""
-        key = rows.start, rows.stop, device
-        if key not in self._sent:
-            tables, positions = self.tables[0][rows], self._positions[rows]
-            width = pages_of(max(positions) + 1, self.cache.size)
-            flat = torch.tensor(paged.flat(tables, positions, width), dtype=torch.int32)
-            self._sent[key] = paged.sights(accelerator.sent(flat, device), width)
-        return self._sent[key]
-
     @cached_property
-    def _sent(self) -> dict[tuple[int, int, torch.device], paged.Sights]:
+    def sent(self) -> dict[tuple[int, int, torch.device], paged.Sights]:
+        """What tokens see, once for all layers of a step."""
         return {}
 
-    def _gathered(
-        self, part: Part, keys: kernel.Pool, values: kernel.Pool
-    ) -> tuple[Tensor, Tensor]:
+    def gathered(self, part: Part, keys: kernel.Pool, values: kernel.Pool) -> tuple[Tensor, Tensor]:
         """k_LGK, v_LGW of all tokens of a sequence."""
         pages: Tensor | slice
         if isinstance(part.pages, range):
@@ -301,7 +267,7 @@ class PagedPast:
     def _stretch(self, first: int, last: int) -> PagedPast:
         """A step of some of the tokens, when those before them have gone through a layer."""
         found = list[Part]()
-        for part, (start, stop) in self._spans():
+        for part, (start, stop) in self.spans():
             low, high = max(start, first), min(stop, last)
             if low < high:
                 ahead = part.ahead + stop - high
@@ -322,7 +288,7 @@ class PagedPast:
         assert bounds == self.bounds, "a step's Carry serves the batch it was made for"
         held = self.cache.states(layer, states, inputs[0].device)
         outputs = []
-        for part, (first, last) in self._spans():
+        for part, (first, last) in self.spans():
             own, slot = tuple(x[first:last] for x in inputs), part.slot
             if part.tokens == 1:
                 y, behind = recurrence.step(own, tuple(x[slot : slot + 1] for x in held))
@@ -336,6 +302,36 @@ class PagedPast:
 
     def keep(self, left: Tensors) -> None:
         raise AssertionError("a step of generation asks what its tokens give")
+
+
+def _on_device(
+    past: PagedPast, q_THK: Tensor, keys: kernel.Pool, values: kernel.Pool, spec: AttendSpec
+) -> list[Tensor]:
+    """o_CHW of some tokens after others: each alone, where the device can and they are few."""
+    outputs, together = list[Tensor](), paged.served(q_THK, keys)
+    for few, some in itertools.groupby(past.spans(), lambda one: one[0].tokens < tiles.BLOCK):
+        here = list(some)
+        if few and together:
+            rows = slice(here[0][1][0], here[-1][1][1])
+            seen, facts = _sights(past, rows, q_THK.device), (spec.scale, spec.window, spec.softcap)
+            outputs.append(paged.attend(q_THK[rows], keys, values, seen, *facts))
+            continue
+        outputs += (
+            attend_tail(q_THK[first:last], *past.gathered(part, keys, values), spec)
+            for part, (first, last) in here
+        )
+    return outputs
+
+
+def _sights(past: PagedPast, rows: slice, device: torch.device) -> paged.Sights:
+    """What these tokens see."""
+    key = rows.start, rows.stop, device
+    if key not in past.sent:
+        tables, positions = past.tables[0][rows], past.tables[1][rows]
+        width = pages_of(max(positions) + 1, past.cache.size)
+        flat = torch.tensor(paged.flat(tables, positions, width), dtype=torch.int32)
+        past.sent[key] = paged.sights(accelerator.sent(flat, device), width)
+    return past.sent[key]
 
 
 def attend_tail(q_CHK: Tensor, k_LGK: Tensor, v_LGW: Tensor, spec: AttendSpec) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from outsize.kernels.norm import upcast
 from outsize.kernels.pages import EVERY, Pool, decoded
 
 PIECE = 256  # tokens
-_FAR = 1 << 30  # more than any context has: positions are int32
+FAR = 1 << 30  # more than any context has: positions are int32
 
 
 @dataclass(frozen=True)
@@ -80,58 +79,50 @@ def attend(
     softcap: float | None,
 ) -> Tensor:
     """o_THW: each token over those of its sequence up to itself, the last `window` of them."""
+    held = ([x for x in (one.data, one.scales) if x is not None] for one in (keys, values))
     o_THW: Tensor = torch.ops.outsize.paged.default(
-        q_THK, keys.data, values.data, keys.scales, values.scales, keys.form.bits,
-        seen.tables_TP, seen.positions_T, values.size, scale, min(window or EVERY, _FAR),
-        softcap or 0.0,
+        q_THK, *held, seen.tables_TP, seen.positions_T,
+        (keys.form.bits, values.size, min(window or EVERY, FAR)), (scale, softcap or 0.0),
     )  # fmt: skip
     return o_THW
 
 
 def _allocate(
     q_THK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    bits: int,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     tables_TP: Tensor,
     positions_T: Tensor,
-    size: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    sizes: Sequence[int],
+    facts: Sequence[float],
 ) -> Tensor:
-    return q_THK.new_empty((*q_THK.shape[:2], size))
+    return q_THK.new_empty((*q_THK.shape[:2], sizes[1]))
 
 
 @torch.no_grad()
 def plain(
     q_THK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    bits: int,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     tables_TP: Tensor,
     positions_T: Tensor,
-    size: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    sizes: Sequence[int],
+    facts: Sequence[float],
 ) -> Tensor:
-    """The twin: all pages of the tables are gathered, whatever is seen of them."""
+    """The twin: all pages of the tables are gathered, whatever is seen of them. keys, values: of a
+    pool, its scales behind. sizes: bits of a code, size of a value, window; facts: scale, cap of
+    scores or 0."""
+    (bits, size, window), (scale, softcap), pages_TP = sizes, facts, tables_TP.long()
 
-    def gathered(data: Tensor, scales: Tensor | None, size: int) -> Tensor:
+    def gathered(held: Sequence[Tensor], size: int) -> Tensor:
         """(T, G, L, size)"""
-        some = data[tables_TP.long()]
-        if scales is not None:
-            some = decoded(some, scales[tables_TP.long()], bits, size)
+        some, *scales = (x[pages_TP] for x in held)
+        if scales:
+            some = decoded(some, scales[0], bits, size)
         return some.to(q_THK.dtype).flatten(1, 2).transpose(1, 2)
 
-    k_TGLK = gathered(keys, key_scales, q_THK.shape[-1])
-    v_TGLW = gathered(values, value_scales, size)
-    q_TGRK = q_THK.unflatten(1, (keys.shape[2], -1))
+    k_TGLK, v_TGLW = gathered(keys, q_THK.shape[-1]), gathered(values, size)
+    q_TGRK = q_THK.unflatten(1, (k_TGLK.shape[1], -1))
     place_L = torch.arange(k_TGLK.shape[2], device=q_THK.device)
     last_T1 = positions_T.unsqueeze(1)
     seen_T11L = ((place_L <= last_T1) & (place_L > last_T1 - window))[:, None, None]
@@ -146,24 +137,29 @@ def plain(
     return (scores.softmax(-1).to(q_THK.dtype) @ v_TGLW).flatten(1, 2)
 
 
-def _on_device(q_THK: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+def _on_device(
+    q_THK: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    tables_TP: Tensor,
+    positions_T: Tensor,
+    sizes: Sequence[int],
+    facts: Sequence[float],
+) -> Tensor:
     """float64 and narrow codes by PyTorch's operators."""
-    if q_THK.dtype is torch.float64 or others[2]:
-        return plain(q_THK, keys, values, *others)
-    tables_TP, positions_T, size, scale, window, softcap = others[3:]
-    o_THW = q_THK.new_empty((*q_THK.shape[:2], size))
+    if q_THK.dtype is torch.float64 or len(keys) > 1:
+        return plain(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
+    o_THW = q_THK.new_empty((*q_THK.shape[:2], sizes[1]))
     kernels = importlib.import_module("outsize.kernels.paged_kernels")
-    kernels.attend(
-        q_THK.contiguous(), keys, values, tables_TP, positions_T, o_THW, scale, window, softcap
-    )
+    seen = Sights(tables_TP, positions_T)
+    kernels.attend(q_THK.contiguous(), keys[0], values[0], seen, sizes[2], tuple(facts), o_THW)
     return o_THW
 
 
 def _defined() -> Iterator[torch.library.Library]:
     schema = (
-        "paged(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales,"
-        " int bits, Tensor tables, Tensor positions, int size, float scale, int window,"
-        " float softcap) -> Tensor"
+        "paged(Tensor q, Tensor[] keys, Tensor[] values, Tensor tables, Tensor positions,"
+        " int[] sizes, float[] facts) -> Tensor"
     )
     made = native.define(schema, plain, _allocate)
     for key in accelerator.COMPILED.values() if grouped.compiles() else ():

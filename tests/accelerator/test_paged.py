@@ -36,15 +36,12 @@ def test_tokens_see_their_pages(shape: str, dtype: torch.dtype, device: str) -> 
     q, k, v = some(tokens, heads, size), some(99, page, groups, size), some(99, page, groups, out)
     tables = torch.randint(99, (tokens, width), generator=draw, dtype=torch.int32)
     places = torch.tensor([width * page - 1, 3, 17][:tokens], dtype=torch.int32)
-    facts = out, size**-0.5, window or paged._FAR, cap or 0.0
-    expected = paged.plain(
-        q.double(), k.double(), v.double(), None, None, 0, tables, places, *facts
-    )
+    facts = (0, out, window or paged.FAR), (size**-0.5, cap or 0.0)
+    expected = paged.plain(q.double(), [k.double()], [v.double()], tables, places, *facts)
     for _ in strict.begins(device, strict.ORDERS[:1], 1 << 28):
-        there = [x.to(device) for x in (q, k, v)]
-        found = torch.ops.outsize.paged(
-            *there, None, None, 0, tables.to(device), places.to(device), *facts
-        )
+        held = [k.to(device)], [v.to(device)]
+        seen = tables.to(device), places.to(device)
+        found = torch.ops.outsize.paged(q.to(device), *held, *seen, *facts)
         assert (found.cpu().double() - expected).abs().max() <= CLOSE[dtype]
 
 
