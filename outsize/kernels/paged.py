@@ -11,8 +11,7 @@ pages of a row of the tables, L = P times the tokens of a page.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize import accelerator
-from outsize.kernels import grouped, native
+from outsize.kernels import native
 from outsize.kernels.norm import upcast
 from outsize.kernels.pages import EVERY, Pool, decoded
 
@@ -150,21 +149,19 @@ def _on_device(
     if q_THK.dtype is torch.float64 or len(keys) > 1:
         return plain(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
     o_THW = q_THK.new_empty((*q_THK.shape[:2], sizes[1]))
-    kernels = importlib.import_module("outsize.kernels.paged_kernels")
     seen = Sights(tables_TP, positions_T)
-    kernels.attend(q_THK.contiguous(), keys[0], values[0], seen, sizes[2], tuple(facts), o_THW)
+    native.kernels("paged").attend(
+        q_THK.contiguous(), keys[0], values[0], seen, sizes[2], tuple(facts), o_THW
+    )
     return o_THW
 
 
-def _defined() -> Iterator[torch.library.Library]:
-    schema = (
+_OPERATORS = (
+    native.define(
         "paged(Tensor q, Tensor[] keys, Tensor[] values, Tensor tables, Tensor positions,"
-        " int[] sizes, float[] facts) -> Tensor"
-    )
-    made = native.define(schema, plain, _allocate)
-    for key in accelerator.COMPILED.values() if grouped.compiles() else ():
-        made.impl("paged", _on_device, key)
-    yield made
-
-
-_OPERATORS = tuple(_defined())
+        " int[] sizes, float[] facts) -> Tensor",
+        plain,
+        _allocate,
+        _on_device,
+    ),
+)
