@@ -8,6 +8,8 @@ D normalised size, T tokens, H heads, K head size, P pairs, C tokens of a chunk,
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,15 @@ _IGNORE = tl.constexpr(IGNORE)
 _LOWEST = tl.constexpr(-3.0e38)  # below every logit, and no infinity: the difference of two is none
 
 
+def _power(x: int) -> int:
+    """x or more, a power of two. What Triton has for it takes longer than a launch."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+@cache
 def _shape(size: int) -> tuple[int, int, int]:
     """For rows of so many elements: rows of a program, columns (a power of two), warps."""
-    wide = triton.next_power_of_2(size)
+    wide = _power(size)
     rows = max(1, _TILE // wide)
     return rows, wide, min(16, max(4, rows * wide // 1024))
 
@@ -39,7 +47,7 @@ def rms_norm(
     """y, and the inverse of the root of each row's mean square."""
     count, size = inverse.numel(), weight.numel()
     rows, wide, warps = _shape(size)
-    _norm[(triton.cdiv(count, rows),)](
+    _norm[(-(-count // rows),)](
         x, weight, y, inverse, count, size, eps, offset, rows, wide, num_warps=warps
     )
 
@@ -54,8 +62,8 @@ def rms_norm_backward(
     """Those gradients that are not None. rows: gy, x and the inverse."""
     count, size = rows[2].numel(), weight.numel()
     each, wide, warps = _shape(size)
-    programs = 0 if gx is None else triton.cdiv(count, each)
-    programs += 0 if gweight is None else triton.cdiv(size, _NARROW.value)
+    programs = 0 if gx is None else -(-count // each)
+    programs += 0 if gweight is None else -(-size // _NARROW.value)
     _norm_backward[(programs,)](
         *rows, weight, gx, gweight, (count, size), offset, each, wide, num_warps=warps
     )
@@ -134,11 +142,11 @@ def turn(
 ) -> None:
     """y, contiguous; what is in a head of x lies one behind another."""
     (tokens, heads, size), pairs = x_THK.shape, cos_TP.shape[1]
-    wide, rest = triton.next_power_of_2(max(1, pairs)), size - 2 * pairs
-    each = min(triton.next_power_of_2(heads), max(1, _TILE // wide))
-    _turn[(tokens, triton.cdiv(heads, each))](
+    wide, rest = _power(pairs), size - 2 * pairs
+    each = min(_power(heads), max(1, _TILE // wide))
+    _turn[(tokens, -(-heads // each))](
         x_THK, cos_TP, sin_TP, y_THK, (heads, size, pairs, *x_THK.stride()[:2]), sign,
-        each, wide, triton.next_power_of_2(rest) if rest else 0, interleaved,
+        each, wide, _power(rest) if rest else 0, interleaved,
     )  # fmt: skip
 
 
@@ -176,13 +184,13 @@ def _turn(  # type: ignore[no-untyped-def]
 def gate(gate: Tensor, up: Tensor, y: Tensor) -> None:
     """y = SiLU(gate) times up."""
     count = gate.numel()
-    _gate[(triton.cdiv(count, _FLAT.value),)](gate, up, y, count)
+    _gate[(-(-count // _FLAT.value),)](gate, up, y, count)
 
 
 def gate_backward(g: Tensor, gate: Tensor, up: Tensor, ggate: Tensor, gup: Tensor) -> None:
     """The gradients of gate and up."""
     count = gate.numel()
-    _gate_backward[(triton.cdiv(count, _FLAT.value),)](g, gate, up, ggate, gup, count)
+    _gate_backward[(-(-count // _FLAT.value),)](g, gate, up, ggate, gup, count)
 
 
 @triton.jit
@@ -221,7 +229,7 @@ def cross_entropy(
     """total = the losses' sum; with `gradient`, logits become their gradient. The host does not
     look: a target that is no token makes the sum NaN."""
     count, size = logits_CV.shape
-    wide = min(_VOCABULARY, triton.next_power_of_2(size))
+    wide = min(_VOCABULARY, _power(size))
     losses_C = torch.empty(count, dtype=torch.float32, device=logits_CV.device)
     _cross_entropy[(count,)](
         logits_CV, targets_C, weights_C, losses_C, size, factor, gradient, wide,
