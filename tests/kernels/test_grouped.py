@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
+from interpreting import interpret, interpreted
 from torch import Tensor
 
 from outsize.kernels import native
@@ -19,7 +15,6 @@ from outsize.simulate.counter import Counter
 
 SIZES = ((3, 0, 7, 1, 0, 5), (0, 0, 0, 16, 0, 0), (16,), (1, 2, 3, 4, 6))
 ops = torch.ops.outsize
-HERE, NAME = Path(__file__).parent, Path(__file__).stem
 
 
 def given(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,13 +88,9 @@ def as_a_gpu_does() -> None:
             torch.testing.assert_close(total, wanted, **close)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch for GPUs")
+@interpreted
 def test_the_kernels_of_a_gpu_give_the_same() -> None:
-    """Triton's interpreter runs them on the host, where it is told to before it is imported."""
-    run = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {NAME}; {NAME}.as_a_gpu_does()"
-    subprocess.run(
-        [sys.executable, "-c", run], check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
+    interpret(__file__, "as_a_gpu_does")
 
 
 def test_rows_are_counted_once_whoever_takes_them() -> None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
-import pytest
 import torch
+from interpreting import interpret, interpreted
 from torch import Tensor
 
 from outsize.kernels import blockwise, gate, loss, native, norm, rope
 from outsize.kernels.blockwise import Moments, Rates
 from outsize.kernels.loss import Targets
 
-HERE, NAME = Path(__file__).parent, Path(__file__).stem
 # Of the largest value: what one rounding may be off. The interpreter's bfloat16 is cut off.
 CLOSE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 
@@ -138,9 +131,6 @@ def as_a_gpu_does() -> None:
         run()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch for GPUs")
+@interpreted
 def test_the_kernels_of_a_gpu_give_the_same() -> None:
-    run = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {NAME}; {NAME}.as_a_gpu_does()"
-    subprocess.run(
-        [sys.executable, "-c", run], check=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
+    interpret(__file__, "as_a_gpu_does")
