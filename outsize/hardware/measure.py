@@ -53,6 +53,7 @@ ENOUGH = 0.015  # seconds of repeats after which the best one stands
 LEAST_REPEATS, MOST_REPEATS = 5, 30  # at least some: a neighbour's time slice spoils one or two
 TINY_CALLS = 200
 HEADS, HEAD_SIZE = 6, 64
+LONG, SHORT = (4096, 32), 2e-4  # tokens and heads where a call of 512 takes fewer seconds than this
 COPIED = 2**27  # bytes
 
 
@@ -93,20 +94,28 @@ def matmuls(device: torch.device, quick: bool, timer: Timer, date: str) -> Itera
 
 
 def attentions(device: torch.device, quick: bool, timer: Timer, date: str) -> Iterator[Attention]:
-    """Causal attention, forward and backward apart, in both dtypes that training uses."""
-    for T in (512,) if quick else (512, 2048):
+    """Causal attention, forward and backward apart, in both dtypes that training uses. Where so few
+    tokens only tell what a call costs, of more of them and more heads."""
+    shapes: tuple[tuple[int, int], ...] = (
+        ((512, HEADS),) if quick else ((512, HEADS), (2048, HEADS))
+    )
+    if accelerator.queues(device):
+        forward = next(_attention(512, HEADS, "bf16", device, timer, date))
+        if 2 * 512**2 * HEAD_SIZE * HEADS / forward.rate.value < SHORT:
+            shapes = (LONG,)
+    for shape in shapes:
         for dtype in ("fp32", "bf16"):
-            yield from _attention(T, dtype, device, timer, date)
+            yield from _attention(*shape, dtype, device, timer, date)
 
 
 def _attention(
-    T: int, dtype: str, device: torch.device, timer: Timer, date: str
+    T: int, heads: int, dtype: str, device: torch.device, timer: Timer, date: str
 ) -> Iterator[Attention]:
     def entry(direction: Literal["forward", "backward"], products: int, spent: float) -> Attention:
-        rate = Rate(products * T * T * HEAD_SIZE * HEADS / spent, "FLOP/s", "probe", date)
-        return Attention(T, HEADS, HEAD_SIZE, dtype, direction, rate)
+        rate = Rate(products * T * T * HEAD_SIZE * heads / spent, "FLOP/s", "probe", date)
+        return Attention(T, heads, HEAD_SIZE, dtype, direction, rate)
 
-    shape = (T, HEADS, HEAD_SIZE)
+    shape = (T, heads, HEAD_SIZE)
     q, k, v = (_numbers(shape, dtype, device).requires_grad_() for _ in range(3))
 
     def forward() -> Tensor:

@@ -23,6 +23,7 @@ _PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.mm.out, _aten.bmm.out}
 _ADDED_PRODUCTS = {
     _aten.addmm.default, _aten.baddbmm.default, _aten.addmm_.default, _aten.addmm.out
 }  # fmt: skip
+_FUSED = ("flash_attention", "efficient_attention", "cudnn_attention")
 _FREE = ("view", "reshape", "detach", "transpose", "expand", "slice", "select", "alias", "empty")
 
 
@@ -74,7 +75,7 @@ class Counter(DispatchMode):
             self._product(args[0], args[1][0].t())  # each row meets one of the weights
         elif name == "outsize::grouped_add":
             self._product(args[1].t(), args[2])
-        elif "flash_attention" in name or "efficient_attention" in name:
+        elif any(kind in name for kind in _FUSED):
             self._attention(func, args, kwargs)
         elif name.startswith("outsize::attention"):
             self._packed_attention("backward" in name, args)

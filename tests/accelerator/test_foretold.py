@@ -21,7 +21,7 @@ from torch import nn
 import outsize
 from outsize import accelerator
 from outsize.errors import OutsizeError
-from outsize.hardware import Hardware, Rate, Tier, catalogue
+from outsize.hardware import Hardware, Rate, Tier, catalogue, measure
 from outsize.hardware.handing import handed
 from outsize.memory import Meter, OverBudget, meter
 from outsize.memory.tiers import TierSpec
@@ -183,6 +183,18 @@ def test_the_host_hands_out_what_rehearsals_count() -> None:
         work[0]()
     assert each.value == pytest.approx(1 / counter.work.calls)
     assert counter.work.calls > 160  # of 16 layers, those of autograd's thread among them
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(1e-5, 64), (1e-3, 512)])
+def test_attention_that_is_over_at_once_is_measured_on_more_tokens(
+    seconds: float, tokens: int
+) -> None:
+    with patch.object(measure, "LONG", (64, 2)):
+        found = list(measure.attentions(_started(), True, lambda *_: seconds, "d"))
+    assert {one.tokens for one in found} == {tokens}
+    assert {(one.dtype, one.direction) for one in found} == {
+        (dtype, way) for dtype in ("fp32", "bf16") for way in ("forward", "backward")
+    }
 
 
 def _started() -> torch.device:

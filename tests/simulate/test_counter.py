@@ -52,6 +52,21 @@ def test_attention_counts_the_causal_half():
     }  # fmt: skip
 
 
+def test_attention_of_cudnn_counts_as_any_other():
+    q, k, v, lse = (torch.empty(2, 3, 40, size, device="meta") for size in (8, 8, 8, 1))
+    none, size = torch.empty(0, device="meta"), 2 * 3 * 40 * 40 * 8
+
+    def run() -> None:
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            q, q, k, v, q, lse, none, none, None, none, none, 40, 40, 0.0, True
+        )
+
+    assert counted(run).work.attention == {
+        ("forward", "float32"): 2 * size, ("backward", "float32"): 5 * size,
+    }  # fmt: skip
+
+
 def test_attention_under_a_mask_counts_all_scores():
     q, k, v = (torch.randn(2, 3, 40, 8) for _ in range(3))
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
