@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from outsize import accelerator
 from outsize.kernels import product
+from outsize.torch_private import FakeTensor
 
 
 class GradSink(Protocol):
@@ -32,12 +33,17 @@ def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
     """grad += a @ b, accumulated in the dtype of `grad`."""
     if grad.dtype == a.dtype:
         product.add_product(grad, a, b)
-    elif grad.dtype == torch.float32 and accelerator.adds_wide(a.device, a.dtype):
+    elif grad.dtype == torch.float32 and _wide(a):
         accelerator.add_wide(grad, a, b)
     else:
         from outsize.kernels.accumulate import accumulate  # of training
 
         accumulate(grad, a @ b)
+
+
+def _wide(a: Tensor) -> bool:
+    """A plan is made as if not: PyTorch has no shape of it, and what it saves is room."""
+    return type(a) is not FakeTensor and accelerator.adds_wide(a.device, a.dtype)
 
 
 Held = tuple[Tensor, Tensor | None, GradSink]  # weight, bias and who takes their gradients

@@ -39,7 +39,7 @@ from outsize.techniques.optim.adamw8bit import NAME as EIGHT
 from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 
 CPU = torch.device("cpu")
-STEPS = 3
+STEPS, LR = 3, 1e-2
 PIECE = 1 << 9  # elements of a part of what streams: tiny chunks are cut as large ones are
 TIER = 1 << 24  # bytes
 PROMPTS, NEW = ((5, 17, 2, 44, 9), (3,)), 3
@@ -188,7 +188,7 @@ def outcome(case: Case, device: torch.device, folder: Path) -> Outcome:
     ):
         losses, norms, between = [], [], []
         for step, batch in enumerate(case.batches()):
-            losses.append(float(job.step(batch, 1e-2)))
+            losses.append(float(job.step(batch, LR)))
             norms.append(job.report.norm if isfinite(job.report.norm) else 0.0)  # it is skipped
             if step == 0:
                 between.append(job.evaluate(data_of(1)[0], ROWS))

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import pytest
 import strict
 import torch
-from cases import CASES, CPU, Case, far, outcome, some
+from cases import CASES, CPU, LR, STEPS, Case, far, outcome, some
+from streamed import Outcome
 
 from outsize import accelerator
 from outsize.kernels import native
@@ -55,5 +56,21 @@ def test_it_trains_as_the_cpu_does_whatever_the_order(
     assert first is not None
     if case.alike and device == "strict":  # the operators of others are their own
         assert first.differences(expected) == []
-    apart = far(first, expected)
-    assert apart <= CLOSE[case.precision] * (1 if device == "strict" else ELSEWHERE), apart
+    if device == "strict" or (case.precision.startswith("float") and case.precision != "float16"):
+        apart = far(first, expected)
+        assert apart <= CLOSE[case.precision] * (1 if device == "strict" else ELSEWHERE), apart
+    else:
+        near(first, expected, CLOSE[case.precision])
+
+
+def near(found: Outcome, expected: Outcome, close: float) -> None:
+    """In 16 bits, by kernels of which each rounds in its own way: the first update, whose sign any
+    rounding decides where a gradient is next to nothing, moves a weight by 2 LR at most, and so do
+    those behind it."""
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=close)
+    norms = next(pair for pair in zip(found.norms, expected.norms, strict=True) if all(pair))
+    assert norms[0] == pytest.approx(norms[1], rel=close)
+    assert found.losses == pytest.approx(expected.losses, rel=ELSEWHERE * close)
+    for name, weight in expected.weights.items():
+        apart = (found.weights[name].double() - weight.double()).abs().max()
+        assert apart <= 2 * LR * STEPS + close * weight.abs().max().double(), name
