@@ -28,7 +28,8 @@ class AllocatorLedger:
 
     budget: of bytes in tensors, which are foretold. What the allocator keeps beside them depends on
     all that came before; it gives that back before it refuses. So an action that was over its
-    budget raises when it has ended. reserved: bytes of what libraries keep that count, too."""
+    budget raises when it has ended. reserved: bytes that libraries have taken by now and that
+    count, too."""
 
     def __init__(
         self,
@@ -38,7 +39,6 @@ class AllocatorLedger:
         reserved: int = 0,
     ) -> None:
         self.budget, self._device, self._reserved = budget, device, reserved
-        accelerator.reserved(device)  # libraries have taken theirs
         gc.collect()  # tensors of rings of objects that are done would count, and then go
         storages = (x.untyped_storage() for x in own if x.device == device)
         sizes = {storage_key(each): each.nbytes() for each in storages}
@@ -102,8 +102,8 @@ def meter(
     reserved: int = 0,
 ) -> Meter:
     """What counts bytes on a device: an accelerator's allocator, the dispatcher elsewhere. own:
-    tensors that the work will replace by its own. reserved: of what an accelerator's libraries
-    keep, bytes that count."""
+    tensors that the work will replace by its own. reserved: bytes that an accelerator's libraries
+    have taken by now, which count."""
     device = torch.device(device)
     if not accelerator.queues(device):
         return Ledger(budget, device.type)
