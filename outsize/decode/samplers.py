@@ -65,13 +65,14 @@ class Sampling:
         _expect(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected more than 0 and at most 1")
 
     def __call__(self, logits_V: Tensor, index: int) -> int:
+        likeliest = int(logits_V.argmax())  # what is no number counts as the largest
         _expect(
-            not bool((torch.isnan(logits_V) | (logits_V == math.inf)).any()),
+            float(logits_V[likeliest]) < math.inf,
             f"the model gave logits for new token {index} that are not finite; expected numbers: "
             "check its weights, or use a wider dtype",
         )
         if self.temperature == 0:
-            return int(logits_V.argmax())
+            return likeliest
         total_V = probabilities(logits_V, self).cumsum(0)
         drawn = float(uniform(self.seed, _STREAM, index, index + 1)[0]) * float(total_V[-1])
         # the first token whose cumulated probability is above the drawn one: never one of zero

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "team.h"
@@ -32,17 +33,27 @@ struct Pages {
     float scale;
     Cap cap;
 
-    // Of a token's sequence, the room of a place among those of all pages.
-    int64_t room(int64_t token, int64_t place) const {
-        return tables[begins[token] + place / page] * page + place % page;
+    // Of a token's sequence, the rooms of places [first, last) among those of all pages.
+    void rooms(int64_t token, int64_t first, int64_t last, int64_t* to) const {
+        const int64_t* table = tables + begins[token] + first / page;
+        for (int64_t place = first / page * page; place < last; place += page, ++table)
+            for (int64_t at = std::max(first, place); at < std::min(last, place + page); ++at)
+                *to++ = *table * page + at - place;
     }
 };
 
-// What pages hold of a token's head, as float32.
+// What pages hold of a token's head, as float32: where it lies, if it does so in whole vectors, or
+// read to room for it.
 template <class S>
 struct Stored {
     const S* data;
     int64_t groups, size;
+
+    const float* lying(int64_t room, int64_t group) const {
+        if constexpr (std::is_same<S, float>::value)
+            if (size % LANES == 0) return data + (room * groups + group) * size;
+        return nullptr;
+    }
 
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
         const S* __restrict__ from = data + (room * groups + group) * size;
@@ -58,6 +69,8 @@ struct Coded {
     const uint8_t* codes;
     const bfloat16* scales;
     int64_t groups, size;
+
+    const float* lying(int64_t, int64_t) const { return nullptr; }
 
     void read(int64_t room, int64_t group, float* __restrict__ to) const {
         const int64_t row = room * groups + group;
@@ -114,6 +127,45 @@ inline void score(const float* query, const float* turned, int size, int first, 
     std::fill(to + last, to + rounded(last, LANES), NEVER);
 }
 
+// The same of one query against keys that lie anywhere, turned in registers: STRIPS of them side by
+// side, so that sums need not wait for one another. next: rows that are read soon.
+constexpr int STRIPS = 4, LINE = 16;  // LINE: float32 numbers of a line of a cache
+
+inline void score_rows(const float* query, const float* const* keys, int size, int first, int last,
+                       const Cap& cap, float* to, const float* const* next, int next_size) {
+    for (int at = first / LANES * LANES; at < last; at += STRIPS * LANES) {
+        const int strips = std::min(STRIPS, (last - at + LANES - 1) / LANES);
+        vec whole[STRIPS] = {}, sum[STRIPS] = {};
+        for (int j = std::max(first, at); j < std::min(last, at + strips * LANES); ++j)
+            for (int d = 0; d < next_size; d += LINE) __builtin_prefetch(next[j] + d);
+        for (int d = 0; d < size; d += LANES) {
+            const int wide = std::min(LANES, size - d);
+            for (int n = 0; n < strips; ++n) {
+                vec x[LANES];
+                const float* const* own = keys + at + n * LANES;
+#pragma GCC unroll 16
+                for (int l = 0; l < LANES; ++l) x[l] = load(own[l] + d);
+                exchange<1>(x);
+                if (wide == LANES) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < LANES; ++i) sum[n] = fused(sum[n], all(query[d + i]), x[i]);
+                } else {
+                    for (int i = 0; i < wide; ++i) sum[n] = fused(sum[n], all(query[d + i]), x[i]);
+                }
+            }
+            if ((d + LANES) % TERMS == 0 || d + LANES >= size)
+                for (int n = 0; n < strips; ++n) {
+                    whole[n] = d >= TERMS ? sum[n] + whole[n] : sum[n];
+                    sum[n] = vec{};
+                }
+        }
+        for (int n = 0; n < strips; ++n)
+            store(to + at + n * LANES, cap.size > 0 ? cap(whole[n]) : whole[n]);
+    }
+    std::fill(to + first / LANES * LANES, to + first, NEVER);
+    std::fill(to + last, to + rounded(last, LANES), NEVER);
+}
+
 // Scores to weights against the running maximum, as `soften` does; what is earlier fades so much.
 inline float soften(float* scores, int first, int last, float& top, float& total) {
     const int from = first / LANES * LANES;
@@ -137,20 +189,38 @@ inline float soften(float* scores, int first, int last, float& top, float& total
     return fade;
 }
 
-// sums = sums * fade + weights [first, last) times values.
+// sums = sums * fade + weights [first, last) times rows of values, of `size` numbers, whole vectors.
 template <int WIDE>
-inline void add(float* sums, float fade, const float* weights, const float* values, int first,
-                int last) {
-    vec sum[WIDE] = {};
-    for (int j = first; j < last; ++j) {
-        const vec weight = all(weights[j]);
-#pragma GCC unroll 4
+inline int add_some(float* sums, float fade, const float* weights, const float* const* values,
+                    int first, int last, int d, int size) {
+    for (; d + WIDE * LANES <= size; d += WIDE * LANES) {
+        vec sum[WIDE] = {};
+        for (int j = first; j < last; ++j) {
+            const vec weight = all(weights[j]);
+#pragma GCC unroll 8
+            for (int n = 0; n < WIDE; ++n)
+                sum[n] = fused(sum[n], weight, load(values[j] + d + n * LANES));
+        }
+#pragma GCC unroll 8
         for (int n = 0; n < WIDE; ++n)
-            sum[n] = fused(sum[n], weight, load(values + j * ROW + n * LANES));
+            store(sums + d + n * LANES, fused(sum[n], load(sums + d + n * LANES), all(fade)));
     }
-#pragma GCC unroll 4
-    for (int n = 0; n < WIDE; ++n)
-        store(sums + n * LANES, fused(sum[n], load(sums + n * LANES), all(fade)));
+    return d;
+}
+
+inline void add(float* sums, float fade, const float* weights, const float* const* values, int first,
+                int last, int size) {
+    int d = add_some<8>(sums, fade, weights, values, first, last, 0, size);
+    d = add_some<4>(sums, fade, weights, values, first, last, d, size);
+    add_some<1>(sums, fade, weights, values, first, last, d, size);
+}
+
+// A row's result to that of a head.
+template <class T>
+void give(const Pages& p, const Space& space, int64_t row, T* out, int64_t head) {
+    const float inverse = 1.0f / space.total[row];
+    const float* sums = space.sums.data() + row * rounded(int(p.value), LANES);
+    for (int64_t d = 0; d < p.value; ++d) out[head * p.value + d] = narrow<T>(sums[d] * inverse);
 }
 
 // Tokens [first, first + count) of one sequence, one behind the other, with the queries of a group.
@@ -167,16 +237,20 @@ void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* o
     const int64_t begin = p.positions[first], end = begin + count;
     const int64_t low = std::max<int64_t>(0, begin - p.window + 1);
     alignas(64) float scores[BLOCK];
+    int64_t rooms[BLOCK];
+    const float* held[BLOCK];
+    for (int i = 0; i < BLOCK; ++i) held[i] = space.values.get() + i * ROW;
     for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
         const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
+        p.rooms(first, at + from, at + to, rooms + from);
         for (int i = 0; i < to; ++i) {
             float *k = space.tile.get() + i * ROW, *v = space.values.get() + i * ROW;
-            std::fill_n(k, rounded(int(p.key), LANES), 0.0f);
-            std::fill_n(v, wide_value, 0.0f);
+            const int64_t read = i < from ? 0 : 1;
+            std::fill(k + read * p.key, k + rounded(int(p.key), LANES), 0.0f);
+            std::fill(v + read * p.value, v + wide_value, 0.0f);
             if (i < from) continue;
-            const int64_t room = p.room(first, at + i);
-            keys.read(room, group, k);
-            values.read(room, group, v);
+            keys.read(rooms[i], group, k);
+            values.read(rooms[i], group, v);
         }
         if (to % EVEN) std::fill_n(space.tile.get() + to * ROW, rounded(int(p.key), LANES), 0.0f);
         transpose(space.tile.get(), to, int(p.key), 1.0f, space.turned.get());
@@ -189,22 +263,52 @@ void span(const Pages& p, const T* q, const Held& keys, const Held& values, T* o
                       p.cap, scores);
                 const float fade = soften(scores, own, last, space.top[row], space.total[row]);
                 float* sums = space.sums.data() + row * wide_value;
-                int64_t d = 0;
-                for (; d + 4 * LANES <= wide_value; d += 4 * LANES)
-                    add<4>(sums + d, fade, scores, space.values.get() + d, own, last);
-                for (; d < wide_value; d += LANES)
-                    add<1>(sums + d, fade, scores, space.values.get() + d, own, last);
+                add(sums, fade, scores, held, own, last, int(wide_value));
             }
         }
     }
     for (int64_t t = 0; t < count; ++t)
-        for (int64_t r = 0; r < repeat; ++r) {
-            const int64_t row = t * repeat + r;
-            const float inverse = 1.0f / space.total[row];
-            T* to = out + ((first + t) * p.heads + group * repeat + r) * p.value;
-            for (int64_t d = 0; d < p.value; ++d)
-                to[d] = narrow<T>(space.sums[row * wide_value + d] * inverse);
+        for (int64_t r = 0; r < repeat; ++r)
+            give(p, space, t * repeat + r, out, (first + t) * p.heads + group * repeat + r);
+}
+
+// The rows of a room as they lie, or read to `spare`, zeros to whole vectors.
+template <class Held>
+inline const float* row_of(const Held& from, int64_t room, int64_t group, float* spare) {
+    if (const float* lying = from.lying(room, group)) return lying;
+    from.read(room, group, spare);
+    std::fill(spare + from.size, spare + rounded(int(from.size), LANES), 0.0f);
+    return spare;
+}
+
+// One token whose group has one query: keys and values are read where they lie.
+template <class T, class Held>
+void single(const Pages& p, const T* q, const Held& keys, const Held& values, T* out, int64_t token,
+            int64_t head, Space& space) {
+    const int wide_value = rounded(int(p.value), LANES);
+    space.begin(1, p.key, wide_value);
+    const float factor = p.scale * LOG2E;
+    for (int64_t d = 0; d < p.key; ++d)
+        space.queries[d] = wide(q[(token * p.heads + head) * p.key + d]) * factor;
+    const int64_t end = p.positions[token] + 1, low = std::max<int64_t>(0, end - p.window);
+    alignas(64) float scores[BLOCK];
+    int64_t rooms[BLOCK];
+    const float *k[BLOCK], *v[BLOCK];
+    for (int64_t at = low / BLOCK * BLOCK; at < end; at += BLOCK) {
+        const int from = int(std::max<int64_t>(0, low - at)), to = int(std::min<int64_t>(BLOCK, end - at));
+        p.rooms(token, at + from, at + to, rooms + from);
+        for (int i = from; i < to; ++i) {
+            k[i] = row_of(keys, rooms[i], head, space.tile.get() + i * ROW);
+            v[i] = row_of(values, rooms[i], head, space.values.get() + i * ROW);
+            for (int64_t d = 0; d < p.key; d += LINE) __builtin_prefetch(k[i] + d);
         }
+        std::fill(k + from / LANES * LANES, k + from, k[from]);
+        std::fill(k + to, k + rounded(to, LANES), k[from]);
+        score_rows(space.queries.data(), k, int(p.key), from, to, p.cap, scores, v, int(p.value));
+        const float fade = soften(scores, from, to, space.top[0], space.total[0]);
+        add(space.sums.data(), fade, scores, v, from, to, wide_value);
+    }
+    give(p, space, 0, out, token * p.heads + head);
 }
 
 // The first tokens of spans, and behind the last one how many tokens there are.
@@ -232,7 +336,10 @@ void attend(const Pages& p, const T* q, const Held& keys, const Held& values, T*
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = begin; task < end; ++task) {
             const int64_t first = firsts[task / p.groups], next = firsts[task / p.groups + 1];
-            span(p, q, keys, values, out, first, next - first, task % p.groups, space);
+            if (next - first == 1 && p.heads == p.groups)
+                single(p, q, keys, values, out, first, task % p.groups, space);
+            else
+                span(p, q, keys, values, out, first, next - first, task % p.groups, space);
         }
     }
 }

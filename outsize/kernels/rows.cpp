@@ -253,7 +253,8 @@ inline vec rounded_to(bfloat16, vec x) {  // of finite numbers, as `narrow` has 
     return vec((u + 0x7fff + ((u >> 16) & 1)) & ~0xffff);
 }
 
-// Groups of as many bytes of codes as the layout says.
+// Groups of as many bytes of codes as the layout says. Rows are short, and those of the next
+// outputs asked for beforehand, as a processor sees too little of each to foresee it.
 template <class T, int ORDER, int ROWS, int COLUMNS>
 inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int64_t t,
                                                           const uint8_t* blocks, int64_t row,
@@ -269,6 +270,7 @@ inline __attribute__((always_inline)) void multiply_coded(const Piece<T>& p, int
     for (int64_t g = 0; g < groups; ++g, blocks += layout.block) {
         vec scale[COLUMNS], lowest[COLUMNS];
         for (int n = 0; n < COLUMNS; ++n) {
+            __builtin_prefetch(blocks + (n + OUTPUTS) * row);
             scale[n] = scale_of(layout, blocks + n * row);
             lowest[n] = all(-8.0f) * scale[n];
         }
@@ -316,6 +318,7 @@ inline __attribute__((always_inline)) void multiply_group(const Piece<T>& p, int
         for (int n = 0; n < COLUMNS; ++n) {
             asm("" : "+r"(x));  // another pointer, for all that a compiler knows
             const uint8_t* block = blocks + n * row;
+            __builtin_prefetch(block + OUTPUTS * row);
             const vec scale = scale_of(layout, block), lowest = all(-8.0f) * scale;
             ints read[READ];
 #pragma GCC unroll 8

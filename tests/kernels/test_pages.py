@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 import torch
@@ -99,3 +100,31 @@ def test_attention_reads_codes_as_their_twin_does(form: str) -> None:
     places = [pages.numbers(some) for some in ([3, 0, 4, 1, 2], [0] * 70, range(70))]
     found = [pages.attend(q_THK, x, x, pages.Seen(*places), 0.2, None, None) for x in (pool, plain)]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("sort", ["plain", "window", "softcap"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [64, 40, 13, 160])
+def test_a_token_alone_is_what_it_is_among_others(size: int, form: str, sort: str) -> None:
+    """Bit for bit, where its keys are read where they lie and where tiles of them are shared."""
+    window, softcap = (67 if sort == "window" else None), (2.0 if sort == "softcap" else None)
+    keys, values = (filled(form, _random(192, 2, size, seed=n), 24) for n in (0, 1))
+    tables, q_THK = pages.numbers([3, 0, 4, 1, 2, 7, 6, 5]), _random(70, 2, size, seed=5)
+    given = keys, values, tables, window, softcap
+    together = _attended(q_THK, range(80, 150), *given)
+    for t in (0, 1, 15, 16, 47, 48, 69):
+        alone = _attended(q_THK[t : t + 1].contiguous(), range(80 + t, 81 + t), *given)
+        assert torch.equal(alone[0], together[t]), t
+
+
+def _attended(
+    q_THK: Tensor,
+    places: range,
+    keys: Pool,
+    values: Pool,
+    tables: array[int],
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    seen = pages.Seen(tables, pages.numbers([0] * len(places)), pages.numbers(places))
+    return pages.attend(q_THK, keys, values, seen, 0.2, window, softcap)
