@@ -192,6 +192,7 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     """Bytes missing, the nearest plan, the fewest devices that would do."""
     from outsize.cli.elsewhere_shown import layout_said
     from outsize.foresight.planning.explain import fewest
+    from outsize.foresight.resting import usable
     from outsize.memory import format_bytes
 
     near = made.nearest
@@ -200,8 +201,8 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     enough = fewest(shape, asked, cluster)
     advice = f"{enough} devices would do" if enough else "expected more memory"
     if cluster.tiers:
-        names = ", ".join(tier.name for tier in cluster.tiers)
-        advice = f"{advice} ({names}: not used by this forecast)"
+        names, said = ", ".join(tier.name for tier in cluster.tiers), "not used by this forecast"
+        advice = f"{advice} ({names}: {'too small' if usable(cluster) else said})"
     return (
         f"{name} fits in none of {made.counted} layouts on {cluster.count}"
         f" {cluster.groups[0].device.name}: the nearest ({layout_said(near.layout)}) lacks"

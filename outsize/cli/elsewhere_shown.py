@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from outsize.foresight.layout import Layout
+from outsize.foresight.layout import Layout, Resting
 from outsize.foresight.memory import COMMUNICATORS, CONTEXT, Memory, workers
 from outsize.foresight.planning.asked import Asked, value_of
 from outsize.foresight.planning.choose import Choice, Planned
@@ -24,6 +24,7 @@ from outsize.foresight.planning.explain import (
     loss,
 )
 from outsize.foresight.planning.written import mesh_said
+from outsize.foresight.resting import usable
 from outsize.foresight.shape import Shape
 from outsize.hardware import Cluster
 
@@ -93,7 +94,15 @@ def recompute_said(shape: Shape, lay: Layout) -> str:
 
 def layout_said(lay: Layout) -> str:
     recompute = value_of(lay, "recompute")
-    return f"{mesh_said(lay)}, zero {zero_said(lay)}, rows {lay.rows}, recompute {recompute}"
+    said = f"{mesh_said(lay)}, zero {zero_said(lay)}, rows {lay.rows}, recompute {recompute}"
+    return f"{said}, {resting_said(lay)}" if lay.resting != Resting() else said
+
+
+def resting_said(lay: Layout) -> str:
+    """What rests below the device, and where."""
+    at = lay.resting
+    kinds = (("weights", at.weights), ("optimizer", at.optimizer), ("activations", at.activations))
+    return ", ".join(f"{kind} on {tier}" for kind, tier in kinds if tier)
 
 
 def bytes_of(held: Memory) -> dict[str, float]:
@@ -175,6 +184,8 @@ def _plan_json(answer: Answer, each: Planned) -> dict[str, Any]:
         "room": each.room,
         "fits": each.fits,
         "only_foretold": lay.foretold_only,
+        "resting": asdict(lay.resting),
+        "bytes_below": dict(each.memory.below),
         "machines": list(each.machines),
         "seconds_as_numbered": each.given or each.seconds,
         "loses_by": "" if each is answer.best else loss(each, answer.best),
@@ -243,7 +254,12 @@ def _said(answer: Answer) -> Iterator[str]:
     yield f"MFU: {MFU}, of the devices' dense peak"
     left = format_bytes(int(best.room - best.memory.process))
     yield f"fits: {left} less than {format_bytes(best.room)}"
-    if cluster.tiers:
+    if best.memory.below:
+        held = (f"{format_bytes(int(size))} on {tier}" for tier, size in best.memory.below.items())
+        yield f"{resting_said(best.layout)}: of each device {', '.join(held)}"
+    elif usable(cluster):
+        yield f"{', '.join(usable(cluster))}: not needed"
+    elif cluster.tiers:
         names = ", ".join(tier.name for tier in cluster.tiers)
         yield f"{names}: not used by this forecast"
     if best.machines:

@@ -52,6 +52,16 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Resting:
+    """The tiers below the device on which states rest between uses; "": on the device. weights: and
+    gradients; activations: what a forward pass keeps."""
+
+    weights: str = ""
+    optimizer: str = ""
+    activations: str = ""
+
+
+@dataclass(frozen=True)
 class Layout:
     """A mesh, sizes of a step, and what is kept. shards: over how many data-parallel workers the
     parameters are cut (1: none), states: over how many the optimizer's; batch: rows of a step;
@@ -78,6 +88,7 @@ class Layout:
     frozen: bool = False  # adapters are trained, whose work is left out
     assumed: tuple[str, ...] = ()
     whole: int = 0
+    resting: Resting = Resting()
 
     def __post_init__(self) -> None:
         sizes = {
@@ -122,3 +133,8 @@ class Layout:
     def foretold_only(self) -> bool:
         """Whether this runtime has no such precision: the forecast stands, the run does not."""
         return self.precision not in RUNS
+
+
+def stored(lay: Layout) -> int:
+    """Bytes of an element that is computed with: of 16 bits where products take fewer."""
+    return 4 if lay.precision == "fp32" else 2

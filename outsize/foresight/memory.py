@@ -9,9 +9,10 @@ stage holds is the 1F1B bound (outsize/schedule/pipelines), or that of interleav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from outsize.foresight.layout import Layout
+from outsize.foresight import resting
+from outsize.foresight.layout import Layout, Resting, stored
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
 from outsize.foresight.step import held, layers_of
@@ -35,6 +36,7 @@ class Memory:
     head: float
     gathered: float
     axes: int  # communicators
+    below: Mapping[str, float] = field(default_factory=dict)  # bytes on each tier below the device
 
     @property
     def tensors(self) -> float:
@@ -77,17 +79,37 @@ def _stage(shape: Shape, lay: Layout, place: int) -> Memory:
     last = place == lay.pipeline - 1
     plain, experts = _parameters(shape, lay, place)
     live = _in_flight(lay, place)
-    each = _per_layer(shape, lay, lay.recompute)
     layers = layers_of(shape.layers, lay.pipeline)[1 if last and place else 0]
     again = min(lay.whole, layers)
-    activations = each * (layers - again) * live
-    if again:
-        activations += _per_layer(shape, lay, "full") * again * live
+    activations = kept = kept_by(shape, lay, layers) * live
     if again or lay.recompute == "full":  # one layer has all of its own while it is computed again
         activations += _per_layer(shape, lay, "none")
     head = _head(shape, lay) if last else 0.0
     axes = sum(size > 1 for size in (lay.tensor, lay.pipeline, lay.context, lay.data, lay.expert))
-    return Memory(_states(lay, plain, experts), activations, head, _gathered(shape, lay), axes)
+    states = _states(lay, plain, experts)
+    made = Memory(states, activations, head, _gathered(shape, lay), axes)
+    return made if lay.resting == Resting() else _rested(shape, lay, made, kept)
+
+
+def _rested(shape: Shape, lay: Layout, whole: Memory, kept: float) -> Memory:
+    """What is left on the device where some of it rests below. kept: activations that do."""
+    at, states = lay.resting, dict(whole.states)
+    if at.weights:
+        states["weights"] = states["gradients"] = 0.0
+    if at.optimizer:
+        states["optimizer"] = 0.0
+    plain, experts = held(shape, lay)
+    cut = lay.tensor if lay.stack.vocabulary_cut else 1
+    vocab = shape.of_vocabulary / cut
+    layer = (plain - vocab * (1 if shape.tied else 2)) / shape.layers + experts / shape.layers
+    more = resting.buffers(lay, max(layer, vocab) / lay.shards)
+    activations = whole.activations
+    if at.activations:  # those of the layers that are computed and fetched
+        activations -= kept * max(0.0, 1 - 2 / shape.layers)
+    return replace(
+        whole, states=states, activations=activations, gathered=whole.gathered + more,
+        below=resting.below(whole.states, kept if at.activations else 0.0, at),
+    )  # fmt: skip
 
 
 def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
@@ -107,11 +129,6 @@ def _parameters(shape: Shape, lay: Layout, place: int) -> tuple[float, float]:
         experts *= mine / average
     kept = ends if place == 0 or last or lay.vocabulary == "cut" else 0.0
     return (plain - ends) * part + kept, experts * part
-
-
-def stored(lay: Layout) -> int:
-    """Bytes of an element that is computed with: of 16 bits where products take fewer."""
-    return 4 if lay.precision == "fp32" else 2
 
 
 def _states(lay: Layout, plain: float, experts: float) -> dict[str, float]:
@@ -145,6 +162,13 @@ def _in_flight(lay: Layout, place: int) -> float:
     if v > 1:
         whole = (2 * behind + (v - 1) * p + 1) / v
     return min(float(m), whole)
+
+
+def kept_by(shape: Shape, lay: Layout, layers: float) -> float:
+    """Bytes that so many layers of a worker keep of a microbatch for their backward passes."""
+    again = min(lay.whole, layers)
+    found = _per_layer(shape, lay, lay.recompute) * (layers - again)
+    return found + (_per_layer(shape, lay, "full") * again if again else 0.0)
 
 
 def _per_layer(shape: Shape, lay: Layout, recompute: str) -> float:

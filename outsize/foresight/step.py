@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outsize.foresight.layout import Layout
+from outsize.foresight import resting
+from outsize.foresight.layout import Layout, Resting
 from outsize.foresight.links import Ranks, seconds
 from outsize.foresight.network import Network, network_of
 from outsize.foresight.shape import Shape
@@ -27,7 +28,7 @@ from outsize.hardware.cluster import Cluster
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
-LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "waited", "blocked")
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "waited", "blocked")
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
@@ -64,9 +65,12 @@ def terms(
     _accumulated(middle, work, ends=layout.pipeline == 1)
     if last is not middle:
         _accumulated(last, work, ends=True)
+    end = _end(work)
+    if layout.resting != Resting():
+        _moved_below(cluster, work, last, end)
     nodes = max(1, layout.devices // machines.node)
     return Terms(
-        middle, last, _end(work), layout.microbatches, layout.pipeline, layout.chunks, nodes,
+        middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
         _window(layout), spare,
     )  # fmt: skip
 
@@ -212,6 +216,18 @@ def _end(work: Work) -> dict[str, float]:
     return {"sums": sums, "update": work.source.traffic(moved).seconds}
 
 
+def _moved_below(cluster: Cluster, work: Work, stage: Lanes, end: dict[str, float]) -> None:
+    """What passes a worker's link because it rests below the device; the worker has all layers."""
+    from outsize.foresight.memory import kept_by  # which asks this module what is held
+
+    shape, lay = work.shape, work.layout
+    mine, kept = sum(held(shape, lay)) / lay.shards, kept_by(shape, lay, shape.layers)
+    stage["moved"] += resting.seconds(cluster, lay, *resting.of_microbatch(lay, mine, kept))
+    updated = sum(held(shape, lay)) / max(lay.states, lay.shards)
+    moved = resting.seconds(cluster, lay, *resting.of_update(lay, updated))
+    end["update"] = together(end["update"], moved)
+
+
 def _summed(mine: float, size: int, stride: int, work: Work) -> float:
     """Seconds until gradients of a group are summed and its parameters are whole again."""
     lay, machines = work.layout, work.machines
@@ -257,6 +273,7 @@ def beat(of: Mapping[str, Any]) -> Any:
     computing = together(computing, of["launch"])
     computing = computing + sum(of[lane] for lane in SAYING)
     computing = together(computing, of["gathers"])
+    computing = together(computing, of["moved"])
     return computing + of["waited"] + of["blocked"] + of["stages"]
 
 

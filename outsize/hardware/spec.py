@@ -1,7 +1,7 @@
 """A cluster from one line: "128 x 8 A100-SXM-80 @ 25GB/s", "TPU-v5p 4x4x8", "this", or a file.
 
     SPEC   := [WORKERS x] this | [WORKERS x] FILE.yaml | PART (+ PART)* [@ RATE]
-    PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | SIZE host | disk RATE [SIZE]
+    PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | SIZE host [RATE] | disk RATE [SIZE]
     RATE   := NUMBER B/s, with k, M, G, T or Ki, Mi, Gi, Ti before it; b/s counts bits
     SIZE   := NUMBER B, likewise
 
@@ -201,9 +201,10 @@ def _part(text: str, spec: str) -> Group | Tier:
 def _tier(text: str) -> Tier | None:
     """Host memory or a disk; None for what is neither."""
     words = text.split()
-    if len(words) == 2 and "host" in words:
+    if len(words) in (2, 3) and "host" in words[:2]:
         said = words[1 - words.index("host")]
-        return Tier("host", parse_size(said, "host memory"))
+        link = parse_rate(words[2], "host memory") if len(words) == 3 else None
+        return Tier("host", parse_size(said, "host memory"), link, link)
     if words and words[0] == "disk":
         if len(words) not in (2, 3):
             raise OutsizeError(f"hardware: {text!r}; expected a rate, as 'disk 5GB/s'")

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from outsize.errors import OutsizeError
+from outsize.foresight import resting
 from outsize.foresight.constants import Array, Batch, Model, batch_of, tags
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.fitted import fitted
@@ -228,9 +229,11 @@ def _filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Lay
     blocks are equal, so that which ones they are makes no difference."""
     found = []
     allow = asked.conditions.allow
-    plain: Memory | None = None
+    plain: Memory | None = None  # with nothing recomputed: the variant before
     for layout in variants(known.shape, asked, cell):
         held = known.memory(layout)
+        if not resting.hold(cell.cluster, layout, held.below):
+            continue
         if layout.recompute == "none":
             plain = held
         elif allow("recompute", "part") and plain and plain.process > room >= held.process:

@@ -15,6 +15,7 @@ from outsize.foresight.planning.asked import EXPERTS, Asked, Condition, conditio
 from outsize.foresight.planning.choose import Planned, Priced, choose, placed, room_of
 from outsize.foresight.planning.known import Known
 from outsize.foresight.planning.layouts import cells, variants
+from outsize.foresight.resting import LINK, usable
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import LIKE
 from outsize.foresight.step import COMPUTING, terms
@@ -28,6 +29,7 @@ RESOURCES: Mapping[str, tuple[str, ...]] = {
     "products": ("matmul", "narrow", "attention"),
     "memory of the device": ("traffic", "scores", "cast", "adding", "update"),
     "processor that launches": ("launch",),
+    "link to host memory and disk": ("moved",),
     "links": ("tensor", "exchange", "ring", "stages", "gathers", "sums"),
     "idle in the pipeline": ("fill",),
 }
@@ -185,6 +187,11 @@ def figures(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
         if level.size > 1:
             yield _rate(f"link {level.name} of {level.size}", level.bandwidth, 1e9, "GB/s")
             yield _rate(f"latency of {level.name}", level.latency, 1e-6, "us")
+    for name, tier in usable(cluster).items():
+        if name in best.memory.below:
+            link = f"{LINK / 1e9:,.4g} GB/s", "PCIe 4.0 x16, where nothing is said"
+            read = f"{tier.read.value / 1e9:,.4g} GB/s" if tier.read else link[0]
+            yield Figure(f"link to {name}", read, tier.read.source if tier.read else link[1])
     if best.machines:
         apart = [v for i, row in enumerate(cluster.rates) for j, v in enumerate(row) if i != j]
         said = f"{min(apart) / 1e9:,.4g} to {max(apart) / 1e9:,.4g} GB/s"

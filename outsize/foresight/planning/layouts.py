@@ -13,6 +13,7 @@ from itertools import product
 
 from outsize.foresight.layout import Layout, Recompute, Stack
 from outsize.foresight.planning.asked import EXPERTS, TOKENS, Asked, Value
+from outsize.foresight.resting import ways
 from outsize.foresight.shape import Shape
 from outsize.hardware.cluster import Cluster
 from outsize.hardware.resize import fewer, resized
@@ -114,17 +115,16 @@ def variants(shape: Shape, asked: Asked, cell: Cell) -> Iterator[Layout]:
     base, among = cell.base, asked.conditions.among
     chunks = [v for v in among("chunks", CHUNKS) if _chunked(shape, base, int(v))]
     kinds: tuple[Recompute, ...] = ("none", "full")
-    for chunk, (zero, over), sequence, recompute in product(
-        chunks, _sharded(asked, cell), norms(asked, cell), kinds
-    ):
-        yield replace(
+    for chunk, (zero, over), sequence in product(chunks, _sharded(asked, cell), norms(asked, cell)):
+        spread = replace(
             base,
             chunks=int(chunk),
-            recompute=recompute,
             shards=over if zero == 3 else 1,
             states=over if zero else 1,
             sequence_parallel=bool(sequence),
         )
+        for layout, recompute in product(ways(spread, cell.cluster), kinds):
+            yield replace(layout, recompute=recompute)
 
 
 def norms(asked: Asked, cell: Cell) -> tuple[bool, ...]:

@@ -8,7 +8,8 @@ from outsize.errors import OutsizeError
 from outsize.foresight.layout import Layout
 from outsize.foresight.planning.asked import value_of
 from outsize.foresight.shape import Shape
-from outsize.plan import Pipelined, Plan, Precision, Sharding, Stage
+from outsize.plan import Pipelined, Plan, Precision, Rest, Sharding, Stage
+from outsize.plan.plan import DEVICE
 from outsize.plan.spread import share
 
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as plans call them
@@ -82,11 +83,15 @@ def _stages(layers: int, lay: Layout, blocks: tuple[int, ...]) -> tuple[Stage, .
     lives longest."""
     left = dict.fromkeys(range(lay.pipeline), lay.whole)
     again = set[int]()
-    at = 1
+    first = 1
     for chunk, count in enumerate(blocks):
         place = chunk % lay.pipeline
         taken = count if lay.recompute == "full" else min(count, left[place])
         left[place] -= taken
-        again.update(range(at, at + taken))
-        at += count
-    return tuple(Stage(i, i + 1, ("block",) if i in again else ()) for i in range(layers + 2))
+        again.update(range(first, first + taken))
+        first += count
+    at = lay.resting
+    rest = Rest(
+        *(tier or DEVICE for tier in (at.weights, at.weights, at.optimizer, at.activations))
+    )
+    return tuple(Stage(i, i + 1, ("block",) if i in again else (), rest) for i in range(layers + 2))

@@ -1,0 +1,117 @@
+"""What rests below the device: on host memory or a disk, how much, and the seconds that it moves.
+
+States pass a worker's link stage by stage (Rajbhandari et al., "ZeRO-Infinity", 2021): weights come
+for a forward and for a backward pass, gradients go and, from the second microbatch on, come before;
+the master copy and the moments come and go once a step. A disk is shared by the devices of a
+machine and reads and writes in turn; a link to host memory is a device's own and has both
+directions at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from outsize.foresight.layout import Layout, Resting, stored
+from outsize.hardware.cluster import Cluster
+from outsize.hardware.hardware import Tier
+
+HOST, DISK = "host", "disk"
+LINK = 32e9  # B/s of PCIe 4.0 with 16 lanes, where nothing is said (shared/data/hardware.md)
+PART = 3 * (1 << 22)  # elements of optimizer states on the device: one part, and two on their way
+MASTER = 12.0  # bytes of an element's master copy and moments, which come and go
+RESIDENT = 2  # stages whose states are there at once (outsize.plan.Stream)
+
+
+def usable(cluster: Cluster) -> dict[str, Tier]:
+    """Host memory and disks of a cluster that a device's states may rest on; none where the
+    device's memory is the host's."""
+    if not cluster.alike or not cluster.groups[0].device.apart:
+        return {}
+    return {tier.name: tier for tier in cluster.tiers if tier.name in (HOST, DISK)}
+
+
+def ways(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
+    """A layout with its states and activations on the device, and on every tier. Runs that stream
+    are planned without a pipeline, and with all states of a worker cut alike."""
+    yield layout
+    names = [name for name in (HOST, DISK) if name in usable(cluster)]
+    if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
+        return
+    whole = layout.data == 1 or layout.shards == layout.data
+    for kept in ("", *names[:1]):
+        for i, below in enumerate(("", *names)):
+            for weights in ("", *names[:i]) if whole else ("",):
+                if below or kept:
+                    yield replace(layout, resting=Resting(weights, below, kept))
+
+
+def below(states: Mapping[str, float], activations: float, at: Resting) -> dict[str, float]:
+    """Bytes of a worker by tier."""
+    found = dict[str, float]()
+    for tier, held in (
+        (at.weights, states["weights"] + states["gradients"]),
+        (at.optimizer, states["optimizer"]),
+        (at.activations, activations),
+    ):
+        if tier:
+            found[tier] = found.get(tier, 0.0) + held
+    return found
+
+
+def hold(cluster: Cluster, layout: Layout, bytes_: Mapping[str, float]) -> bool:
+    """Whether the tiers of a machine have room for what its workers put there."""
+    tiers, near = usable(cluster), min(layout.devices, cluster.groups[0].node)
+    return all(held * near <= tiers[name].bytes for name, held in bytes_.items())
+
+
+def buffers(layout: Layout, largest: float) -> float:
+    """Bytes of the device for what comes and goes. largest: parameters of a worker's largest
+    stage."""
+    at, found = layout.resting, 0.0
+    if at.weights:
+        found += RESIDENT * largest * (stored(layout) + layout.stack.gradients)
+    if at.optimizer:
+        found += PART * MASTER
+    return found
+
+
+def seconds(cluster: Cluster, layout: Layout, comes: Mapping[str, float],
+            goes: Mapping[str, float]) -> float:  # fmt: skip
+    """Until so many bytes of a worker have come from each tier and gone to it."""
+    tiers, total = usable(cluster), 0.0
+    near = min(layout.devices, cluster.groups[0].node)
+    for name, tier in tiers.items():
+        up = comes.get(name, 0.0) / (tier.read.value if tier.read else LINK)
+        down = goes.get(name, 0.0) / (tier.write.value if tier.write else LINK)
+        total += near * (up + down) if name == DISK else max(up, down)
+    return total
+
+
+def of_microbatch(layout: Layout, parameters: float, activations: float) -> tuple[
+    dict[str, float], dict[str, float]
+]:  # fmt: skip
+    """(bytes that come, that go) for a microbatch. parameters: of a worker, as they rest."""
+    at = layout.resting
+    comes, goes = dict[str, float](), dict[str, float]()
+    if at.weights:
+        gradients = layout.stack.gradients * parameters
+        comes[at.weights] = 2 * stored(layout) * parameters
+        comes[at.weights] += gradients if layout.microbatches > 1 else 0.0
+        goes[at.weights] = gradients
+    if at.activations:
+        comes[at.activations] = comes.get(at.activations, 0.0) + activations
+        goes[at.activations] = goes.get(at.activations, 0.0) + activations
+    return comes, goes
+
+
+def of_update(layout: Layout, parameters: float) -> tuple[dict[str, float], dict[str, float]]:
+    """The same for a step's update. parameters: of which a worker updates the states."""
+    at = layout.resting
+    comes, goes = dict[str, float](), dict[str, float]()
+    if at.optimizer:
+        comes[at.optimizer] = goes[at.optimizer] = MASTER * parameters
+    if at.weights:
+        comes[at.weights] = comes.get(at.weights, 0.0) + layout.stack.gradients * parameters
+        goes[at.weights] = goes.get(at.weights, 0.0) + stored(layout) * parameters
+    return comes, goes
