@@ -239,8 +239,8 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
         ),
         (("llama3-8b", "--hardware", NODE, "--require", "tensor=3"), "has --require tensor=3"),
         (
-            ("llama3-8b", "--hardware", "RTX-4090 + 64GiB host + disk 5GB/s"),
-            "devices would do (host, disk: not used by this forecast)",
+            ("llama3-8b", "--hardware", "RTX-4090 + 16GiB host"),
+            "devices would do (host: too small)",
         ),
         (("llama3-8b", "--require", "tensor=2"), "--require is given beside no --hardware"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "data=2,tensor=2"), "has 4 workers"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -225,32 +225,36 @@ def room_of(asked: Asked, cluster: Cluster) -> int:
 
 
 def _filled(known: Known, asked: Asked, cell: Cell, room: int) -> list[tuple[Layout, Memory]]:
-    """Variants with their bytes; between nothing and everything recomputed, as few layers as fit:
-    blocks are equal, so that which ones they are makes no difference."""
+    """Variants with their bytes, whose tiers have room for what rests there; between nothing and
+    everything recomputed, as few layers as fit: blocks are equal, so that which ones they are makes
+    no difference."""
     found = []
     allow = asked.conditions.allow
-    plain: Memory | None = None  # with nothing recomputed: the variant before
-    for layout in variants(known.shape, asked, cell):
+    plain = True  # whether the variant before, with nothing recomputed, fits
+
+    def fits(layout: Layout) -> bool:
         held = known.memory(layout)
-        if not resting.hold(cell.cluster, layout, held.below):
-            continue
+        return held.process <= room and resting.hold(cell.cluster, layout, held.below)
+
+    for layout in variants(known.shape, asked, cell):
         if layout.recompute == "none":
-            plain = held
-        elif allow("recompute", "part") and plain and plain.process > room >= held.process:
-            part = _part(known, replace(layout, recompute="none"), room)
+            plain = fits(layout)
+        elif allow("recompute", "part") and not plain and fits(layout):
+            part = _part(known.shape, replace(layout, recompute="none"), fits)
             found += [(each, known.memory(each)) for each in part]
-        if allow("recompute", layout.recompute):
+        held = known.memory(layout)
+        if allow("recompute", layout.recompute) and resting.hold(cell.cluster, layout, held.below):
             found.append((layout, held))
     return found
 
 
-def _part(known: Known, layout: Layout, room: int) -> list[Layout]:
+def _part(shape: Shape, layout: Layout, fits: Callable[[Layout], bool]) -> list[Layout]:
     """With the fewest layers of a stage recomputed that let it fit; none where it takes all."""
-    low, most = 1, int(layers_of(known.shape.layers, layout.pipeline)[0])
+    low, most = 1, int(layers_of(shape.layers, layout.pipeline)[0])
     high = most
     while low < high:
         middle = (low + high) // 2
-        if known.memory(replace(layout, whole=middle)).process <= room:
+        if fits(replace(layout, whole=middle)):
             high = middle
         else:
             low = middle + 1

@@ -91,7 +91,6 @@ def _stages(layers: int, lay: Layout, blocks: tuple[int, ...]) -> tuple[Stage, .
         again.update(range(first, first + taken))
         first += count
     at = lay.resting
-    rest = Rest(
-        *(tier or DEVICE for tier in (at.weights, at.weights, at.optimizer, at.activations))
-    )
+    tiers = at.weights, at.weights, at.optimizer, at.activations
+    rest = Rest(*(tier or DEVICE for tier in tiers))
     return tuple(Stage(i, i + 1, ("block",) if i in again else (), rest) for i in range(layers + 2))

@@ -1,0 +1,114 @@
+"""States and activations on host memory and disk: bytes, seconds, and the choice among them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from outsize.cli.main import main
+from outsize.foresight.layout import Layout, Resting
+from outsize.foresight.memory import kept_by, memory
+from outsize.foresight.named import shape_of
+from outsize.foresight.planning.asked import Asked
+from outsize.foresight.planning.choose import choose
+from outsize.foresight.planning.layouts import STACK
+from outsize.foresight.planning.written import plan_of
+from outsize.foresight.resting import MASTER, ways
+from outsize.foresight.step import held, terms, together
+from outsize.hardware import parse_spec
+from outsize.plan.file import read_plan
+
+LLAMA = shape_of("llama3-8b")
+CARD = "RTX-4090 + 64GiB host 20GB/s + disk 5GB/s 4TiB"
+ONE = Layout(1, 2, 64, 4096, STACK)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        Resting("", "host"), Resting("host", "host"), Resting("host", "disk"),
+        Resting("disk", "disk", "host"), Resting("", "", "host"),
+    ],
+)  # fmt: skip
+def test_what_leaves_the_device_lies_below(at: Resting) -> None:
+    """A parameter has 2 bytes of weight, 4 of gradient, 12 of optimizer, wherever they are."""
+    mine, kept = sum(held(LLAMA, ONE)), kept_by(LLAMA, ONE, LLAMA.layers)
+    made, whole = memory(LLAMA, replace(ONE, resting=at)), memory(LLAMA, ONE)
+    wanted = dict[str, float]()
+    for tier, size in ((at.weights, 6 * mine), (at.optimizer, 12 * mine), (at.activations, kept)):
+        wanted[tier] = wanted.get(tier, 0.0) + size
+    wanted.pop("", None)
+    assert made.below == pytest.approx(wanted)
+    states = sum(made.states.values()) + sum(made.below.values())
+    assert states == pytest.approx(18 * mine + (kept if at.activations else 0))
+    assert made.process < whole.process
+
+
+def test_seconds_are_those_of_the_bytes_over_the_links() -> None:
+    """A host's link has both directions at once; a disk is shared and reads and writes in turn."""
+    mine, kept = sum(held(LLAMA, ONE)), kept_by(LLAMA, ONE, LLAMA.layers)
+    cluster = parse_spec(CARD)
+
+    def of(at: Resting) -> tuple[float, float]:
+        made = terms(LLAMA, replace(ONE, resting=at), cluster)
+        return made.middle["moved"], made.end["update"]
+
+    alone = terms(LLAMA, ONE, cluster).end["update"]
+    assert of(Resting("", "host")) == pytest.approx((0, together(alone, 12 * mine / 20e9)))
+    moved, update = of(Resting("host", "disk"))
+    assert moved == pytest.approx((2 * 2 + 4) * mine / 20e9)
+    at_end = 4 * mine / 20e9 + 2 * MASTER * mine / 5e9
+    assert update == pytest.approx(together(alone, at_end))
+    both = of(Resting("", "", "host"))
+    assert both == pytest.approx((kept / 20e9, alone))
+    pair = parse_spec("2xRTX-4090 + 64GiB host + disk 5GB/s")
+    two = replace(ONE, devices=2, shards=2, resting=Resting("disk", "disk"))
+    moved = terms(LLAMA, two, pair).middle["moved"]
+    assert moved == pytest.approx(2 * (2 * 2 + 4 + 4) * mine / 2 / 5e9)
+
+
+def test_what_fits_the_device_stays_there_and_what_does_not_goes_below() -> None:
+    small, asked = shape_of("llama-1.1b"), Asked(1024, 16)
+    roomy = parse_spec("H100-SXM + 512GiB host + disk 5GB/s")
+    alone = choose(small, asked, parse_spec("H100-SXM"), 1).plans[0]
+    assert choose(small, asked, roomy, 1).plans[0].layout == alone.layout
+    assert not choose(LLAMA, Asked(4096, 64), parse_spec("RTX-4090"), 1).plans
+    plans = choose(LLAMA, Asked(4096, 64), parse_spec(CARD), 50).plans
+    assert plans and all(plan.memory.process <= plan.room for plan in plans)
+    assert all(plan.memory.below.get("host", 0) <= 64 << 30 for plan in plans)
+    assert any(plan.layout.whole for plan in plans), "some recomputed, so that the host has room"
+    wide = parse_spec(CARD.replace("64GiB", "512GiB"))
+    assert choose(LLAMA, Asked(4096, 64), wide, 1).plans[0].seconds < plans[0].seconds
+
+
+def test_every_way_is_a_plan_that_this_runtime_has() -> None:
+    """Of one device, and of two with nothing or with everything cut."""
+    shape = shape_of("mini")
+    for spec in ("RTX-4090", "2xRTX-4090"):
+        cluster = parse_spec(f"{spec} + 64GiB host + disk 5GB/s")
+        count = cluster.count
+        for shards, states in {(1, 1), (1, count), (count, count)}:
+            lay = Layout(count, 1, 8, 128, STACK, shards=shards, states=states)
+            every = list(ways(lay, cluster))
+            assert len(set(every)) == len(every) and every[0] == lay
+            for one in every:
+                plan = plan_of(shape, one)
+                assert {stage.rest.optimizer for stage in plan.stages} == {
+                    one.resting.optimizer or "device"
+                }
+
+
+def test_the_answer_says_where_states_rest_and_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    words = ["plan", "llama3-8b", "--hardware", CARD, "--set", "train.batch_tokens=256K"]
+    text = CliRunner().invoke(main, words).output
+    assert "weights on host, optimizer on disk" in " ".join(text.split())
+    made = json.loads(CliRunner().invoke(main, [*words, "--json", "--out", str(path)]).output)
+    best = made["plans"][0]
+    assert best["resting"]["optimizer"] == "disk" and best["bytes_below"]["disk"] > 80 << 30
+    rest = read_plan(path).plan.stages[3].rest
+    assert (rest.parameters, rest.gradients, rest.optimizer) == ("host", "host", "disk")
