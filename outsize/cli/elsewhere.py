@@ -202,7 +202,7 @@ def _nothing_fits(name: str, shape: Shape, asked: Asked, cluster: Cluster, made:
     advice = f"{enough} devices would do" if enough else "expected more memory"
     if cluster.tiers:
         names, said = ", ".join(tier.name for tier in cluster.tiers), "not used by this forecast"
-        advice = f"{advice} ({names}: {'too small' if usable(cluster) else said})"
+        advice = f"{advice} ({names}: {'searched too' if usable(cluster) else said})"
     return (
         f"{name} fits in none of {made.counted} layouts on {cluster.count}"
         f" {cluster.groups[0].device.name}: the nearest ({layout_said(near.layout)}) lacks"

@@ -240,7 +240,7 @@ def test_stages_between_the_ends_hold_no_vocabulary_and_fewer_microbatches() -> 
         (("llama3-8b", "--hardware", NODE, "--require", "tensor=3"), "has --require tensor=3"),
         (
             ("llama3-8b", "--hardware", "RTX-4090 + 16GiB host"),
-            "devices would do (host: too small)",
+            "devices would do (host: searched too)",
         ),
         (("llama3-8b", "--require", "tensor=2"), "--require is given beside no --hardware"),
         (("llama3-8b", "--hardware", NODE, "--mesh", "data=2,tensor=2"), "has 4 workers"),
