@@ -65,7 +65,6 @@ PRIORS: Mapping[str, tuple[str, str, float, float]] = {
     "ring": ("ring", "", 1.2, 0.3),
     "stages": ("stages", "", 1.2, 0.4),
     "gathers": ("gathers", "", 1.3, 0.3),
-    "moved": ("moved", "", 1.2, 0.2),  # copies over PCIe reach four fifths of the sheet
     "waited": ("waited", "", 2.0, 0.5),
     "sums": ("sums", "", 1.3, 0.3),
     "update": ("update", "", 1.3, 0.3),
