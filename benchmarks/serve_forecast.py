@@ -20,14 +20,14 @@ from typing import Any
 
 from support.figures import markdown
 from support.serving.models import SHAPES, made
-from support.serving.server import OUTSIZE, Server
+from support.serving.server import OUTSIZE, Server, ended_too
 from support.serving.traffic import Lengths, Wish, asked, percentile, slower, wishes
 from support.turns import QUIET, busy
 
 TARGETS = {"ttft p50": 0.10, "ttft p99": 0.20, "tpot p50": 0.10, "tpot p99": 0.10}
 BYTES = 0.05  # above what is held, and never below
 MIB = 2**20
-WARM = 4  # requests before those that count
+WARM, FEWEST = 4, 12  # requests before those that count, and of these
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Bench:
     folder: Path
     shape: str
     count: int
+    seconds: float = math.inf
     base: int = 0
 
     @property
@@ -133,7 +134,8 @@ class Bench:
         some = wishes(self.count, 1.0, prompt, new)
         freely = [w for i, w in enumerate(words) if "--slo" not in (w, words[max(0, i - 1)])]
         rate = one.load * float(self.plan(freely, some)["most_requests_per_second"])
-        some = slower(some, 1 / rate)
+        few = max(FEWEST, int(rate * self.seconds)) if self.seconds < math.inf else self.count
+        some = slower(some[:few], 1 / rate)
         said = self.plan(words, some)
         told = said["ways"][0]["outcome"]
         found = Found(one.name, rate)
@@ -197,7 +199,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--shape", choices=tuple(SHAPES), default="25m")
-    add("--count", type=int, default=150, help="requests of each setting")
+    add("--count", type=int, default=150, help="requests of each setting, at most")
+    add("--seconds", type=float, default=120.0, help="in which those come that are asked")
     add("--settings", nargs="+", metavar="NAME", default=[one.name for one in SETTINGS])
     add("--json", type=Path, help="also write every figure to this file")
     return parser.parse_args()
@@ -205,12 +208,13 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     asking, found = parsed(), list[Found]()
+    ended_too()
     chosen = [one for one in SETTINGS if one.name in asking.settings]
     with tempfile.TemporaryDirectory(prefix="outsize-serve-") as name:
         folder = Path(name)
         made(asking.shape, folder)
-        bench = Bench(folder, asking.shape, asking.count)
-        bench = Bench(folder, asking.shape, asking.count, bench.alone())
+        alone = Bench(folder, asking.shape, asking.count).alone()
+        bench = Bench(folder, asking.shape, asking.count, asking.seconds, alone)
         for one in chosen:
             others = busy()
             foretold, some = bench.foretell(one)
@@ -219,7 +223,7 @@ def main() -> int:
             found.append(foretold)
             missed = ", ".join(foretold.missed()) or "nothing"
             print(f"{one.name}: missed: {missed} (others: {others:.0f}%)", flush=True)
-    print(f"\nforetold / measured, {asking.count} requests each, {asking.shape}\n\n{shown(found)}")
+    print(f"\nforetold / measured, {asking.shape}\n\n{shown(found)}")
     good = [one for one in found if not one.missed()]
     print(f"{len(good)} of {len(found)} settings met every target")
     if max(one.busy for one in found) > QUIET:

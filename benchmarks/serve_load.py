@@ -22,7 +22,7 @@ from typing import Any
 
 from support.figures import markdown
 from support.serving.models import SHAPES, made
-from support.serving.server import Server
+from support.serving.server import Server, ended_too
 from support.serving.traffic import Lengths, Reply, Wish, asked, percentile, wishes
 from support.turns import QUIET, busy
 
@@ -259,6 +259,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     asking = parsed()
+    ended_too()
     longest = 4096 - PREFIX
     load = Load(
         Lengths.parse(asking.prompt, longest // 2), Lengths.parse(asking.new, longest // 2),

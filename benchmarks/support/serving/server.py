@@ -109,6 +109,11 @@ class Server:
             raise SystemExit("the server did not end within 60 s of SIGTERM") from None
 
 
+def ended_too() -> None:
+    """SIGTERM ends servers too, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def _status(pid: int, key: str) -> int:
     try:
         text = Path(f"/proc/{pid}/status").read_text()
