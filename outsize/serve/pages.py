@@ -81,14 +81,15 @@ class _Below:
 class Pages:
     """So many pages of so many tokens, `tokens` in all. sharing: pages that are full are kept and
     shared; below: slots for those that are pushed out; price: of what comes back, and what is
-    computed again; moves: to be made before the next step."""
+    computed again; moves: to be made before the next step; used: pages that anybody has had by
+    now, the first ones."""
 
     def __init__(
         self, count: int, size: int, sharing: bool = True, below: int = 0, price: Price = FREE
     ) -> None:
         assert count > 0 and size > 0
         self.count, self.size, self.sharing = count, size, sharing
-        self.tokens = count * size
+        self.tokens, self.used = count * size, 0
         self._free = list(range(count))[::-1]
         self._users = [0] * count
         self._known: dict[_Key, int] = {}
@@ -243,7 +244,9 @@ class Pages:
 
     def _taken(self) -> int:
         if self._free:
-            return self._free.pop()
+            page = self._free.pop()
+            self.used = max(self.used, page + 1)
+            return page
         page, _ = self._kept.popitem(last=False)
         key, name, start = self._full[page]
         wanted = page in self._wanted and self._price.keeps(start, self.size)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import KEY, ROOM, served
 
@@ -49,11 +51,18 @@ def test_wishes_follow_from_their_seed() -> None:
 def test_a_client_sees_every_token_and_every_refusal(model: Model) -> None:
     expected = ["".join(map(chr, model.generate(one.ids, one.new))) for one in SOME]
     assert len(set(expected)) == len(SOME) and {len(one) for one in expected} == {8}
-    with served(Engine(model, ROOM, POLICIES.get("mixed")), "on") as (host, port):
+    engine = Engine(model, ROOM, POLICIES.get("mixed"))
+    with served(engine, "on") as (host, port):
         url = f"http://{host}:{port}"
         found = asked(url, SOME, key=KEY)
         assert serve_load.answered(found) == found and [one.text for one in found] == expected
         assert {(len(one.times), one.used) for one in found} == {(8, 8)}
+        text = httpx.get(f"{url}/metrics").text
+        used = float(re.findall(r"^outsize_cache_bytes (\S+)", text, re.MULTILINE)[0])
+        most = len(SOME) * 2  # pages of 16 tokens, each 2 layers of 64 keys and values in float32
+        assert (
+            used == engine.line.pages.used * 16 * 2 * 128 * 4 and 0 < engine.line.pages.used <= most
+        )
         assert all(b.sent >= a.at for a, b in zip(SOME, found, strict=True))
         assert [one.text for one in asked(url, SOME, at_once=2, key=KEY)] == expected
     narrow = Engine(model, replace(ROOM, slots=1, queue=1), POLICIES.get("mixed"))

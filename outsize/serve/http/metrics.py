@@ -32,6 +32,8 @@ class _Engine:
 
     def collect(self) -> Iterator[Metric]:
         engine, (begun, waiting) = self._engine, self._engine.busy
+        pages = engine.line.pages
+        used = engine.steps.bytes * pages.used // pages.count
         for name, meaning in _COUNTED.items():
             yield CounterMetricFamily(
                 f"outsize_{name}", meaning, value=float(getattr(engine.line.counts, name))
@@ -42,7 +44,7 @@ class _Engine:
             "requests_waiting": ("Requests in the queue.", waiting),
             "pages": ("Pages of the cache.", engine.line.pages.count),
             "pages_left": ("Pages that no request has.", engine.line.pages.left),
-            "cache_bytes": ("Bytes of pages that have been used by now.", engine.steps.bytes),
+            "cache_bytes": ("Bytes of pages that have been used by now.", used),
             "pages_below": ("Pages that lie below the cache.", engine.line.pages.below),
             "below_failed": ("Whether what lay below cannot be had any more.", failed),
         }
