@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from outsize import accelerator
 
 PATIENCE = 0.05  # seconds: more than a few small operators take
 
@@ -72,3 +76,9 @@ def aside() -> Iterator[None]:
         yield
     finally:
         turns.enter()
+
+
+def differentiating(device: torch.device) -> AbstractContextManager[None]:
+    """A backward pass on a device. An accelerator's is run by a thread of PyTorch's, which cannot
+    leave the turn that the calling one would keep while both wait for other workers."""
+    return aside() if accelerator.queues(device) else nullcontext()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from outsize.collectives.turns import differentiating
 from outsize.runtime.again import leaf
 from outsize.runtime.rows import Rows
 from outsize.runtime.spill import Handle, Spill, restore
@@ -162,7 +163,9 @@ class Record:
             if edge is not None and g is not None
         ]
         if pairs:
-            differentiate(*zip(*pairs, strict=True))
+            edges, gradients = zip(*pairs, strict=True)
+            with differentiating(gradients[0].device):
+                differentiate(edges, gradients)
         return [i.grad for i in self.inputs]
 
 

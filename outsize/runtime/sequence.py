@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.collectives.turns import differentiating
 from outsize.models.chunk import Caught, ChunkCarry, Left, Shared
 from outsize.models.chunked import ChunkAttend
 from outsize.models.seams import Carry, Context
@@ -158,7 +159,8 @@ class ChunkRecord:
                 y_CD: Tensor = block(x_CD, self._context(here, held))
             if not y_CD.requires_grad:
                 return None
-            torch.autograd.backward(y_CD, g_TD[here.rows])
+            with differentiating(y_CD.device):
+                torch.autograd.backward(y_CD, g_TD[here.rows])
             if wanted:
                 gx_TD[here.rows], x_CD.grad = 0.0 if x_CD.grad is None else x_CD.grad, None
         if self._shared is not None:
@@ -222,7 +224,8 @@ def _losses(
         with torch.set_grad_enabled(train):
             loss = run(x_CD, here)
         if loss.requires_grad:
-            torch.autograd.backward(loss)
+            with differentiating(loss.device):
+                torch.autograd.backward(loss)
         if gx_TD is not None:
             gx_TD[here.rows], x_CD.grad = 0.0 if x_CD.grad is None else x_CD.grad, None
         yield loss.detach()

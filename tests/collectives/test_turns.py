@@ -77,6 +77,19 @@ def test_a_thread_that_is_in_no_turns_waits_for_none() -> None:
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_backward_pass_that_pytorchs_thread_runs_keeps_nobody_waiting() -> None:
+    def work(world) -> float:
+        x = torch.ones(1)
+        sums = threading.Thread(target=world.group(EVERYBODY).all_reduce, args=(x,))
+        with turns.differentiating(torch.device("cuda")):
+            sums.start()
+            sums.join()
+        return x.item()
+
+    assert play(Mesh(3), work) == [3.0] * 3
+
+
+@pytest.mark.usefixtures("patient")
 def test_all_are_told_that_they_ask_for_different_things() -> None:
     def work(world) -> str:
         x = torch.ones(2 + (world.rank == 1))
