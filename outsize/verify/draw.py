@@ -86,7 +86,8 @@ def draws(seed: int, workers: int, precision: str | None = None) -> Iterator[Dra
 
 def _within(drawn: Drawn, precision: str) -> Drawn:
     case = drawn.case.within(Precision.named(precision))
-    _refuse(case)
+    if case.plan.precision != drawn.case.plan.precision:  # else it has been asked
+        _refuse(case)
     shown = {} if precision == "float64" else {"precision": precision}
     return replace(drawn, case=case, what={**shown, **drawn.what})
 
