@@ -52,8 +52,11 @@ def needs(cycle: Sequence[Collection[Item]]) -> dict[Item, list[int]]:
     """Item -> the windows that need it, in order."""
     at: dict[Item, list[int]] = {}
     for w, window in enumerate(cycle):
-        for item in sorted(window, key=str):
-            at.setdefault(item, []).append(w)
+        for item in window:
+            if item in at:
+                at[item].append(w)
+        for item in sorted((item for item in window if item not in at), key=str):
+            at[item] = [w]
     return at
 
 

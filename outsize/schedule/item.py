@@ -15,5 +15,5 @@ class Item(NamedTuple):
     part: int = WHOLE
 
     def __str__(self) -> str:
-        name = f"{self.state.value} {self.stage}"
+        name = f"{self.state} {self.stage}"
         return name if self.part == WHOLE else f"{name}#{self.part}"

@@ -96,9 +96,10 @@ class Residency:
         if bundled:
             yield Item(State.OPTIMIZER, s, part)
         if self.direct or not bundled:
-            mine = self.parameters - self.fixed - self.gathered
-            yield from self._of(State.PARAMETERS, mine, (s,))
-            yield from self._of(State.GRADIENTS, self.gradients - self.summed, (s,))
+            if s in self.parameters and s not in self.fixed and s not in self.gathered:
+                yield Item(State.PARAMETERS, s)
+            if s in self.gradients and s not in self.summed:
+                yield Item(State.GRADIENTS, s)
 
     def shared(self, name: Item) -> bool:
         """Whether this worker's share of an item rests below, and others have theirs."""
