@@ -163,9 +163,8 @@ class Record:
             if edge is not None and g is not None
         ]
         if pairs:
-            edges, gradients = zip(*pairs, strict=True)
-            with differentiating(gradients[0].device):
-                differentiate(edges, gradients)
+            with differentiating(pairs[0][1].device):
+                differentiate(*map(list, zip(*pairs, strict=True)))
         return [i.grad for i in self.inputs]
 
 
