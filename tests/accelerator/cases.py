@@ -129,6 +129,7 @@ CASES = {
     "layer by layer": Case(LAYERS),
     "states on host": Case(LAYERS, STATES, generates=True),
     "updated on host": Case(LAYERS, {**ALL, **STATES, "parameters": "host"}, {"host": 2}),
+    "updated on host, weights not": Case(LAYERS, STATES, {"host": 2}),
     "all on host": Case({}, HOST, generates=True),
     "all on host, layers": Case({"order": "layer", "microbatch_rows": 2}, HOST),
     "all on disk": Case(LAYERS, ALL, disk=True, generates=True),

@@ -110,7 +110,11 @@ def test_a_dry_run_measures_foretells_and_keeps_what_was_there(tmp_path, capsys,
         figures = each["figures"]
         assert figures["foretold"] == pytest.approx(figures["peak"], rel=0.02), name
         assert len(figures["losses"]) == 2 and figures["seconds"] == figures["every second"][1]
-    written, ours, theirs, less = (each["figures"] for each in found["tokens"]["cases"].values())
+    written, ours, theirs, two, their_two, less = (
+        each["figures"] for each in found["tokens"]["cases"].values()
+    )
+    assert two["tokens"] == ours["tokens"] == their_two["tokens"]
+    assert two["of the bandwidth"] > 0
     assert ours["tokens"] == theirs["tokens"] == less["tokens"] and len(ours["tokens"]) == 5
     assert less["budget"] < ours["weights"] == less["weights"] <= written["bytes"]
     assert "of the weights" in capsys.readouterr().out

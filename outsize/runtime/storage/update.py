@@ -101,7 +101,12 @@ class Updates:
         """An UPDATE on the host: of what rests there, in place."""
         piece = self.weight_pool.placement.items.pieces[action.stage][action.part]
         here = self._held(piece) | dict(self.weight_pool.homes.resting(piece))
+        there = None if MASTER in here else here[PARAMETERS]
+        if there is not None and there.device != here[GRADIENTS].device:
+            here[PARAMETERS] = there.to(here[GRADIENTS].device)  # on a device of its own memory
         self._piece(piece, here, lr, touched)
+        if there is not None and there is not here[PARAMETERS]:
+            there.copy_(here[PARAMETERS])
 
     def _held(self, piece: Piece) -> dict[str, Tensor]:
         """The slices of a piece that the device has: in buffers, or in rooms that are present."""
