@@ -102,10 +102,11 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def clear_workspaces(device: torch.device) -> None:
-    """Have cuBLAS let go of the memory that it keeps for products to come, of every thread and
-    stream; nothing on other devices."""
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+    """Have a device's library let go of the memory that it keeps for products to come, of every
+    thread and stream; nothing where PyTorch has no word for that."""
+    clear = getattr(torch._C, f"_{device.type}_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def rehearsing() -> bool:

@@ -3,8 +3,8 @@
 A step of few tokens is over sooner than a host can hand out its operators one by one. What blocks
 do in such a step depends on numbers that lie on the device: hidden states, rotations, places of new
 tokens in the pages, the pages that each token sees. So the work of a run of blocks is recorded for
-so many tokens and pages (CUDA graphs: Gray, "Getting Started with CUDA Graphs", 2019; for decoding
-as in vLLM), and played with other numbers in the same places. Operators are those of the modules.
+so many tokens and pages (graphs of a device, as vLLM and others decode), and played with other
+numbers in the same places. Operators are those of the modules.
 
 T tokens, a power of two: those behind the step's own repeat its first, and write what that writes.
 D hidden, P pages of a table.
