@@ -26,6 +26,7 @@ from outsize.models.attention import Attention, LatentAttention
 from outsize.models.decoder import Block, Decoder
 from outsize.models.mlp import MLP
 from outsize.models.seams import AttendSpec
+from outsize.models.wiring import as_it_is
 from outsize.torch_private import FakeTensor
 
 if TYPE_CHECKING:
@@ -100,12 +101,18 @@ def _alone(module: nn.Module, ctx: Context) -> Through:
 
 def _unfit(block: nn.Module) -> str | None:
     """What keeps a block from being recorded: only what is known to read nothing on the host is."""
-    if not isinstance(block, Block):
+    if not isinstance(block, Block) or block.entering is not as_it_is:
         return "its blocks are wired otherwise"
-    if type(block.attention) not in (Attention, LatentAttention):
+    attention, mlp = block.attention, block.mlp
+    if type(attention) not in (Attention, LatentAttention):
         return "its attention"
-    if type(block.mlp) is not MLP:
+    if type(mlp) is not MLP or mlp.mixture is not None:
         return "its feed-forward network"
+    around = block.attention_around is None and block.mlp_around is None
+    if not around or getattr(attention, "virtual", None) is not None:
+        return "its adapter"
+    if any(getattr(one, "coded", None) is not None for one in block.modules()):
+        return "its format of weights"
     return None
 
 

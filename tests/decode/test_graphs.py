@@ -14,6 +14,7 @@ from outsize.decode.graphs import MOST, Graphs
 from outsize.decode.paged import PagedCache, PagedPast, Part
 from outsize.decode.runs import each_alone
 from outsize.models.build import build
+from outsize.models.coding import asked
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 
@@ -70,6 +71,11 @@ def test_blocks_that_ask_the_host_are_none() -> None:
     said = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     model = build(parse(said), seed=0)
     assert set(Graphs(model, Again).why.values()) == {"its feed-forward network"}
+
+
+def test_codes_are_not_recorded() -> None:
+    model = build(asked(parse(LLAMA | {"intermediate_size": 192}), "int8:32"), seed=0)
+    assert set(Graphs(model, Again).why.values()) == {"its format of weights"}
 
 
 def test_a_long_step_goes_as_it_is() -> None:
