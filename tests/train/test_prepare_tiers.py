@@ -163,7 +163,7 @@ def test_memory_is_let_go_as_it_moves(tmp_path, monkeypatch) -> None:
     for p in model.parameters():
         ledger.see(p)
     assert ledger.total == whole
-    monkeypatch.setattr("outsize.train.prepared.making.meter", lambda device, budget, own: ledger)
+    monkeypatch.setattr("outsize.train.prepared.making.meter", lambda *_: ledger)
     job = prepare(
         model, optimizer_of(model), memory=int(0.45 * states(model)), disk=f"{tmp_path}:1GiB"
     )
