@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outsize import accelerator
 from outsize.decode.paged import PagedCache, PagedPast
+from outsize.decode.runs import Through, each_alone
 from outsize.kernels import paged
 from outsize.models.attention import Attention, LatentAttention
 from outsize.models.decoder import Block, Decoder
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MOST = 64  # tokens of a step that is played
 _PLENTY = 4  # pieces of a cache at least: shorter ones are not worth a recording of their own
-Through = Callable[[Tensor], Tensor]
 
 
 class Recording(Protocol):
@@ -74,13 +74,13 @@ class Graphs:
             or isinstance(ctx.positions_T, FakeTensor)
             or not self._fit.issuperset(modules)
         ):
-            return [_alone(one, ctx) for one in modules]
+            return each_alone(modules, ctx)
         if past.cache is not self._cache:
             self._made, self._cache = {}, past.cache
         key = tuple(modules), _rounded(tokens), _rounded(paged.pieces(past.longest), _PLENTY)
         if key not in self._made:
             self._made[key] = None
-            return [_alone(one, ctx) for one in modules]
+            return each_alone(modules, ctx)
         graph = self._made[key]
         if graph is None:
             graph = self._made[key] = _Graph(*key, ctx, past, self._record)
@@ -89,14 +89,6 @@ class Graphs:
 
 def _rounded(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
-
-
-def _alone(module: nn.Module, ctx: Context) -> Through:
-    def through(x_TD: Tensor) -> Tensor:
-        y_TD: Tensor = module(x_TD, ctx)
-        return y_TD
-
-    return through
 
 
 def _unfit(block: nn.Module) -> str | None:
@@ -204,4 +196,8 @@ class _Attend:
         spec: AttendSpec,
     ) -> Tensor:
         assert spec.plain, "what is cached is attended to in order"
-        return self._cache.beside(spec, q_THK, k_TGK, v_TGW, self._where_T, self._seen)
+        keys, values = self._cache.layer(spec.layer, k_TGK, v_TGW)
+        keys.put(self._where_T, k_TGK)
+        values.put(self._where_T, v_TGW)
+        facts = spec.scale, spec.window, spec.softcap
+        return paged.attend(q_THK.contiguous(), keys, values, self._seen, *facts)

@@ -107,22 +107,6 @@ class PagedCache:
             self._layers[index] = keys, values
         return self._layers[index]
 
-    def beside(
-        self,
-        spec: AttendSpec,
-        q_THK: Tensor,
-        k_TGK: Tensor,
-        v_TGW: Tensor,
-        where_T: Tensor,
-        seen: paged.Sights,
-    ) -> Tensor:
-        """o_THW of tokens that are attended each alone, by what lies on their device."""
-        keys, values = self.layer(spec.layer, k_TGK, v_TGW)
-        keys.put(where_T, k_TGK)
-        values.put(where_T, v_TGW)
-        facts = spec.scale, spec.window, spec.softcap
-        return paged.attend(q_THK.contiguous(), keys, values, seen, *facts)
-
     def states(self, layer: int, declared: tuple[StateSpec, ...], device: torch.device) -> Tensors:
         if layer not in self._states:
             self._states[layer] = tuple(

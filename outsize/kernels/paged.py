@@ -148,7 +148,7 @@ def _on_device(
     """float64 and narrow codes by PyTorch's operators."""
     if q_THK.dtype is torch.float64 or len(keys) > 1:
         return plain(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
-    o_THW = q_THK.new_empty((*q_THK.shape[:2], sizes[1]))
+    o_THW = _allocate(q_THK, keys, values, tables_TP, positions_T, sizes, facts)
     seen = Sights(tables_TP, positions_T)
     native.kernels("paged").attend(
         q_THK.contiguous(), keys[0], values[0], seen, sizes[2], tuple(facts), o_THW

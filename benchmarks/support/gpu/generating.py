@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.gpu.place import Place
-from support.gpu.shapes import SHAPES, config_of, drawn, ids_of, native_draw, parameters
+from support.gpu.shapes import config_of, ids_of, native_draw, parameters
+from support.gpu.training import llama_of
 from torch import Tensor
 
 from outsize.api import engine, generate, load
@@ -22,15 +24,9 @@ def written(place: Place, shape: str) -> dict[str, Any]:
     folder = folder_of(place, shape)
     model = build(config_of(shape), None, torch.bfloat16)
     draw = native_draw(model.config, place.device)
-
-    def made(name: str, parameter: Tensor) -> Tensor:
-        out = torch.empty(parameter.shape, dtype=parameter.dtype)
-        draw(name, out)
-        return out
-
     begin = time.perf_counter()
     for segment, _ in segments(model):
-        materialise(model, segment, made)
+        materialise(model, segment, partial(made, draw, "cpu"))
     hub.save(model, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {"bytes": size, "seconds": time.perf_counter() - begin}
@@ -52,14 +48,15 @@ def opened(place: Place, shape: str, share: float | None) -> Model:
         model = shells(config, torch.bfloat16, device)
         draw = native_draw(config, device)
         for segment, _ in segments(model):
-            materialise(model, segment, lambda name, parameter: drawn_here(draw, name, parameter))
+            materialise(model, segment, partial(made, draw, device))
         return Model(model)
     memory = None if share is None else int(share * bytes_of(place, shape))
     return load(folder, device=place.device, memory=memory, disk=memory and place.folder)
 
 
-def drawn_here(draw: Any, name: str, parameter: Tensor) -> Tensor:
-    out = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+def made(draw: Any, device: torch.device | str, name: str, parameter: Tensor) -> Tensor:
+    """The values of a parameter, on a device."""
+    out = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     draw(name, out)
     return out
 
@@ -93,8 +90,7 @@ def together(place: Place, shape: str, prompt: int, tokens: int, requests: int) 
         def run(count: int) -> list[int]:
             return list(served.generate(prompts, count)[0])
 
-        found = _timed(place, tokens, run)
-    found["tokens/s"] = found["tokens/s"] and requests * found["tokens/s"]
+        found = _timed(place, tokens, run, requests)
     return {**found, "weights": size, **read(place, found, size, requests)}
 
 
@@ -107,20 +103,14 @@ def read(place: Place, found: dict[str, Any], size: int, requests: int = 1) -> d
 
 def theirs(place: Place, shape: str, prompt: int, tokens: int, requests: int = 1) -> dict[str, Any]:
     """transformers' own generate, greedy, with its cache."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     folder, ids = folder_of(place, shape), prompt_of(shape, prompt)
     if folder.is_dir():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = model.to(place.device).eval()
     else:
-        told = {k: v for k, v in SHAPES[shape].items() if k not in ("architectures", "model_type")}
-        with torch.device(place.device):
-            model = AutoModelForCausalLM.from_config(LlamaConfig(**told), dtype=torch.bfloat16)
-        draw = drawn(place.device)
-        for name, parameter in model.named_parameters():
-            draw(name, parameter)
-        model = model.eval()
+        model = llama_of(shape, place, torch.bfloat16).eval()
     vocab = config_of(shape).vocab
     given = torch.tensor(
         [[(i + n) % vocab for i in ids] for n in range(requests)], device=place.device
@@ -134,14 +124,13 @@ def theirs(place: Place, shape: str, prompt: int, tokens: int, requests: int = 1
         )  # fmt: skip
         return list(made[0, len(ids) :].tolist())
 
-    found = _timed(place, tokens, run)
-    found["tokens/s"] = found["tokens/s"] and requests * found["tokens/s"]
+    found = _timed(place, tokens, run, requests)
     return {**found, **read(place, found, bytes_of(place, shape), requests)}
 
 
-def _timed(place: Place, tokens: int, run: Any) -> dict[str, Any]:
-    """Tokens/s of all but the first token: the time of `tokens` + 1 less that of one, which has
-    the prompt in it, the second time each. None where that is no time at all."""
+def _timed(place: Place, tokens: int, run: Any, requests: int = 1) -> dict[str, Any]:
+    """Tokens/s of all requests without their first token: the time of `tokens` + 1 less that of
+    one, which has the prompt in it, the second time each. None where that is no time at all."""
     found = list[int]()
     place.forget_peak()
 
@@ -155,7 +144,7 @@ def _timed(place: Place, tokens: int, run: Any) -> dict[str, Any]:
     first = seconds(1)
     spent = seconds(tokens + 1) - first
     return {
-        "tokens/s": tokens / spent if spent > 0 else None,
+        "tokens/s": requests * tokens / spent if spent > 0 else None,
         "first token": first,
         "peak": place.peak(),
         "tokens": found,

@@ -140,17 +140,17 @@ def _flops(shape: str, sequence: int, tokens: int) -> tuple[float, str]:
 # -- peers ----------------------------------------------------------------------------------------
 
 
-def llama_of(work: Work, place: Place) -> nn.Module:
-    """The transformers model with the same weights, float32."""
+def llama_of(shape: str, place: Place, dtype: torch.dtype = torch.float32) -> Any:
+    """The transformers model with the same weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    told = {k: v for k, v in SHAPES[work.shape].items() if k not in ("architectures", "model_type")}
+    told = {k: v for k, v in SHAPES[shape].items() if k not in ("architectures", "model_type")}
     with torch.device(place.device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**told), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**told), dtype=dtype)
     draw = drawn(place.device)
     for name, parameter in model.named_parameters():
         draw(name, parameter)
-    return model.train()
+    return model
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -204,7 +204,7 @@ def looped(work: Work, place: Place, model: Any, run: Any, cast: bool = True) ->
 def plain(place: Place, work: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     """The plain loop, uncompiled or under torch.compile."""
     task = Work(**work)
-    model = llama_of(task, place)
+    model = llama_of(task.shape, place).train()
     return looped(task, place, model, torch.compile(model) if compiled else model)
 
 
@@ -218,7 +218,7 @@ def fsdp2(place: Place, work: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(init_method=f"file://{folder}/meeting", rank=0, world_size=1)
         mesh = init_device_mesh(place.device.type, (1,))
-        model: Any = llama_of(task, place)
+        model = llama_of(task.shape, place).train()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
