@@ -41,6 +41,10 @@ def read_config(path: str | Path) -> DecoderConfig:
     directory = Path(path)
     if not directory.is_dir():
         raise OutsizeError(f"{directory} is not a directory: expected one with a {CONFIG}")
+    if not (directory / CONFIG).is_file():
+        raise OutsizeError(
+            f"{directory} has no {CONFIG}; expected the directory of a model, or a checkpoint"
+        )
     source = read_json(directory / CONFIG)
     try:
         return parse(source)

@@ -143,8 +143,8 @@ def _why_absent(directory: Path) -> str:
         )
     if (directory / "adapter_config.json").is_file():
         return (
-            f"{directory} holds an adapter alone; expected whole weights: write them with"
-            " outsize.save(outsize.merge(outsize.load(DIRECTORY)), NEW)"
+            f"{directory} holds an adapter alone; expected whole weights: outsize merge {directory}"
+            " --into NEW writes them"
         )
     return f"{directory} has no weights: expected {SINGLE} or {INDEX}"
 

@@ -70,8 +70,8 @@ def described(name: str, weights: str | None = None) -> Described:
     directory = model_directory(name)
     if (directory / ADAPTER_CONFIG).is_file():
         raise OutsizeError(
-            f"{directory} holds an adapter; expected a whole model: write one with"
-            " outsize.save(outsize.merge(outsize.load(DIRECTORY)), NEW)"
+            f"{directory} holds an adapter; expected a whole model: outsize merge {directory}"
+            " --into NEW writes one"
         )
     if any(directory.glob("model*.safetensors*")):
         return describe(directory, asked(read_config(directory), weights, "--weights"))

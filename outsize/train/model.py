@@ -14,7 +14,7 @@ from outsize.models.config import DecoderConfig
 from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
 from outsize.train.config import RunConfig
-from outsize.train.resolve import DERIVED, Resolved
+from outsize.train.resolve import DERIVED, RUN, Resolved
 
 if TYPE_CHECKING:
     from outsize.checkpoint.opened import Checkpoint
@@ -43,17 +43,37 @@ def subject(resolved: Resolved) -> tuple[Resolved, Subject]:
     OutsizeError for neither a preset nor a directory, an unknown family, missing weights, a
     tokenizer with more ids than the model.
     """
+    resolved = _tokenizer_of_data(_of_run(resolved))
     name = resolved.config.model.name
-    directory, resolved = Path(name).expanduser(), _tokenizer_of_data(resolved)
+    directory = Path(name).expanduser()
     if SHAPES.find(name) is not None:
         resolved, found = _preset(resolved, name)
     elif directory.is_dir():
         resolved, found = _directory(resolved, directory)
+    elif directory.suffix == ".gguf" and directory.is_file():
+        raise OutsizeError(
+            f"model {name!r} is one file; outsize convert {name} --into DIRECTORY writes what is"
+            " trained on"
+        )
     else:
         raise OutsizeError(
             f"model {name!r} is neither a preset nor a directory{nearest(name, SHAPES.names())}"
         )
     return resolved, limited(adapted(found, resolved), resolved)
+
+
+def _of_run(resolved: Resolved) -> Resolved:
+    """The same with a run's latest checkpoint as the model, where its directory is named.
+
+    OutsizeError for a run without one."""
+    from outsize.checkpoint.store import Store
+
+    name = resolved.config.model.name
+    directory = Path(name).expanduser()
+    if (directory / RUN).is_file() and not (directory / "config.json").is_file():
+        latest = Store(directory).load().path
+        return resolved.with_value("model.name", str(latest), f"{DERIVED}the latest of {name}")
+    return resolved
 
 
 def adapter_of(keys: RunConfig) -> Adapter | None:
@@ -170,7 +190,8 @@ def _directory(resolved: Resolved, directory: Path) -> tuple[Resolved, Subject]:
         try:
             open_shards(directory)
         except OutsizeError as error:
-            if any(directory.glob("model*.safetensors*")):
+            alone = (directory / "adapter_config.json").is_file()
+            if alone or any(directory.glob("model*.safetensors*")):
                 raise
             raise OutsizeError(
                 f"{error}; set model.weights=random to begin with random ones"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,22 @@ class Resolved:
     def said(self, key: str) -> bool:
         """Whether anybody said that a technique is on or off, or anything of it."""
         return any(name == key or name.startswith(f"{key}.") for name in self.values)
+
+    def typed(self, key: str) -> bool:
+        """Whether --set said it, or a setting of it."""
+        return any(
+            origin == SET and (name == key or name.startswith(f"{key}."))
+            for name, origin in self.origins.items()
+        )
+
+    def without(self, keys: Collection[str]) -> Resolved:
+        """The same as if nobody had said these, nor settings of them."""
+        kept = {
+            name: value
+            for name, value in self.values.items()
+            if not any(name == key or name.startswith(f"{key}.") for key in keys)
+        }
+        return Resolved(kept, {n: origin for n, origin in self.origins.items() if n in kept})
 
     def is_derived(self, name: str) -> bool:
         """Whether its value was filled in rather than said."""
@@ -130,8 +146,7 @@ def resolve(path: str | Path | None, sets: Iterable[str] = ()) -> Resolved:
         resolved = apply_text(resolved, _content(Path(path)), Path(path).name)
     for text in sets:
         resolved = apply_set(resolved, text)
-    _one_length(resolved)
-    return _one_optimizer(resolved)
+    return _one_optimizer(_one_length(resolved))
 
 
 def values_of(target: str | None, sets: Iterable[str] = ()) -> Resolved:
@@ -285,12 +300,17 @@ def lengths(resolved: Resolved) -> list[str]:
     return said + [_PASSES] * (_PASSES in resolved.config.techniques)
 
 
-def _one_length(resolved: Resolved) -> None:
+def _one_length(resolved: Resolved) -> Resolved:
+    """The length that --set says stands for those of the file. OutsizeError for two that remain."""
     said = lengths(resolved)
+    typed = [name for name in said if resolved.typed(name)]
+    if typed:
+        resolved, said = resolved.without(set(said) - set(typed)), typed
     if len(said) > 1:
         raise OutsizeError(
             f"{' and '.join(said)} are given together; expected one of them to say how long"
         )
+    return resolved
 
 
 def _one_optimizer(resolved: Resolved) -> Resolved:

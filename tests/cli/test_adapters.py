@@ -106,6 +106,8 @@ def test_a_run_file_says_it_and_random_weights_are_refused(invoke, home, base):
     assert said["target_modules"] == ["self_attn.q_proj", "self_attn.v_proj"] and said["r"] == 4
     refused = invoke("train", "run.yaml", "--set", "model=tiny", "--set", "output=other")
     assert refused.exit_code == 2 and "an adapter trains beside weights" in refused.output
+    refused = invoke("train", "run.yaml", "--set", "model=run", "--set", "output=other")
+    assert refused.exit_code == 2 and f"outsize merge {last(Path('run'))} --into" in refused.output
     with pytest.raises(OutsizeError, match="merge: model is a dict"):
         outsize.merge({})
 

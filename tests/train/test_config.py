@@ -10,7 +10,7 @@ import pytest
 from outsize.errors import OutsizeError
 from outsize.registry import TECHNIQUES, Technique, setting
 from outsize.train.config import SHORT, leaves, technique_leaves
-from outsize.train.resolve import Resolved, apply_text, resolve
+from outsize.train.resolve import Resolved, apply_text, lengths, resolve
 from outsize.train.workers import mesh_of
 
 IN_FILE = [
@@ -67,6 +67,18 @@ def test_a_wrong_set_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(OutsizeError) as error:
         resolve(None, ["train.steps=2", text])
     assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize("length", ["train.minutes: 2", "train.tokens: 512", "train.epochs: 3"])
+def test_a_length_that_is_set_stands_for_that_of_the_file(length: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    key, _, value = length.removeprefix("train.").partition(": ")
+    path.write_text(f"train: {{{key}: {value}}}")
+    assert lengths(resolve(path)) == [f"train.{key}"]
+    assert lengths(resolve(path, ["train.steps=7"])) == ["train.steps"]
+    path.write_text("train: {steps: 7}")
+    found = resolve(path, [f"train.{key}={value}"])
+    assert lengths(found) == [f"train.{key}"] and found.get("train.steps") is None
 
 
 def test_a_missing_and_a_binary_file_are_refused(tmp_path: Path) -> None:

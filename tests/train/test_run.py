@@ -22,7 +22,8 @@ from outsize.memory import OverBudget
 from outsize.runtime.loss_scale import LossScale
 from outsize.train.loop import Loop
 from outsize.train.metrics import read_metrics
-from outsize.train.resolve import recorded_values
+from outsize.train.model import subject
+from outsize.train.resolve import recorded_values, resolve
 
 
 def test_a_run_from_start_to_end(runs) -> None:
@@ -102,6 +103,19 @@ def test_a_run_of_epochs_reads_every_row_so_often(runs) -> None:
     assert [r["step"] for r in read_metrics(run) if "loss" in r][-1] == steps
     with pytest.raises(OutsizeError, match=r"train.steps and train.epochs are given together"):
         runs.train(train__epochs="2", output=runs.home / "other")
+
+
+def test_a_run_is_a_model_to_train_on(runs) -> None:
+    runs.train(train__steps=1)
+    latest = runs.home / "run" / "step-00000001"
+    found, model = subject(resolve(None, [f"model={runs.home / 'run'}"]))
+    assert found.get("model.name") == str(latest) == str(model.directory)
+    assert found.origins["model.name"] == f"derived: the latest of {runs.home / 'run'}"
+    shutil.rmtree(latest)
+    with pytest.raises(OutsizeError, match=r"no checkpoint in .*run; expected step-"):
+        subject(resolve(None, [f"model={runs.home / 'run'}"]))
+    with pytest.raises(OutsizeError, match=r"has no config\.json; expected the directory of a"):
+        subject(resolve(None, [f"model={runs.home}"]))
 
 
 def test_a_finished_run_says_so_and_can_go_on_for_longer(runs) -> None:
