@@ -18,6 +18,7 @@ from outsize.cli.keys import keys
 from outsize.cli.merge import merge
 from outsize.cli.new import new
 from outsize.cli.plan import plan
+from outsize.cli.probe import probe
 from outsize.cli.rehearse import rehearse
 from outsize.cli.schedule import schedule
 from outsize.cli.score import score
@@ -66,5 +67,5 @@ def main() -> None:
 
 
 _MODELS = (new, train, generate, chat, serve, evaluate, convert, merge, formats, export)
-for command in (*_MODELS, data, plan, rehearse, score, keys, schedule, trace, verify):
+for command in (*_MODELS, data, plan, probe, rehearse, score, keys, schedule, trace, verify):
     main.add_command(command)

@@ -92,6 +92,7 @@ class Batch:
     nodes: Array
     window: Array
     spare: Array
+    norm: Array
     tags: Sequence[frozenset[str]]
 
 
@@ -133,7 +134,7 @@ def batch_of(terms: Sequence[Terms], tags: Sequence[frozenset[str]]) -> Batch:
         lanes([each.last for each in terms], LANES),
         lanes([each.end for each in terms], AT_END),
         one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"),
-        one("spare"), tags,
+        one("spare"), one("norm"), tags,
     )  # fmt: skip
 
 
@@ -201,7 +202,8 @@ class Model:
             {lane: float(values[index]) for lane, values in stage.items()}
             for stage in (priced.middle, priced.last)
         )
-        slowest = last if beat(last) >= beat(middle) else middle
+        norm = float(priced.norm[index])
+        slowest = last if beat(last, norm) >= beat(middle, norm) else middle
         slots = float(priced.slots[index])
         found = {lane: value * slots for lane, value in slowest.items()}
         found["fill"] = float(combine(priced).fill[index])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outsize.foresight.network import Network
+from outsize.hardware import talking
 from outsize.hardware.cluster import Group
 
 # A ring's step inside a node waits for a flag in memory, one between nodes for an adapter: parts of
@@ -24,6 +25,7 @@ FLAG, HOP = 0.25, 0.5
 Operation = Literal["all_reduce", "gather", "scatter", "send"]
 # Passes over the bytes: an all-reduce is a scatter and a gather of the same bytes.
 _PASSES = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}
+_MEASURED = {"gather": "all_gather", "scatter": "reduce_scatter"}  # as a probe names them
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ def ranks(size: int, stride: int, node: int, network: Network | None = None) -> 
 def seconds(
     operation: Operation, bytes_: float, group: Ranks, machines: Group, calls: float = 1
 ) -> float:
-    """Of one collective, in so many calls. bytes_: of the whole tensor, gathered or summed, on each
-    rank; of send what is sent."""
+    """Of one collective, in so many calls, as measured where it was. bytes_: of the whole tensor,
+    gathered or summed, on each rank; of send what is sent."""
     if group.size < 2 or not bytes_:
         return 0.0
     inner, outer = machines.levels[0], machines.levels[-1]
     one_node = group.nodes == 1
+    table = inner.talked if one_node else outer.talked
+    if table and not group.rate:
+        name = _MEASURED.get(operation, operation)
+        known = talking.seconds(table, name, bytes_ / calls, group.size, group.inside)
+        if known is not None:
+            return calls * known
     if operation == "send":
         level = inner if one_node else outer
         return bytes_ / (group.rate or level.bandwidth.value) + level.latency.value

@@ -25,6 +25,7 @@ from outsize.foresight.shape import Shape
 from outsize.foresight.sources import CostSource, source_of
 from outsize.foresight.work import Lanes, Work, add, lanes
 from outsize.hardware.cluster import Cluster
+from outsize.hardware.talking import norm
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
@@ -50,6 +51,7 @@ class Terms:
     nodes: float
     window: float  # of the beat that sums of gradients may go on beside
     spare: float = 0.0  # by which other stages' sends are shorter than those of the slowest, in sum
+    norm: float = HIDDEN  # in which computing and saying hide each other
 
 
 def terms(
@@ -71,7 +73,7 @@ def terms(
     nodes = max(1, layout.devices // machines.node)
     return Terms(
         middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
-        _window(layout), spare,
+        _window(layout), spare, HIDDEN if cluster.slowed is None else norm(cluster.slowed),
     )  # fmt: skip
 
 
@@ -261,18 +263,18 @@ def _over_states(mine: float, size: int, stride: int, states: int, work: Work) -
 # -- seconds ---------------------------------------------------------------------------------------
 
 
-def together(one: Any, other: Any, norm: float = HIDDEN) -> Any:
+def together(one: Any, other: Any, norm: Any = HIDDEN) -> Any:
     """Of two things beside each other: the longer one, and more the nearer they are."""
     return (one**norm + other**norm) ** (1 / norm)
 
 
-def beat(of: Mapping[str, Any]) -> Any:
-    """Of a microbatch on a stage."""
+def beat(of: Mapping[str, Any], norm: Any = HIDDEN) -> Any:
+    """Of a microbatch on a stage. norm: in which what is said is hidden."""
     computing = sum(of[lane] for lane in COMPUTING) + 1e-12
-    computing = together(computing, of["ring"])
+    computing = together(computing, of["ring"], norm)
     computing = together(computing, of["launch"])
     computing = computing + sum(of[lane] for lane in SAYING)
-    computing = together(computing, of["gathers"])
+    computing = together(computing, of["gathers"], norm)
     computing = together(computing, of["moved"])
     return computing + of["waited"] + of["blocked"] + of["stages"]
 
@@ -294,12 +296,12 @@ class Seconds:
 
 def combine(terms: Any, spread: Any = 1.0) -> Seconds:
     """Seconds of a step from terms whose lanes constants have already been applied to."""
-    middle, last = beat(terms.middle), beat(terms.last)
+    middle, last = beat(terms.middle, terms.norm), beat(terms.last, terms.norm)
     slowest = _larger(middle, last)
     every = (terms.stages - 1) * middle + last - terms.spare
     fill = (every - slowest) / terms.chunks
     window = slowest * terms.window + 1e-9
-    sums = together(window, terms.end["sums"]) - window
+    sums = together(window, terms.end["sums"], terms.norm) - window
     return Seconds(terms.slots * slowest, fill, sums, terms.end["update"], spread)
 
 

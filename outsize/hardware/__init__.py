@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         Matmul,
         Measured,
         Rate,
+        Slowed,
+        Talked,
         Tier,
     )
     from outsize.hardware.spec import parse_spec, read_cluster

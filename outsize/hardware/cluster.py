@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from outsize.errors import OutsizeError
-from outsize.hardware.hardware import Device, Hardware, Link, Rate, Tier
+from outsize.hardware.hardware import Device, Hardware, Link, Rate, Slowed, Talked, Tier
 
 # Seconds until the first byte of a message: NCCL's base latencies of a hop (its tuning.cc, 2.19)
 # and what Calculon (Isaev et al., 2023) takes for networks.
@@ -22,7 +22,8 @@ NEAR, FAR = 10e-6, 20e-6
 
 @dataclass(frozen=True)
 class Level:
-    """So many (`size`) units of the level below, joined. dims: of a torus, with product size."""
+    """So many (`size`) units of the level below, joined. dims: of a torus, with product size.
+    talked: collectives over it, measured."""
 
     name: str  # "board", "node", "domain", "cluster", or the fabric's
     size: int
@@ -30,6 +31,7 @@ class Level:
     latency: Rate
     shape: Literal["switched", "torus"] = "switched"
     dims: tuple[int, ...] = ()
+    talked: tuple[Talked, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -61,12 +63,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Groups of devices; tiers beside them; rates: B/s between every two nodes, measured."""
+    """Groups of devices; tiers beside them; rates: B/s between every two nodes, slowed: computing
+    and talking by each other, both measured."""
 
     groups: tuple[Group, ...]
     tiers: tuple[Tier, ...] = ()
     rates: tuple[tuple[float, ...], ...] = ()
     source: str = "catalogue"
+    slowed: Slowed | None = None
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -121,20 +125,49 @@ class Cluster:
 
 
 def of_machine(hardware: Hardware) -> Cluster:
-    """One machine, as a probe or a file has it."""
+    """One machine, or several of a kind, as a probe or a file has it."""
+    device = hardware.devices[0]
+    levels = [_inside(hardware)]
+    if hardware.machines > 1:
+        outer = max(
+            (link for link in hardware.links if link.between == "nodes"), key=lambda x: x.joins
+        )
+        far = tuple(entry for entry in hardware.talked if entry.inside < entry.workers)
+        found = outer.latency or latency(FAR)
+        levels.append(Level(outer.name, outer.joins, outer.bandwidth, found, talked=far))
+    tiers = tuple(tier for tier in hardware.tiers if tier.name != "device")
+    group = Group(replace(device, count=1), tuple(levels))
+    made = Cluster((group,), tiers, source=hardware.source, slowed=hardware.slowed)
+    return rated(made, hardware.rates)
+
+
+def _inside(hardware: Hardware) -> Level:
+    """What joins the devices of a machine."""
     device = hardware.devices[0]
     inner = [link for link in hardware.links if link.between == "devices"]
     fastest = max(inner, key=lambda link: link.bandwidth.value, default=None)
     if fastest is None:  # workers that share one memory: a copy in and a copy out
         said = f"{device.bandwidth.source}; a quarter of the memory's"
         shared = Rate(device.bandwidth.value / 4, "B/s", said, device.bandwidth.date)
-        level = Level("memory", device.count, shared, latency(NEAR))
-    else:
-        found = fastest.latency or latency(NEAR)
-        level = Level(fastest.name, device.count, fastest.bandwidth, found)
-    tiers = tuple(tier for tier in hardware.tiers if tier.name != "device")
-    one = replace(device, count=1)
-    return Cluster((Group(one, (level,)),), tiers, source=hardware.source)
+        return Level("memory", device.count, shared, latency(NEAR))
+    near = tuple(entry for entry in hardware.talked if entry.inside == entry.workers)
+    found = fastest.latency or latency(NEAR)
+    return Level(fastest.name, device.count, fastest.bandwidth, found, talked=near)
+
+
+def rated(cluster: Cluster, rates: Sequence[Sequence[float]]) -> Cluster:
+    """With what was measured between its machines, or between as many workers of one, who are nodes
+    of their own then; as it is where that was measured of others."""
+    if cluster.nodes == 1 and len(rates) >= cluster.count > 1:
+        (group,) = cluster.groups
+        (inner,) = group.levels
+        network = Level(inner.name, inner.size, inner.bandwidth, inner.latency)
+        alone = replace(inner, size=1, shape="switched", dims=())
+        cluster = replace(cluster, groups=(replace(group, levels=(alone, network)),))
+    count = cluster.nodes
+    if count < 2 or len(rates) < count:
+        return cluster
+    return replace(cluster, rates=tuple(tuple(row[:count]) for row in rates[:count]))
 
 
 def latency(seconds: float) -> Rate:

@@ -119,7 +119,8 @@ class Device:
     """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...). grain:
     bytes of which its allocator gives whole multiples; reserved: that its libraries keep. watts,
     price: of one device in use, where known. array: rows and columns of a systolic array, 0 where
-    there is none."""
+    there is none. threads: of a processor, those that its rates were measured with, of its cores;
+    0: all that it has."""
 
     name: str
     kind: Kind
@@ -136,6 +137,7 @@ class Device:
     price: Rate | None = None  # money/h
     array: int = 0
     cores: int = 0
+    threads: int = 0
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name}: grain", self.grain, "B")
@@ -183,7 +185,7 @@ class Tier:
 @dataclass(frozen=True)
 class Link:
     """What joins devices, or a device and the host; bandwidth is per device. joins: between
-    devices, so many neighbours of a machine; 0: all of them."""
+    devices, so many neighbours of a machine; between nodes, so many machines; 0: all of them."""
 
     name: str  # "nvlink", "pcie", "network", ...
     between: Literal["devices", "device and host", "nodes"]
@@ -198,13 +200,48 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Talked:
+    """How long a collective takes: one entry of a table by operation, size and group. bytes: of the
+    whole tensor, on each worker; of "send", of the message. inside: workers on one machine."""
+
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
+    bytes: int
+    workers: int
+    inside: int
+    seconds: Rate
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "workers", "inside"):
+            _positive(f"{self.operation} {name}", getattr(self, name), "count")
+        _unit(self.operation, self.seconds, "s")
+
+
+@dataclass(frozen=True)
+class Slowed:
+    """How many times as long computing takes beside talking, and talking beside computing."""
+
+    computing: float
+    talking: float
+    date: str
+
+    def __post_init__(self) -> None:
+        for name in ("computing", "talking"):
+            _positive(f"slowed: {name}", getattr(self, name), "times")
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """A machine or a cluster of like machines. source: "probe", "catalogue", or a file's own."""
+    """A machine or a cluster of like machines. source: "probe", "catalogue", or a file's own.
+    talked, slowed: as workers measured it; rates: B/s from each machine to each, or of one machine
+    from each worker to each."""
 
     devices: tuple[Device, ...]
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
     source: str
+    talked: tuple[Talked, ...] = ()
+    rates: tuple[tuple[float, ...], ...] = ()
+    slowed: Slowed | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -212,6 +249,11 @@ class Hardware:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise OutsizeError(f"hardware tiers {', '.join(names)}; expected each once")
+
+    @property
+    def machines(self) -> int:
+        """As many as a link between them says that it joins."""
+        return max((link.joins for link in self.links if link.between == "nodes"), default=1) or 1
 
     def tier(self, name: str) -> Tier:
         """The tier of this name. Raises OutsizeError when the hardware has none."""

@@ -27,7 +27,7 @@ from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Ti
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 4  # raised when what is measured, or how, changes
+FORMAT = 5  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -37,6 +37,7 @@ def probe(
     directory: str | Path = ".",
     cache: str | Path | None = None,
     timer: measure.Timer = measure.best_of,
+    fresh: bool = False,
 ) -> Hardware:
     """This machine: its devices of one kind ("cpu", or the accelerator that
     PyTorch finds, None for the best), tiers, links.
@@ -45,12 +46,12 @@ def probe(
     written there for a moment). cache: the folder of kept rates, else the user's. On a CPU both
     the device tier and the host tier lie in the memory of the host: what is free is free once, and
     a copy between them is one within it.
-    Raises OutsizeError for a device that is not there.
+    fresh: measured anew whatever is kept. Raises OutsizeError for a device that is not there.
     """
     target = accelerator.find(device)
     key = _key(target, quick, directory)
     path = _cache_file(key, cache)
-    hardware = _kept(path, key)
+    hardware = None if fresh else _kept(path, key)
     if hardware is None:
         loaded = host.busy()  # before the probe adds its own load
         hardware = _measure(target, quick, directory, timer)
@@ -163,6 +164,8 @@ def _measure(
         visible=memory,
         measured=found,
         note="" if apart else f"{host.cores()} cores, {torch.get_num_threads()} threads",
+        cores=0 if apart else host.cores(),
+        threads=0 if apart else torch.get_num_threads(),
     )
     tiers, links = [Tier("device", 0, bandwidth, bandwidth)], []
     if apart:

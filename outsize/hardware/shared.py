@@ -9,19 +9,22 @@ from outsize.hardware.host import cores
 
 
 def shared(hardware: Hardware, workers: int) -> Hardware:
-    """What each of `workers` on one machine has of its processor: as much of everything. Where they
-    are more than its cores, calls take longer too."""
+    """What each of `workers` on one machine has of its processor: as much of everything, of rates
+    that fewer threads than its cores measured as much as all cores would have. Where workers are
+    more than cores, calls take longer too."""
     device = hardware.devices[0]
     if workers == 1 or device.apart:
         return hardware
     part = 1.0 / workers
+    busy = device.threads or device.cores
+    rate = min(1.0, device.cores / busy * part) if busy else part
     mine = replace(
         device,
         memory=_scaled(device.memory, part),
         visible=None if device.visible is None else _scaled(device.visible, part),
-        bandwidth=_scaled(device.bandwidth, part),
-        peak={dtype: _scaled(rate, part) for dtype, rate in device.peak.items()},
-        measured=_measured(device.measured, part, max(1.0, workers / cores())),
+        bandwidth=_scaled(device.bandwidth, rate),
+        peak={dtype: _scaled(peak, rate) for dtype, peak in device.peak.items()},
+        measured=_measured(device.measured, rate, max(1.0, workers / (device.cores or cores()))),
     )
     tiers = tuple(
         replace(tier, bytes=tier.bytes // workers) if tier.name == "device" else tier

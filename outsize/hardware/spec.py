@@ -20,10 +20,10 @@ from typing import Literal
 from outsize import typed
 from outsize.errors import OutsizeError
 from outsize.hardware.catalogue import catalogue, known
-from outsize.hardware.cluster import FAR, NEAR, Cluster, Group, Level, latency, of_machine
+from outsize.hardware.cluster import FAR, NEAR, Cluster, Group, Level, latency, of_machine, rated
 from outsize.hardware.devices import ROWS
 from outsize.hardware.form import loads
-from outsize.hardware.hardware import Device, Rate, Tier
+from outsize.hardware.hardware import Device, Hardware, Rate, Tier
 from outsize.hardware.shared import shared
 from outsize.texts import read_text
 
@@ -68,26 +68,22 @@ def _worked(what: str, workers: int | None, spec: str) -> Cluster:
     """One machine, this or a file's, or so many workers of it."""
     from outsize.hardware.probe import probe
 
-    if what.lower() == "this":
-        hardware = probe()
-    else:
-        found = read_cluster(what)
-        if workers is None:
-            return found
-        if found.nodes > 1:
-            raise OutsizeError(f"hardware {spec!r}: {found.nodes} machines in it; expected one")
-        hardware = found.hardware()
-    made = of_machine(hardware)
+    found = probe() if what.lower() == "this" else _read(what)
+    made = found if isinstance(found, Cluster) else of_machine(found)
     if workers is None:
         return made
+    machines = made.nodes if isinstance(found, Cluster) else found.machines
+    if machines > 1:
+        raise OutsizeError(f"hardware {spec!r}: {machines} machines in it; expected one")
+    hardware = found.hardware() if isinstance(found, Cluster) else found
     if workers < 1:
         raise OutsizeError(f"hardware {spec!r}: a count of 0; expected 1 or more")
     if hardware.devices[0].apart and workers > made.count:
         raise OutsizeError(f"hardware {spec!r}: {made.count} devices are there; expected no more")
-    made = of_machine(shared(hardware, workers))
+    made = of_machine(replace(shared(hardware, workers), rates=()))
     (group,) = made.groups
     level = replace(group.levels[0], size=workers)
-    return replace(made, groups=(replace(group, levels=(level,)),))
+    return rated(replace(made, groups=(replace(group, levels=(level,)),)), hardware.rates)
 
 
 @dataclass(frozen=True)
@@ -105,27 +101,26 @@ class File:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """A cluster from a file: a machine as `outsize.hardware.dumps` writes it, or a `spec` with what
-    was measured of it."""
+    """A cluster from a file: a machine, or several, as `outsize probe --out` and
+    `outsize.hardware.dumps` write it, or a `spec` with what was measured of it."""
+    found = _read(path)
+    return found if isinstance(found, Cluster) else of_machine(found)
+
+
+def _read(path: str | Path) -> Hardware | Cluster:
     text = read_text(path, "name a YAML file of hardware")
     values = typed.load_yaml(text, str(path))
     if not isinstance(values, dict) or "spec" not in values:
-        return of_machine(loads(text, str(path)))
+        return loads(text, str(path))
     file: File = typed.read(File, values, str(path))
     made = parse_spec(file.spec)
     scale = parse_rate(f"1{file.unit}", f"{path}: unit").value
     rates = tuple(tuple(value * scale for value in row) for row in file.rates)
     groups = tuple(replace(g, device=_priced(g.device, file, str(path))) for g in made.groups)
-    if made.nodes == 1 and len(rates) == made.count > 1:
-        groups = (_apart(groups[0]),)
-    return replace(made, groups=groups, rates=rates, source=file.source)
-
-
-def _apart(group: Group) -> Group:
-    """Devices of one machine as nodes of their own, whose links differ."""
-    (inner,) = group.levels
-    network = Level(inner.name, inner.size, inner.bandwidth, inner.latency)
-    return replace(group, levels=(replace(inner, size=1, shape="switched", dims=()), network))
+    made = replace(made, groups=groups, source=file.source)
+    if made.nodes == 1 and len(rates) == made.count:
+        made = rated(made, rates)
+    return replace(made, rates=rates)
 
 
 def _priced(device: Device, file: File, path: str) -> Device:

@@ -33,7 +33,7 @@ def drawn(shape: Shape, cluster: Cluster, plan: Planned) -> Trace:
     device = cluster.groups[0].device.name
     priced = Priced.of(shape, [few], device, [terms(shape, few, part)])
     batch = priced.model.priced(priced.batch, priced.values)
-    middle, last = float(beat(batch.middle)[0]), float(beat(batch.last)[0])
+    middle, last = (float(beat(each, batch.norm)[0]) for each in (batch.middle, batch.last))
     seconds = combine(batch)
     forward = middle / 3
     stages = (*[1.0] * (p * v - 1), _last(middle, last, v))
