@@ -14,6 +14,7 @@ from outsize.cli.evaluate import evaluate
 from outsize.cli.export import export
 from outsize.cli.formats import formats
 from outsize.cli.generate import generate
+from outsize.cli.history import history
 from outsize.cli.keys import keys
 from outsize.cli.merge import merge
 from outsize.cli.new import new
@@ -67,5 +68,17 @@ def main() -> None:
 
 
 _MODELS = (new, train, generate, chat, serve, evaluate, convert, merge, formats, export)
-for command in (*_MODELS, data, plan, probe, rehearse, score, keys, schedule, trace, verify):
+for command in (
+    *_MODELS,
+    data,
+    plan,
+    probe,
+    history,
+    rehearse,
+    score,
+    keys,
+    schedule,
+    trace,
+    verify,
+):
     main.add_command(command)

@@ -90,10 +90,11 @@ def _training(resolved: Resolved, out: Path | None, as_json: bool) -> None:
     from outsize.screen import show as shown
     from outsize.train import show
     from outsize.train.base import Base
+    from outsize.train.history import corrected, noted
     from outsize.train.setup import set_up
     from outsize.train.workers import over_workers
 
-    setup = set_up(over_workers(resolved), fit=False)
+    setup = corrected(noted(set_up(over_workers(resolved), fit=False), "rates"))
     if out is not None:
         from outsize.plan.file import write_plan
         from outsize.train.planned import file_of

@@ -17,6 +17,7 @@ from outsize.models.layout import prompted
 from outsize.runtime.job import Job
 from outsize.screen import say
 from outsize.texts import write_text
+from outsize.train import history
 from outsize.train.finetuning import signs, tunes
 from outsize.train.loop import Loop, resume_command
 from outsize.train.metrics import read_metrics
@@ -43,6 +44,9 @@ def finish(loop: Loop, console: Console) -> None:
     loop.measure.write(directory, setup.forecast, model, world, setup.device)
     loop.measure.agree(world, setup.device)
     loop.metrics.write({"step": loop.place.step, **loop.measure.record(setup.forecast)})
+    if loop.worker_group.first:
+        measure = loop.measure
+        history.record(setup, measure.lanes, measure.seconds, measure.peak)
     console.print()
     console.print(loop.measure.table(setup.forecast), markup=False)
     if tunes(setup.resolved) and loop.worker_group.first:

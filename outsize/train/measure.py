@@ -8,7 +8,7 @@ raises, but for a few steps by the clock behind the first one, which did not rai
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from outsize.runtime.job import Job
 from outsize.screen import table
 from outsize.simulate import Forecast
 from outsize.simulate.forecast import RankForecast
+from outsize.simulate.rescaled import lanes
 from outsize.trace import Trace, laid_out, write_perfetto
 from outsize.trace import write as write_trace
 from outsize.trace.gather import gathered
@@ -30,6 +31,7 @@ from outsize.train.progress import resident
 from outsize.train.show import time_of
 
 LATER = 10  # steps after the first that are counted again
+PARTED = 16  # steps by the clock whose lanes are told apart
 CLOCKED = 3  # steps after the first that are not counted, whatever the budget
 PAGE, PERFETTO = "timeline.html", "trace.json"
 PREDICTED, MEASURED = "predicted.json", "measured.json"
@@ -48,6 +50,7 @@ class Measure:
     peak: int = 0  # bytes, of the steps that were counted
     times: list[float] = field(default_factory=list)  # seconds, of those that were not
     slow: list[float] = field(default_factory=list)  # seconds, of those that were
+    lanes: list[Mapping[str, float]] = field(default_factory=list)  # of the first of `times`
     trace: Trace | None = None
     peaks: tuple[int, ...] = ()  # by place of the pipeline axis
 
@@ -65,6 +68,8 @@ class Measure:
         """Book a step."""
         if not counted:
             self.times.append(report.seconds)
+            if len(self.times) <= PARTED:
+                self.lanes.append(lanes(report.trace))
             return
         self.slow.append(report.seconds)
         self.peak = max(self.peak, report.trace.peak())

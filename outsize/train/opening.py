@@ -14,6 +14,7 @@ from outsize.screen import say, show
 from outsize.techniques import epochs
 from outsize.train.base import Base
 from outsize.train.finetuning import findings
+from outsize.train.history import corrected, noted
 from outsize.train.recipe import data_config, stream_of
 from outsize.train.resolve import DERIVED
 from outsize.train.setup import Setup, settled
@@ -55,7 +56,11 @@ def ready_of(setup: Setup, console: Console, worker_group: WorkerGroup) -> Ready
     stream = streamed(setup, data).stream
     setup = _long_enough(setup, stream)
     with console.status("predicting the time of a step"):
-        setup = settled(calibrated(setup, stream, worker_group))
+        setup = noted(setup, "rates")
+        timed = calibrated(setup, stream, worker_group)
+        if timed.forecast is not setup.forecast:
+            timed = noted(timed, "blocks")
+        setup = settled(corrected(timed))
     show_plan(setup, console)
     parts = (f"{_size(data.train)}{_marked(data)}", f"validation {_size(data.validation)}")
     say(console, *_found(setup), f"data: {'; '.join((*parts, data.skipped.summary()))}")

@@ -51,6 +51,7 @@ from outsize.train.base import Base
 from outsize.train.config import may_change, restated
 from outsize.train.derive import warmup_now
 from outsize.train.ending import finish, say_stopped
+from outsize.train.history import corrected, noted
 from outsize.train.loop import Loop, resume_command
 from outsize.train.measure import Measure
 from outsize.train.metrics import Metrics, Unwritten, read_metrics
@@ -77,7 +78,7 @@ NOTHING = ""  # what the first worker says where there is nothing to do
 
 def explain(resolved: Resolved, console: Console) -> None:
     """Print every value and where it came from, and the plan; start nothing."""
-    setup = settled(read_length(set_up(resolved), console))
+    setup = settled(corrected(noted(read_length(set_up(resolved), console), "rates")))
     show(console, values_table(setup.resolved))
     show_plan(setup, console)
 

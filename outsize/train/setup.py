@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -50,13 +51,17 @@ from outsize.train.tiers import (
     with_tiers,
 )
 
+if TYPE_CHECKING:
+    from outsize.train.history import Entry
+
 # What of a plan decides in which order sums are taken: a run keeps it whatever its memory is.
 FIXED = ("microbatch_rows", "loss_chunk", "mlp_tile", "order")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that could start. paces: of each worker while 1, 2, ... compute, where measured."""
+    """A run that could start. paces: of each worker while 1, 2, ... compute, where measured.
+    foretold: its forecasts before runs like it had a say in them (outsize/train/history.py)."""
 
     resolved: Resolved
     subject: Subject
@@ -64,6 +69,7 @@ class Setup:
     forecast: Forecast
     tiers: tuple[TierSpec, ...] = ()  # below the device, as declared
     paces: tuple[float, ...] = ()
+    foretold: tuple[Entry, ...] = ()
 
     @property
     def config(self) -> RunConfig:

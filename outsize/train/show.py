@@ -188,6 +188,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "workers": [{"stages": list(turn.stages), **_held(turn)} for turn in forecast.ranks],
         "segments": [{"name": name, "bytes": dict(held)} for name, held in forecast.segments],
         "step_seconds": forecast.seconds,
+        "chosen": dict(forecast.why),
         "flops": forecast.flops,
         "microbatches": forecast.plan.microbatches,
         "schedule": dict(_counts(forecast)),
