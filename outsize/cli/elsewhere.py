@@ -119,7 +119,11 @@ class Elsewhere:
 
             refuse_unused(ctx, _LIKE, "unlike devices, of which it is not known yet")
             uneven = plan_unlike(name, shape, asked, cluster, self.top, as_json)
-            _write(out, name, plan_of(shape, uneven.layout, uneven.blocks) if out else None)
+            _write(
+                out,
+                name,
+                plan_of(shape, uneven.layout, uneven.blocks, uneven.shares) if out else None,
+            )
             return
         price = self._rates(cluster)
         made = choose(shape, asked, cluster, self.top)

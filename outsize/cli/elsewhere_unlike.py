@@ -1,4 +1,4 @@
-"""What `outsize plan --hardware` prints of unlike devices: plans, and the stages of the best."""
+"""What `outsize plan --hardware` prints of unlike devices: plans, and the workers of the best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from outsize.foresight.planning.asked import Asked, value_of
-from outsize.foresight.planning.unlike import Uneven, choose_unlike
+from outsize.foresight.planning.uneven import Uneven
+from outsize.foresight.planning.unlike import choose_unlike
 from outsize.foresight.planning.written import mesh_said
 from outsize.foresight.shape import Shape
 from outsize.hardware import Cluster
@@ -32,7 +33,7 @@ def _as_json(one: Uneven) -> dict[str, Any]:
     return {
         "mesh": mesh_said(lay),
         "microbatch_rows": lay.rows,
-        "microbatches": lay.microbatches,
+        "microbatches": one.microbatches,
         "recompute": lay.recompute,
         "zero": value_of(lay, "zero"),
         "step_seconds": one.seconds,
@@ -40,9 +41,10 @@ def _as_json(one: Uneven) -> dict[str, Any]:
         "high": one.high,
         "tokens_per_s": lay.batch * lay.sequence / one.seconds,
         "mfu": one.mfu,
-        "stages": [
-            {"device": part.device, "blocks": part.blocks, "beat_seconds": part.beat,
-             "bytes": part.memory.process, "room": part.room}
+        "row_shares": one.shares,
+        "workers" if lay.pipeline == 1 else "stages": [
+            {"device": part.device, "count": part.count, "blocks": part.blocks, "rows": part.rows,
+             "beat_seconds": part.beat, "bytes": part.memory.process, "room": part.room}
             for part in one.parts
         ],
     }  # fmt: skip
@@ -62,17 +64,17 @@ def _print(made: list[Uneven], asked: Asked) -> None:
             f"{one.seconds:.3g} s", f"{one.low:.3g}", f"{one.high:.3g}", f"{tokens:,.0f}",
             f"{one.mfu:.1%}",
         )  # fmt: skip
-    stages = table("stage", "device", "blocks", "seconds a microbatch", "memory", "of",
-                   right=slice(2, None))  # fmt: skip
+    staged = made[0].layout.pipeline > 1
+    parts = table("stage" if staged else "workers", "device", "blocks" if staged else "rows a step",
+                  "seconds a microbatch", "memory", "of", right=slice(2, None))  # fmt: skip
     for place, part in enumerate(made[0].parts, start=1):
         held, room = format_bytes(int(part.memory.process)), format_bytes(part.room)
-        stages.add_row(
-            str(place), part.device, str(part.blocks), f"{part.beat:.3g}", held, room
-        )  # fmt: skip
+        first, has = (place, part.blocks) if staged else (part.count, part.rows)
+        parts.add_row(str(first), part.device, str(has), f"{part.beat:.3g}", held, room)
     out = console()
-    show(out, rows, stages)
+    show(out, rows, parts)
     say(
         out,
-        f"{asked.batch} rows of {asked.sequence} tokens a step; blocks by what each stage's devices"
-        " compute and hold",
+        f"{asked.batch} rows of {asked.sequence} tokens a step;"
+        f" {'blocks' if staged else 'rows'} by what the devices of each compute and hold",
     )

@@ -89,8 +89,8 @@ class Cluster:
 
     @property
     def alike(self) -> bool:
-        """Whether its devices are of one kind."""
-        return len({group.device.name for group in self.groups}) == 1
+        """Whether its devices are of one kind, and as fast."""
+        return all(group.device == self.groups[0].device for group in self.groups)
 
     def between(self, first: int, second: int) -> float:
         """B/s of one device from a node to another: as measured, else of the slowest level that

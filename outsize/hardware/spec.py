@@ -2,6 +2,7 @@
 
     SPEC   := [WORKERS x] this | [WORKERS x] FILE.yaml | PART (+ PART)* [@ RATE]
     PART   := [NODES x] [DEVICES x] DEVICE | TPU AxBxC | SIZE host [RATE] | disk RATE [SIZE]
+              | [WORKERS x] this | [WORKERS x] FILE.yaml, of which several are unlike machines
     RATE   := NUMBER B/s, with k, M, G, T or Ki, Mi, Gi, Ti before it; b/s counts bits
     SIZE   := NUMBER B, likewise
 
@@ -46,9 +47,14 @@ def parse_spec(text: str) -> Cluster:
         return _worked(machine[2], None if machine[1] is None else int(machine[1]), text)
     body, at, rate = said.partition("@")
     outside = parse_rate(rate.strip(), "@") if at else None
-    groups, tiers = [], []
-    for part in body.split("+"):
-        found = _part(part.strip(), text)
+    groups, tiers = list[Group](), []
+    for part in map(str.strip, body.split("+")):
+        machine = _MACHINE.match(part)
+        if machine is not None:  # one of several
+            count = None if machine[1] is None else int(machine[1])
+            groups += _worked(machine[2], count, text).groups
+            continue
+        found = _part(part, text)
         if isinstance(found, Tier):
             tiers.append(found)
         else:

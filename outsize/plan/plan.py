@@ -152,10 +152,12 @@ class Plan(Extended):
     """One step of training.
 
     segments: their number in the model. stages: in order, covering every segment once.
-    rows: rows of a step; microbatch_rows: rows of a microbatch. sequence: tokens a row (0 for
-    models whose inputs are not tokens). loss_chunk: tokens whose logits exist at once (0: all).
-    mlp_tile: tokens whose feed-forward activations exist at once (0: all). split_backward:
-    BACKWARD_INPUT and BACKWARD_WEIGHT apart. budget: bytes of the device tier, None without limit.
+    rows: rows of a step; row_shares: of each of the workers among whom these fall ((): as equal as
+    can be); microbatch_rows: rows of a microbatch, of which all workers have equally many.
+    sequence: tokens a row (0 for models whose inputs are not tokens). loss_chunk: tokens whose
+    logits exist at once (0: all). mlp_tile: tokens whose feed-forward activations exist at once (0:
+    all). split_backward: BACKWARD_INPUT and BACKWARD_WEIGHT apart. budget: bytes of the device
+    tier, None without limit.
     order: every stage of a microbatch before the next one, or every microbatch of a stage before
     the next one ("layer"), so that weights that stream pass once however many there are.
     update: of all stages when the gradient's norm is known ("apart"), or of each right behind its
@@ -185,6 +187,7 @@ class Plan(Extended):
     sequence_parallel: bool = False
     local: Local = field(default_factory=Local)
     pipeline: Pipelined = field(default_factory=Pipelined)
+    row_shares: tuple[int, ...] = ()
     settings: Settings = NONE
 
     def __post_init__(self) -> None:
@@ -237,6 +240,10 @@ class Plan(Extended):
                 f"plan: rows is {self.rows}, too few for {self.mesh.rows} workers of the {names}"
                 f" axis; expected {self.mesh.rows} or more"
             )
+        shares, parts = self.row_shares, self.mesh.rows
+        whole = len(shares) == parts and sum(shares) == self.rows and min(shares) >= 1
+        expected = f"none, or {counted(parts, 'number')} from 1 on, {self.rows} in all"
+        expect(not shares or whole, "plan: row_shares", list(shares), expected)
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise OutsizeError(
                 "plan.sequence_parallel is set, but mesh.tensor is 1; set it to false, or give the"
@@ -327,16 +334,27 @@ class Plan(Extended):
         return min((value for one, value in self.settings.every() if one.tokens), default=0)
 
     @property
+    def busiest(self) -> int:
+        """The first of the workers with the most rows, as `rows_at` counts them."""
+        return max(range(len(self.row_shares)), key=self.row_shares.__getitem__, default=0)
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a step that no worker has more of."""
+        start, stop = self.rows_at(self.busiest)
+        return stop - start
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a step on every worker; the last may have fewer rows. They are fewer and
         larger than asked for where some worker has not as many rows."""
-        wanted = -(-self.rows_at(0)[1] // self.microbatch_rows)
-        return min(wanted, self.rows // self.mesh.rows)
+        wanted = -(-self.own_rows // self.microbatch_rows)
+        return min(wanted, min(self.row_shares, default=self.rows // self.mesh.rows))
 
     @property
     def microbatch_size(self) -> int:
         """Rows of the largest microbatch."""
-        return self.rows_of(0)[1]
+        return self.rows_of(0, self.busiest)[1]
 
     @property
     def most_rows(self) -> int:
@@ -345,7 +363,10 @@ class Plan(Extended):
 
     def rows_at(self, place: int) -> tuple[int, int]:
         """Rows [start, stop) of the step that the worker with so many of them before it
-        (`Mesh.rows_index`) takes. As equal as they can be; the first workers have the most."""
+        (`Mesh.rows_index`) takes: its share, or as equal as they can be, the first having most."""
+        if self.row_shares:
+            start = sum(self.row_shares[:place])
+            return start, start + self.row_shares[place]
         return share(self.rows, self.mesh.rows, place)
 
     def rows_of(self, microbatch: int, place: int = 0) -> tuple[int, int]:

@@ -72,13 +72,18 @@ def _tokens(count: int) -> str:
     return f"{count:,}" if count else "all"
 
 
+def _rows(plan: Plan) -> str:
+    """Of a step, that each worker takes."""
+    if plan.row_shares:
+        return f"its share ({', '.join(map(str, plan.row_shares))}) of the {plan.rows} rows"
+    return counted(plan.own_rows, "row") if plan.mesh.rows > 1 else "all rows"
+
+
 def _spread(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """What the workers share and how."""
     mesh, shards = plan.mesh, plan.shards
     if mesh.size > 1:
-        first, last = plan.rows_at(0)
-        each = counted(last - first, "row") if mesh.rows > 1 else "all rows"
-        yield "workers", str(mesh.size), f"{mesh}; each takes {each} of a step"
+        yield "workers", str(mesh.size), f"{mesh}; each takes {_rows(plan)} of a step"
     if mesh.data > 1:
         cut = f"{shards.parameters}, {shards.gradients}, {shards.optimizer}"
         yield "shards", cut, "workers over which parameters, gradients, optimizer states are cut"

@@ -109,6 +109,7 @@ def continued(plan: Plan, request: PlanRequest, shards: Sharding) -> Plan:
         sequence_parallel=_between(plan, request), microbatch_rows=rows, order=order,
         update=update, loss_chunk=0 if line.ends and not plan.pipeline.ends else plan.loss_chunk,
         stream=stream, settings=settings.having(dict(plan.settings.summing().said)),
+        row_shares=plan.row_shares if same else (),
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def native_makers(
     bounds = documents or layouts(request)[0]
 
     def job_of(plan: Plan, ledger: Ledger) -> Job:
-        world = PretendWorld(plan.mesh, _largest(plan.mesh) + turn * plan.mesh.stride("pipeline"))
+        world = PretendWorld(plan.mesh, _largest(plan) + turn * plan.mesh.stride("pipeline"))
         # What a pipeline cuts is largest on the last one, too.
         line = Pretend(request.mesh.pipeline, request.mesh.pipeline - 1)
         here = Here(world, ledger, nowhere(plan), line=line, apart=request.apart)
@@ -177,10 +177,18 @@ def native_makers(
     return job_of, lambda rows: request.batch(rows, bounds)
 
 
-def _largest(mesh: Mesh) -> int:
-    """The worker with the largest parts of weights: the last one of axes that cut some."""
-    cutting = (axis.name for axis in mesh.axes if axis.parts or axis.cuts == "weights")
-    return sum((mesh[name] - 1) * mesh.stride(name) for name in cutting)
+def _largest(plan: Plan) -> int:
+    """The worker with the largest parts of weights, the last one of axes that cut some; where rows
+    have shares, with the most of them."""
+    mesh, place, found = plan.mesh, plan.busiest, 0
+    rows = mesh.cutting("rows") if plan.row_shares else ()
+    for axis in reversed(mesh.axes):
+        if axis.name in rows:
+            place, digit = divmod(place, mesh[axis.name])
+            found += digit * mesh.stride(axis.name)
+        elif axis.parts or axis.cuts == "weights":
+            found += (mesh[axis.name] - 1) * mesh.stride(axis.name)
+    return found
 
 
 def facts_of_model(config: DecoderConfig, request: PlanRequest) -> Facts:

@@ -85,7 +85,7 @@ def calibrate(
 
 def _sample(made: Forecast, config: DecoderConfig) -> Sample:
     """One layer of each sort, whose states rest where those of the first of its sort do."""
-    chosen = sample(config, replace(made.plan, rows=made.plan.microbatch_rows))
+    chosen = sample(config, replace(made.plan, rows=made.plan.microbatch_rows, row_shares=()))
     rest = {i: stage.rest for stage in made.plan.stages for i in range(stage.first, stage.last)}
     first = (rest[chosen.stands.index(place)] for place in range(len(chosen.plan.stages)))
     stages = (

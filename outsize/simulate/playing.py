@@ -85,7 +85,7 @@ def _played(
         job = job_of(plan, ledger)
         if job.passing is not None:
             job.passing.told(forms)
-        job.ready(batch_of(plan.rows_at(0)[1]), 1.0)
+        job.ready(batch_of(plan.own_rows), 1.0)
         static = {kind: count for kind, count in ledger.live.items() if count}
         costs = _costs(job, ledger)
         batch, size = batch_of(plan.microbatch_size), plan.microbatch_size

@@ -45,7 +45,7 @@ def rehearse(
     does that the job is made for.
     """
     splits = splits_of(plan) if splits is None else splits
-    own, rows = plan.rows_at(0)[1], plan.microbatch_size
+    own, rows = plan.own_rows, plan.microbatch_size
     left = own % rows if plan.microbatches == -(-own // rows) else 0
     whole, short = _Played(), _Played()
     line, one = bool(splits), bare(plan)
@@ -162,6 +162,7 @@ def bare(plan: Plan) -> Plan:
     return replace(
         one, rows=rows * mesh.rows, microbatch_rows=rows, budget=None, stages=stages,
         order="microbatch", update="apart", stream=Stream(), mesh=mesh, shards=Sharding(),
+        row_shares=(),
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def profiled(plan: Plan, config: DecoderConfig) -> Profiled:
         plan, segments=len(taken), stages=stages, budget=None, mesh=Mesh(), shards=Sharding(),
         pipeline=plan.pipeline.cutting, order="microbatch", approximate=rest,
         rows=plan.microbatch_size * min(TURNS, plan.microbatches),
-        microbatch_rows=plan.microbatch_size,
+        microbatch_rows=plan.microbatch_size, row_shares=(),
     )  # fmt: skip
     layers = tuple(config.layers[i - 1] for i in taken[1:-1])
     here = tuple(whole[i] for i in taken)

@@ -64,7 +64,7 @@ def rehearsed(path: Path, model: str | None, hardware: Hardware | None) -> Rehea
 def _fewer(plan: Plan) -> Plan:
     """With as many microbatches as fill its pipeline, and empty it."""
     count = min(plan.microbatches, TURNS * plan.mesh.pipeline)
-    return replace(plan, rows=count * plan.microbatch_rows * plan.mesh.rows)
+    return replace(plan, rows=count * plan.microbatch_rows * plan.mesh.rows, row_shares=())
 
 
 def _ranks(made: Forecast) -> list[tuple[int, int, int, Mapping[str, int]]]:

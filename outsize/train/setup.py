@@ -343,7 +343,7 @@ def _same_sums(plan: Plan, chosen: Plan) -> Plan:
     if plan.settings.summing().changed.said:
         both = zip(plan.stages, chosen.stages, strict=True)
         stages = tuple(replace(s, rest=new.rest, spill=new.spill) for s, new in both)
-    kept = replace(chosen, stages=stages, budget=plan.budget)
+    kept = replace(chosen, stages=stages, budget=plan.budget, row_shares=plan.row_shares)
     assert all(getattr(kept, name) == getattr(plan, name) for name in FIXED), (kept, plan)
     assert kept.settings.summing() == plan.settings.summing(), (kept, plan)
     return kept

@@ -34,7 +34,7 @@ from outsize.runtime.runners import check_blocks
 from outsize.techniques.optim.adamw8bit import AdamW8Bit, Settings
 from outsize.verify import draw_pipeline as pipes
 from outsize.verify.case import Case, Native
-from outsize.verify.draw_data import Data, masked
+from outsize.verify.draw_data import Data, masked, unlike
 from outsize.verify.shapes import shape
 
 ATTEMPTS = 200
@@ -107,6 +107,7 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
         model = pipes.deep(draw, model, line.least)
     config = parse(model)
     plan, shown = _plan(draw, len(config.layers) + 2, mesh, rows, line)
+    plan = unlike(Random(f"{seed} shares"), plan)
     frozen = draw.choice(FROZEN) if draw.random() < 0.3 else ()
     options = LossOptions(0.1 * (draw.random() < 0.3), 1e-2 * (draw.random() < 0.3))
     clip = draw.choice((None, 0.01, 0.5)) if plan.update == "apart" else None
@@ -123,8 +124,9 @@ def _case(draw: Random, seed: int, workers: int) -> Drawn:
     case = Case(native, plan, optimizer, data.batch, steps, clip, RATE, resume)
     _refuse(case)
     what = {
-        "model": model, "mesh": str(mesh), **shown, "optimizer": name, "clip": clip,
-        "frozen": frozen, "label smoothing": options.label_smoothing, "z-loss": options.z_loss,
+        "model": model, "mesh": str(mesh), **shown, "row_shares": plan.row_shares,
+        "optimizer": name, "clip": clip, "frozen": frozen,
+        "label smoothing": options.label_smoothing, "z-loss": options.z_loss,
         "dropout": data.dropout, "masked rows": data.masked, "resumed": resume,
     }  # fmt: skip
     return Drawn(seed, case, what)

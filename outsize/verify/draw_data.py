@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -11,6 +12,18 @@ from torch import Tensor
 from outsize.data import IGNORE, Batch
 from outsize.models.dropout import Noise
 from outsize.plan import Plan
+
+
+def unlike(draw: Random, plan: Plan) -> Plan:
+    """In three of ten draws every worker has a share of the rows of its own; where a pipeline's
+    schedule is of so many microbatches, one that leaves their number."""
+    if plan.mesh.rows == 1 or draw.random() < 0.7:
+        return plan
+    cuts = sorted(draw.sample(range(1, plan.rows), plan.mesh.rows - 1))
+    shares = tuple(stop - start for start, stop in pairwise((0, *cuts, plan.rows)))
+    made = replace(plan, row_shares=shares)
+    kept = plan.mesh.pipeline == 1 or made.microbatches == plan.microbatches
+    return made if kept else plan
 
 
 def masked(draw: Random, plan: Plan) -> tuple[int, int]:

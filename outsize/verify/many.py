@@ -202,6 +202,7 @@ def features(drawn: Drawn) -> Iterator[str]:
         ("order layer", plan.order == "layer"),
         ("update behind", plan.update == "behind"),
         ("uneven rows", plan.rows % plan.mesh.rows > 0),
+        ("shares of rows", bool(plan.row_shares)),
         *((key, what["model"].get(key) is not None) for key in WIRES.names()),
         ("tied", bool(what["model"].get("tie_word_embeddings"))),
         ("clip", case.clip is not None),

@@ -16,9 +16,12 @@ from outsize.cli.main import main
 from outsize.foresight.named import shape_of
 from outsize.foresight.planning.asked import Asked, Conditions, conditions
 from outsize.foresight.planning.choose import choose
-from outsize.foresight.planning.unlike import Speeds, choose_unlike, cut
-from outsize.hardware import parse_spec
+from outsize.foresight.planning.uneven import Speeds
+from outsize.foresight.planning.unlike import choose_unlike, cut
+from outsize.hardware import catalogue, parse_spec
+from outsize.hardware.form import dumps
 from outsize.plan.file import read_plan
+from outsize.plan.text import explain
 
 MIXED = "4xH100-SXM + 4xA100-SXM-80 @ 12.5GB/s"
 
@@ -89,6 +92,47 @@ def test_faster_devices_take_more_blocks_and_the_plan_says_where(tmp_path: Path)
     blocks = [stage["blocks"] for stage in stages]
     assert list(read_plan(path).plan.pipeline.cuts) == [1 + sum(blocks[:i]) for i in (1, 2, 3)]
     assert "A100-SXM-80" in invoke(*words, *required).output
+
+
+def machines(folder: Path, **rates: float) -> str:
+    """Processors of these FLOP/s, invented, each in a file of its name."""
+    made = catalogue("A100-SXM-80")
+    for name, value in rates.items():
+        rate = replace(made.devices[0].peak["bf16"], value=value)
+        memory = replace(made.devices[0].bandwidth, value=value / 10)
+        peak = {"fp32": rate, "bf16": rate}
+        device = replace(made.devices[0], kind="cpu", peak=peak, bandwidth=memory, cores=0)
+        (folder / f"{name}.yaml").write_text(dumps(replace(made, devices=(device,))))
+    return " + ".join(str(folder / f"{name}.yaml") for name in rates)
+
+
+def test_the_same_speed_is_the_plan_of_like_devices() -> None:
+    """Seconds, bytes and equal rows."""
+    like = parse_spec("2 x 4 H100-SXM @ 25GB/s")
+    group = parse_spec("4xH100-SXM + 4xA100-SXM-80 @ 25GB/s").groups[0]
+    other = replace(group, device=replace(group.device, name="H100-SXM other"))
+    shape = shape_of("llama3-8b")
+    said = "data=8,pipeline=1,context=1,rows=2,shards=8,recompute=full,microbatches=4"
+    asked = Asked(2048, 64, conditions=Conditions(conditions((said,), "--require")))
+    (one,) = choose_unlike(shape, asked, replace(like, groups=(group, other)))
+    plan = choose(shape, asked, like, 1).plans[0]
+    assert one.shares == () and {part.rows for part in one.parts} == {8}
+    assert one.seconds == pytest.approx(plan.seconds, rel=1e-9)
+    assert max(part.memory.process for part in one.parts) == plan.memory.process
+
+
+def test_rows_are_shared_by_speed_and_the_plan_says_so(tmp_path: Path) -> None:
+    """Three times the speed, three times the rows: no other shares of eight take less."""
+    path, spec = tmp_path / "plan.yaml", machines(tmp_path, slow=1e9, fast=3e9)
+    words = ("tiny", "--hardware", spec, "--set", "train.sequence=64", "--set", "precision=fp32")
+    required = ("--set", "train.batch_tokens=512", "--require", "pipeline=1,zero=1")
+    made = json.loads(invoke(*words, *required, "--json", "--out", str(path)).output)["plans"]
+    assert made[0]["row_shares"] == [2, 6] and made[0]["mesh"] == "data=2"
+    assert [one["rows"] for one in made[0]["workers"]] == [2, 6]
+    plan = read_plan(path).plan
+    assert plan.row_shares == (2, 6) and plan.microbatches == made[0]["microbatches"]
+    meaning = {what: said for what, _, said in explain(plan)}
+    assert meaning["workers"].endswith("takes its share (2, 6) of the 8 rows of a step")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outsize.errors import OutsizeError
-from outsize.hardware import parse_spec
+from outsize.hardware import catalogue, parse_spec
+from outsize.hardware.form import dumps
 
 GIB = 2**30
 
@@ -56,6 +58,19 @@ def test_tiers_and_unlike_devices() -> None:
     assert mixed.between(0, 5) == 12.5e9
     with pytest.raises(OutsizeError, match="expected one kind"):
         mixed.hardware()
+
+
+def test_machines_of_files_are_unlike_where_their_rates_are(tmp_path: Path) -> None:
+    made = catalogue("H100-SXM")
+    device = made.devices[0]
+    half = replace(device, bandwidth=replace(device.bandwidth, value=1e12))
+    for name, one in (("a", device), ("b", half)):
+        (tmp_path / f"{name}.yaml").write_text(dumps(replace(made, devices=(one,))))
+    a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    assert parse_spec(f"{a} + {a}").alike
+    mixed = parse_spec(f"{a} + {b} @ 1GB/s")
+    assert (mixed.count, mixed.nodes, mixed.alike) == (2, 2, False)
+    assert mixed.between(0, 1) == 1e9
 
 
 def test_hardware_of_a_cluster_is_one_node_and_its_links() -> None:

@@ -53,6 +53,7 @@ def test_everything_is_drawn():
         "mlp_tile", "split_backward", "sequence_chunk", "sequence_parallel",
         "shards of parameters", "shards of gradients", "shards of optimizer states", "recompute",
         "order layer", "update behind", "uneven rows", "tied", "clip", "masked rows", "frozen",
+        "shares of rows",
         "label smoothing", "z-loss", "dropout", "resumed", "overlap", "ladder_from", "kraken_ways",
         "uneven stages", "below: parameters", "below: gradients", "below: optimizer",
         "below: activations", "vocabulary 1", "vocabulary 2",

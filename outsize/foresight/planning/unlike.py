@@ -1,72 +1,31 @@
-"""Plans on unlike devices: a pipeline whose stages weigh what each worker computes and holds.
+"""Plans on unlike devices: a pipeline whose stages weigh what each worker computes and holds, or
+shares of a step's rows (outsize/foresight/planning/shares.py), whichever takes less.
 
-Every stage lies within one kind of device, the tensor and data axes within a stage, so that sums
-are among equals. How many blocks a stage has is exact: the least beat T for which every stage takes
-as many blocks as it computes in T and holds, and these are all blocks. Which kind comes first is
-tried both ways: the first stages hold the activations of more microbatches.
+Of a pipeline every stage lies within one kind of device, the tensor and data axes within a stage,
+so that sums are among equals. How many blocks a stage has is exact: the least beat T for which
+every stage takes as many blocks as it computes in T and holds, and these are all blocks. Which kind
+comes first is tried both ways: the first stages hold the activations of more microbatches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations, product
 
-import numpy as np
-
 from outsize.errors import OutsizeError
-from outsize.foresight.constants import Array
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.layout import Layout, Recompute
 from outsize.foresight.memory import Memory, workers
 from outsize.foresight.planning.asked import Asked
-from outsize.foresight.planning.choose import Priced, reach, room_of
+from outsize.foresight.planning.choose import reach, room_of
 from outsize.foresight.planning.layouts import ROWS, STACK, STAGES, WIDE, divisors
+from outsize.foresight.planning.shares import layouts, shared_rows
+from outsize.foresight.planning.uneven import Part, Speeds, Uneven, level, speeds
 from outsize.foresight.shape import Shape
 from outsize.foresight.sources import Roofline
-from outsize.foresight.step import beat, terms, together
 from outsize.hardware.cluster import Cluster, Group
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stage. blocks: of the model; beat: seconds of a microbatch; room: bytes of its device."""
-
-    device: str
-    blocks: int
-    beat: float
-    memory: Memory
-    room: int
-
-
-@dataclass(frozen=True)
-class Uneven:
-    """A layout whose stages differ, with its forecast."""
-
-    layout: Layout
-    parts: tuple[Part, ...]
-    seconds: float
-    low: float
-    high: float
-    mfu: float
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return tuple(part.blocks for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Of one kind of device, by the number of blocks of a stage less one: seconds of a beat in the
-    middle and at the end, of sums that nothing hides and of the update; the factor of waiting."""
-
-    group: Group
-    middle: Array
-    last: Array
-    sums: Array
-    update: Array
-    spread: float
 
 
 def choose_unlike(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) -> list[Uneven]:
@@ -77,16 +36,18 @@ def choose_unlike(shape: Shape, asked: Asked, cluster: Cluster, top: int = 5) ->
     if asked.objective != "time":
         raise OutsizeError(f"objective {asked.objective} of unlike devices; expected time")
     every = list(_layouts(shape, asked, cluster))
-    if not every:
+    wide = list(layouts(shape, asked, cluster))
+    if not every and not wide:
         raise OutsizeError(
-            f"no pipeline over these {len(cluster.groups)} kinds of devices has"
+            f"no layout over these {len(cluster.groups)} kinds of devices has"
             f" {asked.conditions.said() or 'what is asked'}; expected axes that divide each kind"
         )
     found = [plan for layout in every for plan in _planned(shape, asked, cluster, layout)]
+    found += shared_rows(shape, asked, cluster)
     if not found:
         raise OutsizeError(
-            f"none of {len(every)} pipelines over {cluster.count} unlike devices fits; expected"
-            " more memory, or more devices"
+            f"none of {len(every) + len(wide)} layouts over {cluster.count} unlike devices fits;"
+            " expected more memory, or more devices"
         )
     return sorted(found, key=lambda plan: plan.seconds)[:top]
 
@@ -131,59 +92,26 @@ def _planned(shape: Shape, asked: Asked, cluster: Cluster, lay: Layout) -> Itera
             orders.append((kinds, holds))
     if not orders:
         return
-    speeds = []
+    kept = []
     for kind, group in enumerate(cluster.groups):
         largest = max(count for kinds, holds in orders
                       for one, count in zip(kinds, holds, strict=True) if one == kind)  # fmt: skip
-        speeds.append(_speeds(shape, lay, cluster, group, largest))
+        each = range(1, largest + 1)
+        shapes = [(replace(shape, layers=n * lay.pipeline), lay) for n in each]
+        kept.append(speeds(cluster, group, shapes))  # n blocks a stage, of such devices alone
     made = []
     for kinds, holds in orders:
-        stages = [speeds[kind] for kind in kinds]
+        stages = [kept[kind] for kind in kinds]
         blocks = cut(shape.layers, stages, holds)
         made.append(_forecast(shape, asked, cluster, lay, stages, blocks))
     yield min(made, key=lambda plan: plan.seconds)
-
-
-def _speeds(shape: Shape, lay: Layout, cluster: Cluster, group: Group, most: int) -> Speeds:
-    """A stage of n blocks is one of a model of n blocks a stage on such devices alone."""
-    alone = replace(cluster, groups=(group,), rates=())
-    shapes = [replace(shape, layers=n * lay.pipeline) for n in range(1, most + 1)]
-    counted = [replace(terms(one, lay, alone), nodes=cluster.nodes) for one in shapes]
-    priced = Priced.of(shape, [lay] * most, group.device.name, counted)
-    batch = priced.model.priced(priced.batch, priced.values)
-    middle, last = beat(batch.middle), beat(batch.last)
-    window = np.maximum(middle, last) * batch.window + 1e-9
-    sums = together(window, batch.end["sums"]) - window
-    waits = priced.model.factor("nodes", priced.values)[0]
-    spread = float(1 + waits * math.log2(max(1, cluster.nodes)))
-    return Speeds(group, middle, last, sums, batch.end["update"], spread)
 
 
 def cut(layers: int, stages: Sequence[Speeds], holds: Sequence[int]) -> tuple[int, ...]:
     """Blocks of each stage so that the slowest takes least. holds: at most, all together enough."""
     last = len(stages) - 1
     takes = [kind.last if place == last else kind.middle for place, kind in enumerate(stages)]
-    beats = np.unique(np.concatenate(takes))
-
-    def within(limit: float) -> list[int]:
-        return [
-            min(held, int(np.searchsorted(of, limit, side="right")))
-            for held, of in zip(holds, takes, strict=True)
-        ]
-
-    low, high = 0, len(beats) - 1
-    while low < high:
-        middle = (low + high) // 2
-        blocks = within(beats[middle])
-        if min(blocks) >= 1 and sum(blocks) >= layers:
-            high = middle
-        else:
-            low = middle + 1
-    blocks = within(beats[low])
-    while sum(blocks) > layers:  # the slowest gives back first
-        some = (i for i in range(len(blocks)) if blocks[i] > 1)
-        blocks[max(some, key=lambda i: takes[i][blocks[i] - 1])] -= 1
-    return tuple(blocks)
+    return level(layers, takes, holds)
 
 
 def _holds(
@@ -216,7 +144,12 @@ def _forecast(
         alone = replace(cluster, groups=(kind.group,), rates=())
         one = (kind.last if place == lay.pipeline - 1 else kind.middle)[count - 1]
         held = _held(shape, lay, place, count)
-        parts.append(Part(kind.group.device.name, count, float(one), held, room_of(asked, alone)))
+        parts.append(
+            Part(
+                kind.group.device.name, count, float(one), held, room_of(asked, alone),
+                lay.tensor * lay.data, lay.batch // lay.data,
+            )
+        )  # fmt: skip
     beats = [part.beat for part in parts]
     ends = [
         float(kind.sums[n - 1] + kind.update[n - 1]) for kind, n in zip(stages, blocks, strict=True)
@@ -227,4 +160,7 @@ def _forecast(
     off = max(reach(part.device, lay.precision) for part in parts)
     peak = sum(Roofline(g.device).peak(lay.precision) * g.count for g in cluster.groups)
     work = COUNTS["causal"](shape, float(lay.batch * lay.sequence), lay.sequence, False)
-    return Uneven(lay, tuple(parts), seconds, seconds / off, seconds * off, work / (seconds * peak))
+    return Uneven(
+        lay, tuple(parts), seconds, seconds / off, seconds * off, work / (seconds * peak),
+        lay.microbatches,
+    )  # fmt: skip

@@ -26,9 +26,12 @@ def mesh_said(lay: Layout) -> str:
     return ",".join(f"{name}={size}" for name, size in found.items() if size > 1) or "1"
 
 
-def plan_of(shape: Shape, lay: Layout, blocks: tuple[int, ...] = ()) -> Plan:
+def plan_of(
+    shape: Shape, lay: Layout, blocks: tuple[int, ...] = (), shares: tuple[int, ...] = ()
+) -> Plan:
     """What `outsize train --plan` takes. blocks: of each stage of a pipeline, as equal as they can
-    be where none are given. Raises OutsizeError for what this runtime has not."""
+    be where none are given; shares: of the rows of a step, by worker of the data axis. Raises
+    OutsizeError for what this runtime has not."""
     if lay.precision not in PRECISIONS:
         raise OutsizeError(
             f"precision {lay.precision} is foretold only; expected {', '.join(PRECISIONS)} for a"
@@ -48,6 +51,7 @@ def plan_of(shape: Shape, lay: Layout, blocks: tuple[int, ...] = ()) -> Plan:
         shards=_shards(lay),
         sequence_parallel=lay.sequence_parallel,
         pipeline=Pipelined(chunks, _cuts(blocks)) if lay.pipeline > 1 else Pipelined(),
+        row_shares=shares,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outsize.checkpoint.hub import check_here
 from outsize.collectives import Mesh, parse_mesh
 from outsize.data import Batch
-from outsize.errors import OutsizeError, counted
+from outsize.errors import OutsizeError, counted, expect
 from outsize.kernels.entropy import Loss as ByTarget
 from outsize.kernels.entropy import LossOptions
 from outsize.memory import parse_bytes
@@ -208,6 +208,8 @@ class Settings:
                 f"plan is of {plan.segments} segments, and this model has {segments}; plan anew for"
                 " it"
             )
+        expected = "[]: workers that are prepared bring equally many rows"
+        expect(not plan.row_shares, "plan: row_shares", list(plan.row_shares), expected)
         for name in ("rows", "sequence"):
             is_, has = getattr(plan, name), getattr(request, name)
             if is_ != has:
