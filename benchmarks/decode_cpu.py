@@ -83,6 +83,7 @@ class Bench:
     new: int
     threads: int
     again: int
+    eights: bool
 
     def prepare(self, formats: list[str]) -> int:
         """The weights, as everybody reads them; gives how many there are in products."""
@@ -106,7 +107,7 @@ class Bench:
         ]
         task = Task(
             str(self.folder / "weights"), str(self.gguf(one.format)), one.format, prompts,
-            self.new, self.threads, self.again,
+            self.new, self.threads, self.again, self.eights,
         )  # fmt: skip
         (folder / TASK).write_text(json.dumps(asdict(task)), encoding="utf-8")
         paths = [str(HERE)]
@@ -177,6 +178,12 @@ def parsed() -> argparse.Namespace:
     add("--prompt", type=int, default=128)
     add("--new", type=int, default=128)
     add("--threads", type=int, default=torch.get_num_threads())
+    add(
+        "--a8",
+        action="store_true",
+        help="let OpenVINO and us round what codes are multiplied by"
+        " to 8 bits (llama.cpp always does)",
+    )
     add("--llama-cpp-python", type=whole_path, help="with llama-cpp-python")
     add("--openvino-python", type=whole_path, help="with openvino-genai optimum-intel nncf")
     add("--transformers-python", type=whole_path, help="with torch transformers")
@@ -195,7 +202,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="outsize-decode-") as folder:
         bench = Bench(
             Path(folder), asked.pythons, asked.shape, asked.prompt, asked.new, asked.threads,
-            asked.again,
+            asked.again, asked.a8,
         )  # fmt: skip
         weights = bench.prepare(list(asked.formats))
         cases = [

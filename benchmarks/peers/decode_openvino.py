@@ -35,7 +35,8 @@ def make(task: Task) -> Generate:
     cache.enable_prefix_caching = False
     properties = {
         "INFERENCE_NUM_THREADS": task.threads, "INFERENCE_PRECISION_HINT": "f32",
-        "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": "32" if task.eights else "0",
     }  # fmt: skip
     pipe = genai.ContinuousBatchingPipeline(str(converted(task)), cache, "CPU", properties)
 

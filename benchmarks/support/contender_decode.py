@@ -20,7 +20,8 @@ Generate = Callable[[Prompts, int], list[list[int]]]
 @dataclass(frozen=True)
 class Task:
     """weights: a Hugging Face directory; gguf: the same weights, in the format, as a GGUF file;
-    format: float32, int8 or int4; prompts: token ids of each request; new: tokens to add; again:
+    format: float32, int8 or int4; eights: whether what is multiplied by codes may be rounded to 8
+    bits; prompts: token ids of each request; new: tokens to add; again:
     how often it is timed, of which the best counts."""
 
     weights: str
@@ -30,6 +31,7 @@ class Task:
     new: int
     threads: int
     again: int
+    eights: bool = False
 
 
 @dataclass(frozen=True)

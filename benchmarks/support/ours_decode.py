@@ -10,7 +10,8 @@ import outsize
 
 def make(task: Task) -> Generate:
     torch.set_num_threads(task.threads)
-    coded = {} if task.format == "float32" else {"weights": f"{task.format}:32+head"}
+    name = f"{task.format}:32+head" + ("+a8" if task.eights else "")
+    coded = {} if task.format == "float32" else {"weights": name}
     context = max(map(len, task.prompts)) + task.new
     engine = outsize.engine(task.weights, context=context, requests=len(task.prompts), **coded)
     engine.__enter__()

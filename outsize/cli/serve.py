@@ -60,7 +60,8 @@ FAREWELL = 5.0  # seconds in which who waits is told that a worker has failed
 @click.option("--draft", metavar="NAME", help="lookup: a step looks at several tokens where a text"
               " repeats itself; what comes is the same.")  # fmt: skip
 @click.option("--weights", metavar="FORMAT", help="as-stored, bf16, or the blocks' matrices in a"
-              " format of outsize keys weights, +head behind it: the head in 8 bits.")  # fmt: skip
+              " format of outsize keys weights, +head behind it: the head in 8 bits; +a8: what they"
+              " multiply in 8 bits too.")  # fmt: skip
 @click.option("--cache", default="as-stored", show_default=True, metavar="FORM", help="Hold keys"
               " and values as bf16, or as intN in N = 8 or 4 bits, rounded.")  # fmt: skip
 @click.option(

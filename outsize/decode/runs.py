@@ -134,9 +134,9 @@ class Runs:
         _expect(one.product is by_codes, "its products")
         laid = one.laid()
         _expect(laid is not None and laid.ready, "its format of weights")
-        assert laid is not None
+        assert laid is not None and one.coded is not None
         self._held.append(laid)
-        return laid.matrix(one.sizes[1], bias)
+        return laid.matrix(one.sizes[1], bias, one.coded.eights)
 
     def _here(self, weight: Tensor) -> Tensor:
         """One that lies as the passes read it."""

@@ -148,12 +148,13 @@ inline void one(const uint8_t* blocks, const Layout& layout, int64_t index, floa
 
 // A weight (outputs, inner) as outsize/kernels/rows.py says it, with what is added. data: in the
 // dtype of what it is multiplied by, or, where group is not 0, blocks of codes, rows one behind
-// another. table: null where codes of 4 bits count from -8.
+// another. table: null where codes of 4 bits count from -8. eights: what it is multiplied by is rounded
+// to 8 bits (eights.cpp).
 struct Matrix {
     const void *data, *bias;
     const float *scales, *table;
     int64_t outputs, inner, group, block, head;
-    int32_t order, kind;
+    int32_t order, kind, eights, unused;
 
     Layout layout() const {
         return {order, kind, group, block, head, scales, table ? table : FROM_MINUS_8};

@@ -38,9 +38,9 @@ class Laid(NamedTuple):
         apart = isinstance(self.scales, Tensor) and not self.scales.is_contiguous()
         return self.blocks_NB.is_contiguous() and self.blocks_NB.is_cpu and not apart
 
-    def matrix(self, inner: int, bias_O: Tensor | None = None) -> Matrix:
+    def matrix(self, inner: int, bias_O: Tensor | None = None, eights: bool = False) -> Matrix:
         """Of a weight of so many inputs, as the passes in C++ read it. It points at tensors, which
-        are to live as long."""
+        are to live as long. eights: what it is multiplied by is rounded (eights.py)."""
         count, block = self.blocks_NB.shape
         scales = self.scales if isinstance(self.scales, Tensor) else None
         group = (block - self.head) * (1 if self.order == "bytes" else 2)
@@ -49,7 +49,7 @@ class Laid(NamedTuple):
             None if x is None else x.data_ptr() for x in (scales, self.table)
         )
         made.group, made.block, made.head = group, block, self.head
-        made.order = _ORDERS[self.order]
+        made.order, made.eights = _ORDERS[self.order], int(eights)
         made.kind = _HEADS.index(None if isinstance(self.scales, Tensor) else self.scales)
         return made
 
@@ -64,9 +64,20 @@ def decoded(laid: Laid, dtype: torch.dtype = torch.float32) -> Tensor:
             blocks_NB, given, table, _ORDERS[order], kind, head, dtype
         )
         return y
-    if not isinstance(scales, Tensor):
-        scales = blocks_NB[:, : scales.itemsize].contiguous().view(scales).float()
-    return plain(blocks_NB, scales, table, order, head).to(dtype)
+    return plain(blocks_NB, _apart(laid), table, order, head).to(dtype)
+
+
+def whole(laid: Laid) -> tuple[Tensor, Tensor]:
+    """Codes (N, G) that are whole numbers, and their scales (N, 1), float32."""
+    assert laid.table is None, "of codes that are whole numbers"
+    scales_N1 = _apart(laid)
+    return plain(laid.blocks_NB, torch.ones_like(scales_N1), None, laid.order, laid.head), scales_N1
+
+
+def _apart(laid: Laid) -> Tensor:
+    if isinstance(laid.scales, Tensor):
+        return laid.scales
+    return laid.blocks_NB[:, : laid.scales.itemsize].contiguous().view(laid.scales).float()
 
 
 def plain(

@@ -14,6 +14,9 @@
 #include "team.h"
 #include "tiles.h"
 
+extern "C" void outsize_eights_product(int, const void*, const outsize::Matrix*, void*, outsize::int64_t,
+                                       int, int);
+
 namespace {
 
 using namespace outsize;
@@ -446,6 +449,7 @@ extern "C" {
 void outsize_rows_product(int dtype, const void* x, const Matrix* w, void* y, int64_t tokens,
                           int threads, int index) {
     const Team team(threads, index);
+    if (w->eights) return outsize_eights_product(dtype, x, w, y, tokens, threads, index);
     if (dtype == 0)
         any<float>(x, *w, y, tokens, team);
     else

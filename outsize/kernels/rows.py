@@ -37,7 +37,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("data", "bias", "scales", "table")),
         *((name, c_int64) for name in ("outputs", "inner", "group", "block", "head")),
-        *((name, c_int32) for name in ("order", "kind")),
+        *((name, c_int32) for name in ("order", "kind", "eights", "unused")),
     )
     data: int | None
     bias: int | None
@@ -50,6 +50,7 @@ class Matrix(ctypes.Structure):
     head: int
     order: int
     kind: int
+    eights: int
 
     @property
     def address(self) -> int:
@@ -118,14 +119,17 @@ def wanted_by_codes(x: Tensor) -> bool:
     return getattr(_HERE, "alone", False) and native.served(x)
 
 
-def by_codes(x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None) -> Tensor:
+def by_codes(
+    x: Tensor, laid: Laid, outputs: int, bias_O: Tensor | None, eights: bool = False
+) -> Tensor:
     """x (..., I) times the weight that blocks of codes stand for, rows one behind another, rounded
-    to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight."""
+    to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight, or with
+    eights of what eights.py says."""
     x, y = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
     if isinstance(x, FakeTensor):
         return y
     bias = None if bias_O is None else bias_O.to(x.dtype).contiguous()
-    _multiply(x, laid.matrix(x.shape[-1], bias), y)
+    _multiply(x, laid.matrix(x.shape[-1], bias, eights), y)
     return y
 
 

@@ -32,6 +32,7 @@ STORED, METHOD = "quantization_config", "outsize"  # in that of files which hold
 PLAIN = "plain"  # weights as they are
 AS_STORED = "as-stored"  # in numbers or codes, as the files have them
 HEAD = "+head"  # behind a format: the head is held in 8 bits too
+EIGHTS = "+a8"  # behind that: what is multiplied by codes is rounded to 8 bits (kernels/eights.py)
 _HEADS = ("int8:64", "int8:32", "int8:16")  # the first whose groups divide it
 PIECE = 1 << 18  # weights that are coded at a time
 BESIDE = 24  # bytes for each of these, at most, while they are
@@ -65,6 +66,10 @@ class Format(Protocol):
 
     @property
     def bits(self) -> float: ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether codes are whole numbers, with one scale for a group in its block."""
 
     def shared(self, groups: int) -> int:
         """Bytes that all groups of a weight share, of so many; 0: none."""
@@ -108,15 +113,21 @@ def format_of(name: str, source: str = KEY) -> Format:
 @dataclass(frozen=True)
 class Coding:
     """How a decoder's Linears are held. stored: whether its files have them so; head: how the head
-    is, None: as it lies."""
+    is, None: as it lies; eights: whether what they multiply is rounded to 8 bits."""
 
     format: Format
     stored: bool = False
     head: Format | None = None
+    eights: bool = False
 
     @property
     def name(self) -> str:
-        return self.format.name if self.head is None else f"{self.format.name}{HEAD}"
+        return f"{self.format.name}{self.behind}"
+
+    @property
+    def behind(self) -> str:
+        """What is of serving alone, as it stands behind the format."""
+        return ("" if self.head is None else HEAD) + (EIGHTS if self.eights else "")
 
     def of(self, module: str) -> Format:
         """That of a Linear by its name."""
@@ -135,10 +146,11 @@ def divided(format: Format, name: str, d_in: int) -> None:
 
 @dataclass(frozen=True)
 class Coded:
-    """What a Linear is coded as, and which part of its weight lies here."""
+    """What a Linear is coded as, and which part of its weight lies here. eights: as of Coding."""
 
     format: Format
     grid: Grid
+    eights: bool = False
 
     def part(self, cut: Cut) -> Coded:
         """What is left where its codes are cut."""
@@ -152,10 +164,14 @@ class Coded:
 
 
 def coded(
-    config: DecoderConfig, format: Format, stored: bool = False, head: Format | None = None
+    config: DecoderConfig,
+    format: Format,
+    stored: bool = False,
+    head: Format | None = None,
+    eights: bool = False,
 ) -> DecoderConfig:
     """The same model with its blocks' Linears in a format, and what its config.json says then."""
-    said, coding = _unsaid(config), Coding(format, stored, head)
+    said, coding = _unsaid(config), Coding(format, stored, head, eights)
     said |= {STORED: {"quant_method": METHOD, "format": format.name}} if stored else {}
     said |= {} if stored else {SAID: coding.name}
     return replace(config, coding=coding, source=said)
@@ -168,10 +184,10 @@ def _unsaid(config: DecoderConfig) -> dict[str, Any]:
 def as_stored(config: DecoderConfig) -> DecoderConfig:
     """The same model, whose files hold its codes."""
     assert config.coding is not None, "it is coded"
-    if config.coding.head is not None:
+    if config.coding.behind:
         raise OutsizeError(
-            f"{KEY}: {config.coding.name} is of serving; files hold the head as it lies: leave"
-            f" {HEAD} out"
+            f"{KEY}: {config.coding.name} is of serving; files hold the blocks' codes alone: leave"
+            f" {config.coding.behind} out"
         )
     return coded(config, config.coding.format, stored=True)
 
@@ -189,16 +205,32 @@ def asked(config: DecoderConfig, name: str | None, where: str = KEY) -> DecoderC
     stored = config.coding is not None and config.coding.stored
     if name == PLAIN and not stored:
         return plain(config)
-    plainly = name.removesuffix(HEAD)
+    plainly, head, eights = _parts(name, where)
     format = format_of(plainly, where)
+    if eights and not format.whole:
+        fitting = ", ".join(one for one, made in FORMATS.items() if made(None).whole)
+        raise OutsizeError(
+            f"{where}: {EIGHTS} multiplies whole numbers, and codes of {format.name} are none;"
+            f" expected one of {fitting}; leave {EIGHTS} out"
+        )
     if config.coding is not None and stored:
-        if config.coding.format.name != format.name or plainly != name:
+        if config.coding.format.name != format.name or head:
             raise OutsizeError(
                 f"{where} is {name!r}, but the model's files hold {config.coding.format.name};"
                 " leave it out, or begin with the model before it was converted"
             )
-        return config
-    return coded(config, format, head=None if plainly == name else _head_of(config, where))
+        return replace(config, coding=replace(config.coding, eights=True)) if eights else config
+    return coded(config, format, False, _head_of(config, where) if head else None, eights)
+
+
+def _parts(name: str, where: str) -> tuple[str, bool, bool]:
+    """A format's name, and whether HEAD and EIGHTS stand behind it. OutsizeError for anything
+    else there."""
+    plainly, *behind = name.split("+")
+    said = [f"+{one}" for one in behind]
+    if set(said) - {HEAD, EIGHTS}:
+        raise OutsizeError(f"{where}: {name!r}: expected a format, {HEAD} and {EIGHTS} behind it")
+    return plainly, HEAD in said, EIGHTS in said
 
 
 def held(
@@ -267,7 +299,7 @@ def decoded(format: Format, codes_OR: Tensor, shared: Tensor | None) -> Tensor:
 class Blocks:
     """A Format all of whose bytes lie in the groups' blocks. pack: blocks (N, B) of groups (N, G)
     in float32; scales: of blocks, as numbers; lay: what codes of blocks stand for, or, where that
-    is no value times a scale, unpack: the way back, rounded to a dtype."""
+    is no value times a scale, unpack: the way back, rounded to a dtype; whole: as a Format's."""
 
     name: str
     group: int
@@ -276,6 +308,7 @@ class Blocks:
     scales: Callable[[Tensor], Tensor]
     lay: Callable[[Tensor], Laid] | None = None
     unpack: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    whole: bool = False
 
     @property
     def bits(self) -> float:

@@ -249,9 +249,9 @@ class Decoder(nn.Module):
                     f"weights: {coding.format.name} is decoded for plain products, and this model"
                     f" has {self.config.rewired}; convert the plain model instead"
                 )
-            one.code(coding.format, name)
+            one.code(coding.format, name, coding.eights)
         if coding.head is not None:
-            self.epilogue.head.code(coding.head, "epilogue.head")
+            self.epilogue.head.code(coding.head, "epilogue.head", coding.eights)
 
     def context(
         self,

@@ -48,12 +48,23 @@ def by_codes(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
     """A weight that is decoded for the product, and again for the gradient of x."""
     from outsize.kernels.coded import linear as multiply
 
+    if one.coded is not None and one.coded.eights:
+        return _of_eights(one, x, bias)
     if alone.wanted_by_codes(x):
         laid = one.laid()
         if laid is not None and laid.ready:
             return alone.by_codes(x, laid, one.sizes[0], bias)
     y = multiply(x, one.sizes, one.decoded)
     return y if bias is None else y + bias
+
+
+def _of_eights(one: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """What is multiplied is rounded to 8 bits."""
+    from outsize.kernels.eights import linear as multiply
+
+    laid = one.laid()
+    assert laid is not None, "its codes are whole numbers"
+    return multiply(x, laid, one.sizes[0], bias)
 
 
 class Linear(nn.Module):
@@ -105,12 +116,13 @@ class Linear(nn.Module):
             d_in = row // form.block * form.group
         return d_out, d_in
 
-    def code(self, form: Format, name: str) -> None:
-        """Hold frozen codes in the place of the weight. OutsizeError as of divided."""
+    def code(self, form: Format, name: str, eights: bool = False) -> None:
+        """Hold frozen codes in the place of the weight. eights: as of Coding. OutsizeError as of
+        divided."""
         d_out, d_in = self.sizes
         divided(form, name, d_in)
         groups, device = d_in // form.group, self.weight.device
-        self.coded = Coded(form, Grid(groups))
+        self.coded = Coded(form, Grid(groups), eights)
         del self.weight
         for leaf, shape in (
             (CODES, (d_out, groups * form.block)),

@@ -321,6 +321,11 @@ def notes_of(model: Decoder, left: Sequence[StateSpec], cache: str = AS_STORED) 
     rounded, coding = tuple[str, ...](), model.config.coding
     if coding is not None and not coding.stored:
         rounded = (f"approximate: weights are held as {coding.name}, and are rounded to it",)
+    if coding is not None and coding.eights:
+        rounded += (
+            "approximate: what is multiplied by codes of weights is rounded to 8 bits, each group"
+            " of a token with a scale of its own",
+        )
     said = {"float32": 4, "float64": 8}.get(str(model.config.source.get("torch_dtype")), 0)
     if weight.itemsize < said:
         rounded += (f"approximate: weights are held in {weight.dtype}, and are rounded to it",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outsize.data import DataConfig
 from outsize.errors import OutsizeError, nearest
 from outsize.models.adapter import Adapter
-from outsize.models.coding import HEAD, KEY, asked
+from outsize.models.coding import KEY, asked
 from outsize.models.config import DecoderConfig
 from outsize.models.patterns import Limiting
 from outsize.models.presets import BYTE_VOCABULARY, SHAPES
@@ -108,10 +108,11 @@ def adapted(found: Subject, resolved: Resolved) -> Subject:
             f" {keys.model.name!r} are random; set model to the directory of a trained one"
         )
     config = replace(asked(found.config, said), adapter=adapter)
-    if config.coding is not None and config.coding.head is not None:
+    if config.coding is not None and config.coding.behind:
+        behind = config.coding.behind
         raise OutsizeError(
-            f"weights: {said!r}: a run trains by the head as it lies; leave {HEAD} out, which is"
-            " for what is served"
+            f"weights: {said!r}: a run trains by the head as it lies, by numbers as they are; leave"
+            f" {behind} out, which is for what is served"
         )
     adapter_layout(config)
     directory = Path(keys.model.name).expanduser()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.kernels import native, product, rows
+from outsize.errors import OutsizeError
+from outsize.kernels import eights, native, product, rows
 from outsize.models.coding import Grid, format_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -52,6 +53,49 @@ def test_products_by_codes_are_those_by_what_they_stand_for(name: str, form: str
     for tokens in (1, 2, 3, 5, 6, 7, 8, 70):
         x = _random(tokens, inner, seed=tokens).to(dtype)
         assert torch.equal(rows.by_codes(x, laid, outputs, bias), rows.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("form", ["int8:16", "int8:32", "int4", "int4:256", "q8_0", "q4_0"])
+def test_products_of_rounded_rows_are_the_twins_and_know_nobody(name: str, form: str) -> None:
+    dtype, found, (outputs, inner) = DTYPES[name], format_of(form), (21, 256)
+    codes, shared = found.encode(_random(outputs, inner))
+    grid = Grid(inner // found.group)
+    laid, bias = found.laid(codes, shared, grid), _random(outputs, seed=1).to(dtype)
+    assert laid is not None
+    x = _random(131, inner, seed=2)
+    x[1], x[2, :3], x[3, 5:] = 0, 1e-33, 1e4  # nothing, next to nothing, some far from others
+    x[4, 7], x[5, 200] = torch.nan, -torch.inf
+    x = x.to(dtype)
+    with torch.no_grad():
+        y = eights.linear(x, laid, outputs, bias)
+        expected = eights.plain(x, laid, outputs, bias)
+    assert torch.equal(y[:4], expected[:4]) and torch.equal(y[6:], expected[6:])
+    assert bool(y[4:6].isnan().all()) and bool(expected[4:6].isnan().all())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for first, last in ((0, 1), (1, 4), (6, 13), (100, 131)):
+            some = rows.by_codes(x[first:last].contiguous(), laid, outputs, bias, eights=True)
+            assert torch.equal(some, y[first:last])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rounded_rows_are_near_and_exact_where_they_are_whole() -> None:
+    found = format_of("int8:32")
+    codes, shared = found.encode(_random(40, 96))
+    laid, weight = (of(codes, shared, Grid(3)) for of in (found.laid, found.decode))
+    x = _random(9, 96, seed=1).double()
+    exact = x @ weight.double().T
+    assert float((eights.plain(x, laid, 40, None) - exact).norm() / exact.norm()) < 7e-3
+    whole = (x * 40).round().clamp_(-127, 127)
+    whole.view(9, 3, 32)[:, :, 0] = 127
+    assert torch.allclose(
+        eights.plain(whole, laid, 40, None), whole @ weight.double().T, rtol=0, atol=1e-10
+    )
+    with pytest.raises(OutsizeError, match="leave \\+a8 out"):
+        eights.linear(x.requires_grad_(), laid, 40, None)
 
 
 def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:

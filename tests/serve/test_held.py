@@ -67,6 +67,20 @@ def test_bits_do_not_depend_on_where_it_lies(stored: Path) -> None:
     assert plain != logprobs(stored, "q8_0")
 
 
+def test_rounded_rows_are_said_served_alike_and_near(stored: Path) -> None:
+    name = "int8:32+head+a8"
+    with outsize.engine(stored, weights=name, context=32) as engine:
+        found, notes = list(engine.logprobs(IDS)), " ".join(engine.plan.notes)
+    assert f"as {name}, and" in notes and "is rounded to 8 bits, each group" in notes
+    exact = logprobs(stored, "int8:32+head")
+    assert found != exact and torch.tensor(found).allclose(torch.tensor(exact), rtol=0, atol=0.05)
+    model = outsize.load(stored, weights=name)
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS]))[0].log_softmax(-1)
+    plain = logits[:-1].gather(-1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    assert torch.tensor(found).allclose(plain, rtol=0, atol=1e-5)
+
+
 def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
     config = parse(LLAMA)
     with pytest.raises(OutsizeError, match="is its token embedding; leave \\+head out"):
@@ -75,6 +89,12 @@ def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
         OutsizeError, match="groups of 16 weights, which do not divide the head's 24"
     ):
         asked(replace(config, hidden=24), "int8+head")
+    with pytest.raises(
+        OutsizeError, match="codes of nf4 are none; expected one of int4, int8, q4_0, q8_0;"
+    ):
+        asked(config, "nf4+a8")
+    with pytest.raises(OutsizeError, match="expected a format, \\+head and \\+a8 behind"):
+        asked(config, "int4+a16")
     ran = CliRunner().invoke(
         main, ["convert", str(stored), "--weights", "int4:16+head", "--into", str(tmp_path / "x")]
     )

@@ -43,7 +43,9 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 def made(size: int | None) -> Blocks:
     group = groups_of(size, GROUP, GROUPS, NAME)
-    return Blocks(spelled(NAME, group, GROUP), group, 2 + group // 2, pack, scales, laid)
+    return Blocks(
+        spelled(NAME, group, GROUP), group, 2 + group // 2, pack, scales, laid, whole=True
+    )
 
 
 FORMATS.add(NAME, made)

@@ -32,7 +32,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 def made(size: int | None) -> Blocks:
     group = groups_of(size, GROUP, GROUPS, NAME)
-    return Blocks(spelled(NAME, group, GROUP), group, 2 + group, pack, scales, laid)
+    return Blocks(spelled(NAME, group, GROUP), group, 2 + group, pack, scales, laid, whole=True)
 
 
 FORMATS.add(NAME, made)

@@ -50,6 +50,10 @@ class NormalFloat:
         return 1 + self.group // 2
 
     @property
+    def whole(self) -> bool:
+        return False
+
+    @property
     def bits(self) -> float:
         return 8 * self.block / self.group + 32 / (self.group * NESTED)
 

@@ -32,7 +32,7 @@ def scales(blocks_NB: Tensor) -> Tensor:
 
 
 def made(size: int | None) -> Blocks:
-    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 18, pack, scales, laid)
+    return Blocks(NAME, groups_of(size, GROUP, (GROUP,), NAME), 18, pack, scales, laid, whole=True)
 
 
 FORMATS.add(NAME, made)
