@@ -242,12 +242,14 @@ def remove(model: Decoder) -> Decoder:
             one.beside = None
         if isinstance(one, Block):
             one.attention_around = one.mlp_around = None
+            one.seen = False
         if isinstance(one, Prologue | Attention):
             one.virtual = None
         if isinstance(one, MLP):
             one.mixture = None
     model.origin = base_of(model)
     model.config = replace(model.config, adapter=None)
+    del model.blocks[len(model.config.layers) :]
     with torch.device("meta"):
         plain = Decoder(model.config)
     trained = {name: p.requires_grad for name, p in plain.named_parameters()}

@@ -100,8 +100,7 @@ def _unfit(block: nn.Module) -> str | None:
         return "its attention"
     if type(mlp) is not MLP or mlp.mixture is not None:
         return "its feed-forward network"
-    around = block.attention_around is None and block.mlp_around is None
-    if not around or getattr(attention, "virtual", None) is not None:
+    if not block.bare or getattr(attention, "virtual", None) is not None:
         return "its adapter"
     if any(getattr(one, "coded", None) is not None for one in block.modules()):
         return "its format of weights"

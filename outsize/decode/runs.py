@@ -81,8 +81,7 @@ class Runs:
         _expect(type(block) is Block, "its blocks are wired otherwise")
         assert isinstance(block, Block)
         plain = not (block.parallel or block.after_sum) and block.entering is as_it_is
-        around = block.attention_around is None and block.mlp_around is None
-        _expect(plain and around, "its branches are not one after another")
+        _expect(plain and block.bare, "its branches are not one after another")
         attention, mlp = block.attention, block.mlp
         _expect(type(attention) is Attention and attention.virtual is None, "its attention")
         assert isinstance(attention, Attention)

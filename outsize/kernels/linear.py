@@ -53,14 +53,14 @@ class _SinkLinear(torch.autograd.Function):
     # Weight and bias come in a tuple, which autograd does not look into: they would be leaves of
     # the graph that never get anything from it, and the sink knows them by identity.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: Held, anchor: Tensor | None) -> Tensor:
         weight, bias, _ = ctx.held = held
         # A weight that is frozen needs no x: nothing of it is kept.
         ctx.save_for_backward(x if weight.requires_grad else None)
         return product.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, None, None]:
         (x,), (weight, bias, sink) = ctx.saved_tensors, ctx.held
         gx = product.product(gy, weight) if ctx.needs_input_grad[0] else None
         gy_TO = _rows(gy)
@@ -69,7 +69,7 @@ class _SinkLinear(torch.autograd.Function):
             sink(weight, lambda grad: add_product(grad, gy_TO.t(), x_TI))
         if bias is not None and bias.requires_grad:
             sink(bias, lambda grad: grad.add_(gy_TO.sum(0)))
-        return gx, None
+        return gx, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -86,11 +86,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, sink: GradSink | None
         return product.linear(x, weight, bias)
     if sink is None:
         return F.linear(x, weight, bias)
+    anchor: Tensor | None = None
     if not x.requires_grad:
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return product.linear(x, weight, bias)  # nothing before it learns, nor does it
-        x = x.detach().requires_grad_()  # the Function must be entered for its weight's sake
-    y: Tensor = _SinkLinear.apply(x, (weight, bias, sink))  # type: ignore[no-untyped-call]
+        # The Function must be entered for its weight's sake; x has no gradient.
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+    y: Tensor = _SinkLinear.apply(x, (weight, bias, sink), anchor)  # type: ignore[no-untyped-call]
     return y
 
 

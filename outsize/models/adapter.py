@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from outsize.models.declared import INSIDE, Lies, Unit
 from outsize.registry import Registry
+
+if TYPE_CHECKING:
+    from outsize.models.config import LayerFacts
 
 
 @runtime_checkable
@@ -49,6 +52,16 @@ class Part:
     targets: tuple[str, ...]
     make: Callable[[str, Weighed], Beside]
     together: Callable[[Sequence[Weighed]], Callable[[str, Weighed], Beside]] | None = None
+
+
+@runtime_checkable
+class Appends(Adapter, Protocol):
+    """An adapter that is one more block behind the others, which are frozen and stay as they are:
+    it sees what each of them took (`Context.taken`), and no gradient passes through them."""
+
+    @property
+    def appended(self) -> LayerFacts:
+        """What that block is; of the kind SIDE."""
 
 
 @runtime_checkable

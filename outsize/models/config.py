@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Placement = Literal["before", "after_branch", "around_branch", "after_sum"]
+SIDE = "side network"  # the kind of a layer that is an adapter's, behind all others
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,21 @@ class DecoderConfig:
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
     coding: Coding | None = None  # of the blocks' Linears, where they hold no weights
     frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained
+
+    def __post_init__(self) -> None:
+        """A layer that is an adapter's is there exactly where the adapter is."""
+        own = self.layers[:-1] if self.sided else self.layers
+        if self.adapter is not None:
+            from outsize.models.adapter import Appends
+
+            if isinstance(self.adapter, Appends):
+                own = self.layers if self.sided else (*own, self.adapter.appended)
+        object.__setattr__(self, "layers", own)
+
+    @property
+    def sided(self) -> bool:
+        """Whether the last layer is an adapter's, which sees what all others took."""
+        return bool(self.layers) and self.layers[-1].kind == SIDE
 
     @property
     def rewired(self) -> str:

@@ -92,7 +92,7 @@ class Block(AnyBlock):
     placement: "before" x + f(norm(x)); "after_branch" x + norm(f(x)); "around_branch" both;
     "after_sum" norm(x + f(x)). Norms that a placement lacks are identities. What is added to x
     has dropout where the Context says so. attention_around, mlp_around: what an adapter makes of
-    what a branch took and gave (outsize/models/around.py).
+    what a branch took and gave (outsize/models/around.py). seen: the Context keeps what it takes.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -106,6 +106,7 @@ class Block(AnyBlock):
         self.layer = layer
         self.attention_around: nn.Module | None = None
         self.mlp_around: nn.Module | None = None
+        self.seen = False
         self.after_sum, self.parallel = config.placement == "after_sum", config.parallel
         self.attention_norm = norm(before)
         self.attention = mixer(config, layer)
@@ -127,6 +128,8 @@ class Block(AnyBlock):
     def branches(self, x_TD: Tensor, ctx: Context) -> Generator[int, None, Tensor]:
         """The same step by step: stops where branches have given what is read next, and says how
         often it will stop again. Who goes on has what they gave."""
+        if self.seen:
+            ctx.taken[self.layer] = x_TD
         attended_TD, attended = self.given("attention", self.attention_norm(x_TD), ctx)
         drop_attended, drop_fed = (partial(ctx.drop, name=f"{self.layer}.{b}") for b in BRANCHES)
         if self.parallel:
@@ -150,6 +153,11 @@ class Block(AnyBlock):
     def mixer(self) -> Mixer:
         """What of the block lets tokens have an effect on others."""
         return typed_mixer(self.attention)
+
+    @property
+    def bare(self) -> bool:
+        """Whether no adapter has to do with what the block or a branch of it takes and gives."""
+        return self.attention_around is None and self.mlp_around is None and not self.seen
 
     def leave(self, x_TD: Tensor, ctx: Context) -> None:
         """Keep what the block's input leaves for later tokens, and compute nothing else."""
@@ -226,7 +234,8 @@ class Decoder(nn.Module):
         # Of so many tokens, those that this worker has between branches, where they are cut.
         self.between: Callable[[int], tuple[int, int]] = all_of
         self.prologue = Prologue(config)
-        self.blocks = nn.ModuleList(_block(config, i) for i in range(len(config.layers)))
+        own = len(config.layers) - config.sided
+        self.blocks = nn.ModuleList(_block(config, i) for i in range(own))
         self.epilogue = Epilogue(config)
         if config.tied:
             self.epilogue.head.weight = self.prologue.tokens.weight

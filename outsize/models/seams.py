@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -221,7 +221,8 @@ class Context:
     the dropout of these tokens, in training where it is wanted. most: as many tokens as any worker
     may have that runs the same layers with this one, who all call them as often; 0: nobody does.
     between: of so many tokens, those that lie here between branches, [first, last). factor: of the
-    sum of losses, in training; None where parts of documents are elsewhere.
+    sum of losses, in training; None where parts of documents are elsewhere. taken: by layer, what
+    its block took, where an adapter's block behind them wants that.
     """
 
     positions_T: Tensor
@@ -234,6 +235,7 @@ class Context:
     most: int = 0
     between: Callable[[int], tuple[int, int]] = all_of
     factor: float | None = 0.0
+    taken: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def drop(self, x_TD: Tensor, name: str) -> Tensor:
         """x_TD with dropout, if there is any. name: of the place in the model."""

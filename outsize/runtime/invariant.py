@@ -64,7 +64,7 @@ def _of_low_rank(model: Decoder) -> bool:
     mixed = any(getattr(one, "mixture", None) is not None for one in model.modules())
     besides = [one.beside for one in model.modules() if isinstance(one, Linear)]
     alike = all(one is None or type(one) is LowRank for one in besides)
-    return alike and not (around or mixed or model.config.virtual)
+    return alike and not (around or mixed or model.config.virtual or model.config.sided)
 
 
 def _of_model(flow: Flow, plan: Plan) -> Iterator[str]:

@@ -31,7 +31,7 @@ from outsize.plan import Plan, Stage
 from outsize.plan.approximate import MICROBATCH
 from outsize.runtime.flow import Record, SpillOf, Way, input_leaf, no_spill
 from outsize.runtime.rows import ROWS, Rows
-from outsize.runtime.runners import StageRecord, check_blocks, runner_of
+from outsize.runtime.runners import RUNNERS, StageRecord, check_blocks, runner_of
 from outsize.runtime.spill import Spill
 from outsize.schedule import State
 from outsize.schedule.ends import ends_of
@@ -79,6 +79,8 @@ class NativeFlow:
         heads: Mapping[int, nn.Module] = NO_HEADS,
     ) -> None:
         execution.check(model.config)
+        if model.config.sided:
+            _check_sided(plan)
         if MICROBATCH in plan.approximate:
             raise OutsizeError(
                 f"plan: approximate holds {MICROBATCH} and nothing would be done: a decoder has no"
@@ -233,6 +235,18 @@ class NativeFlow:
         chunk = self.plan.loss_chunk or tokens
         scale, softcap = epilogue.logit_scale, epilogue.softcap
         return Head(factor, chunk, sink, scale, softcap, options, epilogue.vocabulary, loss)
+
+
+def _check_sided(plan: Plan) -> None:
+    """OutsizeError for a plan in which one Context does not go through all blocks."""
+    why = "mesh.pipeline" if plan.mesh.pipeline > 1 else None
+    if runner_of(plan) is not None:
+        why = next(one.name for one, _ in plan.settings.every() if one.name in RUNNERS.names())
+    if why is not None:
+        raise OutsizeError(
+            f"plan: {why} is set, and the adapter's side network takes what all blocks took of a"
+            " whole microbatch on one worker; leave it out, or use another adapter"
+        )
 
 
 def through(functions: Sequence[Callable[[Tensor], Tensor]], given: list[Tensor]) -> list[Tensor]:

@@ -32,7 +32,8 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     split: weights' gradients may come apart from their inputs'. Then the first layer is apart: its
     input goes with them, while that of any other is the output of the layer before, which has it.
     And so it is where all are wired otherwise: there is nothing before it to be summed.
-    Where some layers alone are wired otherwise, which they are goes by their places: all are there.
+    Where some layers alone are wired otherwise, which they are goes by their places: all are there,
+    as they are where an adapter's layer sees what each has taken.
     """
     how = {i: _computed(s) for s in plan.stages for i in range(s.first, s.last)}
     alike = [(layer, how[i]) for i, layer in enumerate(config.layers, start=1)]
@@ -40,7 +41,8 @@ def sample(config: DecoderConfig, plan: Plan, split: bool = False) -> Sample:
     firsts = {alike.index(sort) for sort in set(alike)} if frozen else set()
     wiring, places = config.wiring, range(len(alike))
     firsts |= {0} if split or wiring is not None else set()
-    if wiring is not None and len({wiring.width(i, 1) for i in places}) > 1:
+    several = wiring is not None and len({wiring.width(i, 1) for i in places}) > 1
+    if several or config.sided:
         sorts = [(*sort, i) for i, sort in enumerate(alike)]
     else:
         sorts = [(*sort, int(i in firsts)) for i, sort in enumerate(alike)]

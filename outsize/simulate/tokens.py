@@ -94,7 +94,7 @@ class Held:
         """Whether a stage of a model with one layer of each kind is this worker's."""
         if stage in (0, last):
             return self.last if stage else self.has(0)
-        return not self.config.rewired or self.has(stage)
+        return not (self.config.rewired or self.config.sided) or self.has(stage)
 
 
 @dataclass(frozen=True)
@@ -261,10 +261,11 @@ def _faked(held: Held) -> Iterator[tuple[Decoder, Prompts | None, list[list[int]
     their sums, if not at once, and which layers of each kind are here; in a world that has the
     tensor axis alone."""
     config, kinds = held.config, dict[object, list[int]]()
-    mine = [i for i in range(len(config.layers)) if held.has(i + 1) or config.rewired]
+    every = bool(config.rewired) or config.sided
+    mine = [i for i in range(len(config.layers)) if held.has(i + 1) or every]
     for index in mine:
         sort: object = config.layers[index]
-        if config.rewired:  # what they are given differs
+        if every:  # what they are given differs
             sort = index
         elif held.beside:  # of the first one what it is given stays
             sort = (sort, index == mine[0])

@@ -229,7 +229,7 @@ def test_a_key_of_data_changes_what_is_read(home, key):
 
 ADAPTERS = (
     "dora", "ia3", "loha", "lokr", "lora", "masked_lora", "mixlora", "oft", "p_tuning", "parallel",
-    "pissa", "prefix", "prompt", "serial", "sparse", "vera",
+    "pissa", "prefix", "prompt", "serial", "sparse", "unipt", "vera",
 )  # fmt: skip
 # Settings of techniques: what switches the technique on, and a value.
 ON = {
@@ -273,7 +273,8 @@ SETTINGS = {
     "adapt.prefix.tokens": 3, "adapt.prompt.tokens": 3, "adapt.p_tuning.tokens": 3,
     "adapt.mixlora.experts": 4, "adapt.mixlora.chosen": 1, "adapt.mixlora.rank": 3,
     "adapt.mixlora.alpha": 8.0, "adapt.mixlora.balance": 0.5, "adapt.mixlora.attention": ["q"],
-    "adapt.p_tuning.hidden": 4, "adapt.vera.rank": 3, "adapt.vera.initial": 0.5,
+    "adapt.p_tuning.hidden": 4, "adapt.unipt.size": 4,
+    "adapt.vera.rank": 3, "adapt.vera.initial": 0.5,
     "adapt.vera.targets": ["mlp"], "adapt.sparse.of": 4, "adapt.sparse.targets": ["mlp"],
     "adapt.serial.size": 4, "adapt.serial.behind": ["mlp"], "adapt.parallel.size": 4,
     "adapt.parallel.scale": 2.0, "adapt.parallel.beside": ["attention"],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outsize.collectives import Collective
 from outsize.collectives.courier import Flight
+from outsize.errors import OutsizeError
 from outsize.models.config import DecoderConfig
 from outsize.models.declared import Unit
 from outsize.models.decoder import Decoder
@@ -67,7 +68,13 @@ def over_axis(config: DecoderConfig) -> OverAxis | None:
 
 
 def check_wiring(config: DecoderConfig, size: int, sequence_parallel: bool) -> None:
-    """OutsizeError where an axis of `size` workers cannot share a model that is wired otherwise."""
+    """OutsizeError where an axis of `size` workers cannot share a model that is wired otherwise, or
+    the tokens of one whose adapter sees what each block took."""
+    if config.sided and sequence_parallel:
+        raise OutsizeError(
+            "plan.sequence_parallel is set, and the adapter's side network attends to all tokens of"
+            " what each block took; set it to false"
+        )
     if (wiring := over_axis(config)) is not None:
         wiring.check(size, sequence_parallel)
 
