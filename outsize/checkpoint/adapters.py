@@ -205,8 +205,10 @@ def merge(model: Decoder) -> Decoder:
     """The plain model that computes what this one computes with its adapter: the same object, whose
     weights have taken up the change; it costs nothing more from then on. A model without an adapter
     stays as it is."""
+    if model.config.adapter is None:
+        return model
     coding = model.config.coding
-    if coding is not None and model.config.adapter is not None:
+    if coding is not None:
         raise OutsizeError(
             f"merge: the weights are {coding.format.name}, whose steps are coarser than what an"
             " adapter changes: rounded to them again, most of the change would be lost; merge what"

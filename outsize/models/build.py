@@ -105,8 +105,11 @@ def attach(
 
 
 def uncoded(model: Decoder) -> Decoder:
-    """The same model, whose coded weights are plain ones from now on, in its dtype."""
+    """The same model, whose coded or factored weights are plain ones from now on, in its dtype."""
     dtype = model.prologue.tokens.weight.dtype
+    if model.config.weights is not None:
+        model.config.weights.detach(model)
+        model.config = model.config.weights.left(model.config)
     for _, one in list(held(model)):
         if one.coded is not None:
             one.uncode(dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outsize.models.coding import Coding
-from outsize.models.wiring import Wiring
+from outsize.models.wiring import Instead, Wiring
 
 if TYPE_CHECKING:
     from outsize.models.adapter import Adapter
@@ -171,6 +171,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     init_std: float = 0.02
     wiring: Wiring | None = None  # of branches, where they are not one after the other
+    weights: Instead | None = None  # what the blocks' Linears hold in the place of weights
     adapter: Adapter | None = None  # what is trained beside the model, which is frozen
     coding: Coding | None = None  # of the blocks' Linears, where they hold no weights
     frozen: frozenset[str] = frozenset()  # parameters outside of blocks that are not trained

@@ -239,6 +239,8 @@ class Decoder(nn.Module):
         self.epilogue = Epilogue(config)
         if config.tied:
             self.epilogue.head.weight = self.prologue.tokens.weight
+        if config.weights is not None:
+            config.weights.attach(self)
         if config.coding is not None:
             self.code(config.coding)
         if config.adapter is not None:
@@ -253,10 +255,12 @@ class Decoder(nn.Module):
         """Have its blocks' Linears hold codes. OutsizeError for a wiring that multiplies weights in
         a way of its own."""
         for name, one in linears(self):
-            if one.product is not dense:
+            if one.product is not dense or one.beside is not None:
+                own = self.config.weights
                 raise OutsizeError(
                     f"weights: {coding.format.name} is decoded for plain products, and this model"
-                    f" has {self.config.rewired}; convert the plain model instead"
+                    f" has {self.config.rewired if own is None else own.key}; convert the plain"
+                    " model instead"
                 )
             one.code(coding.format, name, coding.eights)
         if coding.head is not None:

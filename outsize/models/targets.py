@@ -34,10 +34,13 @@ def attach(model: nn.Module, parts: Iterable[Part]) -> None:
     every = dict(linears(model))
     found = list(chosen(parts, every, inside))
     for key, name, _ in found:
-        if every[name].product not in (dense, by_codes):
+        if every[name].product not in (dense, by_codes) or every[name].beside is not None:
+            assert isinstance(model, Decoder)
+            own = model.config.weights
             raise OutsizeError(
-                f"{key}: the model has kraken_ways, whose weights are multiplied way by way"
-                " and cannot have adapters; adapt the plain model instead"
+                f"{key}: the model has {model.config.rewired if own is None else own.key}, whose"
+                " weights are multiplied in a way of their own and cannot have adapters; adapt the"
+                " plain model instead"
             )
     freeze(model)
     for _, name, beside in found:

@@ -86,6 +86,24 @@ class Wiring(Protocol):
         units of the model's."""
 
 
+class Instead(Protocol):
+    """What the Linears of a model's blocks hold in the place of weights that may be multiplied as
+    they are; a value that can be compared and hashed."""
+
+    @property
+    def key(self) -> str:
+        """Of config.json."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Have them hold it. OutsizeError for a model whose weights are multiplied otherwise."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Have them hold the weights that it stands for."""
+
+    def left(self, config: DecoderConfig) -> DecoderConfig:
+        """The config of the model with weights."""
+
+
 @dataclass(frozen=True)
 class Wire:
     """A wiring as config.json says it. read: the config of the same model wired like that; draw: a

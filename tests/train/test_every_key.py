@@ -254,6 +254,8 @@ ON = {
         for name in ("schedule-free", "lion", "adafactor", "galore", "fira", "apollo", "frugal")
     },
     "weights": {"model.weights": "stored", "adapt.lora": True, "weights": "int4"},
+    "factored_weights": {"factored_weights": True},
+    "refactored": {"factored_weights": True, "plan.approximate": ["refactored"]},
     "train.only": {"train.only": "blocks.0"},
     "optimizer.rates": {"optimizer.rates": ["blocks.1=0.5"]},
 }
@@ -285,7 +287,8 @@ SETTINGS = {
     "weights.format": "nf4",
     "optimizer.rates.factors": ["blocks.0=2"], "lion.betas": [0.9, 0.95],
     "elastic-adapters.ranks": [16, 2], "four-bit-derivatives.rest": "whole",
-    "schedule-free.betas": [0.9, 0.99],
+    "schedule-free.betas": [0.9, 0.99], "factored_weights.rank": 3, "factored_weights.alpha": 8.0,
+    "refactored.gap": 9, "refactored.reset": False, "refactored.recovery": 3,
     "lisa.count": 1, "lisa.gap": 3, "badam.gap": 3, "badam.order": "random",
     "adafactor.decay": -0.5, "adafactor.clip": 2.0, "adafactor.least": 0.01,
     "galore.rank": 3, "galore.gap": 9, "galore.scale": 1.0,

@@ -290,6 +290,7 @@ def test_somebodys_own_loop_trains_saves_and_goes_on(tmp_path):
 REFUSED = {
     "no such part": (Lora(targets=("nose",)), {}, "'nose' names no linear layer of this model"),
     "kraken": (Lora(4), {"kraken_ways": 2}, "kraken_ways"),
+    "factors": (Lora(4), {"factored_weights": {"rank": 3}}, "factored_weights"),
 }
 
 
