@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from outsize.cli.command import Command, placed, refuse_unused
+from outsize.errors import OutsizeError
+
+if TYPE_CHECKING:
+    from outsize.train.resolve import Resolved
 
 # What a run has of which nothing is said: the best of those that benchmarks/recipe.py compares.
 FIRST = ("data.tokenizer=bpe:2048", "optimizer.name=muon", "optimizer.lr=0.01")
@@ -33,6 +37,12 @@ FIRST = ("data.tokenizer=bpe:2048", "optimizer.name=muon", "optimizer.lr=0.01")
     metavar="FILE",
     help="Train under this plan, which `outsize plan --out` wrote.",
 )
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Correct this file of `outsize probe` by the run's steps, at its end.",
+)
 @click.option("--explain", is_flag=True, help="Print every value and its origin; start nothing.")
 @click.pass_context
 def train(
@@ -43,6 +53,7 @@ def train(
     on_damage: Literal["refuse", "previous"],
     places: Mapping[str, object],
     plan_file: str | None,
+    calibrate: Path | None,
     explain: bool,
 ) -> None:
     """Train a model as the file RUN (YAML) says.
@@ -74,6 +85,7 @@ def train(
 
     directory = None if resume is None else _run_directory(resume)
     if explain:
+        refuse_unused(ctx, ("calibrate",), "--explain, which starts nothing")
         from outsize.train.run import explain as shown
 
         before = Resolved() if directory is None else recorded_values(directory)
@@ -81,7 +93,35 @@ def train(
         return
     from outsize.train.workers import run_workers
 
-    ctx.exit(run_workers(said, directory, on_damage, console))
+    if calibrate is None:
+        ctx.exit(run_workers(said, directory, on_damage, console))
+    ctx.exit(_calibrating(calibrate, said, directory, on_damage))
+
+
+def _calibrating(
+    path: Path,
+    said: Callable[[], Resolved],
+    directory: Path | None,
+    on_damage: Literal["refuse", "previous"],
+) -> int:
+    """Run, then correct the file of hardware by what was measured."""
+    from outsize.launch.hosts import started
+    from outsize.screen import console, say
+    from outsize.train.correcting import checked, correct
+    from outsize.train.derive import output
+    from outsize.train.workers import run_workers
+
+    if started(os.environ):
+        raise OutsizeError(
+            f"--calibrate {path} corrects one machine's file; expected `outsize train --workers N`"
+            " there, not workers of torchrun"
+        )
+    checked(path)
+    values = output(said()) if directory is None else said()
+    code = run_workers(lambda: values, directory, on_damage, console)
+    if code == 0:
+        say(console(), correct(path, Path(directory or values.get("output"))))
+    return code
 
 
 def _run_directory(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outsize.hardware.hardware import Hardware, Measured, Rate
+from outsize.hardware.hardware import Device, Hardware, Measured, Rate
 from outsize.hardware.host import cores
 
 
@@ -19,12 +19,9 @@ def shared(hardware: Hardware, workers: int) -> Hardware:
     busy = device.threads or device.cores
     rate = min(1.0, device.cores / busy * part) if busy else part
     mine = replace(
-        device,
+        scaled(device, rate, max(1.0, workers / (device.cores or cores()))),
         memory=_scaled(device.memory, part),
         visible=None if device.visible is None else _scaled(device.visible, part),
-        bandwidth=_scaled(device.bandwidth, rate),
-        peak={dtype: _scaled(peak, rate) for dtype, peak in device.peak.items()},
-        measured=_measured(device.measured, rate, max(1.0, workers / (device.cores or cores()))),
     )
     tiers = tuple(
         replace(tier, bytes=tier.bytes // workers) if tier.name == "device" else tier
@@ -33,13 +30,24 @@ def shared(hardware: Hardware, workers: int) -> Hardware:
     return replace(hardware, devices=(mine, *hardware.devices[1:]), tiers=tiers)
 
 
+def scaled(device: Device, part: float, longer: float) -> Device:
+    """A device with so much of each of its rates, whose calls take so many times as long."""
+    return replace(
+        device,
+        bandwidth=_scaled(device.bandwidth, part),
+        peak={dtype: _scaled(peak, part) for dtype, peak in device.peak.items()},
+        measured=_measured(device.measured, part, longer),
+    )
+
+
 def _measured(measured: Measured, part: float, longer: float) -> Measured:
-    overhead, fill = measured.overhead, measured.fill
+    overhead, fill, handed = measured.overhead, measured.fill, measured.handed
     return Measured(
         tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.matmul),
         tuple(replace(entry, rate=_scaled(entry.rate, part)) for entry in measured.attention),
         None if overhead is None else _scaled(overhead, longer),
         None if fill is None else _scaled(fill, part),
+        None if handed is None else _scaled(handed, longer),
     )
 
 
