@@ -175,6 +175,10 @@ class Table:
 
 
 def source_of(device: Device) -> CostSource:
-    """The best that is known of a device: its measured shapes, else its sheet."""
+    """The best that is known of a device: its measured shapes, else its sheet or its banks."""
+    if device.banks is not None:
+        from outsize.foresight.banks import InMemory  # which has its Cost from here
+
+        return InMemory(device)
     sheet = Roofline(device)
     return Table(device, sheet) if device.measured.matmul else sheet

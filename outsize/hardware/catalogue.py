@@ -52,4 +52,5 @@ def _device(name: str, row: Row, count: int) -> Device:
         watts=None if row.watts is None else Span(row.watts).rate("W", 1, *said),
         array=row.array,
         cores=CORES.get(name, 0),
+        banks=row.banks,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outsize.hardware.hardware import Kind, Rate, Unit
+from outsize.hardware.hardware import Banks, Kind, Rate, Unit
 
 SOURCE = "project hardware table, from vendor data sheets"
 DATE = "2026-11-20"
@@ -52,6 +52,7 @@ class Row:
     watts: float | None = None
     kind: Kind = "gpu"
     array: int = 0  # rows and columns of a systolic array
+    banks: Banks | None = None
     source: str = SOURCE
     date: str = DATE
 
@@ -197,6 +198,29 @@ ROWS = {
         Span(25),
         watts=350,
     ),
+    "T4": Row(
+        {"fp16": Span(65)},
+        Span(16),
+        Span(0.32),
+        ("pcie3", Span(16)),
+        Span(1, 12, RECALLED),
+        note="no bf16",
+        watts=70,
+        source="NVIDIA T4 data sheet, 2019",
+        date="2019-03-01",
+    ),
+    "GDDR6-PIM": Row(
+        {"bf16": Span(4.096, note="8 channels x 16 banks x 16 multipliers at 1 GHz")},
+        Span(4.295, note=f"8 channels of 4 Gb, {RECALLED}"),
+        Span(0.256, note="of the pins: 8 channels of 16 at 16 Gb/s"),
+        ("pcie4", Span(32, note=RECALLED)),
+        Span(1, 12, RECALLED),
+        note="multiplies in its banks; row timing as Wu et al. have it, recalled, not checked",
+        kind="pim",
+        banks=Banks(count=128, width=32, cycle=1e-9, row=2048, opening=24e-9),
+        source='Lee et al., GDDR6-based Accelerator-in-Memory, 2022; Wu et al., "PIM-GPT", 2024',
+        date="2026-11-26",
+    ),
     "TPU-v4": _tpu("v4", 275, 275, 32, 1200, 600),
     "TPU-v5e": _tpu("v5e", 197, 393, 16, 819, 400),
     "TPU-v5p": _tpu("v5p", 459, 918, 95, 2765, 1200),
@@ -221,4 +245,5 @@ CORES = {
     "A800-SXM-80": 108, "A100-PCIe-80": 108, "H100-SXM": 132, "H100-SXM-96": 132,
     "H100-PCIe": 114, "H200": 132, "B200-SXM": 148, "B300-SXM": 148, "GB200": 148, "GB300": 148,
     "MI250X": 220, "MI250X-GCD": 110, "MI300X": 304, "RTX-4090": 128, "L40S": 142,
+    "T4": 40,
 }  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from outsize.errors import OutsizeError, nearest
 
 Unit = Literal["FLOP/s", "B/s", "B", "s", "W", "money/h"]
-Kind = Literal["cpu", "gpu", "systolic"]
+Kind = Literal["cpu", "gpu", "systolic", "pim"]
 UNITS = get_args(Unit)
 NAME = r"[A-Za-z][A-Za-z0-9_-]*"  # of a tier
 
@@ -115,12 +115,34 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Banks:
+    """Memory that multiplies where it lies. count: banks that do so at once; width: bytes that one
+    multiplies in a `cycle` (seconds); row: bytes of its open row; opening: seconds to close a row
+    and open the next."""
+
+    count: int
+    width: int
+    cycle: float
+    row: int
+    opening: float
+
+    def __post_init__(self) -> None:
+        for name in ("count", "width", "cycle", "row", "opening"):
+            _positive(f"banks: {name}", getattr(self, name), "s" if name == "opening" else "count")
+
+    @property
+    def inside(self) -> float:
+        """B/s of all banks together, rows opened and closed."""
+        return self.count * self.row / (self.row / self.width * self.cycle + self.opening)
+
+
+@dataclass(frozen=True)
 class Device:
     """Devices of one kind. peak: FLOP/s by dtype of one device ("fp32", "bf16", "fp8", ...). grain:
     bytes of which its allocator gives whole multiples; reserved: that its libraries keep. watts,
     price: of one device in use, where known. array: rows and columns of a systolic array, 0 where
     there is none. threads: of a processor, those that its rates were measured with, of its cores;
-    0: all that it has."""
+    0: all that it has. banks: of memory that multiplies; `bandwidth` is then that of its pins."""
 
     name: str
     kind: Kind
@@ -138,6 +160,7 @@ class Device:
     array: int = 0
     cores: int = 0
     threads: int = 0
+    banks: Banks | None = None
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name}: grain", self.grain, "B")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outsize.foresight.layout import NARROW
 from outsize.foresight.shape import Shape
-from outsize.foresight.sources import BYTES, Roofline
+from outsize.foresight.sources import BYTES, Roofline, source_of
 from outsize.hardware.cluster import Group
 from outsize.serve.price import Curve, Price
 
@@ -53,7 +53,8 @@ class Served:
             (n, self._product(n, s.vocab // self.tensor, s.hidden, "bf16") + n * self.each)
             for n in (1, 16, 256)
         )
-        read = self.cached / (device.bandwidth.value * STREAMED)
+        inside = device.bandwidth.value * STREAMED
+        read = self.cached / (inside if device.banks is None else device.banks.inside)
         keys, values = s.widths
         work = 2.0 * s.layers * s.heads * (keys + values) / self.tensor
         seen = work / (Roofline(device).peak("bf16") * SEEN)
@@ -92,6 +93,8 @@ class Served:
         kernels = (
             KERNELS + (CASTS if self.precision in NARROW else 0) + (KERNELS if s.routed else 0)
         )
+        if self.machines.device.banks is not None:  # its commands come without a host
+            return found + s.layers * layer
         layer += kernels * STARTED
         if tokens > GRAPHS:
             layer = max(layer, kernels * LAUNCHED)
@@ -120,6 +123,8 @@ class Served:
         """Seconds: of reading the weights, by as many multiprocessors as have columns of their own
         where nothing splits the inner dimension (8 bits), or of computing."""
         device = self.machines.device
+        if device.banks is not None:
+            return source_of(device).product(math.ceil(tokens), out, inner, dtype).seconds
         wide = device.bandwidth.value * STREAMED
         if dtype in NARROW and device.cores:
             wide *= min(1.0, AHEAD * math.ceil(out / TILE) / device.cores)

@@ -32,6 +32,8 @@ TABLE = {
     "TPU-v5e": (197, None, 17.18, 0.819, 200, 3.125),
     "TPU-v5p": (459, None, 102.005, 2.765, 600, 6.25),
     "TPU-v6e": (918, None, 34.36, 1.64, 400, 3.125),
+    "T4": (65, None, 16, 0.32, 16, 1),
+    "GDDR6-PIM": (4.096, None, 4.295, 0.256, 32, 1),
     "Ascend-910": (256, None, 32, 1.2, 30, 12.5),
 }
 
@@ -42,7 +44,7 @@ def test_row(name: str) -> None:
     hardware = catalogue(name, count=8)
     (device,) = hardware.devices
     assert device.count == 8
-    half_name = "fp16" if name.startswith(("V100", "Ascend")) else "bf16"
+    half_name = "fp16" if name.startswith(("V100", "Ascend", "T4")) else "bf16"
     assert device.peak[half_name].value == pytest.approx(half * 1e12)
     assert ("fp8" in device.peak) == (fp8 is not None)
     if fp8 is not None:
@@ -59,6 +61,7 @@ def test_row(name: str) -> None:
     if device.watts is not None:
         assert device.watts.unit == "W" and 50 < device.watts.value < 2000
     assert (device.kind == "systolic") == (device.array > 0)
+    assert (device.kind == "pim") == (device.banks is not None)
 
 
 def test_table_is_complete() -> None:
