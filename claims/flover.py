@@ -9,6 +9,7 @@ through the product's engine with a small model, by steps, tokens, and pages of 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from outsize.models.families import parse
 from outsize.models.presets import PRESETS
 from outsize.serve.asks import Ask, End, Room, Token
 from outsize.serve.engine import Engine
-from outsize.serve.line import Feed
 from outsize.serve.model import Model
 from outsize.serve.played import Arrival, play
 from outsize.serve.policies import Policy, Step, View, first_come
+from outsize.serve.request import Feed
 
 A100 = Device(1.555e12, 312e12, 24e9)
 SLOTS, COUNT, PROMPT, NEW = 32, 96, 8, (128, 512)
@@ -37,8 +38,9 @@ SMALL, ASKS = Room(64, 16, 8, 256, 1 << 20, 256), 24
 
 def together(view: View) -> Step:
     """Batches that begin and end together: who comes meanwhile waits until all have ended."""
-    some = [one for one in view.requests if one.begun] or list(view.requests[: view.slots])
-    return {one.key: one.tokens for one in some}
+    if view.going:
+        return {key: one.tokens for key, one in view.going.items()}
+    return {one.key: one.tokens for one in itertools.islice(view.queue, view.slots)}
 
 
 def lengths(chance: random.Random) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from served import Device, served, steps_of
 from verdict import Figure, conclude
 
-from outsize.serve.line import Feed, foretold
 from outsize.serve.played import Arrival
 from outsize.serve.price import Price
+from outsize.serve.request import Feed, foretold
 
 A6000 = Device(768e9, 155e12, 16e9)
 PARAMETERS, KEPT, CONTEXT, SLOTS, SLICE = 13e9, 819_200, 1024, 18, 256
@@ -25,12 +25,16 @@ NEW, REQUESTS = 68, 180  # as many new tokens as find a place beside the slices 
 
 def token(steps: list[list[Feed]], price: Price) -> float:
     """Mean seconds of a token that is drawn behind another one."""
+
+    def seconds(feeds: list[Feed]) -> float:
+        return foretold(price, [(f.part.start, f.part.tokens, not f.part.ahead) for f in feeds])
+
     spent, count = 0.0, 0
     for feeds in steps:
         draws = [f for f in feeds if f.part.tokens == 1 and f.part.start >= CONTEXT - NEW]
         others = [f for f in feeds if f not in draws]
         if draws:
-            spent += foretold(price, feeds) - (foretold(price, others) if others else 0.0)
+            spent += seconds(feeds) - (seconds(others) if others else 0.0)
             count += len(draws)
     return spent / count
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.serve.asks import Room
-from outsize.serve.line import Feed
 from outsize.serve.played import Arrival, Played, play
 from outsize.serve.policies import POLICIES
 from outsize.serve.price import Curve, Price
+from outsize.serve.request import Feed
 from outsize.serve.slo import NONE, Slo
 from outsize.serve.traffic import Outcome, outcome
 

@@ -29,9 +29,10 @@ from outsize.runtime.session import Session
 from outsize.serve.asks import Ask, Deliver, End, Room, Token, told
 from outsize.serve.below import Below
 from outsize.serve.drafts import Drafter
-from outsize.serve.line import Feed, Line
+from outsize.serve.line import Line
 from outsize.serve.model import Model
 from outsize.serve.policies import Policy
+from outsize.serve.request import Feed
 from outsize.serve.steps import Steps
 
 
@@ -156,6 +157,7 @@ class Engine:
         with self._wake:
             if key in self.line.requests:
                 self.line.requests[key].cancelled = True
+                self.line.cancelled.append(key)
                 self._wake.notify()
 
     def tokens(self, ask: Ask) -> Generator[Token, None, None]:
@@ -208,8 +210,7 @@ class Engine:
     def busy(self) -> tuple[int, int]:
         """Requests that have begun, and those that wait."""
         with self._wake:
-            begun = sum(r.begun for r in self.line.requests.values())
-            return begun, len(self.line.requests) - begun
+            return len(self.line.going), len(self.line.queue)
 
     def stuck(self, seconds: float) -> bool:
         """Whether somebody waits and no step has ended for so long, or none ever will."""

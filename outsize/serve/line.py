@@ -6,90 +6,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-from torch import Tensor
 
 from outsize.decode.paged import Part
-from outsize.errors import OutsizeError, counted
-from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room, Token, told
+from outsize.errors import counted
+from outsize.serve.asks import Ask, Counts, Deliver, End, Full, Room
 from outsize.serve.drafts import Drafter
 from outsize.serve.pages import Move, Pages
-from outsize.serve.policies import Policy, Step, View, Waiting, first_come
-from outsize.serve.price import Price
+from outsize.serve.policies import Policy, Step, View, first_come
+from outsize.serve.request import Feed, Piece, Request, Shares, foretold, load_of
 from outsize.serve.slo import Drift, Load, limits, shown, wait
+from outsize.serve.waiting import Queue
 
 _KEEP = 0.9  # of what was thought of earlier requests
-
-
-@dataclass
-class Request:
-    """ids: the prompt and what was drawn; fed: how many of them are in pages; slot: None while it
-    has none; draft: tokens that this step feeds behind them; told, fault: what its draws said;
-    first, came, last, spent: as of Waiting."""
-
-    key: int
-    ask: Ask
-    deliver: Deliver
-    ids: list[int]
-    drafter: Drafter | None = None
-    first: float = 0.0
-    came: float = 0.0
-    last: float = -1.0
-    spent: float = 0.0
-    fed: int = 0
-    slot: int | None = None
-    drawn: int = 0
-    cancelled: bool = False
-    draft: Sequence[int] = ()
-    told: list[Token] = field(default_factory=list)
-    fault: OutsizeError | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self.slot is not None
-
-    @property
-    def waiting(self) -> int:
-        return len(self.ids) - self.fed
-
-    def seen(self) -> Waiting:
-        waiting, begun = len(self.ids) - self.fed, self.slot is not None
-        return Waiting(
-            self.key, waiting, begun, not begun or waiting > 1, self.fed, self.first,
-            self.came, self.last, self.spent, self.ask.owner,
-        )  # fmt: skip
-
-    def draw(self, logits_V: Tensor, index: int) -> int:
-        """A Sampler that keeps what is told, and ends nothing but its own request. Behind a draft
-        nothing is drawn where something else came before."""
-        place = index - self.drawn
-        if place and not self._goes_on(place):
-            return 0
-        try:
-            token = self.ask.sampler(logits_V, index)
-        except OutsizeError as error:
-            self.fault = error
-            return 0
-        self.told.append(told(logits_V, token, self.ask.tops))
-        return token
-
-    def _goes_on(self, place: int) -> bool:
-        if len(self.told) < place:
-            return False
-        last = self.told[place - 1].id
-        return last == self.draft[place - 1] and last not in self.ask.stop
-
-
-class Feed(NamedTuple):
-    """What a step feeds of a request. place: of its draw among the request's in this step."""
-
-    request: Request
-    part: Part
-    ids: Sequence[int]
-    place: int = 0
 
 
 def _behind(among: Mapping[int, Request], request: Request, order: Step) -> Iterator[Request]:
@@ -99,40 +29,11 @@ def _behind(among: Mapping[int, Request], request: Request, order: Step) -> Iter
             yield among[key]
 
 
-@dataclass
-class Shares:
-    """Tokens that each owner has had since last nobody was there, a drawn one as two."""
-
-    had: dict[str, float] = field(default_factory=dict)
-
-    def come(self, owner: str, others: Collection[str]) -> None:
-        """A request of an owner comes to those of others: for the time that he was away he gets
-        nothing."""
-        if not others:
-            self.had = {}
-        if owner not in others:
-            least = min((self.had.get(one, 0.0) for one in others), default=0.0)
-            self.had[owner] = max(self.had.get(owner, 0.0), least)
-
-    def take(self, owner: str, tokens: int) -> None:
-        self.had[owner] = self.had.get(owner, 0.0) + tokens
-
-
-def foretold(price: Price, feeds: Sequence[Feed]) -> float:
-    """Seconds of a step."""
-    tokens, drawn, past = 0, 0, 0.0
-    for _, part, _, _ in feeds:
-        tokens += part.tokens
-        drawn += not part.ahead
-        past += price.past(part.start, part.tokens)
-    return price.step(tokens, drawn, past)
-
-
-def _load(request: Request, part: float) -> Load:
-    """part: that requests have drawn of the tokens that they might."""
-    new, waiting = part * (request.ask.max_new_tokens - request.drawn), request.waiting
-    prompt = waiting if waiting > 1 or not request.begun else 0
-    return Load(prompt, max(new, 1.0), request.fed, request.begun)
+def _alike(request: Request, size: int) -> bool:
+    """Whether one more token of who draws, neither the first nor the last, changes its number and
+    nothing else in the books of pages of this size."""
+    between = 0 < request.drawn < request.ask.max_new_tokens - 1
+    return between and 0 < request.fed % size < size - 1
 
 
 def _refused(counts: Counts, why: str, seconds: float) -> Full:
@@ -143,8 +44,11 @@ def _refused(counts: Counts, why: str, seconds: float) -> Full:
 class Line:
     """sharing: pages of prompts that begin alike are shared. drafter: makes one for each request,
     None: nothing is drafted. beside: tokens of texts that are looked at and nothing else. clock:
-    gives seconds. drift: how steps differ from what is foretold. said, slots: of the step that was
-    last composed, foretold seconds and how many might go."""
+    gives seconds. drift: how steps differ from what is foretold. queue, going, drawing: who has no
+    slot, who has one, and those of them whose prompt is through; begins: slots that were given;
+    cancelled: keys of who is not gone on with.
+    said, slots, order: of the step that was last composed, foretold seconds, how many might go, and
+    who does."""
 
     def __init__(
         self,
@@ -163,7 +67,11 @@ class Line:
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
-        self.beside = 0
+        self.queue, self.going = Queue(), dict[int, Request]()
+        self.drawing = dict[int, Request]()
+        self._owners, self.cancelled = Counter[str](), list[int]()
+        self.order, self._pieces = list[Request](), list[Piece]()
+        self.beside = self.begins = 0
 
     @property
     def limit(self) -> int:
@@ -184,15 +92,18 @@ class Line:
             )
         key, now = next(self._keys), self.clock()
         drafter = None if self._drafter is None else self._drafter()
-        self.shares.come(ask.owner, {r.ask.owner for r in self.requests.values()})
+        self.shares.come(ask.owner, self._owners)
+        self._owners[ask.owner] += 1
         first = self.room.price.prompt(len(ask.ids))
-        self.requests[key] = Request(key, ask, deliver, list(ask.ids), drafter, first, now)
+        request = Request(key, ask, deliver, list(ask.ids), drafter, first, now)
+        self.requests[key] = request
+        self.queue.add(request.waits())
         return key
 
     def refuse_if_full(self, tokens: int) -> None:
         """Full where so many more than wait are too many."""
-        waiting = self.beside + sum(r.waiting for r in self.requests.values() if not r.begun)
-        if waiting and waiting + tokens > self.room.queue:
+        if full(self, tokens):
+            waiting = self.beside + self.queue.tokens
             raise _refused(
                 self.counts,
                 f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
@@ -202,24 +113,24 @@ class Line:
 
     def wait(self, tokens: int) -> float:
         """Seconds until the first token of a prompt that comes now, as foretold."""
-        loads = [_load(r, self._part_drawn) for r in self.requests.values()]
+        loads = [load_of(r, self._part_drawn) for r in self.requests.values()]
         loads.append(Load(tokens + self.beside, 0.0))
-        seen = [r.seen() for r in self.requests.values() if r.begun]
-        return self.drift.slowest * wait(self.room.price, loads, *self._limits(seen))
+        return self.drift.slowest * wait(self.room.price, loads, *self._limits())
 
-    def feeds(self) -> list[Feed]:
-        """What the next step feeds, with pages for it."""
-        for request in [r for r in self.requests.values() if r.cancelled]:
-            self.leave(request, End("cancelled"))
-        seen = [r.seen() for r in self.requests.values()]
-        budget, self.slots = self._limits(seen)
-        room, now = self.room, self.clock()
-        view = View(seen, budget, self.slots, now, room.price, room.slo, self.shares.had)
-        found = self._composed(self._policy(view), budget)
-        if not found and any(one.begun for one in seen):  # who is wanted lacks what others have
-            begun = replace(view, requests=[r.seen() for r in self.requests.values() if r.begun])
-            found = self._composed(first_come(begun), budget)
-        self.said = foretold(room.price, found) + room.price.moving(*self.pages.moving)
+    def feeds(self, alike: list[Request] | None = None) -> list[Feed]:
+        """What the next step feeds, with pages for it. alike: takes those who draw one token by
+        which nothing changes in the books but its number; who gives it feeds them himself."""
+        for key in sorted(self.cancelled):
+            if key in self.requests:
+                self.leave(self.requests[key], End("cancelled"))
+        self.cancelled.clear()
+        budget, self.slots = self._limits()
+        view, going = _view(self, self.queue, budget), bool(self.going)
+        found = self._composed(self._policy(view), budget, alike)
+        if not self.order and going:  # who is wanted lacks what others have
+            found = self._composed(first_come(_view(self, Queue(), budget)), budget, alike)
+        price = self.room.price
+        self.said = foretold(price, self._pieces) + price.moving(*self.pages.moving)
         return found
 
     def moved(self, moves: Sequence[Move]) -> None:
@@ -231,22 +142,30 @@ class Line:
         """What lies below cannot be had any more, and did not come into these pages: who has them
         computes all again."""
         self.counts.lost += len(pages)
-        for request in [r for r in self.requests.values() if r.begun]:
+        for request in list(self.going.values()):
             if not set(pages).isdisjoint(self.pages.of(request.key)):
                 self._interrupt(request)
         self.pages.lost(pages)
 
-    def _composed(self, wanted: Step, budget: int) -> list[Feed]:
-        """What is wanted, as far as there are slots and pages for it."""
+    def _composed(
+        self, wanted: Step, budget: int, alike: list[Request] | None = None
+    ) -> list[Feed]:
+        """What is wanted, as far as there are slots and pages for it. alike: as of feeds."""
         found, left, barred = list[Feed](), budget - sum(wanted.values()), False
+        self.order, self._pieces = list[Request](), list[Piece]()
         for key, count in wanted.items():
-            request = self.requests[key]
             if not count:
                 continue
+            request = self.requests[key]
             if request.slot is None and (barred or not self._begin(request, wanted)):
                 barred = True  # those behind it do not overtake
                 continue
-            start, waiting, pages = request.fed, request.waiting, self.pages.of(key)
+            if alike is not None and key in self.drawing and _alike(request, self.pages.size):
+                self.order.append(request)
+                self._pieces.append((request.fed, 1, True))
+                alike.append(request)
+                continue
+            start, waiting, pages = request.fed, request.tokens, self.pages.of(key)
             count = min(count, waiting)
             if start + count > len(pages) * self.pages.size:
                 if not self._freed(request, start + count, wanted):
@@ -256,10 +175,13 @@ class Line:
             ahead = waiting - count
             part = Part(pages, start, count, ahead, request.slot)
             request.told, request.fault, request.draft = [], None, ()
+            self.order.append(request)
+            self._pieces.append((start, count, not ahead))
             found.append(Feed(request, part, request.ids[start : part.stop]))
             if request.drafter is not None and count == 1 and not ahead and left > 0:
                 found += self._drafted(request, part, left)
                 left -= len(request.draft)
+                self._pieces += [(part.stop + n, 1, True) for n in range(len(request.draft))]
         return found
 
     def ran(self, feeds: Sequence[Feed], seconds: float) -> None:
@@ -286,14 +208,21 @@ class Line:
                 self._drew(request)
             else:
                 self.pages.written(request.key, request.ids, request.fed)
+            if request.slot is not None and request.tokens == 1:
+                self.drawing[request.key] = request
 
     def leave(self, request: Request, end: End) -> None:
         """A request is over."""
         if end.reason in ("stop", "length"):
             part = request.drawn / request.ask.max_new_tokens
             self._part_drawn = _KEEP * self._part_drawn + (1 - _KEEP) * part
+        if request.slot is None:
+            self.queue.remove(request.key)
         self._release(request)
         del self.requests[request.key]
+        self._owners[request.owner] -= 1
+        if not self._owners[request.owner]:
+            del self._owners[request.owner]
         request.deliver(end)
 
     def lent(self, tokens: int) -> int:
@@ -301,7 +230,7 @@ class Line:
         owner = next(self._keys)
         self.pages.begin(owner, ())
         while self.pages.missing(owner, tokens) > self.pages.left:
-            self._interrupt([r for r in self.requests.values() if r.begun][-1])
+            self._interrupt(list(self.going.values())[-1])
         self.pages.extend(owner, tokens)
         return owner
 
@@ -319,6 +248,14 @@ class Line:
             self._interrupt(next(_behind(self.requests, request, order)))
         request.fed = self.pages.restore(request.key, request.ids)
         request.slot = self._slots.pop()
+        self.begins += 1
+        self.queue.remove(request.key)
+        late = bool(self.going) and request.key < next(reversed(self.going))
+        self.going[request.key] = request
+        if late:
+            self.going = dict(sorted(self.going.items()))
+        if request.tokens == 1:
+            self.drawing[request.key] = request
         self.counts.kept += request.fed
         return True
 
@@ -341,6 +278,7 @@ class Line:
         """Take a request's pages; all its tokens will be fed again, but for those that are kept."""
         self._release(request, again=True)
         request.fed = 0
+        self.queue.add(request.waits())
         self.counts.interrupted += 1
 
     def _release(self, request: Request, again: bool = False) -> None:
@@ -348,6 +286,8 @@ class Line:
             self.pages.end(request.key, again)
             self._slots.append(request.slot)
             request.slot = None
+            del self.going[request.key]
+            self.drawing.pop(request.key, None)
 
     def _drafted(self, request: Request, part: Part, left: int) -> list[Feed]:
         """A draft behind the token that waits, in pages that nobody has. Each of its tokens is fed
@@ -390,9 +330,27 @@ class Line:
         elif request.drawn == ask.max_new_tokens:
             self.leave(request, End("length"))
 
-    def _limits(self, seen: Sequence[Waiting]) -> tuple[int, int]:
+    def _limits(self) -> tuple[int, int]:
         """Tokens of the next step, and requests at once, that keep what is promised."""
         room = self.room
         if room.slo.tpot == math.inf:
             return room.budget, room.slots
-        return limits(room.price, room.slo.tpot / self.drift.slowest, seen, room.budget, room.slots)
+        tpot = room.slo.tpot / self.drift.slowest
+        drawing = [one.fed for key, one in self.going.items() if key in self.drawing]
+        slicing = (one.fed for key, one in self.going.items() if key not in self.drawing)
+        depth = max(slicing, default=0)
+        return limits(room.price, tpot, drawing, depth, room.budget, room.slots)
+
+
+def full(line: Line, tokens: int) -> bool:
+    """Whether so many more than wait are too many."""
+    waiting = line.beside + line.queue.tokens
+    return waiting > 0 and waiting + tokens > line.room.queue
+
+
+def _view(line: Line, queue: Queue, budget: int) -> View:
+    room, now = line.room, line.clock()
+    return View(
+        line.going, line.drawing, queue, budget, line.slots, now, room.price, room.slo,
+        line.shares.had,
+    )  # fmt: skip

@@ -8,6 +8,7 @@ The steps are those that the engine would make of the same arrivals. Where nothi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outsize.serve.asks import Ask, End, Full, Room, Token
-from outsize.serve.line import Feed, Line, Request
+from outsize.serve.line import Line, full
 from outsize.serve.policies import PATIENT, Policy
+from outsize.serve.request import Feed, Request, foretold
 from outsize.serve.slo import Slo
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _TOKEN = Token(0)
 _MOST = 256  # steps at once
+_ROUNDED = 1e-9  # of a number of steps
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,15 @@ class _Play:
                     break
                 self._now = played.fates[self._next].arrival.at
                 continue
-            begun = {request.key for request in line.requests.values() if request.begun}
-            feeds = line.feeds()
+            begins = line.begins
+            alike = None if self._watch is not None else list[Request]()
+            feeds = line.feeds(alike)
             line.moved(line.pages.moved())
-            assert feeds, "somebody can always go on"
+            assert line.order, "somebody can always go on"
             if self._watch is not None:
                 self._watch(feeds)
-            self._step(feeds)
-            if self._watch is None and all(feed.request.key in begun for feed in feeds):
+            self._step(feeds, alike or ())
+            if alike is not None and line.begins == begins:
                 self._stretch(feeds)
         played.interrupted, played.end = line.counts.interrupted, self._now
         played.steps, played.busy = line.counts.steps, line.counts.busy
@@ -133,6 +137,9 @@ class _Play:
         while self._next < len(fates) and fates[self._next].arrival.at <= now:
             fate = fates[self._next]
             self._next += 1
+            if full(self._line, fate.arrival.prompt):  # and nobody asks how long he should wait
+                fate.refused = True
+                continue
             self._now = fate.arrival.at
             ids = (-self._next,) * fate.arrival.prompt
             ask = Ask(ids, fate.arrival.new, _drawn, owner=fate.arrival.key)
@@ -155,12 +162,16 @@ class _Play:
 
         return deliver
 
-    def _step(self, feeds: Sequence[Feed]) -> None:
+    def _step(self, feeds: Sequence[Feed], alike: Sequence[Request]) -> None:
         seconds = self._line.said
         for feed in feeds:
             if not feed.part.ahead:
                 feed.request.told = [_TOKEN]
         self._now += seconds
+        if alike:
+            lasts = Counter([request.last for request in alike])
+            self._played.gaps += [(self._now - last, count) for last, count in lasts.items()]
+            self._again(alike, 1, seconds)
         self._line.take(feeds)
         self._line.ran(feeds, seconds)
 
@@ -170,38 +181,51 @@ class _Play:
         line = self._line
         if any(feed.part.tokens > 1 or feed.part.ahead for feed in feeds):
             return
-        going = [feed.request for feed in feeds if feed.request.begun]
-        if not len(feeds) == len(going) == sum(r.begun for r in line.requests.values()):
+        going = line.order
+        if len(going) != len(line.going) or not all(request.begun for request in going):
             return
-        if len(line.requests) > len(going) and (not self._patient or len(going) < line.slots):
+        if line.queue and (not self._patient or len(going) < line.slots):
             return  # others may begin, or be fed
-        steps = min(_MOST, *(r.ask.max_new_tokens - r.drawn - 1 for r in going))
-        while steps > 0 and self._lacking(going, steps) > line.pages.quiet:
-            steps //= 2
+        steps = min(_MOST, min(r.ask.max_new_tokens - r.drawn for r in going) - 1)
+        if len(going) * (1 + steps // line.pages.size) > line.pages.quiet:
+            while steps > 0 and self._lacking(going, steps) > line.pages.quiet:
+                steps //= 2
         if steps <= 0:
             return
-        times = self._times(going, steps)
+        times = self._times(going, min(steps, self._until_next(going)))
         if self._next < len(self._played.fates):
             comes = self._played.fates[self._next].arrival.at
             steps = min(steps, int(np.searchsorted(times, comes)))
         before, self._now = self._now, float(times[steps])
         self._again(going, steps, self._now - before)
+        line.counts.steps += steps
+        line.counts.busy += self._now - before
         self._played.gaps += [(gap, len(going)) for gap in np.diff(times[: steps + 1]).tolist()]
+
+    def _until_next(self, going: Sequence[Request]) -> int:
+        """Steps that are surely enough until somebody comes: later ones take no less."""
+        if self._next == len(self._played.fates):
+            return _MOST
+        step = foretold(self._price, [(request.fed, 1, True) for request in going])
+        left = self._played.fates[self._next].arrival.at - self._now
+        return _MOST if left >= _MOST * step else 2 + int(left / step * (1 + _ROUNDED))
 
     def _again(self, going: Sequence[Request], steps: int, seconds: float) -> None:
         """What so many steps leave in the books."""
-        line = self._line
+        pages, now, fates, new = self._line.pages, self._now, self._fates, [_TOKEN.id] * steps
+        size = pages.size
         for request in going:
-            request.ids += [_TOKEN.id] * steps
-            request.fed += steps
+            before, after = request.fed, request.fed + steps
+            request.ids += new
+            request.fed = after
             request.drawn += steps
-            request.last = self._fates[request.key].last = self._now
+            request.last = fates[request.key].last = now
             request.spent += seconds
-            line.pages.extend(request.key, request.fed)
-            line.pages.written(request.key, request.ids, request.fed)
-            line.shares.take(request.ask.owner, 2 * steps)
-        line.counts.steps += steps
-        line.counts.busy += seconds
+            if not before % size or before // size < after // size:
+                pages.extend(request.key, after)
+                pages.written(request.key, request.ids, after)
+        for owner, count in Counter([request.ask.owner for request in going]).items():
+            self._line.shares.take(owner, 2 * steps * count)
 
     def _lacking(self, going: Sequence[Request], steps: int) -> int:
         return sum(self._line.pages.missing(r.key, r.fed + steps) for r in going)

@@ -8,53 +8,63 @@ last ones first; what they had is fed again when their turn comes, as far as it 
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 from outsize.errors import OutsizeError
 from outsize.registry import Registry
 from outsize.serve.price import FREE, Price
 from outsize.serve.slo import NONE, Slo, parse_slo
+from outsize.serve.waiting import Queue, Rank
 
 _TURNS = 4.0  # times as long as those of the level above
 _AGE = 10.0  # turns of waiting that lift by a level
+_ROUNDED = 1e-12  # of seconds, within which it is not known when a level changes
 
 
-class Waiting(NamedTuple):
-    """A request as a policy sees it. key: its own; tokens: that wait to be fed, 1 where the prompt
-    is through; begun: whether it has a slot and pages; prompt: whether what waits is of a prompt.
+class Going(Protocol):
+    """A request that has begun, as a policy sees it: the names are those of Waiting."""
 
-    start: tokens in pages; first: foretold seconds of a step of its whole prompt; came, last:
-    seconds of the clock, of its coming and of its last token (-1: none); spent: foretold seconds of
-    the steps that fed it; owner: who asks."""
-
-    key: int
-    tokens: int
-    begun: bool
-    prompt: bool
-    start: int = 0
-    first: float = 0.0
-    came: float = 0.0
-    last: float = -1.0
-    spent: float = 0.0
-    owner: str = ""
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def first(self) -> float: ...
+    @property
+    def came(self) -> float: ...
+    @property
+    def last(self) -> float: ...
+    @property
+    def spent(self) -> float: ...
+    @property
+    def owner(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class View:
-    """requests: in the order in which they came; budget: tokens of a step at most; slots: requests
-    that may have begun at once; now: seconds of the clock; shares: by owner, what he has had of
-    late, in tokens."""
+    """going: by key, those that have begun, in the order in which they came; drawing: keys of those
+    of them whose prompt is through; queue: the others; budget: tokens of a step at most; slots:
+    requests that may have begun at once; now: seconds of the clock; shares: by owner, what he has
+    had of late, in tokens."""
 
-    requests: Sequence[Waiting]
+    going: Mapping[int, Going]
+    drawing: Collection[int]
+    queue: Queue
     budget: int
     slots: int
     now: float = 0.0
     price: Price = FREE
     slo: Slo = NONE
     shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return self.slots - len(self.going)
 
 
 Step = dict[int, int]
@@ -83,7 +93,7 @@ def chosen(name: str, slo: Slo) -> Policy:
 def first_come(view: View) -> Step:
     """Whoever came first has all that he waits for, a whole prompt or the next token, and so on
     until the step is full (Yu et al., "Orca", 2022)."""
-    return _in_turn(view, _slices(view, view.requests, view.budget))
+    return _in_turn(view, _slices(view, _together(view, view.going), view.budget))
 
 
 def prompt_first(view: View) -> Step:
@@ -120,90 +130,114 @@ def feedback(view: View) -> Step:
     2023). Who has waited ten such turns rises again. The uppermost requests go, whoever is
     interrupted for them."""
     turn = max(view.price.token, 1e-9)
+    order = [(*_level(one, view.now, turn)[:2], key) for key, one in view.going.items()]
+    order += view.queue.lowest(view.slots, view.now, _level, turn)
+    keys = [key for _, _, key in sorted(order)]
+    uppermost, fed = keys[: view.slots], dict[int, int]()
+    left = view.budget - sum(key in view.drawing for key in uppermost)
+    for key in uppermost:
+        if key in view.drawing:
+            fed[key] = 1
+        else:
+            fed[key] = max(0, min(_tokens(view, key), left))
+            left -= fed[key]
+    return fed | {key: 0 for key in keys[view.slots :] if key in view.going}
 
-    def level(one: Waiting) -> int:
-        joins = math.ceil(math.log(max(1.0, one.first / turn), _TURNS))
-        found = int(math.log(_TURNS**joins + one.spent / turn, _TURNS))
-        waited = max(0.0, view.now - one.came - one.spent)
-        return max(0, found - int(waited / (_AGE * turn * _TURNS**found)))
 
-    order = sorted(view.requests, key=lambda one: (level(one), one.key))
-    fed, left = dict[int, int](), view.budget - sum(map(_draws, order[: view.slots]))
-    for one in order[: view.slots]:
-        fed[one.key] = 1 if _draws(one) else max(0, min(one.tokens, left))
-        left -= 0 if _draws(one) else fed[one.key]
-    return fed | {one.key: 0 for one in order[view.slots :] if one.begun}
+def _level(one: Going, now: float, turn: float) -> Rank:
+    joins = math.ceil(math.log(max(1.0, one.first / turn), _TURNS))
+    found = int(math.log(_TURNS**joins + one.spent / turn, _TURNS))
+    rises = _AGE * turn * _TURNS**found
+    waited = max(0.0, now - one.came - one.spent)
+    risen = int(waited / rises)
+    if found <= risen:
+        return Rank(0)
+    until = one.came + one.spent + (1 + risen) * rises
+    return Rank(found - risen, until=until * (1 - _ROUNDED))
 
 
 def deadline(view: View) -> Step:
     """Everybody's next token, and then prompts by when they are due, those first that can still be
     in time by what is foretold of them."""
+    ranks = {key: _urgency(one, view.now, view.price, view.slo) for key, one in view.going.items()}
+    order = sorted((*rank[:2], key) for key, rank in ranks.items())
+    drawing = [key for _, _, key in order if key in view.drawing]
+    fed, slicing = dict.fromkeys(drawing, 1), [one for one in order if one[2] not in view.drawing]
+    come = view.queue.lowest(1 + max(0, view.free), view.now, _urgency, view.price, view.slo)
+    prompts = [key for _, _, key in sorted((*slicing, *come))]
+    slices = ((key, _tokens(view, key)) for key in prompts)
+    fed |= _slices(view, slices, view.budget - len(fed))
+    return {key: fed.get(key, 0) for key in (*drawing, *prompts)
+            if key in view.going or key in fed}  # fmt: skip
 
-    def due(one: Waiting) -> float:
-        return one.came + view.slo.ttft if one.last < 0 else one.last + view.slo.tpot
 
-    def urgency(one: Waiting) -> tuple[bool, float, int]:
-        at = due(one)
-        late = view.now + view.price.prompt(one.tokens, one.start) > at
-        return late, at, one.key
-
-    drawing = sorted((one for one in view.requests if _draws(one)), key=urgency)
-    fed = {one.key: 1 for one in drawing}
-    order = sorted(_prompts(view), key=urgency)
-    fed |= _slices(view, order, view.budget - len(fed))
-    return {one.key: fed.get(one.key, 0) for one in (*drawing, *order)
-            if one.begun or one.key in fed}  # fmt: skip
+def _urgency(one: Going, now: float, price: Price, slo: Slo) -> Rank:
+    due = one.came + slo.ttft if one.last < 0 else one.last + slo.tpot
+    takes = price.prompt(one.tokens, one.start)
+    if now + takes > due:
+        return Rank(1, due)
+    return Rank(0, due, due if due == math.inf else due - takes - _ROUNDED * due)
 
 
 def fair(view: View) -> Step:
     """As mixed, and the next prompt is of whoever has had least (Sheng et al., "Fairness in Serving
     Large Language Models", 2023: the virtual token counter)."""
-    fed, had = _drawing(view), dict(view.shares)
-    going, queues = list[Waiting](), dict[str, list[Waiting]]()
-    for one in _prompts(view):
-        if one.begun:
-            going.append(one)
-            had[one.owner] = had.get(one.owner, 0.0) + one.tokens
-        else:
-            queues.setdefault(one.owner, []).append(one)
-    free = view.slots - sum(one.begun for one in view.requests)
-    for _ in range(min(free, sum(map(len, queues.values())))):
-        owner = min(queues, key=lambda each: (had.get(each, 0.0), queues[each][0].key))
-        going.append(queues[owner].pop(0))
-        had[owner] = had.get(owner, 0.0) + going[-1].tokens
-        if not queues[owner]:
-            del queues[owner]
-    return _in_turn(view, fed | _slices(view, going, view.budget - len(fed)))
+    fed, had, queue = _drawing(view), dict(view.shares), view.queue
+    slicing = [(key, view.going[key].tokens) for key in view.going if key not in view.drawing]
+    for key, tokens in slicing:
+        owner = view.going[key].owner
+        had[owner] = had.get(owner, 0.0) + tokens
+    queues = {owner: iter(keys) for owner, keys in queue.owners.items()} if view.free > 0 else {}
+    heads = {owner: next(keys) for owner, keys in queues.items()}
+    for _ in range(min(view.free, len(queue))):
+        owner = min(heads, key=lambda each: (had.get(each, 0.0), heads[each]))
+        one = queue[heads[owner]]
+        slicing.append((one.key, one.tokens))
+        had[owner] = had.get(owner, 0.0) + one.tokens
+        heads[owner] = next(queues[owner], -1)
+        if heads[owner] < 0:
+            del heads[owner]
+    return _in_turn(view, fed | _slices(view, slicing, view.budget - len(fed)))
 
 
-def _draws(one: Waiting) -> bool:
-    return one.begun and not one.prompt
+def _tokens(view: View, key: int) -> int:
+    return view.going[key].tokens if key in view.going else view.queue[key].tokens
 
 
 def _drawing(view: View) -> Step:
     """Everybody's next token."""
-    return {one.key: 1 for one in view.requests if one.begun and not one.prompt}
+    return dict.fromkeys(view.drawing, 1)
 
 
-def _prompts(view: View) -> list[Waiting]:
-    return [one for one in view.requests if one.prompt or not one.begun]
+def _prompts(view: View) -> Iterable[tuple[int, int]]:
+    """Those whose prompt is not through, and its tokens."""
+    return _together(view, [key for key in view.going if key not in view.drawing])
 
 
-def _slices(view: View, order: Iterable[Waiting], left: int, most: int = 1 << 40) -> Step:
+def _together(view: View, keys: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """Some that have begun and all that have not, in the order of coming, and what they wait
+    for."""
+    begun = [(key, view.going[key].tokens) for key in keys]
+    queue = ((one.key, one.tokens) for one in view.queue)
+    return heapq.merge(begun, queue) if begun else queue
+
+
+def _slices(view: View, order: Iterable[tuple[int, int]], left: int, most: int = 1 << 40) -> Step:
     """Of `most` requests in this order, what they wait for, as far as tokens and slots last."""
-    fed, slots = dict[int, int](), view.slots - sum(one.begun for one in view.requests)
-    for one in order:
-        if left <= 0 or (not one.begun and slots <= 0) or len(fed) == most:
+    fed, slots = dict[int, int](), view.free
+    for key, tokens in order if left > 0 else ():
+        begun = key in view.going
+        if left <= 0 or (not begun and slots <= 0) or len(fed) == most:
             break
-        fed[one.key] = min(one.tokens, left)
-        left -= fed[one.key]
-        slots -= not one.begun
+        fed[key] = min(tokens, left)
+        left -= fed[key]
+        slots -= not begun
     return fed
 
 
 def _in_turn(view: View, fed: Step) -> Step:
     """Who came first is the most urgent, but for who has not begun: he takes from nobody."""
-    going = {one.key: fed.get(one.key, 0) for one in view.requests if one.begun}
+    going = {key: fed.get(key, 0) for key in view.going}
     return going | {key: count for key, count in fed.items() if key not in going}
 
 

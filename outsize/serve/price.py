@@ -64,8 +64,9 @@ class Price:
 
     def past(self, start: int, count: int) -> float:
         """Seconds of what `count` tokens of a request see behind `start` ones."""
-        seen = count * min(start + count // 2, self.reach)
-        return self.visit * seen + self.load * min(start, self.reach)
+        reach, middle = self.reach, start + count // 2  # asked for each request of each step
+        seen = count * (middle if middle < reach else reach)
+        return self.visit * seen + self.load * (start if start < reach else reach)
 
     def step(self, tokens: int, drawn: int, past: float) -> float:
         """Seconds of a step. past: of what its tokens see."""

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from outsize.errors import OutsizeError
 from outsize.serve.price import Price
@@ -130,28 +129,14 @@ def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
     return fed
 
 
-class Seen(Protocol):
-    """What `limits` asks of a request, as of Waiting."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def begun(self) -> bool: ...
-    @property
-    def prompt(self) -> bool: ...
-    @property
-    def start(self) -> int: ...
-
-
 def limits(
-    price: Price, tpot: float, seen: Sequence[Seen], budget: int, slots: int
+    price: Price, tpot: float, drawing: Sequence[int], depth: int, budget: int, slots: int
 ) -> tuple[int, int]:
     """Tokens of a step, of `budget`, and requests at once, of `slots`, with which a step takes
-    `tpot` seconds at most; one of each whatever it takes."""
-    drawing = [one.start for one in seen if one.begun and not one.prompt]
+    `tpot` seconds at most; one of each whatever it takes. drawing: tokens in pages of each who
+    draws; depth: the most of those whose prompt is not through."""
     if not drawing:
         return budget, slots  # nobody waits for a next token
     past = sum(price.past(start, 1) for start in drawing)
-    depth = max((one.start for one in seen if one.prompt), default=0)
     tokens = price.most(tpot, min(len(drawing), budget), budget, past, depth)
     return tokens, price.beside(tpot, slots, max(drawing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 
 from outsize.errors import OutsizeError
 from outsize.serve.asks import Ask, End, Full, Room, Token
-from outsize.serve.line import Line, Shares
-from outsize.serve.policies import POLICIES, View, Waiting, chosen, parse_policy
+from outsize.serve.line import Line
+from outsize.serve.policies import POLICIES, View, chosen, parse_policy
 from outsize.serve.price import Curve, Price
+from outsize.serve.request import Shares
 from outsize.serve.slo import NONE, Drift, Load, Slo, limits, parse_slo, unkept, wait
+from outsize.serve.waiting import Queue, Rank, Waiting
 
 # A step of one token takes 10 ms, one of 64 takes 100, each further token a 64th of 64 ms more.
 PRICE = Price(
@@ -24,13 +27,20 @@ PRICE = Price(
 )
 ROOM = Room(pages=64, page=4, slots=4, budget=64, queue=10_000, context=128, price=PRICE)
 
-DRAWS = [Waiting(0, 1, True, False), Waiting(3, 1, True, False)]
-SLICED, NEW, LATER = (
-    Waiting(1, 9, True, True),
-    Waiting(2, 30, False, True),
-    Waiting(4, 5, False, True),
-)
-ALL = [DRAWS[0], SLICED, NEW, DRAWS[1], LATER]
+DRAWS = [Waiting(0, 1), Waiting(3, 1)]
+SLICED, NEW, LATER = Waiting(1, 9), Waiting(2, 30), Waiting(4, 5)
+
+
+def view(
+    drawing: Sequence[Waiting] = (),
+    queue: Iterable[Waiting] = (),
+    slicing: Iterable[Waiting] = (),
+    budget: int = 64,
+    slots: int = 4,
+) -> View:
+    going = {one.key: one for one in sorted([*drawing, *slicing])}
+    keys = [one.key for one in drawing]
+    return View(going, keys, Queue(queue), budget, slots, price=PRICE, slo=Slo(1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +58,13 @@ ALL = [DRAWS[0], SLICED, NEW, DRAWS[1], LATER]
 )
 def test_what_each_feeds(policy: str, fed: dict[int, int]) -> None:
     """And all that have begun are named, so that it is known who is behind whom."""
-    view = View(ALL, budget=16, slots=4, price=PRICE, slo=Slo(1.0, 1.0))
-    found = POLICIES.get(policy)(view)
+    all_five = view(DRAWS, [NEW, LATER], [SLICED], budget=16)
+    found = POLICIES.get(policy)(all_five)
     assert {key: count for key, count in found.items() if count} == fed
     assert {0, 1, 3} <= set(found)
-    few = POLICIES.get(policy)(replace(view, slots=3))
+    few = POLICIES.get(policy)(replace(all_five, slots=3))
     assert policy == "feedback" or not {2, 4} & set(few), "no slot is free"
-    drawing = POLICIES.get(policy)(View(DRAWS, 16, 4, price=PRICE, slo=Slo(1.0, 1.0)))
+    drawing = POLICIES.get(policy)(view(DRAWS, budget=16))
     assert drawing == {0: 1, 3: 1}
 
 
@@ -65,8 +75,8 @@ def test_fixed_is_as_many_tokens_as_bring_something() -> None:
     near = [n for n in points if n / PRICE.step(int(n), 1, 0) >= 0.9 * best]
     flat = Price(Curve(((1, 0.01), (8, 0.01), (64, 0.08))))
     assert PRICE.enough == near[0] and flat.enough == 8
-    view = View([Waiting(0, 60, False, True)], budget=64, slots=1, price=flat)
-    assert POLICIES.get("fixed")(view) == {0: 8} and POLICIES.get("mixed")(view) == {0: 60}
+    one = replace(view(queue=[Waiting(0, 60)], slots=1), price=flat)
+    assert POLICIES.get("fixed")(one) == {0: 8} and POLICIES.get("mixed")(one) == {0: 60}
 
 
 def test_feedback_levels() -> None:
@@ -75,10 +85,10 @@ def test_feedback_levels() -> None:
     turn = PRICE.token
 
     def first(*some: Waiting, now: float = 0.0) -> int:
-        return next(iter(POLICIES.get("feedback")(View(some, 64, 1, now, PRICE))))
+        return next(iter(POLICIES.get("feedback")(replace(view(queue=some, slots=1), now=now))))
 
-    long = Waiting(0, 60, False, True, first=PRICE.prompt(60))
-    short = Waiting(1, 2, False, True, first=PRICE.prompt(2))
+    long = Waiting(0, 60, first=PRICE.prompt(60))
+    short = Waiting(1, 2, first=PRICE.prompt(2))
     assert PRICE.prompt(60) > 4 * turn and first(long, short) == 1
     assert first(long._replace(first=short.first), short) == 0
     had = short._replace(spent=61 * turn, key=0)
@@ -91,24 +101,23 @@ def test_feedback_levels() -> None:
 
 def test_deadline_serves_who_can_still_be_in_time() -> None:
     slo, now = Slo(ttft=1.0, tpot=0.1), 2.0
-    late = Waiting(0, 8, False, True, came=0.5)
-    soon, later = Waiting(1, 8, False, True, came=1.2), Waiting(2, 8, False, True, came=1.1)
-    one = POLICIES.get("deadline")(View([late, soon, later], 8, 3, now, PRICE, slo))
-    assert one == {2: 8}
-    whole = POLICIES.get("deadline")(View([late, soon, later], 64, 3, now, PRICE, slo))
-    assert list(whole) == [2, 1, 0]
-    drawing = [Waiting(5, 1, True, False, last=1.98), Waiting(6, 1, True, False, last=1.95)]
-    assert list(POLICIES.get("deadline")(View(drawing, 8, 3, now, PRICE, slo))) == [6, 5]
+    late = Waiting(0, 8, came=0.5)
+    soon, later = Waiting(1, 8, came=1.2), Waiting(2, 8, came=1.1)
+    three = replace(view(queue=[late, soon, later]), now=now, slo=slo)
+    assert POLICIES.get("deadline")(replace(three, budget=8)) == {2: 8}
+    assert list(POLICIES.get("deadline")(three)) == [2, 1, 0]
+    drawing = replace(view([Waiting(5, 1, last=1.98), Waiting(6, 1, last=1.95)]), now=now, slo=slo)
+    assert list(POLICIES.get("deadline")(drawing)) == [6, 5]
     with pytest.raises(OutsizeError, match="policy deadline goes by what is promised; serve with"):
         chosen("deadline", NONE)
     assert chosen("deadline", slo) is POLICIES.get("deadline")
 
 
 def test_fair_serves_who_has_had_least() -> None:
-    some = [Waiting(n, 10, False, True, owner="ab"[n > 2]) for n in range(5)]
-    view = View(some, 64, 3, price=PRICE, shares={"a": 100.0, "b": 85.0})
-    assert list(POLICIES.get("fair")(view)) == [3, 4, 0]
-    assert list(POLICIES.get("fair")(replace(view, shares={}))) == [0, 3, 1]
+    some = [Waiting(n, 10, owner="ab"[n > 2]) for n in range(5)]
+    five = replace(view(queue=some, slots=3), shares={"a": 100.0, "b": 85.0})
+    assert list(POLICIES.get("fair")(five)) == [3, 4, 0]
+    assert list(POLICIES.get("fair")(replace(five, shares={}))) == [0, 3, 1]
     shares = Shares()
     shares.come("a", ())
     shares.take("a", 70)
@@ -144,18 +153,13 @@ def test_steps_keep_what_is_promised() -> None:
     chance = random.Random(1)
     bound = 0
     for _ in range(200):
-        drawing = [
-            Waiting(n, 1, True, False, chance.randrange(1, 4000))
-            for n in range(chance.randrange(9))
-        ]
-        prompt = Waiting(99, chance.randrange(2, 90), True, True, chance.randrange(900))
-        tpot = chance.uniform(0.005, 0.12)
-        tokens, slots = limits(PRICE, tpot, [*drawing, prompt], 64, 16)
+        drawing = [chance.randrange(1, 4000) for _ in range(chance.randrange(9))]
+        depth, tpot = chance.randrange(900), chance.uniform(0.005, 0.12)
+        tokens, slots = limits(PRICE, tpot, drawing, depth, 64, 16)
         if not drawing:
             assert (tokens, slots) == (64, 16)
             continue
-        seen = sum(PRICE.past(one.start, 1) for one in drawing)
-        depth = prompt.start
+        seen = sum(PRICE.past(start, 1) for start in drawing)
 
         def seconds(
             tokens: int, least: int = len(drawing), seen: float = seen, d: int = depth
@@ -166,13 +170,45 @@ def test_steps_keep_what_is_promised() -> None:
         assert tokens == len(drawing) or seconds(tokens) <= tpot
         assert tokens == 64 or seconds(tokens + 1) > tpot
         bound += len(drawing) < tokens < 64
-        deep = max(one.start for one in drawing)
+        deep = max(drawing)
         assert slots == 1 or PRICE.step(slots, slots, slots * PRICE.past(deep, 1)) <= tpot
         assert (
             slots == 16
             or PRICE.step(slots + 1, slots + 1, (slots + 1) * PRICE.past(deep, 1)) > tpot
         )
     assert bound > 40
+
+
+def test_a_queue_keeps_its_ranks() -> None:
+    """Whoever comes and goes, and however far the clock goes: the lowest are those of a sort by
+    what each one's rank is then."""
+    chance, queue, now = random.Random(3), Queue(), 0.0
+
+    def ranks(one: Waiting, now: float, slow: float) -> Rank:
+        fallen = int((now - one.came) / (slow * one.first))
+        until = one.came + (1 + fallen) * slow * one.first
+        return Rank(one.tokens - fallen, one.spent, until * (1 - 1e-12))
+
+    key = 0
+    for _ in range(400):
+        now += chance.choice((0.0, 0.25, 3.0))
+        for _ in range(chance.randrange(3)):
+            first, spent = chance.choice((0.5, 0.7, 2.0)), chance.choice((0.0, 1.5))
+            one = Waiting(key, 9, first=first, came=now, spent=spent, owner=chance.choice("ab"))
+            queue.add(one)
+            key += 1
+        some = list(queue)
+        slow = 1.0 if now < 200 else 2.0
+        found = queue.lowest(5, now, ranks, slow)
+        assert found == sorted((*ranks(one, now, slow)[:2], one.key) for one in some)[:5]
+        if some and chance.random() < 0.5:
+            gone = chance.choice(some)
+            queue.remove(gone.key)
+            if chance.random() < 0.3:
+                queue.add(gone._replace(spent=gone.spent + 1.0))
+        assert queue.tokens == 9 * len(queue) == 9 * sum(map(len, queue.owners.values()))
+        assert [one.key for one in queue] == sorted(one.key for one in queue)
+    assert len(queue) > 100 and now > 300
 
 
 def test_what_is_promised_is_read() -> None:
