@@ -73,6 +73,15 @@ class Changes(Adapter, Protocol):
 
 
 @runtime_checkable
+class Wraps(Adapter, Protocol):
+    """An adapter that changes how blocks of a module that nobody here wrote compute."""
+
+    def wrapping(self, model: nn.Module) -> Mapping[str, nn.Module]:
+        """By path of each block, what is called with it and what it is called with, in the place of
+        its own forward. OutsizeError for a module that has no such blocks."""
+
+
+@runtime_checkable
 class Plainer(Adapter, Protocol):
     """An adapter whose values, once trained, are those of a simpler one."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.errors import OutsizeError
-from outsize.models.adapter import Adapted, Adapter, Begins, Beside, Changes
+from outsize.models.adapter import Adapted, Adapter, Begins, Beside, Changes, Wraps
 from outsize.models.around import Surrounds, placed
 from outsize.models.build import write_initial
 from outsize.models.declared import Unit, declarations
@@ -75,7 +75,7 @@ def record_of(model: nn.Module) -> Record | None:
 
 def fits(adapter: Adapter) -> bool:
     """Whether an adapter can be plugged into modules that nobody here wrote."""
-    return isinstance(adapter, Changes | Surrounds)
+    return isinstance(adapter, Changes | Surrounds | Wraps)
 
 
 def plug(model: nn.Module, adapter: Adapter, seed: int) -> None:
@@ -84,18 +84,20 @@ def plug(model: nn.Module, adapter: Adapter, seed: int) -> None:
     for one that has an adapter already."""
     if record_of(model) is not None:
         raise OutsizeError("adapt: the model has an adapter already; remove or merge that before")
-    layers, found = dict(linear_layers(model)), list[tuple[str, nn.Module]]()
+    layers, found = dict(linear_layers(model)), list[tuple[str, nn.Module, Kind]]()
     if isinstance(adapter, Changes):
         for _, path, beside in chosen(adapter.parts, layers, lambda name: name):
             assert isinstance(beside, nn.Module), "what has parameters is a module"
-            found.append((path, beside))
+            found.append((path, beside, Plugged))
     if isinstance(adapter, Surrounds):
-        found += placed(adapter.places, _branches(model))
+        every = placed(adapter.places, _branches(model))
+        found += [(path, own, Plugged if path in layers else Surrounded) for path, own in every]
+    if isinstance(adapter, Wraps):
+        found += [(path, own, Wrapped) for path, own in adapter.wrapping(model).items()]
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     freeze(model)
-    for path, own in found:
+    for path, own, kind in found:
         module = model.get_submodule(path)
-        kind: type[Plugged | Surrounded] = Plugged if path in layers else Surrounded
         weight = layers[path].matrix() if path in layers else next(module.parameters())
         _begin(own, weight.detach(), f"{path}.{kind.slot}", seed)
         module.add_module(kind.slot, own)
@@ -119,7 +121,7 @@ def unplug(model: nn.Module) -> None:
 def merge(model: nn.Module) -> None:
     """Have the weights take up what the adapter changes, and take it out. OutsizeError for one that
     computes what no weight can take up."""
-    if any(kind is Surrounded for *_, kind in plugged_modules(model)):
+    if any(kind is not Plugged for *_, kind in plugged_modules(model)):
         raise OutsizeError(
             "merge: the adapter computes what no weight of the model can take up; keep it, or take"
             " it out (outsize.remove_adapter)"
@@ -140,12 +142,10 @@ def plugged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Beside]]:
             yield path, layer, beside
 
 
-def plugged_modules(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, type[Plugged | Surrounded]]]:
+def plugged_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Kind]]:
     """(path, module, how it is changed) of what an adapter was plugged into."""
     for path, module in list(model.named_modules()):
-        for kind in (Plugged, Surrounded):
+        for kind in (Plugged, Surrounded, Wrapped):
             if issubclass(type(module), kind):
                 yield path, module, kind
 
@@ -233,7 +233,20 @@ class Surrounded:
         return (y, *given[1:]) if several else y
 
 
-def _subclass(own: type[nn.Module], kind: type[Plugged | Surrounded]) -> type[nn.Module]:
+class Wrapped:
+    """What blocks that compute as an adapter says are, beside their own class."""
+
+    slot = "wrapped"
+    wrapped: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(self, *args, **kwargs)
+
+
+Kind = type[Plugged | Surrounded | Wrapped]
+
+
+def _subclass(own: type[nn.Module], kind: Kind) -> type[nn.Module]:
     body: dict[str, Any] = {"forward": kind.forward, "__module__": own.__module__}
     if issubclass(own, nn.Sequential):
         body["__iter__"] = _own_steps

@@ -229,7 +229,7 @@ def test_a_key_of_data_changes_what_is_read(home, key):
 
 ADAPTERS = (
     "dora", "ia3", "loha", "lokr", "lora", "masked_lora", "mixlora", "oft", "p_tuning", "parallel",
-    "pissa", "prefix", "prompt", "serial", "sparse", "unipt", "vera",
+    "pissa", "prefix", "prompt", "pyra", "serial", "sparse", "unipt", "vera",
 )  # fmt: skip
 # Settings of techniques: what switches the technique on, and a value.
 ON = {
@@ -276,6 +276,8 @@ SETTINGS = {
     "adapt.mixlora.experts": 4, "adapt.mixlora.chosen": 1, "adapt.mixlora.rank": 3,
     "adapt.mixlora.alpha": 8.0, "adapt.mixlora.balance": 0.5, "adapt.mixlora.attention": ["q"],
     "adapt.p_tuning.hidden": 4, "adapt.unipt.size": 4,
+    "adapt.pyra.merged": [3, 2], "adapt.pyra.kept": 2, "adapt.pyra.rank": 3,
+    "adapt.pyra.alpha": 4.0, "adapt.pyra.targets": ["q_proj"],
     "adapt.vera.rank": 3, "adapt.vera.initial": 0.5,
     "adapt.vera.targets": ["mlp"], "adapt.sparse.of": 4, "adapt.sparse.targets": ["mlp"],
     "adapt.serial.size": 4, "adapt.serial.behind": ["mlp"], "adapt.parallel.size": 4,
