@@ -69,8 +69,11 @@ def check(config: DecoderConfig, kind: str) -> None:
         )
     scaled = [rope.kind for rope in config.ropes.values() if rope.kind not in ("default", "linear")]
     windows = {layer.window for layer in config.layers} - {None}
-    if scaled or config.rewired or config.experts is not None or windows:
-        what = scaled[0] if scaled else "a window" if windows else config.rewired or "experts"
+    lacking = {
+        "a window": windows, config.rewired: config.rewired, "experts": config.experts,
+        "a norm behind its embedding": config.embed_norm,
+    }  # fmt: skip
+    for what in (*scaled, *(name for name, there in lacking.items() if there)):
         raise OutsizeError(f"gguf: the model has {what}, which is not written; export it --to hf")
 
 

@@ -163,6 +163,7 @@ class DecoderConfig:
     experts: ExpertFacts | None = None
     embed_size: int = 0  # 0: as hidden; else projected in and out
     embed_scale: float = 1.0
+    embed_norm: NormFacts | None = None  # right behind the token embedding, which is Xavier's then
     learned_positions: int = 0  # rows of a learned position table; 0: none
     position_offset: int = 0  # row of position 0
     final_norm: bool = True

@@ -10,6 +10,7 @@ T tokens, D hidden, V vocabulary, B rows, S tokens of a row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,10 @@ from outsize.models.attention import LocalAttend
 from outsize.models.branches import feed_forward, mixer, typed_mixer
 from outsize.models.coding import Coding
 from outsize.models.config import DecoderConfig
+from outsize.models.declared import Initial
 from outsize.models.experts import LocalDispatch
 from outsize.models.layout import VIRTUAL
-from outsize.models.linear import Embedding, Linear, dense, linears
+from outsize.models.linear import MODEL, Embedding, Linear, dense, linears
 from outsize.models.norm import Norm, upcast
 from outsize.models.rope import tables
 from outsize.models.seams import (
@@ -63,7 +65,11 @@ class Prologue(nn.Module):
         super().__init__()
         size = config.embed_size or config.hidden
         self.scale, self.offset = config.embed_scale, config.position_offset
-        self.tokens = Embedding(config.vocab, size, "vocab")
+        norm, start = config.embed_norm, MODEL
+        if norm is not None:
+            start = Initial(bound=math.sqrt(6 / (config.vocab + size)))
+        self.tokens = Embedding(config.vocab, size, "vocab", start)
+        self.norm = None if norm is None else Norm(size, norm)
         rows = config.learned_positions
         self.positions = Embedding(rows, config.hidden) if rows else None
         self.project = Linear(size, config.hidden) if size != config.hidden else None
@@ -74,6 +80,8 @@ class Prologue(nn.Module):
 
     def enter(self, x_TD: Tensor, ctx: Context) -> Tensor:
         """What follows the token embedding, of embed_size or D."""
+        if self.norm is not None:
+            x_TD = self.norm(x_TD)
         if self.scale != 1:  # rounded to the dtype of the weights, as those were trained
             x_TD = x_TD * x_TD.new_full((), self.scale)
         if self.virtual is not None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from outsize.models.adapter import Beside
 
 Use = Literal["column", "row", "plain"]
+MODEL = Initial(std="model")
 
 
 class Product(Protocol):
@@ -240,10 +241,12 @@ def redirect(
 
 class Embedding(nn.Module):
     """ids (...) int64 -> (..., d); weight (n, d). unit: what its rows are, where they may be cut.
-    lookup: how rows are found; on_host: by ids that are in the host's memory."""
+    start: their first values. lookup: how rows are found; on_host: by ids that are in the host's
+    memory."""
 
-    def __init__(self, n: int, d: int, unit: Unit | None = None) -> None:
+    def __init__(self, n: int, d: int, unit: Unit | None = None, start: Initial = MODEL) -> None:
         super().__init__()
+        self.start = start
         self.lies = STREAM if unit is None else Lies(0, unit)
         self.weight = nn.Parameter(torch.empty(n, d))
         self.sink: GradSink | None = None
@@ -251,7 +254,7 @@ class Embedding(nn.Module):
         self.on_host = False
 
     def declare(self, _: str) -> Declared:
-        return Declared(Initial(std="model"), self.lies)
+        return Declared(self.start, self.lies)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.lookup(self, ids)

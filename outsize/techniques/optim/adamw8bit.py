@@ -7,10 +7,10 @@ AdamW does, and rounds the new moments. 2.03 bytes of states for a parameter in 
 
 As in the authors' package (bitsandbytes) blocks have 256 elements (in the paper 2048), the last
 block of a parameter is as short as it comes, and parameters of less than 4096 elements have 32-bit
-states. So do embeddings, as the paper asks; the layer norm of its stable embedding is a model's and
-no optimizer's. Other than there, the head has 32-bit states too (it is the embedding, where the two
-are tied, and its rows lie on all workers where a pipeline cuts the vocabulary), and weights decay
-before the update, as in torch.optim.AdamW.
+states. So do embeddings, as the paper asks; the rest of its stable embedding is a model's and no
+optimizer's (`stable_embedding: true`). Other than there, the head has 32-bit states too (it is the
+embedding, where the two are tied, and its rows lie on all workers where a pipeline cuts the
+vocabulary), and weights decay before the update, as in torch.optim.AdamW.
 
 Blocks are of a parameter's own elements, so that the bits are the same however chunks are cut. On
 the tensor axis a worker has parts of blocks: there every worker updates the whole parameter.

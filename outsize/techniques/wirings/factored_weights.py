@@ -3,7 +3,9 @@
 Glentis et al., "Scalable Parameter and Memory Efficient Pretraining for LLM: Recent Algorithmic
 Advances and Benchmarking", 2025 (arXiv 2505.22922). A weight of M by N is scale B A, with B (M, K)
 and A (K, N), and is never there itself: parameters, gradients and optimizer states are K (M + N)
-numbers each. Rank, scale and first values are those of the authors' code.
+numbers each. First values are those of the authors' code, and so is a rank of a quarter of the
+width, where none is said. Their scale is 32 / K; where none is said it is 1 here: at small widths
+theirs begins far from where a plain model does.
 
 Every so many steps the factors are made anew of their product (`refactored`): with the singular
 values S of B A = U S V', B is U sqrt(S) and A sqrt(S) V', equally large and each of orthogonal
@@ -40,7 +42,6 @@ from outsize.models.wiring import WIRES, Wire
 from outsize.registry import setting, technique
 
 NAME, RESTARTS = "factored_weights", "refactored"
-ALPHA = 32.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,13 @@ class FactoredWeights:
     """What a run says of them."""
 
     rank: int | None = setting(None, "of each weight; open: a quarter of the model's width", 1)
-    alpha: float = setting(ALPHA, "the product of the factors counts alpha / rank", 0)
+    alpha: float | None = setting(
+        None, "the product of the factors counts alpha / rank; open: the rank", 0
+    )
 
     def limited(self, config: DecoderConfig) -> DecoderConfig:
-        return factored(config, self.rank or max(1, config.hidden // 4), self.alpha)
+        rank = self.rank or max(1, config.hidden // 4)
+        return factored(config, rank, float(rank) if self.alpha is None else self.alpha)
 
 
 @dataclass(frozen=True)
@@ -153,8 +157,8 @@ def _read(config: DecoderConfig, said: Mapping[str, Any]) -> DecoderConfig:
     found = said[NAME]
     if not isinstance(found, Mapping):
         raise OutsizeError(f"config.json: {NAME} is {found!r}; expected rank and alpha")
-    rank, alpha = reading.integer(found, "rank"), reading.number(found, "alpha", ALPHA)
-    return factored(config, rank, alpha)
+    rank = reading.integer(found, "rank")
+    return factored(config, rank, reading.number(found, "alpha", float(rank)))
 
 
 def _drawn(draw: Random, made: dict[str, Any]) -> dict[str, Any]:
