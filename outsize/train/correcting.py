@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from outsize import accelerator
 from outsize.errors import OutsizeError
@@ -111,7 +112,7 @@ class _Note:
 
 def _tier(tier: Tier, ways: Mapping[str, float], note: _Note) -> Tier:
     rates = {way: getattr(tier, way) for way in ways}
-    made = {
+    made: dict[str, Any] = {
         way: note(rate, ways[way])
         for way, rate in rates.items()
         if rate is not None and ways[way] != 1
