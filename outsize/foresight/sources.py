@@ -175,10 +175,15 @@ class Table:
 
 
 def source_of(device: Device) -> CostSource:
-    """The best that is known of a device: its measured shapes, else its sheet or its banks."""
+    """The best that is known of a device: its measured shapes, or what is learnt of them where that
+    errs less; else its sheet or its banks."""
     if device.banks is not None:
         from outsize.foresight.banks import InMemory  # which has its Cost from here
 
         return InMemory(device)
     sheet = Roofline(device)
-    return Table(device, sheet) if device.measured.matmul else sheet
+    if not device.measured.matmul:
+        return sheet
+    from outsize.foresight.learnt import better  # as above
+
+    return better(device) or Table(device, sheet)

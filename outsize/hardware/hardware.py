@@ -175,6 +175,9 @@ class Device:
             if of is not None:
                 _unit(f"device {self.name}: {name}", of, unit)
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.count, self.measured))  # a mapping of peaks has none
+
     @property
     def apart(self) -> bool:
         """Whether its memory is not the host's."""
