@@ -93,6 +93,7 @@ class Batch:
     window: Array
     spare: Array
     norm: Array
+    measured: Array
     tags: Sequence[frozenset[str]]
 
 
@@ -134,7 +135,7 @@ def batch_of(terms: Sequence[Terms], tags: Sequence[frozenset[str]]) -> Batch:
         lanes([each.last for each in terms], LANES),
         lanes([each.end for each in terms], AT_END),
         one("slots"), one("stages"), one("chunks"), one("nodes"), one("window"),
-        one("spare"), one("norm"), tags,
+        one("spare"), one("norm"), one("measured"), tags,
     )  # fmt: skip
 
 
@@ -172,7 +173,8 @@ class Model:
         return made
 
     def priced(self, batch: Batch, constants: Array) -> Batch:
-        """The batch with its factors."""
+        """The batch with its factors: those of products are off a sheet, so that products that were
+        measured have none."""
         stack = self.factor("computing", constants)
         products = self.factor("products", constants)
         factors = {
@@ -181,6 +183,8 @@ class Model:
             * (products if lane in PRODUCTS else 1.0)
             for lane in (*LANES, *AT_END)
         }
+        for lane in PRODUCTS:
+            factors[lane] = np.where(batch.measured > 0, 1.0, factors[lane])
         return replace(
             batch,
             middle={lane: batch.middle[lane] * factors[lane] for lane in LANES},

@@ -92,9 +92,11 @@ def fit(texts: tuple[str, ...], logs: tuple[float, ...]) -> Fit:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What was learnt of a device's products and attention; anything else from its sheet."""
+    """What was learnt of a device's products and attention; anything else from its sheet. scores:
+    the dtype that attention computes in."""
 
     device: Device
+    scores: str = "bf16"
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         sheet = self.sheet.product(m, n, k, dtype)
@@ -102,15 +104,17 @@ class Learnt:
 
     def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
         sheet = self.sheet.attention(operations, size, kernel, back)
-        known = any(one.direction == _way(back) for one in self.device.measured.attention)
-        return self._cost(sheet, _attention(*size, back)) if known else sheet
+        known = {(one.dtype, one.direction) for one in self.device.measured.attention}
+        if (self.scores, _way(back)) not in known:
+            return sheet
+        return self._cost(sheet, _attention(*size, self.scores, back))
 
     def traffic(self, moved: float) -> Cost:
         return self.sheet.traffic(moved)
 
     @property
     def sheet(self) -> Roofline:
-        return Roofline(self.device)
+        return Roofline(self.device, self.scores)
 
     @cached_property
     def model(self) -> Fit:
@@ -140,8 +144,8 @@ def samples(device: Device) -> list[tuple[str, float, float]]:
         back, seen = entry.direction == "backward", (entry.tokens, entry.head_size)
         work = (5.0 if back else 2.0) * entry.tokens**2 * entry.heads * entry.head_size
         found.append(
-            (_attention(*seen, back), work / entry.rate.value,
-             sheet.attention(work, seen, "flash", back).seconds)
+            (_attention(*seen, entry.dtype, back), work / entry.rate.value,
+             Roofline(device, entry.dtype).attention(work, seen, "flash", back).seconds)
         )  # fmt: skip
     return found
 
@@ -150,8 +154,8 @@ def _product(m: int, n: int, k: int, dtype: str) -> str:
     return f"mm {dtype} {m} {n} {k}"
 
 
-def _attention(tokens: int, head: int, back: bool) -> str:
-    return f"attention {_way(back)} {tokens} {head}"
+def _attention(tokens: int, head: int, dtype: str, back: bool) -> str:
+    return f"attention {dtype} {_way(back)} {tokens} {head}"
 
 
 def _way(back: bool) -> str:
@@ -177,10 +181,11 @@ def held_out(device: Device) -> dict[str, float]:
 
 
 @lru_cache(maxsize=64)
-def better(device: Device) -> CostSource | None:
-    """What is learnt of a device, where its errors held out are clearly the least."""
+def better(device: Device, scores: str) -> CostSource | None:
+    """What is learnt of a device, where its errors held out are clearly the least. scores: as of
+    Learnt."""
     if len(device.measured.matmul) < LEAST:
         return None
     off = held_out(device)
     least = WORTH * min(off["roofline"], off["table"])
-    return Learnt(device) if off["learnt"] < least else None
+    return Learnt(device, scores) if off["learnt"] < least else None

@@ -81,9 +81,10 @@ LIKE = {"fp8-rows": "fp8", "fp16": "bf16", "bf16": "fp16", "mxfp8": "fp8", "nvfp
 
 @dataclass(frozen=True)
 class Roofline:
-    """The device's sheet, less what shapes cost."""
+    """The device's sheet, less what shapes cost. scores: the dtype that attention computes in."""
 
     device: Device
+    scores: str = "bf16"
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         """Operations at the peak by tiles and waves, or the bytes, whichever takes longer."""
@@ -97,7 +98,7 @@ class Roofline:
         sequence, head = size
         part = KERNELS[kernel][back] * min(1.0, (head / 128) ** 0.15)
         part *= sequence / (sequence + SHORT)
-        return self._cost(operations / (self.peak("bf16") * part))
+        return self._cost(operations / (self.peak(self.scores) * part))
 
     def traffic(self, moved: float) -> Cost:
         return self._cost(moved / self.device.bandwidth.value)
@@ -143,22 +144,31 @@ def systolic(m: int, n: int, k: int, side: int) -> float:
 @dataclass(frozen=True)
 class Table:
     """Products by shape as they were measured on the device, where the table has their dtype and
-    shapes within a factor of four; anything else from another source."""
+    shapes within a factor of four, and attention where it was measured in its dtype (`scores`);
+    anything else from another source."""
 
     device: Device
     other: CostSource
+    scores: str = "bf16"
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         if not self._near(m, n, k, dtype):
             return self.other.product(m, n, k, dtype)
         seconds = 2.0 * m * n * k / self.device.measured.matmul_rate(m, k, n, dtype)
-        return Cost(seconds, seconds * 0.9, seconds * 1.1, f"measured on {self.device.name}")
+        return self._cost(seconds)
 
     def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
+        known = (self.scores, "backward" if back else "forward")
+        for entry in self.device.measured.attention:
+            if (entry.dtype, entry.direction) == known:
+                return self._cost(operations / entry.rate.value)
         return self.other.attention(operations, size, kernel, back)
 
     def traffic(self, moved: float) -> Cost:
         return self.other.traffic(moved)
+
+    def _cost(self, seconds: float) -> Cost:
+        return Cost(seconds, seconds * 0.9, seconds * 1.1, f"measured on {self.device.name}")
 
     @cached_property
     def _shapes(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -174,16 +184,19 @@ class Table:
         )
 
 
-def source_of(device: Device) -> CostSource:
+def source_of(device: Device, scores: str = "bf16") -> CostSource:
     """The best that is known of a device: its measured shapes, or what is learnt of them where that
-    errs less; else its sheet or its banks."""
+    errs less; else its sheet or its banks. scores: the dtype of attention; 16 bits on a device that
+    has no rate in it."""
     if device.banks is not None:
         from outsize.foresight.banks import InMemory  # which has its Cost from here
 
         return InMemory(device)
-    sheet = Roofline(device)
+    known = device.peak if device.apart else {entry.dtype for entry in device.measured.attention}
+    scores = scores if scores in known else "bf16"
+    sheet = Roofline(device, scores)
     if not device.measured.matmul:
         return sheet
     from outsize.foresight.learnt import better  # as above
 
-    return better(device) or Table(device, sheet)
+    return better(device, scores) or Table(device, sheet, scores)

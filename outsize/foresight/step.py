@@ -52,6 +52,7 @@ class Terms:
     window: float  # of the beat that sums of gradients may go on beside
     spare: float = 0.0  # by which other stages' sends are shorter than those of the slowest, in sum
     norm: float = HIDDEN  # in which computing and saying hide each other
+    measured: bool = False  # whether products were measured on the device, not read off its sheet
 
 
 def terms(
@@ -62,7 +63,8 @@ def terms(
     OutsizeError for a dtype the device does not know."""
     machines = cluster.groups[0]
     network = network or network_of(cluster)
-    work = Work(shape, layout, source or source_of(machines.device), machines, network)
+    source = source or source_of(machines.device, "bf16" if layout.narrow else layout.precision)
+    work = Work(shape, layout, source, machines, network)
     middle, last, spare = _stages(work)
     _accumulated(middle, work, ends=layout.pipeline == 1)
     if last is not middle:
@@ -74,6 +76,7 @@ def terms(
     return Terms(
         middle, last, end, layout.microbatches, layout.pipeline, layout.chunks, nodes,
         _window(layout), spare, HIDDEN if cluster.slowed is None else norm(cluster.slowed),
+        bool(machines.device.measured.matmul),
     )  # fmt: skip
 
 

@@ -1,0 +1,75 @@
+"""A processor whose rates were measured: priced by them, and not by a GPU's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rates import known_hardware, rate
+
+from outsize.foresight.named import shape_of
+from outsize.foresight.planning.asked import Asked, Conditions, conditions
+from outsize.foresight.planning.choose import choose
+from outsize.foresight.sources import Roofline, source_of
+from outsize.foresight.step import terms
+from outsize.hardware import Attention, Device, Hardware, Matmul, Measured
+from outsize.hardware.cluster import of_machine
+from outsize.hardware.measure import CPU_SHAPES
+from outsize.train.resolve import values_of
+from outsize.train.setup import set_up
+
+RATE = {"fp32": 5e10, "bf16": 5e9}  # of products; attention is half as fast
+
+
+def processor() -> Hardware:
+    """Products in 16 bits are slow, as on processors without instructions for them."""
+    measured = Measured(
+        tuple(Matmul(*shape, name, rate(value, "FLOP/s")) for shape in CPU_SHAPES
+              for name, value in RATE.items()),
+        tuple(Attention(512, 6, 64, name, way, rate(value / 2, "FLOP/s"))
+              for name, value in RATE.items() for way in ("forward", "backward")),
+        rate(1e-6, "s"),
+    )  # fmt: skip
+    made = known_hardware()
+    peak = {name: rate(value, "FLOP/s") for name, value in RATE.items()}
+    return replace(made, devices=(replace(made.devices[0], measured=measured, peak=peak),))
+
+
+def device() -> Device:
+    return processor().devices[0]
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("name", RATE)
+def test_attention_takes_the_rate_that_was_measured_in_its_dtype(name: str, back: bool) -> None:
+    found = source_of(device(), name).attention(1e9, (512, 64), "flash", back)
+    assert found.seconds == pytest.approx(1e9 / (RATE[name] / 2))
+    assert "measured" in found.source
+    sheet = Roofline(replace(device(), measured=Measured()), name)
+    ratio = RATE["fp32"] / RATE[name]
+    other = Roofline(sheet.device, "fp32").attention(1e9, (512, 64), "flash", back)
+    assert sheet.attention(1e9, (512, 64), "flash", back).seconds == pytest.approx(
+        other.seconds * ratio
+    )
+
+
+@pytest.mark.parametrize(("model", "sequence", "rows"), [("small", 256, 4), ("mini", 128, 8)])
+def test_seconds_are_those_of_the_rehearsal_by_the_same_rates(
+    model: str, sequence: int, rows: int
+) -> None:
+    """Counted from the shape here, operator by operator on fake tensors there."""
+    made = set_up(
+        values_of(None, (
+            f"model.name={model}", f"train.sequence={sequence}", "precision=float32",
+            f"train.batch_tokens={2 * sequence * rows}", f"plan.microbatch_rows={rows}",
+            "plan.recompute=[]", "device=cpu",
+        )),
+        hardware=processor(),
+    ).forecast  # fmt: skip
+    fixed = Conditions(conditions((f"rows={rows}", "recompute=none"), "--require"))
+    asked = Asked(sequence, 2 * rows, "fp32", fixed)
+    shape, cluster = shape_of(model), of_machine(processor())
+    best = choose(shape, asked, cluster, 1).plans[0]
+    assert best.seconds == pytest.approx(made.seconds, rel=0.2)
+    counted = terms(shape, best.layout, cluster)
+    assert best.lanes["matmul"] == pytest.approx(counted.slots * counted.last["matmul"])
