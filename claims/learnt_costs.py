@@ -77,7 +77,11 @@ def main() -> None:
     device = device_of(seen)
     learnt, table, sheet = (
         error(source, held)
-        for source in (Learnt(device), Table(device, Roofline(device)), Roofline(device))
+        for source in (
+            Learnt(device, Roofline(device)),
+            Table(device, Roofline(device)),
+            Roofline(device),
+        )
     )
     before = held_out(device)
     taken = "is taken" if better(device) else "is not taken"

@@ -5,8 +5,8 @@ learn its cost. Here a text is a line such as "mm fp32 512 768 3072": its words 
 their own, its numbers logarithms, and what divides them words again. Learnt is how far a sample is
 from the roofline, by kernel ridge regression, so that beside all samples the roofline is left. What
 each sample would have been without itself has a closed form; the kernel's width and ridge are those
-of the least such error, and the model is taken only where that is less than the roofline's and the
-table's.
+of the least such error. The model stands in for the roofline, away from shapes that were measured,
+and only where that error is less than the roofline's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outsize.foresight.sources import Cost, CostSource, Roofline, Table
 from outsize.hardware.hardware import Device, Measured
 
 LEAST = 12  # samples: of fewer, errors of those held out say little
-WORTH = 0.9  # of the others' error: less than a tenth is a chance's
+WORTH = 0.9  # of the roofline's error: less than a tenth is a chance's
 WIDTHS, RIDGES = (1.0, 2.0, 4.0, 8.0), (1e-3, 1e-2, 1e-1)
 LEVEL = 4.0  # of the kernel: what all samples have in common
 DIVISORS = (8, 16, 64)
@@ -92,29 +92,24 @@ def fit(texts: tuple[str, ...], logs: tuple[float, ...]) -> Fit:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What was learnt of a device's products and attention; anything else from its sheet. scores:
-    the dtype that attention computes in."""
+    """What was learnt of a device's products; anything else from another source."""
 
     device: Device
-    scores: str = "bf16"
+    other: CostSource
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
-        sheet = self.sheet.product(m, n, k, dtype)
-        return self._cost(sheet, _product(m, n, k, dtype)) if self._knows(dtype) else sheet
+        if not any(one.dtype == dtype for one in self.device.measured.matmul):
+            return self.other.product(m, n, k, dtype)
+        sheet = Roofline(self.device).product(m, n, k, dtype)
+        seconds, off = sheet.seconds * self.model(_product(m, n, k, dtype)), self.model.error
+        said = f"learnt from {len(self.model.points)} samples of {self.device.name}"
+        return Cost(seconds, seconds / (1 + 2 * off), seconds * (1 + 2 * off), said)
 
     def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
-        sheet = self.sheet.attention(operations, size, kernel, back)
-        known = {(one.dtype, one.direction) for one in self.device.measured.attention}
-        if (self.scores, _way(back)) not in known:
-            return sheet
-        return self._cost(sheet, _attention(*size, self.scores, back))
+        return self.other.attention(operations, size, kernel, back)
 
     def traffic(self, moved: float) -> Cost:
-        return self.sheet.traffic(moved)
-
-    @property
-    def sheet(self) -> Roofline:
-        return Roofline(self.device, self.scores)
+        return self.other.traffic(moved)
 
     @cached_property
     def model(self) -> Fit:
@@ -122,30 +117,15 @@ class Learnt:
         logs = tuple(math.log(a / b) for a, b in zip(seconds, sheets, strict=True))
         return fit(texts, logs)
 
-    def _knows(self, dtype: str) -> bool:
-        return any(one.dtype == dtype for one in self.device.measured.matmul)
-
-    def _cost(self, sheet: Cost, text: str) -> Cost:
-        seconds, off = sheet.seconds * self.model(text), self.model.error
-        said = f"learnt from {len(self.model.points)} samples of {self.device.name}"
-        return Cost(seconds, seconds / (1 + 2 * off), seconds * (1 + 2 * off), said)
-
 
 def samples(device: Device) -> list[tuple[str, float, float]]:
-    """A probe's: text, seconds, seconds of the roofline."""
+    """A probe's products: text, seconds, seconds of the roofline."""
     sheet, found = Roofline(device), []
     for one in device.measured.matmul:
         size = one.tokens, one.d_out, one.d_in
         found.append(
             (_product(*size, one.dtype), one.flops / one.rate.value,
              sheet.product(*size, one.dtype).seconds)
-        )  # fmt: skip
-    for entry in device.measured.attention:
-        back, seen = entry.direction == "backward", (entry.tokens, entry.head_size)
-        work = (5.0 if back else 2.0) * entry.tokens**2 * entry.heads * entry.head_size
-        found.append(
-            (_attention(*seen, entry.dtype, back), work / entry.rate.value,
-             Roofline(device, entry.dtype).attention(work, seen, "flash", back).seconds)
         )  # fmt: skip
     return found
 
@@ -154,16 +134,8 @@ def _product(m: int, n: int, k: int, dtype: str) -> str:
     return f"mm {dtype} {m} {n} {k}"
 
 
-def _attention(tokens: int, head: int, dtype: str, back: bool) -> str:
-    return f"attention {dtype} {_way(back)} {tokens} {head}"
-
-
-def _way(back: bool) -> str:
-    return "backward" if back else "forward"
-
-
 def held_out(device: Device) -> dict[str, float]:
-    """Mean relative errors of a device's measured products, each held out: of the roofline, of a
+    """Median relative errors of a device's measured products, each held out: of the roofline, of a
     table of the others, and of what is learnt of them."""
     table = device.measured.matmul
     off: dict[str, list[float]] = {"roofline": [], "table": []}
@@ -176,16 +148,14 @@ def held_out(device: Device) -> dict[str, float]:
         for name, source in asked.items():
             found = source.product(one.tokens, one.d_out, one.d_in, one.dtype).seconds
             off[name].append(abs(found / seconds - 1))
-    made = {name: float(np.mean(each)) for name, each in off.items()}
-    return {**made, "learnt": float(Learnt(device).model.off[: len(table)].mean())}
+    made = {name: float(np.median(each)) for name, each in off.items()}
+    return {**made, "learnt": float(np.median(Learnt(device, Roofline(device)).model.off))}
 
 
 @lru_cache(maxsize=64)
-def better(device: Device, scores: str) -> CostSource | None:
-    """What is learnt of a device, where its errors held out are clearly the least. scores: as of
-    Learnt."""
+def better(device: Device) -> bool:
+    """Whether what is learnt of a device errs clearly less, held out, than its roofline."""
     if len(device.measured.matmul) < LEAST:
-        return None
+        return False
     off = held_out(device)
-    least = WORTH * min(off["roofline"], off["table"])
-    return Learnt(device, scores) if off["learnt"] < least else None
+    return off["learnt"] < WORTH * off["roofline"]

@@ -185,9 +185,9 @@ class Table:
 
 
 def source_of(device: Device, scores: str = "bf16") -> CostSource:
-    """The best that is known of a device: its measured shapes, or what is learnt of them where that
-    errs less; else its sheet or its banks. scores: the dtype of attention; 16 bits on a device that
-    has no rate in it."""
+    """The best that is known of a device: its measured shapes, and of others what is learnt of them
+    where that errs less than its sheet; else its sheet, or its banks. scores: the dtype of
+    attention; 16 bits on a device that has no rate in it."""
     if device.banks is not None:
         from outsize.foresight.banks import InMemory  # which has its Cost from here
 
@@ -197,6 +197,6 @@ def source_of(device: Device, scores: str = "bf16") -> CostSource:
     sheet = Roofline(device, scores)
     if not device.measured.matmul:
         return sheet
-    from outsize.foresight.learnt import better  # as above
+    from outsize.foresight.learnt import Learnt, better  # as above
 
-    return better(device, scores) or Table(device, sheet, scores)
+    return Table(device, Learnt(device, sheet) if better(device) else sheet, scores)
