@@ -25,7 +25,10 @@ STARTED = 3e-6  # seconds in which a kernel begins and ends (AIConfigurator)
 KERNELS = (
     12  # of a layer: four products, attention with its sum, norms, rotation, cache, gate, sums
 )
-CASTS = 4  # further ones where products are in 8 bits
+CASTS = 4  # further ones where products are in 8 bits: of the inputs of each
+# Launches of a cast by a scale of its own: a zero, the largest value, the cast (vLLM's
+# scaled_fp8_quant without a scale); on the device they take together what one kernel does.
+CAST = 3
 LAUNCHED = 20e-6  # seconds to launch one where no graph was captured (Python, PyTorch)
 GRAPHS = 32  # tokens up to which a step is a captured graph: nobody but draws
 TILE = 128  # columns that one multiprocessor computes of a product of few rows
@@ -90,14 +93,13 @@ class Served:
             inner = self.machines.levels[0]
             moved = 2.0 * tokens * s.hidden * 2 / inner.bandwidth.value
             layer += 2 * (inner.latency.value + moved)
-        kernels = (
-            KERNELS + (CASTS if self.precision in NARROW else 0) + (KERNELS if s.routed else 0)
-        )
+        kernels = KERNELS + (KERNELS if s.routed else 0)
+        casts = CASTS if self.precision in NARROW else 0
         if self.machines.device.banks is not None:  # its commands come without a host
             return found + s.layers * layer
-        layer += kernels * STARTED
+        layer += (kernels + casts) * STARTED
         if tokens > GRAPHS:
-            layer = max(layer, kernels * LAUNCHED)
+            layer = max(layer, (kernels + CAST * casts) * LAUNCHED)
         return found + s.layers * layer
 
     def _mlp(self, tokens: float, inner: int) -> float:

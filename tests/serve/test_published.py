@@ -61,6 +61,16 @@ def test_many_tokens_compute() -> None:
     assert made == pytest.approx(2 * 4096 * layers / (989e12 * COMPUTED), rel=0.01)
 
 
+def test_casts_are_three_launches_and_one_kernels_work() -> None:
+    """64 tokens in 8 bits on eight workers wait for the host: 12 kernels and 4 casts of three
+    launches each a layer. 16 tokens are a recorded step."""
+    wide, narrow = (served(tensor=8, precision=dtype) for dtype in ("bf16", "fp8"))
+    launches = (LLAMA.layers * 20e-6 * count for count in (12, 12 + 3 * 4))
+    for one, seconds in zip((wide, narrow), launches, strict=True):
+        assert one.price().blocks(64) == pytest.approx(one.host + seconds)
+    assert narrow.price().blocks(16) < 0.5 * narrow.price().blocks(64)
+
+
 def test_narrow_products_of_few_columns_leave_memory_idle() -> None:
     """In 8 bits, queries of one worker of eight are 14 tiles for 132 multiprocessors."""
     one = served(tensor=8, precision="fp8")
