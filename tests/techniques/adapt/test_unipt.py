@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import streamed
 import torch
+import transformers as hf
 from plain import batches
 from rates import known_hardware
 from subjects import MIXED, SEQUENCE, VOCAB, base_plan, config_of
@@ -35,7 +36,7 @@ from outsize.techniques.adapt.unipt import UniPT
 from outsize.verify import Case, Native, verify
 
 ADAPTER, STEPS, RATE = UniPT(6), 3, 1e-2
-SIDE = "blocks.3"
+SIDE = "blocks.3.side"
 
 
 def model_of(family, adapter=ADAPTER):
@@ -51,7 +52,7 @@ def model_of(family, adapter=ADAPTER):
     return model
 
 
-def side(taken, x, own, bounds):
+def side(taken, x, own, bounds, causal=True):
     """What is added to the last block's output x (T, D), of what the blocks took."""
     small = [
         F.layer_norm(F.linear(one, own[f"down.{i}.weight"]), (ADAPTER.size,), eps=1e-5)
@@ -60,7 +61,7 @@ def side(taken, x, own, bounds):
     *targets, anchor = small
     place = torch.arange(len(x))
     document = torch.bucketize(place, torch.tensor(bounds[1:]), right=True)
-    sees = (document[:, None] == document) & (place[:, None] >= place)
+    sees = (document[:, None] == document) & ((place[:, None] >= place) | (not causal))
     merged, scores = [], []
     for target in targets:
         score = anchor @ target.T / ADAPTER.size**0.5
@@ -161,6 +162,8 @@ def peak_of(adapter, layers):
     for batch in batches(2, 4, 32, VOCAB):
         job.step(batch, 1e-3)
     trace = job.report.trace
+    if layers > 3:
+        return trace.peak() - sum(trace.events[-1].live.values())
     request = PlanRequest(
         4, 32, Precision.named("float32"), recipe.optimizer, None, documents=(0, 32)
     )
@@ -217,3 +220,93 @@ def test_what_is_refused():
         check_wiring(replace(config_of("llama"), adapter=ADAPTER), 2, True)
     with pytest.raises(OutsizeError, match="the model has ladder_from"):
         build(replace(config_of("llama", ladder_from=1), adapter=ADAPTER))
+
+
+def hf_of(kind):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+             "intermediate_size": 24, "attn_implementation": "sdpa"}  # fmt: skip
+    if kind == "vit":
+        config = hf.ViTConfig(image_size=8, patch_size=4, num_labels=5, **sizes)
+        model = hf.ViTForImageClassification(config)
+    else:
+        config = hf.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=1, **sizes)
+        model = hf.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def asked(kind):
+    draw = torch.Generator().manual_seed(4)
+    if kind == "vit":
+        return {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=draw)}
+    ids = torch.randint(0, VOCAB, (2, 7), generator=draw)
+    return {"input_ids": ids, "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2])}
+
+
+@pytest.mark.parametrize("kind", ["vit", "llama"])
+def test_a_module_that_nobody_here_wrote_has_it_too(kind, tmp_path):
+    """Blocks of a twin are hooked, and what is added is written out, row by row; trained, in files,
+    taken out."""
+    batch, said = asked(kind), {"size": 6, "sees": "all" if kind == "vit" else "earlier"}
+    model, twin = hf_of(kind), hf_of(kind).requires_grad_(False)
+    before = model(**batch).logits
+    outsize.adapt(model, "unipt", **said)
+    assert torch.equal(model(**batch).logits, before), "it begins as it was"
+    own = {n.partition(".wrapped.side.")[2]: p for n, p in trained(model)}
+    torch.manual_seed(5)
+    for parameter in own.values():
+        parameter.data.normal_(std=0.3)
+    blocks, taken = twin.base_model.layers, []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, args: taken.append(args[0]))
+
+    def added(_, __, x):
+        rows = range(len(x))
+        every = [
+            side([one[i] for one in taken], x[i], own, (0, x.shape[1]), kind != "vit") for i in rows
+        ]
+        return x + torch.stack(every)
+
+    blocks[-1].register_forward_hook(added)
+    real = batch.get("attention_mask", torch.ones(2, 1)).bool()
+    found, expected = (one(**batch).logits for one in (model, twin))
+    if kind == "llama":
+        found, expected = found[real], expected[real]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(found, before[real] if kind == "llama" else before)
+    gradients = [torch.autograd.grad(x.square().sum(), own.values()) for x in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+    outsize.save(model, tmp_path / "made", adapter_only=True)
+    again = outsize.adapt(hf_of(kind), tmp_path / "made")
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+    with pytest.raises(OutsizeError, match="no weight of the model can take up"):
+        outsize.merge(again)
+    assert torch.equal(outsize.remove_adapter(again)(**batch).logits, before)
+    labels = {"labels": batch["input_ids"] if kind == "llama" else torch.tensor([1, 3])}
+    loss = float(model(**batch, **labels).loss)
+    job = outsize.prepare(model, torch.optim.SGD([p for _, p in trained(model)], 1e-3))
+    losses = [float(job.step({**batch, **labels})) for _ in range(3)]
+    assert losses[0] == pytest.approx(loss, rel=1e-10) and losses[2] < losses[1] < losses[0]
+
+
+def trained(model):
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_a_module_refuses_what_its_blocks_cannot_tell():
+    model, batch = outsize.adapt(hf_of("llama"), "unipt"), asked("llama")
+    ids = batch["input_ids"]
+    with pytest.raises(OutsizeError, match="cache holds earlier tokens"):
+        model.generate(ids, max_new_tokens=3)
+    plain = hf_of("llama").generate(ids, max_new_tokens=3)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, use_cache=False), plain)
+    with pytest.raises(OutsizeError, match="a block was not given what the one before gave"):
+        model.model.layers[1](torch.zeros(1, 2, 16))
+    with pytest.raises(OutsizeError, match=r"take \[4, 8\] features; expected blocks of one width"):
+        outsize.adapt(torch.nn.Sequential(*(torch.nn.Linear(n, 8) for n in (4, 8))), "unipt")
+    with pytest.raises(OutsizeError, match="which are for modules of others"):
+        outsize.adapt(build(config_of("llama"), 1), "unipt", sees="all")
