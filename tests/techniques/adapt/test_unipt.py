@@ -287,7 +287,7 @@ def test_a_module_that_nobody_here_wrote_has_it_too(kind, tmp_path):
         outsize.merge(again)
     assert torch.equal(outsize.remove_adapter(again)(**batch).logits, before)
     labels = {"labels": batch["input_ids"] if kind == "llama" else torch.tensor([1, 3])}
-    loss = float(model(**batch, **labels).loss)
+    loss = float(model(**batch, **labels).loss.detach())
     job = outsize.prepare(model, torch.optim.SGD([p for _, p in trained(model)], 1e-3))
     losses = [float(job.step({**batch, **labels})) for _ in range(3)]
     assert losses[0] == pytest.approx(loss, rel=1e-10) and losses[2] < losses[1] < losses[0]
