@@ -21,6 +21,7 @@ constexpr int64_t MOST_ROWS = 128;  // that are rounded at once and stay in a ca
 constexpr int64_t ACROSS = 16;      // outputs at once
 constexpr int64_t CHUNK = 32;       // numbers of a row that a pass over a weight's codes takes
 constexpr int64_t TASK = 64;        // outputs of a task
+constexpr int64_t FEW = 2;          // rows for which codes of 8 bits are taken as they lie
 constexpr int32_t ZERO = 8;         // the code of 0, of 4 bits
 constexpr uint32_t LEAST = 0x0da24260u, NOT_FINITE = 0x7f800000u;  // 1e-30, bits of magnitudes
 
@@ -44,17 +45,32 @@ inline V held(V x) {
     return x;
 }
 
+#if defined(__AVX2__)
+// What sums by codes of CHUNK numbers have too much, taken off, in both halves of 32 bits: of the first
+// two of each four numbers, and of the others.
+inline int32_t begin_of(const int8_t* x) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    const __m256i two = _mm256_maddubs_epi16(_mm256_set1_epi8(ZERO), all);
+    __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4e));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xb1));
+    return _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sum));
+}
+#else
+inline int32_t begin_of(const int8_t*) { return 0; }  // of passes by vectors alone
+#endif
+
 // Rows, rounded. Of each group all rows, one after another: so many whole numbers, and the scale.
-struct Rows {
+struct Eights {
     const Matrix& w;
     const int64_t rows, groups, chunks;
     const bool four, turned;  // codes of 4 bits; the order in which the passes by vectors take them
     const int64_t size;       // bytes of a group
     Buffer numbers, scales, begins;
 
-    Rows(const Matrix& weight, int64_t count)
+    Eights(const Matrix& weight, int64_t count)
         : w(weight), rows(count), groups(w.inner / w.group), chunks(w.group / CHUNK),
-          four(w.order == HALVES), turned(VECTORS && w.group % CHUNK == 0),
+          four(w.order == HALVES), turned(VECTORS && w.group % CHUNK == 0 && (four || count > FEW)),
           size(w.group * (turned && !four ? 2 : 1)), numbers(buffer(rows * groups * size / 4 + 1)),
           scales(buffer(rows * groups)), begins(buffer(turned && four ? rows * groups * chunks : 1)) {}
 
@@ -108,21 +124,15 @@ struct Rows {
         }
     }
 
-    // What the lower bits of 16 bytes are multiplied by, then what the upper ones are. Sums begin with
-    // what codes have too much, in both halves of 32 bits.
+    // What the lower bits of 16 bytes are multiplied by, then what the upper ones are.
     void by_halves(const int32_t* x, int8_t* to, int32_t* begins) const {
+        int8_t all[MOST];
+        straight(x, all);
         const int64_t half = CHUNK / 2;
         for (int64_t c = 0; c < chunks; ++c, to += CHUNK) {
-            for (int64_t i = 0; i < half; ++i) {
-                to[i] = int8_t(x[c * half + i]);
-                to[half + i] = int8_t(x[w.group / 2 + c * half + i]);
-            }
-            int32_t low = 0, high = 0;
-            for (int64_t i = 0; i < CHUNK; i += 4) {
-                low += to[i] + to[i + 1];
-                high += to[i + 2] + to[i + 3];
-            }
-            begins[c] = int32_t(uint32_t(-ZERO * high) << 16 | (uint32_t(-ZERO * low) & 0xffffu));
+            std::memcpy(to, all + c * half, half);
+            std::memcpy(to + half, all + w.group / 2 + c * half, half);
+            begins[c] = begin_of(to);
         }
     }
 };
@@ -151,15 +161,16 @@ inline void turn_half(const uint8_t* const* rows, int64_t from, __m256i* to) {
 }
 
 // Codes of a group of ACROSS outputs, as `sums` reads them. from: bytes of a row before them.
-inline void unpack(const uint8_t* const* rows, int64_t from, int64_t chunks, bool four, uint8_t* to) {
+template <bool FOUR>
+inline void unpack(const uint8_t* const* rows, int64_t from, int64_t chunks, uint8_t* to) {
     const __m256i lower = _mm256_set1_epi8(15);
-    for (int64_t step = 0; step < chunks * (four ? 1 : 2); ++step, from += CHUNK / 2)
+    for (int64_t step = 0; step < chunks * (FOUR ? 1 : 2); ++step, from += CHUNK / 2)
         for (int v = 0; v < 2; ++v) {
             __m256i x[4];
             turn_half(rows + 8 * v, from, x);
             for (int k = 0; k < 4; ++k) {
                 uint8_t* out = to + step * 512 + v * 32;
-                if (four) {
+                if (FOUR) {
                     put(out + k * 64, _mm256_and_si256(x[k], lower));
                     put(out + (k + 4) * 64, _mm256_and_si256(_mm256_srli_epi16(x[k], 4), lower));
                 } else {
@@ -172,26 +183,27 @@ inline void unpack(const uint8_t* const* rows, int64_t from, int64_t chunks, boo
 
 // Sums of a group of CHUNKS, or, where that is 0, of any: of ROWS rows by ACROSS outputs.
 template <bool FOUR, int CHUNKS, int ROWS>
-inline __attribute__((always_inline)) void sums(const Rows& r, int64_t g, int64_t row,
-                                                const uint8_t* w, __m256i (&whole)[ROWS][2]) {
-    const uint8_t* x = r.at(g, row);
+inline __attribute__((always_inline)) void sums(const uint8_t* x, int64_t size, const int32_t* begins,
+                                                int64_t chunks, const uint8_t* w,
+                                                __m256i (&whole)[ROWS][2]) {
+    const int64_t many = CHUNKS ? CHUNKS : chunks;
     const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; ++t)
         for (int v = 0; v < 2; ++v) whole[t][v] = _mm256_setzero_si256();
-    for (int64_t c = 0; c < (CHUNKS ? CHUNKS : r.chunks); ++c) {
+    for (int64_t c = 0; c < many; ++c) {
         __m256i part[ROWS][2];
         if constexpr (FOUR) {
 #pragma GCC unroll 8
             for (int t = 0; t < ROWS; ++t)
-                part[t][0] = part[t][1] = _mm256_set1_epi32(r.begin(g, row + t)[c]);
+                part[t][0] = part[t][1] = _mm256_set1_epi32(begins[t * many + c]);
         }
-#pragma GCC unroll 16
+#pragma GCC unroll 2
         for (int k = 0; k < (FOUR ? 8 : 16); ++k, w += 64, x += 4) {
             const __m256i codes[] = {held(read(w)), held(read(w + 32))};
 #pragma GCC unroll 8
             for (int t = 0; t < ROWS; ++t) {
-                const __m256i own = four_of(x + t * r.size);
+                const __m256i own = four_of(x + t * size);
 #pragma GCC unroll 2
                 for (int v = 0; v < 2; ++v)
                     if constexpr (FOUR)
@@ -211,30 +223,63 @@ inline __attribute__((always_inline)) void sums(const Rows& r, int64_t g, int64_
     }
 }
 
-// Onto the sums of all groups before. scales: of ACROSS outputs.
+// A group's whole sums onto those of the groups before.
+inline void add(__m256i whole, __m256 size, __m256 scale, float* to) {
+    const __m256 more = held(_mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole), size), scale));
+    _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), more));
+}
+
+// The same of ROWS rows by ACROSS outputs.
 template <bool FOUR, int CHUNKS, int ROWS>
-void add(const Rows& r, int64_t g, int64_t row, const uint8_t* w, const float* scales, float* to) {
+void add(const Eights& r, int64_t g, int64_t row, const uint8_t* w, const float* scales, float* to) {
     __m256i whole[ROWS][2];
-    sums<FOUR, CHUNKS, ROWS>(r, g, row, w, whole);
+    sums<FOUR, CHUNKS, ROWS>(r.at(g, row), r.size, r.begin(g, row), r.chunks, w, whole);
+    const float* sizes = r.scales.get() + g * r.rows + row;
+    const __m256 own[] = {_mm256_load_ps(scales), _mm256_load_ps(scales + 8)};
+    to += row * ACROSS;
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; ++t)
-        for (int v = 0; v < 2; ++v) {
-            float* own = to + (row + t) * ACROSS + 8 * v;
-            const __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(whole[t][v]),
-                                           _mm256_set1_ps(r.scales[g * r.rows + row + t]));
-            const __m256 y = held(_mm256_mul_ps(x, _mm256_load_ps(scales + 8 * v)));
-            _mm256_store_ps(own, _mm256_add_ps(_mm256_load_ps(own), y));
+        for (int v = 0; v < 2; ++v, to += 8) add(whole[t][v], _mm256_set1_ps(sizes[t]), own[v], to);
+}
+
+// Sums of a row's group by eight outputs, whose lanes are brought together at the end: for few rows,
+// that would not pay for codes to be turned.
+inline __m256i across(const uint8_t* x, const uint8_t* const* rows, int64_t from, int64_t group) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[8];
+#pragma GCC unroll 8
+    for (int o = 0; o < 8; ++o) {
+        sum[o] = _mm256_setzero_si256();
+        for (int64_t i = 0; i < group; i += CHUNK) {
+            const __m256i codes = read(rows[o] + from + i), own = read(x + i);
+            const __m256i two = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(own, codes));
+            sum[o] = _mm256_add_epi32(sum[o], _mm256_madd_epi16(two, ones));
         }
+    }
+#pragma GCC unroll 2
+    for (int o = 0; o < 8; o += 4)
+        sum[o] = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[o], sum[o + 1]),
+                                   _mm256_hadd_epi32(sum[o + 2], sum[o + 3]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum[0], sum[4], 0x20),
+                            _mm256_permute2x128_si256(sum[0], sum[4], 0x31));
+}
+
+void by_few(const Eights& r, const uint8_t* const* rows, const float* scales, float* to) {
+    for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS)
+        for (int64_t t = 0; t < r.rows; ++t)
+            for (int v = 0; v < 2; ++v) {
+                const __m256i whole = across(r.at(g, t), rows + 8 * v, g * r.w.block + r.w.head, r.w.group);
+                const __m256 size = _mm256_set1_ps(r.scales[g * r.rows + t]);
+                add(whole, size, _mm256_load_ps(scales + 8 * v), to + t * ACROSS + 8 * v);
+            }
 }
 
 template <bool FOUR, int CHUNKS>
-void by_vectors(const Rows& r, const uint8_t* const* rows, const float* scales, float* to) {
+void by_vectors(const Eights& r, const uint8_t* const* rows, const float* scales, float* to) {
     alignas(64) uint8_t codes[MOST * ACROSS * 2];
     const int64_t block = r.w.block;
     for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS) {
-        for (int64_t o = 0; o < ACROSS; ++o)
-            __builtin_prefetch(rows[o] + g * block + ACROSS * r.groups * block);
-        unpack(rows, g * block + r.w.head, r.chunks, FOUR, codes);
+        unpack<FOUR>(rows, g * block + r.w.head, CHUNKS ? CHUNKS : r.chunks, codes);
         int64_t t = 0;
         for (; t + 4 <= r.rows; t += 4) add<FOUR, CHUNKS, 4>(r, g, t, codes, scales, to);
         if (t + 2 <= r.rows) {
@@ -258,7 +303,7 @@ inline int32_t summed(const int8_t* x, const uint8_t* codes, int64_t group, bool
     return sum;
 }
 
-void one_by_one(const Rows& r, const uint8_t* const* rows, const float* scales, float* to) {
+void one_by_one(const Eights& r, const uint8_t* const* rows, const float* scales, float* to) {
     for (int64_t g = 0; g < r.groups; ++g, scales += ACROSS)
         for (int64_t t = 0; t < r.rows; ++t)
             for (int64_t o = 0; o < ACROSS; ++o) {
@@ -269,43 +314,61 @@ void one_by_one(const Rows& r, const uint8_t* const* rows, const float* scales, 
             }
 }
 
-// Of ACROSS outputs, by groups.
-inline void scales_of(const Layout& layout, const uint8_t* const* rows, int64_t groups, float* to) {
-    for (int64_t g = 0; g < groups; ++g, to += ACROSS) {
-        uint16_t bits[ACROSS];
-        for (int64_t o = 0; o < ACROSS; ++o)
-            std::memcpy(bits + o, rows[o] + g * layout.block, sizeof *bits);
-        if (layout.scales == FLOAT16)
-            for (int64_t o = 0; o < ACROSS; ++o) to[o] = half(bits[o]);
-        else
-            for (int64_t o = 0; o < ACROSS; ++o) to[o] = wide(bfloat16{bits[o]});
+// Of ACROSS outputs, by groups. Lines of the next outputs are asked for: rows are too short for a
+// processor to foresee them.
+template <class F>
+inline void scales_of(const uint8_t* const* rows, int64_t groups, int64_t block, F wide, float* to) {
+    const int64_t row = groups * block;
+    for (int64_t o = 0; o < ACROSS; ++o) {
+        for (int64_t i = 0; i < row; i += 64) __builtin_prefetch(rows[o] + ACROSS * row + i);
+        for (int64_t g = 0; g < groups; ++g) {
+            uint16_t bits;
+            std::memcpy(&bits, rows[o] + g * block, sizeof bits);
+            to[g * ACROSS + o] = wide(bits);
+        }
     }
+}
+
+// Sums of COUNT outputs, or of `some`, with what is added.
+template <int64_t COUNT, class T>
+inline void ended(const float* sums, int64_t rows, int64_t some, const T* bias, T* y, int64_t row) {
+    const int64_t count = COUNT ? COUNT : some;
+    float more[ACROSS] = {};
+    for (int64_t o = 0; o < count; ++o) more[o] = bias ? wide(bias[o]) : 0.0f;
+    for (int64_t t = 0; t < rows; ++t, sums += ACROSS, y += row)
+        if (bias)
+            for (int64_t o = 0; o < count; ++o) y[o] = narrow<T>(sums[o] + more[o]);
+        else
+            for (int64_t o = 0; o < count; ++o) y[o] = narrow<T>(sums[o]);
 }
 
 // Outputs [first, first + ACROSS), those that there are, of all rows. work: scales and sums.
 template <class T>
-void panel(const Rows& r, int64_t first, float* work, T* y) {
+void panel(const Eights& r, int64_t first, float* work, T* y) {
     const Layout layout = r.w.layout();
     const int64_t count = std::min(ACROSS, r.w.outputs - first), row = r.groups * layout.block;
     const uint8_t* rows[ACROSS];
     for (int64_t o = 0; o < ACROSS; ++o)  // the last again where there are no more
         rows[o] = static_cast<const uint8_t*>(r.w.data) + (first + std::min(o, count - 1)) * row;
     float *scales = work, *sums = work + r.groups * ACROSS;
-    scales_of(layout, rows, r.groups, scales);
+    if (layout.scales == FLOAT16)
+        scales_of(rows, r.groups, layout.block, [](uint16_t bits) { return half(bits); }, scales);
+    else
+        scales_of(
+            rows, r.groups, layout.block, [](uint16_t bits) { return wide(bfloat16{bits}); }, scales);
     std::fill(sums, sums + r.rows * ACROSS, 0.0f);
 #if defined(__AVX2__)
-    auto* some = r.chunks == 1 ? by_vectors<true, 1> : by_vectors<true, 0>;
-    auto* call = !r.turned ? one_by_one : r.four ? some : by_vectors<false, 0>;
+    auto* four = r.chunks == 1 ? by_vectors<true, 1> : by_vectors<true, 0>;
+    auto* eight = r.chunks == 1 ? by_vectors<false, 1> : by_vectors<false, 0>;
+    auto* alone = r.w.group % CHUNK || r.four ? one_by_one : by_few;
+    auto* call = !r.turned ? alone : r.four ? four : eight;
 #else
     auto* call = one_by_one;
 #endif
     call(r, rows, scales, sums);
-    const T* bias = static_cast<const T*>(r.w.bias);
-    for (int64_t t = 0; t < r.rows; ++t)
-        for (int64_t o = 0; o < count; ++o) {
-            const float sum = sums[t * ACROSS + o];
-            y[t * r.w.outputs + first + o] = narrow<T>(bias ? sum + wide(bias[first + o]) : sum);
-        }
+    const T* bias = r.w.bias ? static_cast<const T*>(r.w.bias) + first : nullptr;
+    auto* end = count == ACROSS ? ended<ACROSS, T> : ended<0, T>;
+    end(sums, r.rows, count, bias, y + first, r.w.outputs);
 }
 
 template <class T>
@@ -314,7 +377,7 @@ void product(const T* x, const Matrix& w, T* y, int64_t tokens, Team team) {
     const int64_t begin = team.first(tasks), end = team.last(tasks);
     for (int64_t some = 0; some < tokens; some += MOST_ROWS) {
         const int64_t count = std::min(MOST_ROWS, tokens - some);
-        Rows rows(w, count);
+        Eights rows(w, count);
 #pragma omp parallel num_threads(team.count) if (team.starts())
         {
 #pragma omp for schedule(static)
