@@ -20,7 +20,8 @@ from outsize.serve.slo import NONE, Slo
 class Ask:
     """A prompt and how it is gone on with. stop: tokens that end it, told as its last; tops: of how
     many of the likeliest tokens log-probabilities are told, None: of none, not of the drawn one
-    either; owner: who asks, for policies that are fair."""
+    either; owner: who asks, for policies that are fair; came: seconds of the clock at which he did,
+    None: now."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
@@ -28,6 +29,7 @@ class Ask:
     stop: frozenset[int] = frozenset()
     tops: int | None = None
     owner: str = ""
+    came: float | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from outsize.serve.drafts import Drafter
 from outsize.serve.pages import Move, Pages
 from outsize.serve.policies import Policy, Step, View, first_come
 from outsize.serve.request import Feed, Piece, Request, Shares, foretold, load_of
-from outsize.serve.slo import Drift, Load, limits, shown, wait
+from outsize.serve.slo import Drift, Load, limits, shown, spans, wait
 from outsize.serve.waiting import Queue
 
 _KEEP = 0.9  # of what was thought of earlier requests
@@ -46,7 +46,8 @@ class Line:
     None: nothing is drafted. beside: tokens of texts that are looked at and nothing else. clock:
     gives seconds. drift: how steps differ from what is foretold. queue, going, drawing: who has no
     slot, who has one, and those of them whose prompt is through; begins: slots that were given;
-    cancelled: keys of who is not gone on with.
+    cancelled: keys of who is not gone on with. part_drawn: of the tokens that requests may draw,
+    those that they drew.
     said, slots, order: of the step that was last composed, foretold seconds, how many might go, and
     who does."""
 
@@ -63,7 +64,7 @@ class Line:
         self._policy, self._drafter = policy, drafter
         self.clock, self.drift, self.shares = clock, Drift(), Shares()
         self.said, self.slots = 0.0, room.slots
-        self._part_drawn = 1.0  # of the tokens that requests may draw, those that they drew
+        self.part_drawn = 1.0
         self._slots = list(range(room.slots))[::-1]
         self._keys = itertools.count()
         self.requests: dict[int, Request] = {}
@@ -82,20 +83,21 @@ class Line:
         """A request comes; gives its key. Full where too many tokens wait, or it would wait longer
         than is promised."""
         self.refuse_if_full(len(ask.ids))
-        ttft = self.room.slo.ttft
-        if self.requests and ttft < math.inf and (first := self.wait(len(ask.ids))) > ttft:
+        ttft, now = self.room.slo.ttft, self.clock()
+        came = now if ask.came is None else ask.came
+        if self.requests and ttft < math.inf and (first := self.wait(len(ask.ids), came)) > ttft:
             raise _refused(
                 self.counts,
                 f"the first token would come in about {shown(first)}, and {shown(ttft)} is"
                 " promised",
                 first - ttft,
             )
-        key, now = next(self._keys), self.clock()
+        key = next(self._keys)
         drafter = None if self._drafter is None else self._drafter()
         self.shares.come(ask.owner, self._owners)
         self._owners[ask.owner] += 1
         first = self.room.price.prompt(len(ask.ids))
-        request = Request(key, ask, deliver, list(ask.ids), drafter, first, now)
+        request = Request(key, ask, deliver, list(ask.ids), drafter, first, came)
         self.requests[key] = request
         self.queue.add(request.waits())
         return key
@@ -108,14 +110,14 @@ class Line:
                 self.counts,
                 f"{counted(waiting, 'token', ',')} wait in the queue, which holds"
                 f" {self.room.queue:,}",
-                self.wait(0),
+                _until_room(self, tokens),
             )
 
-    def wait(self, tokens: int) -> float:
-        """Seconds until the first token of a prompt that comes now, as foretold."""
-        loads = [load_of(r, self._part_drawn) for r in self.requests.values()]
-        loads.append(Load(tokens + self.beside, 0.0))
-        return self.drift.slowest * wait(self.room.price, loads, *self._limits())
+    def wait(self, tokens: int, came: float | None = None) -> float:
+        """Seconds until the first token of a prompt that comes now, as foretold, from `came` on."""
+        loads = [*_loads(self), Load(tokens + self.beside, 0.0)]
+        first = self.drift.slowest * wait(self.room.price, loads, *self.limits())
+        return first if came is None else first + self.clock() - came
 
     def feeds(self, alike: list[Request] | None = None) -> list[Feed]:
         """What the next step feeds, with pages for it. alike: takes those who draw one token by
@@ -124,7 +126,7 @@ class Line:
             if key in self.requests:
                 self.leave(self.requests[key], End("cancelled"))
         self.cancelled.clear()
-        budget, self.slots = self._limits()
+        budget, self.slots = self.limits()
         view, going = _view(self, self.queue, budget), bool(self.going)
         found = self._composed(self._policy(view), budget, alike)
         if not self.order and going:  # who is wanted lacks what others have
@@ -215,7 +217,7 @@ class Line:
         """A request is over."""
         if end.reason in ("stop", "length"):
             part = request.drawn / request.ask.max_new_tokens
-            self._part_drawn = _KEEP * self._part_drawn + (1 - _KEEP) * part
+            self.part_drawn = _KEEP * self.part_drawn + (1 - _KEEP) * part
         if request.slot is None:
             self.queue.remove(request.key)
         self._release(request)
@@ -330,7 +332,7 @@ class Line:
         elif request.drawn == ask.max_new_tokens:
             self.leave(request, End("length"))
 
-    def _limits(self) -> tuple[int, int]:
+    def limits(self) -> tuple[int, int]:
         """Tokens of the next step, and requests at once, that keep what is promised."""
         room = self.room
         if room.slo.tpot == math.inf:
@@ -346,6 +348,22 @@ def full(line: Line, tokens: int) -> bool:
     """Whether so many more than wait are too many."""
     waiting = line.beside + line.queue.tokens
     return waiting > 0 and waiting + tokens > line.room.queue
+
+
+def _loads(line: Line) -> list[Load]:
+    return [load_of(one, line.part_drawn) for one in line.requests.values()]
+
+
+def _until_room(line: Line, tokens: int) -> float:
+    """Seconds until so many fewer wait that these may, as foretold; until nobody does, where they
+    are more than may ever wait."""
+    loads = [*_loads(line), Load(line.beside, 0.0)]
+    waiting = [one.prompt for one in loads if one.prompt and not one.begun]
+    over = min(sum(waiting) + tokens - line.room.queue, sum(waiting))
+    begin = [at for at, _ in spans(line.room.price, loads, *line.limits())][-len(waiting) :]
+    gone = itertools.accumulate(waiting)
+    enough = next(at for at, some in zip(begin, gone, strict=True) if some >= over)
+    return line.drift.slowest * enough
 
 
 def _view(line: Line, queue: Queue, budget: int) -> View:

@@ -21,6 +21,7 @@ from outsize.kernels import native, rows
 from outsize.kernels.pages import AS_STORED, FORMS, Form
 from outsize.memory.sizes import format_bytes
 from outsize.memory.tiers import TierSpec
+from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder, typed
 from outsize.models.seams import StateSpec
 from outsize.runtime.session import Session
@@ -270,15 +271,21 @@ def _machines(world: World) -> list[float]:
     return [name for (name,) in told(world, (crc32(platform.node().encode()),))]
 
 
-def context_of(model: Decoder, said: int | None) -> int:
-    config = model.config
+def positions_of(config: DecoderConfig) -> int | None:
+    """Tokens that a model's files say that it was made for; None where they do not."""
+    if config.learned_positions:
+        return config.learned_positions - config.position_offset
     known = config.source.get("max_position_embeddings")
-    most = config.learned_positions - config.position_offset if config.learned_positions else known
+    return known if isinstance(known, int) and known > 0 else None
+
+
+def context_of(model: Decoder, said: int | None) -> int:
+    most = positions_of(model.config)
     if said is None:
-        return min(CONTEXT, most) if isinstance(most, int) and most > 0 else CONTEXT
+        return min(CONTEXT, most) if most is not None else CONTEXT
     if said < 1:
         raise OutsizeError(f"--context {said}; expected 1 token or more")
-    if isinstance(most, int) and said > most:
+    if most is not None and said > most:
         raise OutsizeError(f"--context {said:,}; this model has {most:,} positions")
     return said
 

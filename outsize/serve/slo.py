@@ -108,25 +108,35 @@ class Load:
 
 
 def wait(price: Price, loads: Sequence[Load], budget: int, slots: int) -> float:
-    """Foretold seconds until the last of these, who comes now, has its first token: prompts are fed
-    one after another in whole steps, in the order of their coming, and who waits for a slot has it
-    when the first of those before it ends."""
+    """Foretold seconds until the last of these, who comes now, has its first token; 0 of none."""
+    return max((first for _, first in spans(price, loads, budget, slots)), default=0.0)
+
+
+def spans(
+    price: Price, loads: Sequence[Load], budget: int, slots: int
+) -> list[tuple[float, float]]:
+    """Foretold seconds until each of those whose prompt waits begins to be fed, and until it has
+    its first token; of those that go come first. Prompts are fed one after another in whole steps,
+    in the order of their coming, and who waits for a slot has it when the first of those before it
+    ends; meanwhile steps feed nobody's prompt, and are short."""
     going = [one for one in loads if one.begun]
     drawing = [one for one in going if not one.prompt]
     some, deep = len(drawing), sum(price.past(one.start, 1) for one in drawing)
-    left = max(1, budget - some)
+    left = max(1, min(budget - some, sum(one.prompt for one in loads)))
     full = price.step(some + left, some + 1, deep + price.past(0, left))
-    queued = sum(one.prompt for one in loads)
-    step = full if queued > left else price.step(some + queued, some + 1, deep)
-    ends = sorted(one.new * step for one in drawing)
-    ends += [0.0] * max(0, slots - len(going))
+    short = price.step(max(1, some), max(1, some), deep)
+    ends = [one.new for one in drawing] + [0.0] * max(0, slots - len(going))
     heapq.heapify(ends)
-    fed = 0.0
+    steps, now, found = 0.0, 0.0, list[tuple[float, float]]()
     for one in sorted((x for x in loads if x.prompt), key=lambda x: not x.begun):
         at = 0.0 if one.begun or not ends else heapq.heappop(ends)
-        fed = max(fed, at) + one.prompt / left * full
-        heapq.heappush(ends, fed + one.new * step)
-    return fed
+        if at > steps:
+            steps, now = at, now + (at - steps) * short
+        begins, takes = now, one.prompt / left
+        steps, now = steps + takes, now + takes * full
+        heapq.heappush(ends, steps + one.new)
+        found.append((begins, now))
+    return found
 
 
 def limits(

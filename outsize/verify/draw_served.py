@@ -25,6 +25,7 @@ from outsize.serve.asks import Ask, Room
 from outsize.serve.meshed import check_mesh
 from outsize.serve.policies import POLICIES
 from outsize.serve.price import Curve, Price
+from outsize.serve.room import positions_of
 from outsize.verify.draw import ATTEMPTS, values
 from outsize.verify.shapes import shape
 
@@ -219,8 +220,8 @@ def _small(draw: Random) -> Subject:
 def _asks(draw: Random, config: DecoderConfig) -> Iterator[Ask]:
     """Prompts of many lengths, some of which begin alike, and some that repeat themselves."""
     room = LONGEST + NEW
-    if config.learned_positions:
-        room = min(room, config.learned_positions - config.position_offset - config.virtual)
+    if (positions := positions_of(config)) is not None:
+        room = min(room, positions - config.virtual)
     vocab, most = config.vocab, max(1, room - NEW)
     text = [draw.randrange(vocab) for _ in range(most)]
     for number in range(draw.randrange(2, 7)):

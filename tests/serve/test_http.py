@@ -283,6 +283,7 @@ def test_more_than_may_wait_is_refused_with_a_time(
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         assert words in answer["error"]["message"]
         assert int(headers["retry-after"]) >= (5 if "slo" in room else 1)
+        assert all(one.came is not None for one in (r.ask for r in engine.line.requests.values()))
         assert {one.ask.owner for one in engine.line.requests.values()} == {f"Bearer {KEY}"}
         assert all(one.cancelled for one in engine.line.requests.values())
         monkey = asked(address, "/health", None)[0]

@@ -233,25 +233,31 @@ def test_what_is_promised_is_read() -> None:
 
 
 def test_a_wait_is_foretold() -> None:
-    """Prompts in whole steps one after another; behind full slots, when the first of them ends."""
+    """Prompts in whole steps one after another; behind full slots, when the first of them ends, by
+    steps that feed no prompt."""
     flat = Price(Curve(((1, 0.01), (10, 0.01), (20, 0.02))))
     me = Load(20, 1.0)
     assert wait(flat, [me], 20, 4) == pytest.approx(0.02)
     assert wait(flat, [Load(40, 5.0), me], 20, 4) == pytest.approx(0.06)
     going = Load(0, 30.0, 100, True)
     full = flat.step(20, 2, 0)
-    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * full + 20 / 19 * full)
+    assert wait(flat, [going, me], 20, 1) == pytest.approx(30 * 0.01 + 20 / 19 * full)
     assert wait(flat, [going, me], 20, 2) == pytest.approx(20 / 19 * full)
 
 
-def draw(line: Line) -> None:
-    """A step without a model, of a clock that stands still."""
+def step(line: Line) -> None:
+    """One without a model, as it is foretold."""
     feeds = line.feeds()
     for feed in feeds:
         if not feed.part.ahead:
             feed.request.told = [Token(1)]
     line.take(feeds)
-    line.ran(feeds, 0.01)
+    line.ran(feeds, line.said)
+
+
+def go(line: Line, now: list[float]) -> None:
+    step(line)
+    now[0] += line.said
 
 
 def line_of(room: Room, policy: str = "mixed") -> Line:
@@ -282,6 +288,52 @@ def test_who_would_wait_too_long_is_refused() -> None:
     assert len(line.requests) == 3
 
 
+def test_what_the_front_end_took_is_counted() -> None:
+    """Who had come long before the engine hears of him waits since then, and is refused by it; what
+    he is told counts it too."""
+    line = line_of(replace(ROOM, slo=Slo(ttft=1.0)))
+    line.add(ask(100, 4), lambda _: None)
+    wait = line.wait(60)
+    assert 0.1 < wait < 0.5
+    line.add(replace(ask(60, 4), came=wait - 0.999), lambda _: None)
+    assert line.requests[1].came == wait - 0.999  # by which he is due
+    wait = line.wait(60)
+    with pytest.raises(Full) as full:
+        line.add(replace(ask(60, 4), came=wait - 1.001), lambda _: None)
+    assert full.value.wait == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_refused_may_come_when_he_was_told(seed: int) -> None:
+    """With a clock that steps move there is room in the queue by then, and not far sooner. A prompt
+    for which there never is any is told when nobody waits."""
+    chance, now = random.Random(seed), [0.0]
+    room = replace(ROOM, queue=200, pages=400, budget=32)
+    line = Line(room, POLICIES.get("mixed"), False, clock=lambda: now[0])
+
+    def add(tokens: int) -> None:
+        line.add(ask(tokens, chance.randrange(5, 30)), lambda _: None)
+
+    for _ in range(4):
+        add(chance.randrange(10, 40))
+    for _ in range(9):
+        go(line, now)
+    with pytest.raises(Full) as full:
+        while True:
+            add(tokens := chance.randrange(10, 60))
+    with pytest.raises(Full) as never:
+        add(201)
+    begun = now[0]
+    while line.queue.tokens + tokens > 200:
+        go(line, now)
+    took = now[0] - begun
+    assert 0 < took <= 1.25 * full.value.wait + line.said and full.value.wait < 1.25 * took
+    while line.queue:
+        go(line, now)
+    assert full.value.wait < never.value.wait
+    assert now[0] - begun == pytest.approx(never.value.wait, rel=0.25)
+
+
 def test_steps_that_take_longer_than_foretold_become_smaller() -> None:
     room = replace(ROOM, slo=Slo(tpot=0.05))
     sizes = []
@@ -289,7 +341,7 @@ def test_steps_that_take_longer_than_foretold_become_smaller() -> None:
         line = line_of(room)
         line.drift.mean = slower
         line.add(ask(4, 9), lambda _: None)
-        draw(line)
+        step(line)
         line.add(ask(100, 9), lambda _: None)
         sizes.append(sum(feed.part.tokens for feed in line.feeds()))
     assert 64 > sizes[0] > sizes[1] > 1
@@ -313,7 +365,7 @@ def test_fair_shares_where_one_asks_far_more() -> None:
         for owner in itertools.chain("a" * 20, "b" * 5):
             line.add(ask(8, 8, owner), lambda one, o=owner: deliver(one, o))
         for _ in range(30):
-            draw(line)
+            step(line)
         had[policy] = drawn
     assert had["mixed"]["b"] == 0 and had["mixed"]["a"] > 32
     assert abs(had["fair"]["a"] - had["fair"]["b"]) <= 16 < had["fair"]["b"]

@@ -22,7 +22,7 @@ from outsize.serve.asks import Ask, Token
 from outsize.serve.calls import Call, CallForm
 from outsize.serve.http.asked import Completion, Conversation
 from outsize.serve.http.choices import Piece, Weighed, calling, pieces
-from outsize.serve.http.guard import fault
+from outsize.serve.http.guard import CAME, fault
 from outsize.serve.http.shapes import Shaped
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Answer(ABC, Generic[Asked]):
     async def respond(self, request: Request) -> Response:
         """What goes back; nothing more is drawn for a client that has left."""
         key = request.headers.get("authorization", "")
-        self.asks = [replace(ask, owner=key) for ask in self.asks]
+        came = request.scope.get(CAME)
+        self.asks = [replace(ask, owner=key, came=came) for ask in self.asks]
         if not self.asked.stream:
             whole = asyncio.ensure_future(self.whole())
             left = asyncio.ensure_future(_left(request))

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import itertools
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -130,7 +131,7 @@ def _errors(app: FastAPI, serving: Serving) -> None:
     @app.exception_handler(OutsizeError)
     async def ours(_: Request, error: OutsizeError) -> Response:
         if isinstance(error, Full):
-            later = {"Retry-After": str(max(1, round(error.wait)))}
+            later = {"Retry-After": str(max(1, math.ceil(error.wait)))}
             return said(429, str(error), headers=later)
         if serving.engine.fault is not None:
             return said(500, str(error))  # whatever was asked

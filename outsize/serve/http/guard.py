@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from outsize.texts import read_text
 MOST_BYTES = 16 << 20  # of a body
 SECONDS = 30.0  # in which a whole body comes
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CAME = "outsize.came"  # of a scope: seconds of the engine's clock when its headers had come
 OPEN = ("/health", "/metrics", "/")  # to whoever asks
 
 
@@ -39,7 +41,8 @@ def keys_in(path: Path) -> tuple[str, ...]:
 
 
 class Guard:
-    """keys: of which a request has one; none: everybody may ask."""
+    """keys: of which a request has one; none: everybody may ask. Whoever is let in is waited on
+    from then: while the body comes and is read, too."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -48,6 +51,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[CAME] = time.monotonic()
         try:
             headers = dict(scope["headers"])
             self._known(scope["path"], headers.get(b"authorization", b""))
