@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from outsize.cli.main import main
 from outsize.kernels import native, pages
-from outsize.verify.draw_served import drawn, features
+from outsize.verify.draw_served import Subject, drawn, features
 from outsize.verify.served import verified
 
 COMPILED = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
@@ -39,6 +40,14 @@ def test_draws_are_of_their_seeds_and_many_kinds() -> None:
     assert {"cache bf16", "cache int8", "cache int4"} < seen
     assert {"precision float64", "precision float32", "precision bfloat16"} < seen
     assert drawn(5, None) == drawn(5, None) != drawn(6, None)
+
+
+def test_no_draw_is_longer_than_the_model() -> None:
+    """Than its files say: with weights in files that context is asked for, and would be refused."""
+    config = drawn(42, None).subject.config
+    short = Subject(replace(config, source={**config.source, "max_position_embeddings": 40}))
+    contexts = [drawn(seed, short).room.context for seed in range(20)]
+    assert 30 < max(contexts) <= 40
 
 
 def test_weights_that_stay_in_files(tmp_path: Path) -> None:
