@@ -20,6 +20,7 @@ from outsize.models.adapter import OWN, Plainer
 from outsize.models.build import attach, uncoded
 from outsize.models.config import DecoderConfig
 from outsize.models.decoder import Decoder
+from outsize.models.wiring import WIRES
 from outsize.train.tokenizer_files import COPIED
 
 KINDS = ("hf", "peft", "gguf")
@@ -51,6 +52,7 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         said = _file(model, into, inner or "F16", tokenizer, directory.name)
         return [f"{into}: {inner or 'F16'}", *said]
 
+    _check_known(model.config, found)
     _directory(model, found, into)
     return [f"{into}: {config.family}", *compared(model, into)]
 
@@ -85,6 +87,16 @@ def _directory(model: Decoder, found: Path, into: Path) -> None:
                 shutil.copyfile(beside / name, place / name)
 
     whole_directory(into, files)
+
+
+def _check_known(config: DecoderConfig, found: Path) -> None:
+    """Refuse what other programs would read and compute without a word of what they do not know."""
+    own = [key for key in WIRES.names() if config.source.get(key)]
+    if own:
+        raise OutsizeError(
+            f"--to hf: transformers knows no {own[0]} and would leave it out; outsize reads {found}"
+            " as it lies"
+        )
 
 
 def _check_peft(found: Path, config: DecoderConfig) -> None:
