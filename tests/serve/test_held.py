@@ -16,7 +16,7 @@ from outsize.cli.generate import opened
 from outsize.cli.main import main
 from outsize.errors import OutsizeError
 from outsize.models.build import build
-from outsize.models.coding import asked, decoded, format_of, held
+from outsize.models.coding import as_stored, asked, decoded, format_of, held
 from outsize.models.decoder import Decoder
 from outsize.models.families import parse
 from outsize.models.linear import linears
@@ -95,6 +95,12 @@ def test_what_it_cannot_be_is_refused(stored: Path, tmp_path: Path) -> None:
         asked(config, "nf4+a8")
     with pytest.raises(OutsizeError, match="expected a format, \\+head and \\+a8 behind"):
         asked(config, "int4+a16")
+    with pytest.raises(OutsizeError, match="blocks' codes alone: leave \\+a8 out"):
+        as_stored(asked(config, "int4:16+a8"))
+    files = as_stored(asked(config, "int4:16"))
+    found = asked(files, "int4:16+a8").coding
+    assert found is not None and found.stored and found.eights
+    assert asked(files, "int4:16") is files
     ran = CliRunner().invoke(
         main, ["convert", str(stored), "--weights", "int4:16+head", "--into", str(tmp_path / "x")]
     )
