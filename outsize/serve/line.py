@@ -154,22 +154,24 @@ class Line:
     ) -> list[Feed]:
         """What is wanted, as far as there are slots and pages for it. alike: as of feeds."""
         found, left, barred = list[Feed](), budget - sum(wanted.values()), False
-        self.order, self._pieces = list[Request](), list[Piece]()
+        order, pieces = self.order, self._pieces = list[Request](), list[Piece]()
+        apart, size = alike if alike is not None else [], self.pages.size
+        drawing = self.drawing if alike is not None else {}
         for key, count in wanted.items():
             if not count:
                 continue
             request = self.requests[key]
+            if key in drawing and _alike(request, size):
+                order.append(request)
+                pieces.append((request.fed, 1, True))
+                apart.append(request)
+                continue
             if request.slot is None and (barred or not self._begin(request, wanted)):
                 barred = True  # those behind it do not overtake
                 continue
-            if alike is not None and key in self.drawing and _alike(request, self.pages.size):
-                self.order.append(request)
-                self._pieces.append((request.fed, 1, True))
-                alike.append(request)
-                continue
             start, waiting, pages = request.fed, request.tokens, self.pages.of(key)
             count = min(count, waiting)
-            if start + count > len(pages) * self.pages.size:
+            if start + count > len(pages) * size:
                 if not self._freed(request, start + count, wanted):
                     continue  # its turn comes when somebody before it has ended
                 self.pages.extend(key, start + count)
@@ -177,13 +179,13 @@ class Line:
             ahead = waiting - count
             part = Part(pages, start, count, ahead, request.slot)
             request.told, request.fault, request.draft = [], None, ()
-            self.order.append(request)
-            self._pieces.append((start, count, not ahead))
+            order.append(request)
+            pieces.append((start, count, not ahead))
             found.append(Feed(request, part, request.ids[start : part.stop]))
             if request.drafter is not None and count == 1 and not ahead and left > 0:
                 found += self._drafted(request, part, left)
                 left -= len(request.draft)
-                self._pieces += [(part.stop + n, 1, True) for n in range(len(request.draft))]
+                pieces += [(part.stop + n, 1, True) for n in range(len(request.draft))]
         return found
 
     def ran(self, feeds: Sequence[Feed], seconds: float) -> None:
