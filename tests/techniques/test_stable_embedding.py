@@ -23,6 +23,7 @@ from outsize.plan import zero
 from outsize.plan.spread import pipelined
 from outsize.runtime import Job, NativeFlow
 from outsize.runtime.recipe import Here, Recipe
+from outsize.serve.export import export
 from outsize.techniques.wirings.stable_embedding import StableEmbedding
 from outsize.train.model import subject
 from outsize.train.resolve import resolve
@@ -105,6 +106,9 @@ def test_a_run_says_it_and_a_directory_keeps_it(tmp_path):
     save(model, tmp_path / "it")
     again, ids = load(tmp_path / "it", torch.float64), torch.arange(9)[None]
     assert torch.equal(again(ids), model(ids))
+    with pytest.raises(OutsizeError, match="transformers knows no stable_embedding and"):
+        export(tmp_path / "it", "hf", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
     with pytest.raises(OutsizeError, match="the model has a norm behind its embedding, which is"):
         gguf.check(model.config, "F16")
     with pytest.raises(OutsizeError, match=r"gemma2 multiplies its embedding by 4\.89"):
