@@ -17,6 +17,7 @@ import torch
 from verdict import Figure, conclude
 
 from outsize.foresight.learnt import Learnt, better, held_out
+from outsize.foresight.learnt import learnt as fitted
 from outsize.foresight.sources import CostSource, Roofline, Table
 from outsize.hardware.hardware import Device, Matmul, Measured, Rate
 
@@ -80,11 +81,12 @@ def main() -> None:
             seen += entries[other::FOLDS] if other != first else []
         device = device_of(tuple(seen))
         sheet = Roofline(device)
-        sources = Learnt(device, sheet), Table(device, sheet), sheet
+        sources = Learnt(device, sheet, fitted(device)), Table(device, sheet), sheet
         off += [error(source, held) / FOLDS for source in sources]
     learnt, table, roofline = map(float, off)
     whole = device_of(tuple(entries))
-    before, taken = held_out(whole), "is taken" if better(whole) else "is not taken"
+    before = held_out(whole, fitted(whole))
+    taken = "is not taken" if better(whole) is None else "is taken"
     other = "products alone; processor time"
     conclude(
         'Das and Mannarswamy, "ML-driven Hardware Cost Model for MLIR", 2023',

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -92,10 +92,11 @@ def fit(texts: tuple[str, ...], logs: tuple[float, ...]) -> Fit:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What was learnt of a device's products; anything else from another source."""
+    """What was learnt of a device's products (`learnt`); anything else from another source."""
 
     device: Device
     other: CostSource
+    model: Fit
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         if not any(one.dtype == dtype for one in self.device.measured.matmul):
@@ -111,11 +112,11 @@ class Learnt:
     def traffic(self, moved: float) -> Cost:
         return self.other.traffic(moved)
 
-    @cached_property
-    def model(self) -> Fit:
-        texts, seconds, sheets = zip(*samples(self.device), strict=True)
-        logs = tuple(math.log(a / b) for a, b in zip(seconds, sheets, strict=True))
-        return fit(texts, logs)
+
+def learnt(device: Device) -> Fit:
+    """Of a device's measured products."""
+    texts, seconds, sheets = zip(*samples(device), strict=True)
+    return fit(texts, tuple(math.log(a / b) for a, b in zip(seconds, sheets, strict=True)))
 
 
 def samples(device: Device) -> list[tuple[str, float, float]]:
@@ -134,9 +135,9 @@ def _product(m: int, n: int, k: int, dtype: str) -> str:
     return f"mm {dtype} {m} {n} {k}"
 
 
-def held_out(device: Device) -> dict[str, float]:
+def held_out(device: Device, made: Fit) -> dict[str, float]:
     """Median relative errors of a device's measured products, each held out: of the roofline, of a
-    table of the others, and of what is learnt of them."""
+    table of the others, and of `made`, which is learnt of them."""
     table = device.measured.matmul
     off: dict[str, list[float]] = {"roofline": [], "table": []}
     for at, one in enumerate(table):
@@ -146,16 +147,17 @@ def held_out(device: Device) -> dict[str, float]:
             "roofline": sheet, "table": Table(replace(device, measured=others), sheet)
         }  # fmt: skip
         for name, source in asked.items():
-            found = source.product(one.tokens, one.d_out, one.d_in, one.dtype).seconds
-            off[name].append(abs(found / seconds - 1))
-    made = {name: float(np.median(each)) for name, each in off.items()}
-    return {**made, "learnt": float(np.median(Learnt(device, Roofline(device)).model.off))}
+            seen = source.product(one.tokens, one.d_out, one.d_in, one.dtype).seconds
+            off[name].append(abs(seen / seconds - 1))
+    found = {name: float(np.median(each)) for name, each in off.items()}
+    return {**found, "learnt": float(np.median(made.off))}
 
 
 @lru_cache(maxsize=64)
-def better(device: Device) -> bool:
-    """Whether what is learnt of a device errs clearly less, held out, than its roofline."""
+def better(device: Device) -> Fit | None:
+    """What is learnt of a device, where it errs clearly less, held out, than its roofline."""
     if len(device.measured.matmul) < LEAST:
-        return False
-    off = held_out(device)
-    return off["learnt"] < WORTH * off["roofline"]
+        return None
+    made = learnt(device)
+    off = held_out(device, made)
+    return made if off["learnt"] < WORTH * off["roofline"] else None

@@ -199,4 +199,5 @@ def source_of(device: Device, scores: str = "bf16") -> CostSource:
         return sheet
     from outsize.foresight.learnt import Learnt, better  # as above
 
-    return Table(device, Learnt(device, sheet) if better(device) else sheet, scores)
+    made = better(device)
+    return Table(device, sheet if made is None else Learnt(device, sheet, made), scores)
