@@ -8,7 +8,7 @@ the optimizer's moments fade and weights decay in all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
@@ -17,15 +17,14 @@ from outsize.models.adapter import Nested
 from outsize.plan import Plan
 from outsize.runtime.engine import Loaded, Ran
 from outsize.runtime.flow import Flow
-from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Recipe
+from outsize.runtime.special.counted import Counted
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
-    from outsize.runtime.method import Notes
 
 NAME = "elastic-adapters"
-NOTES, STEPS, MIDDLE = "elastic", "steps", "middle"  # of a checkpoint: steps made, the middle rank
+NOTES, MIDDLE = "elastic", "middle"  # of a checkpoint: the middle rank
 
 
 class Ranks(Protocol):
@@ -39,13 +38,15 @@ class Ranks(Protocol):
     def rank(self, seed: int, step: int, name: str) -> int: ...
 
 
-class Elastic(Training):
+class Elastic(Counted):
     """Steps at ranks that are drawn: see outsize/runtime/method.py."""
+
+    noted, said = NOTES, "its drawn ranks are"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._own: Ranks = job.recipe.of(NAME)
-        self._seed, self._steps = job.recipe.seed, 0
+        self._seed = job.recipe.seed
         self._adapters = dict(_nested(job.flow.model))
 
     @staticmethod
@@ -64,23 +65,13 @@ class Elastic(Training):
         for name, one in self._adapters.items():
             one.used = self._own.rank(self._seed, self._steps, name)
         try:
-            ran = super().play(step, begin)
+            return super().play(step, begin)
         finally:
             for one in self._adapters.values():
                 one.used = None
-        self._steps += 1
-        return ran
 
-    def notes(self) -> Notes:
-        return {**super().notes(), NOTES: {STEPS: self._steps, MIDDLE: self._own.middle}}
-
-    def recall(self, notes: Mapping[str, Any]) -> None:
-        super().recall(notes)
-        found = notes.get(NOTES, {})
-        made = found.get(STEPS, 0) if isinstance(found, dict) else None
-        if not isinstance(made, int) or made < 0:
-            raise OutsizeError(f"checkpoint: its drawn ranks are {found!r}; expected numbers")
-        self._steps = made
+    def beside(self) -> Mapping[str, int]:
+        return {MIDDLE: self._own.middle}
 
 
 def _nested(model: nn.Module) -> Iterator[tuple[str, Nested]]:

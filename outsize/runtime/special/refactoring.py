@@ -22,17 +22,15 @@ from torch import Tensor
 from outsize.errors import OutsizeError
 from outsize.models.low_rank import LowRank
 from outsize.plan import Plan
-from outsize.runtime.engine import Loaded, Ran
 from outsize.runtime.flow import Flow
-from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Recipe
+from outsize.runtime.special.counted import Counted
 from outsize.runtime.storage.states import Fill
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
-    from outsize.runtime.method import Notes
 
-NOTES, STEPS, LAST = "refactoring", "steps", "last"  # steps made; those before the last time
+NOTES, LAST = "refactoring", "last"  # of a checkpoint: steps made before the last time
 LOW = 1e-3  # of the learning rate, where it begins to rise
 
 
@@ -51,12 +49,14 @@ class Restarting(Protocol):
     def recovery(self) -> int: ...
 
 
-class Refactoring(Training):
+class Refactoring(Counted):
     """Steps as usual, and what is done before some of them: see outsize/runtime/method.py."""
+
+    noted, said = NOTES, "its refactoring is"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._job, self._steps, self._last = job, 0, 0
+        self._last = 0
         self._own = _restarting(job.plan, job.recipe)
 
     @staticmethod
@@ -131,21 +131,16 @@ class Refactoring(Training):
         shape = self._job.owners[name].shape
         return self._job.whole_tensors.whole(name, flat.view(shape))
 
-    def play(self, step: Loaded, begin: float) -> list[Ran]:
-        ran = super().play(step, begin)
-        self._steps += 1
-        return ran
-
-    def notes(self) -> Notes:
-        return {**super().notes(), NOTES: {STEPS: self._steps, LAST: self._last}}
+    def beside(self) -> Mapping[str, int]:
+        return {LAST: self._last}
 
     def recall(self, notes: Mapping[str, Any]) -> None:
         super().recall(notes)
-        found = notes.get(NOTES, {})
-        made, last = found.get(STEPS, 0), found.get(LAST, 0)
-        if not all(isinstance(n, int) and 0 <= n <= made for n in (made, last)):
-            raise OutsizeError(f"checkpoint: its {NOTES} is {found!r}; expected numbers of steps")
-        self._steps, self._last = made, last
+        self._last = notes.get(NOTES, {}).get(LAST, 0)
+        if self._last > self._steps:
+            raise OutsizeError(
+                f"checkpoint: {self.said} {notes[NOTES]!r}; expected no more steps than were made"
+            )
 
 
 def balanced(a_KN: Tensor, b_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,18 +13,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from outsize.errors import OutsizeError
 from outsize.plan import Plan
-from outsize.runtime.engine import Loaded, Ran
 from outsize.runtime.flow import Flow
-from outsize.runtime.handlers.training import Training
 from outsize.runtime.recipe import Recipe
+from outsize.runtime.special.counted import Counted
 
 if TYPE_CHECKING:
     from outsize.runtime.job import Job
-    from outsize.runtime.method import Notes
 
-NOTES, STEPS, TURN = "sampled", "steps", "turn"  # of a checkpoint: steps made, the turn of the last
+NOTES, TURN = "sampled", "turn"  # of a checkpoint: the turn of the last step
 
 
 @runtime_checkable
@@ -42,14 +39,15 @@ class Sampling(Protocol):
         """Those of a turn, of so many."""
 
 
-class Sampled(Training):
+class Sampled(Counted):
     """Steps that train some layers: see outsize/runtime/method.py."""
 
     rehearsed: ClassVar[bool] = False
+    noted, said = NOTES, "its turns of layers are"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._job, self._steps, self._turn = job, 0, 0
+        self._turn = 0
         self._own = _sampling(job.plan, job.recipe)
 
     @staticmethod
@@ -70,23 +68,13 @@ class Sampled(Training):
         now = {name for name, p in job.owners.items() if p.requires_grad}
         return None if wanted == now else wanted
 
-    def play(self, step: Loaded, begin: float) -> list[Ran]:
-        ran = super().play(step, begin)
-        self._steps += 1
-        return ran
-
-    def notes(self) -> Notes:
-        return {**super().notes(), NOTES: {STEPS: self._steps, TURN: self._turn}}
+    def beside(self) -> Mapping[str, int]:
+        return {TURN: self._turn}
 
     def recall(self, notes: Mapping[str, Any]) -> None:
         """In the turn of the last step."""
         super().recall(notes)
-        found = notes.get(NOTES, {})
-        made, turn = found.get(STEPS, 0), found.get(TURN, 0)
-        if not all(isinstance(n, int) and n >= 0 for n in (made, turn)):
-            raise OutsizeError(f"checkpoint: its turns of layers are {found!r}; expected numbers")
-        self._steps = made
-        others = self._others(turn)
+        others = self._others(notes.get(NOTES, {}).get(TURN, 0))
         if others is not None:
             self._job.anew(others)
 
