@@ -40,6 +40,8 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         _check_peft(found, config)
     if kind == "gguf":
         gguf.check(config, inner or "F16")
+    if kind == "hf":
+        _check_known(config, found)
     model = adapters.load(found, config=config)
     if rank is not None:
         adapters.narrowed(model, _rank(found, rank))
@@ -52,7 +54,6 @@ def export(directory: Path, to: str, into: Path, rank: str | None = None) -> lis
         said = _file(model, into, inner or "F16", tokenizer, directory.name)
         return [f"{into}: {inner or 'F16'}", *said]
 
-    _check_known(model.config, found)
     _directory(model, found, into)
     return [f"{into}: {config.family}", *compared(model, into)]
 
@@ -91,7 +92,8 @@ def _directory(model: Decoder, found: Path, into: Path) -> None:
 
 def _check_known(config: DecoderConfig, found: Path) -> None:
     """Refuse what other programs would read and compute without a word of what they do not know."""
-    own = [key for key in WIRES.names() if config.source.get(key)]
+    plain = "" if config.weights is None else config.weights.key  # written as weights
+    own = [key for key in WIRES.names() if config.source.get(key) and key != plain]
     if own:
         raise OutsizeError(
             f"--to hf: transformers knows no {own[0]} and would leave it out; outsize reads {found}"
