@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -116,10 +117,12 @@ def rehearsing() -> bool:
     return isinstance(torch.empty(0), FakeTensor)
 
 
+cdata: Callable[[UntypedStorage], int] = attrgetter("_cdata")  # what tells a storage from others
+
+
 def storage_key(of: Tensor | UntypedStorage) -> int:
     """What tells a storage from all others that live, of fake tensors too."""
-    storage = of.untyped_storage() if isinstance(of, Tensor) else of
-    return int(storage._cdata)
+    return cdata(of.untyped_storage() if isinstance(of, Tensor) else of)
 
 
 class StorageWatch:

@@ -41,6 +41,7 @@ def test_a_storage_has_one_key():
         private.storage_key(x)
         == private.storage_key(x[2:])
         == private.storage_key(x.untyped_storage())
+        == private.cdata(x.untyped_storage())
     )
     assert private.storage_key(x) != private.storage_key(x.clone())
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outsize.errors import OutsizeError, counted
 from outsize.memory.sizes import format_bytes
-from outsize.torch_private import DispatchMode, safe_softmax, storage_key, tree_leaves
+from outsize.torch_private import DispatchMode, cdata, safe_softmax, storage_key, tree_leaves
 
 KINDS = (
     "parameters", "gradients", "master", "optimizer", "window", "activations", "workspace", "data"
@@ -89,7 +89,7 @@ class Ledger:
         self.peak = 0  # highest total since reset_peak
         self.peak_live: dict[str, int] = dict(self.live)  # by kind at that moment
         self._kind: str | None = "workspace"
-        self._held: dict[int, list[Any]] = {}  # storage address -> [weakref, bytes, kind]
+        self._held: dict[int, list[Any]] = {}  # by storage: weakref, in grains, kind, bytes
         self._modes: list[_Dispatch] = []
 
     def __enter__(self) -> Ledger:
@@ -118,20 +118,23 @@ class Ledger:
 
     def see(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, once."""
-        if tensor.device.type != self.device or self._kind is None:
+        if self._kind is None:
             return
         storage = tensor.untyped_storage()
-        key, size = storage_key(storage), in_grains(storage.nbytes(), self.grain)
+        key, size = cdata(storage), storage.nbytes()
         held = self._held.get(key)
         if held is not None:
-            if held[1] != size:
-                self._count(held[2], size - held[1])
-                held[1] = size
+            if held[3] != size:
+                taken = in_grains(size, self.grain)
+                self._count(held[2], taken - held[1])
+                held[1], held[3] = taken, size
             return
-        if size == 0:
+        if size == 0 or tensor.device.type != self.device:
             return
-        self._count(self._kind, size)
-        self._held[key] = [weakref.ref(storage, lambda _: self._forget(key)), size, self._kind]
+        taken = in_grains(size, self.grain)
+        self._count(self._kind, taken)
+        alive = weakref.ref(storage, lambda _: self._forget(key))
+        self._held[key] = [alive, taken, self._kind, size]
 
     def release(self, tensor: Tensor) -> None:
         """Stop counting the storage of a tensor that somebody else may keep alive."""

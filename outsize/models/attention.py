@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from outsize.kernels import attention as kernel
 from outsize.models.config import DecoderConfig, LayerFacts, Rope
 from outsize.models.declared import INSIDE, Lies, Unit
-from outsize.models.flash import flash
+from outsize.models.flash import flash, together
 from outsize.models.layout import chunks, clip, past, stretches, visible
 from outsize.models.linear import Linear
 from outsize.models.norm import Norm, upcast
@@ -201,6 +201,10 @@ class LocalAttend:
             return flash(q_THK, k_TGK, v_TGW, bounds, spec.scale, spec.window)
         if cpu and kernel.fits(q_THK, k_TGK, v_TGW):
             return _behind(q_THK, k_TGK, v_TGW, bounds, spec)
+        few = together(bounds, spec.window, q_THK.device) if cpu and queries == keys else None
+        if few is not None:
+            q, k, v = (few.queries(x, x.shape[2]) for x in (q_THK, k_TGK, v_TGW))
+            return few.tokens(attend(q, k, v, spec))
         start, outputs = spec.first_query, []
         for here, there, documents in stretches(bounds, start, start + queries):
             cut = (q_THK[here], k_TGK[there], v_TGW[there])
