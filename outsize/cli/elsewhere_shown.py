@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from outsize.foresight.layout import Layout, Resting
-from outsize.foresight.memory import COMMUNICATORS, CONTEXT, Memory, workers
+from outsize.foresight.memory import Memory, workers
 from outsize.foresight.planning.asked import Asked, value_of
 from outsize.foresight.planning.choose import Choice, Planned
 from outsize.foresight.planning.explain import (
@@ -113,8 +113,8 @@ def bytes_of(held: Memory) -> dict[str, float]:
         "head": held.head,
         "gathered": held.gathered,
         "fragmentation": held.reserved - held.tensors,
-        "driver": CONTEXT,
-        "communicators": COMMUNICATORS * held.axes,
+        "libraries": held.kept.libraries,
+        "communicators": held.kept.communicator * held.axes,
     }
 
 
@@ -179,7 +179,8 @@ def _plan_json(answer: Answer, each: Planned) -> dict[str, Any]:
         "binds": each.binds,
         "bytes": bytes_of(each.memory),
         "bytes_by_worker": {
-            name: bytes_of(held) for name, held in workers(answer.shape, lay).items()
+            name: bytes_of(held)
+            for name, held in workers(answer.shape, lay, each.memory.kept).items()
         },
         "room": each.room,
         "fits": each.fits,
@@ -226,7 +227,7 @@ def _held(answer: Answer) -> Any:
     from outsize.memory import format_bytes
     from outsize.screen import FIGURES, table
 
-    every = workers(answer.shape, answer.best.layout)
+    every = workers(answer.shape, answer.best.layout, answer.best.memory.kept)
     names = list(every)
     shown = [names[0], *([names[1]] if len(names) > 2 else []), *names[1:][-1:]]
     held = table("bytes", *shown, right=FIGURES)

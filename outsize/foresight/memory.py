@@ -17,13 +17,40 @@ from outsize.foresight.shape import Shape
 from outsize.foresight.sources import KERNELS
 from outsize.foresight.step import held, layers_of
 from outsize.hardware.cluster import Group
+from outsize.hardware.hardware import Device
 
 GIB = 2.0**30
-# Kept beside tensors: the driver's context with the libraries' kernels, buffers of communicators,
-# what the allocator has and cannot use (AIConfigurator's and SimuMax's tables; PyTorch's forums).
-CONTEXT, COMMUNICATORS, FRAGMENTS = 0.85 * GIB, 0.3 * GIB, 0.038
 JOINED = 4.0  # bytes of a logit that came from others: the parts, and what they are joined into
 CHAIN = 10.0  # bytes more of a token and hidden unit: RMSNorm's chain keeps float32 copies
+
+
+@dataclass(frozen=True)
+class Reserves:
+    """What a process keeps beside tensors: bytes of libraries, with a driver's buffers, and of each
+    communicator, and as a part of tensors what its allocator has and cannot use. source: of it."""
+
+    libraries: float
+    communicator: float
+    fragments: float
+    source: str
+
+
+# The driver with the libraries' kernels, NCCL's buffers, PyTorch's caching allocator.
+DRIVEN = Reserves(
+    0.85 * GIB, 0.3 * GIB, 0.038,
+    "outsize/foresight/memory.py: AIConfigurator's and SimuMax's tables, out-of-memory labels",
+)  # fmt: skip
+# An interpreter with PyTorch and the modules of a run is all; messages and buffers of 1 MiB and
+# more are mappings of their own, which go back as they are freed (outsize/hardware/host.py).
+HOSTED = Reserves(
+    0.25 * GIB, 0.0, 0.0,
+    "outsize/foresight/memory.py: a process that has trained, resident, 2026-11-26",
+)  # fmt: skip
+
+
+def reserves(device: Device) -> Reserves:
+    """Those of a device's processes."""
+    return DRIVEN if device.apart else HOSTED
 
 
 @dataclass(frozen=True)
@@ -36,6 +63,7 @@ class Memory:
     head: float
     gathered: float
     axes: int  # communicators
+    kept: Reserves = DRIVEN
     below: Mapping[str, float] = field(default_factory=dict)  # bytes on each tier below the device
 
     @property
@@ -44,30 +72,31 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        return self.tensors * (1 + FRAGMENTS)
+        return self.tensors * (1 + self.kept.fragments)
 
     @property
     def process(self) -> float:
-        return self.reserved + CONTEXT + COMMUNICATORS * self.axes
+        return self.reserved + self.kept.libraries + self.kept.communicator * self.axes
 
     def counted(self, way: str) -> float:
         """As a publication counts: "allocated", "reserved" or "process"."""
         return {"allocated": self.tensors, "reserved": self.reserved}.get(way, self.process)
 
 
-def memory(shape: Shape, layout: Layout) -> Memory:
+def memory(shape: Shape, layout: Layout, kept: Reserves = DRIVEN) -> Memory:
     """Of the fullest worker: that of the first stage, or of the last, whichever has more."""
     p = layout.pipeline
-    places = (0, p - 1) if p > 1 else (0,)
-    return max((_stage(shape, layout, place) for place in places), key=lambda made: made.tensors)
+    made = (_stage(shape, layout, place) for place in ((0, p - 1) if p > 1 else (0,)))
+    return replace(max(made, key=lambda one: one.tensors), kept=kept)
 
 
-def workers(shape: Shape, layout: Layout) -> dict[str, Memory]:
+def workers(shape: Shape, layout: Layout, kept: Reserves = DRIVEN) -> dict[str, Memory]:
     """Of every distinct worker: those of a stage hold the same."""
     p = layout.pipeline
+    made = [replace(_stage(shape, layout, place), kept=kept) for place in range(p)]
     if p == 1:
-        return {"every worker": _stage(shape, layout, 0)}
-    return {f"stage {place + 1} of {p}": _stage(shape, layout, place) for place in range(p)}
+        return {"every worker": made[0]}
+    return {f"stage {place + 1} of {p}": one for place, one in enumerate(made)}
 
 
 def fits(made: Memory, machines: Group) -> bool:

@@ -10,9 +10,10 @@ from rates import known_hardware, rate
 from outsize.foresight.named import shape_of
 from outsize.foresight.planning.asked import Asked, Conditions, conditions
 from outsize.foresight.planning.choose import choose
+from outsize.foresight.planning.explain import figures
 from outsize.foresight.sources import Roofline, source_of
 from outsize.foresight.step import terms
-from outsize.hardware import Attention, Device, Hardware, Matmul, Measured
+from outsize.hardware import Attention, Device, Hardware, Matmul, Measured, parse_spec
 from outsize.hardware.cluster import of_machine
 from outsize.hardware.measure import CPU_SHAPES
 from outsize.train.resolve import values_of
@@ -73,3 +74,21 @@ def test_seconds_are_those_of_the_rehearsal_by_the_same_rates(
     assert best.seconds == pytest.approx(made.seconds, rel=0.2)
     counted = terms(shape, best.layout, cluster)
     assert best.lanes["matmul"] == pytest.approx(counted.slots * counted.last["matmul"])
+
+
+def test_a_processor_keeps_no_driver_nor_its_communicators() -> None:
+    """Its process has an interpreter beside tensors; a GPU's keeps its context, the buffers of
+    communicators, and what the allocator cannot use. What fits goes by them."""
+    shape, asked = shape_of("mini"), Asked(128, 8, "fp32")
+    cluster = of_machine(replace(processor(), devices=(replace(device(), count=2),)))
+    best = choose(shape, asked, cluster, 1).plans[0]
+    gpu = choose(shape, replace(asked, precision="bf16"), parse_spec("2xL40S"), 1).plans[0]
+    beside = best.memory.process - best.memory.tensors
+    assert beside == best.memory.kept.libraries and 0 < beside < 2**29
+    assert gpu.memory.process - gpu.memory.tensors > 0.85 * 2**30
+    tight = replace(asked, memory=int(best.memory.process) + 1)
+    assert choose(shape, tight, cluster, 1).plans[0].fits
+    none = choose(shape, replace(asked, memory=2**27), cluster, 1)
+    assert none.nearest is not None and none.nearest.memory.kept == best.memory.kept
+    said = {one.name: one.value for one in figures(shape, cluster, best)}
+    assert said["reserve: a communicator"] == "0.00 GiB"

@@ -24,7 +24,7 @@ from outsize.foresight.constants import Array, Batch, Model, batch_of, tags
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.fitted import fitted
 from outsize.foresight.layout import Layout
-from outsize.foresight.memory import Memory, memory
+from outsize.foresight.memory import Memory, reserves
 from outsize.foresight.network import Network
 from outsize.foresight.planning.asked import Asked, Objective
 from outsize.foresight.planning.known import Known
@@ -183,7 +183,7 @@ def choose(
     every = list(cells(shape, asked, at_best(cluster) if measured else cluster))
     if not every:
         raise OutsizeError(_none_divides(asked, cluster))
-    known = known or Known(shape)
+    known = known or Known(shape, reserves(cluster.groups[0].device))
     bounds = _bounds(known, asked, every)
     search, shut, finished = _Search(shape, asked, top, known, measured), 0, True
     order = np.argsort(bounds, kind="stable")
@@ -206,7 +206,7 @@ def _nearest(search: _Search) -> Planned | None:
         return None
     _, layout, cell = search.least
     room = room_of(search.asked, cell.cluster)
-    held = memory(search.shape, layout)
+    held = search.known.memory(layout)
     return forecast(search.shape, [layout], cell.cluster, [held], room)[0]
 
 

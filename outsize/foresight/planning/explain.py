@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from outsize.errors import OutsizeError
 from outsize.foresight.constants import PRIORS
 from outsize.foresight.fitted import fitted
-from outsize.foresight.memory import COMMUNICATORS, CONTEXT, FRAGMENTS, memory
+from outsize.foresight.memory import memory, reserves
 from outsize.foresight.planning.asked import EXPERTS, Asked, Condition, conditions, value_of
 from outsize.foresight.planning.choose import Planned, Priced, choose, placed, room_of
 from outsize.foresight.planning.known import Known
@@ -72,7 +72,7 @@ class Family:
 
 def families(shape: Shape, asked: Asked, cluster: Cluster, best: Planned) -> Iterator[Family]:
     """Of each a reason with a number."""
-    known = Known(shape)
+    known = Known(shape, reserves(cluster.groups[0].device))
     for name in FAMILIES:
         (one,) = conditions((name,), "family")
         if one.name == EXPERTS and not shape.experts:
@@ -197,12 +197,13 @@ def figures(shape: Shape, cluster: Cluster, best: Planned) -> Iterator[Figure]:
         said = f"{min(apart) / 1e9:,.4g} to {max(apart) / 1e9:,.4g} GB/s"
         yield Figure("rates between machines", said, f"{cluster.source}, measured")
     yield from _factors(shape, cluster, best)
-    kept = (
-        "outsize/foresight/memory.py: AIConfigurator's and SimuMax's tables, out-of-memory labels"
-    )
-    yield Figure("reserve: context", f"{CONTEXT / GIB:.2f} GiB", kept)
-    yield Figure("reserve: a communicator", f"{COMMUNICATORS / GIB:.2f} GiB", kept)
-    yield Figure("reserve: fragmentation", f"{FRAGMENTS:.1%} of tensors", kept)
+    kept = best.memory.kept
+    for name, value in (
+        ("libraries", f"{kept.libraries / GIB:.2f} GiB"),
+        ("a communicator", f"{kept.communicator / GIB:.2f} GiB"),
+        ("fragmentation", f"{kept.fragments:.1%} of tensors"),
+    ):
+        yield Figure(f"reserve: {name}", value, kept.source)
     off = best.high / best.seconds
     said = "errors of held-out publications, nine tenths of them (docs/accuracy.md)"
     yield Figure("interval of every time", f"x {1 / off:.2f} to {off:.2f}", said)
@@ -249,10 +250,10 @@ def fewest(shape: Shape, asked: Asked, cluster: Cluster) -> int | None:
 
 
 def _any(shape: Shape, asked: Asked, cluster: Cluster) -> bool:
-    room = room_of(asked, cluster)
+    room, kept = room_of(asked, cluster), reserves(cluster.groups[0].device)
     whole = replace(asked, objective="time")
     return any(
-        memory(shape, layout).process <= room
+        memory(shape, layout, kept).process <= room
         for cell in cells(shape, whole, cluster)
         for layout in variants(shape, whole, cell)
         if asked.conditions.allow("recompute", layout.recompute)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from outsize.foresight import memory as bytes_of
 from outsize.foresight.layout import Layout
-from outsize.foresight.memory import Memory
+from outsize.foresight.memory import DRIVEN, Memory, Reserves
 from outsize.foresight.shape import Shape
 from outsize.foresight.step import Terms, layers_of
 from outsize.foresight.step import terms as counted
@@ -21,9 +21,11 @@ from outsize.hardware.cluster import Cluster
 @dataclass
 class Known:
     """Terms and bytes of one model's layouts on parts of one cluster, by what they do. asked:
-    evaluations that were wanted; made: that were carried out."""
+    evaluations that were wanted; made: that were carried out. kept: by its processes beside
+    tensors."""
 
     shape: Shape
+    kept: Reserves = DRIVEN
     terms_of: dict[Layout, Terms] = field(default_factory=dict)
     memory_of: dict[Layout, Memory] = field(default_factory=dict)
     asked: int = 0
@@ -43,7 +45,7 @@ class Known:
         self.asked += 1
         if key not in self.memory_of:
             self.made += 1
-            self.memory_of[key] = bytes_of.memory(self.shape, layout)
+            self.memory_of[key] = bytes_of.memory(self.shape, layout, self.kept)
         return self.memory_of[key]
 
 

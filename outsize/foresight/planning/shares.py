@@ -19,7 +19,7 @@ import numpy as np
 from outsize.foresight.constants import Array
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.layout import Layout, Recompute
-from outsize.foresight.memory import Memory, memory
+from outsize.foresight.memory import Memory, memory, reserves
 from outsize.foresight.planning.asked import Asked
 from outsize.foresight.planning.choose import reach, room_of
 from outsize.foresight.planning.layouts import ROWS, STACK, WIDE, divisors
@@ -88,7 +88,7 @@ def _kind(
     lays, held = [], list[Memory]()
     for rows in range(1, most + 1):
         one = replace(lay, rows=rows, batch=rows * lay.data * (2 if several else 1))
-        bytes_ = memory(shape, one)
+        bytes_ = memory(shape, one, reserves(group.device))
         if bytes_.process > room:
             break
         lays.append((shape, one))

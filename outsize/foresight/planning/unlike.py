@@ -17,7 +17,7 @@ from itertools import permutations, product
 from outsize.errors import OutsizeError
 from outsize.foresight.conventions import COUNTS
 from outsize.foresight.layout import Layout, Recompute
-from outsize.foresight.memory import Memory, workers
+from outsize.foresight.memory import Memory, reserves, workers
 from outsize.foresight.planning.asked import Asked
 from outsize.foresight.planning.choose import reach, room_of
 from outsize.foresight.planning.layouts import ROWS, STACK, STAGES, WIDE, divisors
@@ -118,21 +118,22 @@ def _holds(
     shape: Shape, asked: Asked, cluster: Cluster, lay: Layout, at: tuple[Group, int], most: int
 ) -> int:
     """Blocks that a device has room for at a place of the pipeline."""
-    group, place = at
+    group, _ = at
     room = room_of(asked, replace(cluster, groups=(group,), rates=()))
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if _held(shape, lay, place, middle).process <= room:
+        if _held(shape, lay, at, middle).process <= room:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _held(shape: Shape, lay: Layout, place: int, blocks: int) -> Memory:
+def _held(shape: Shape, lay: Layout, at: tuple[Group, int], blocks: int) -> Memory:
+    group, place = at
     of = replace(shape, layers=blocks * lay.pipeline)
-    return list(workers(of, lay).values())[place]
+    return list(workers(of, lay, reserves(group.device)).values())[place]
 
 
 def _forecast(
@@ -143,7 +144,7 @@ def _forecast(
     for place, (kind, count) in enumerate(zip(stages, blocks, strict=True)):
         alone = replace(cluster, groups=(kind.group,), rates=())
         one = (kind.last if place == lay.pipeline - 1 else kind.middle)[count - 1]
-        held = _held(shape, lay, place, count)
+        held = _held(shape, lay, (kind.group, place), count)
         parts.append(
             Part(
                 kind.group.device.name, count, float(one), held, room_of(asked, alone),
