@@ -142,7 +142,8 @@ class Device:
     bytes of which its allocator gives whole multiples; reserved: that its libraries keep. watts,
     price: of one device in use, where known. array: rows and columns of a systolic array, 0 where
     there is none. threads: of a processor, those that its rates were measured with, of its cores;
-    0: all that it has. banks: of memory that multiplies; `bandwidth` is then that of its pins."""
+    0: all that it has; granted: the cores' worth of time that a quota leaves of them, 0: all of it.
+    banks: of memory that multiplies; `bandwidth` is then that of its pins."""
 
     name: str
     kind: Kind
@@ -160,6 +161,7 @@ class Device:
     array: int = 0
     cores: int = 0
     threads: int = 0
+    granted: float = 0.0
     banks: Banks | None = None
 
     def __post_init__(self) -> None:

@@ -1,12 +1,13 @@
 """What the operating system says of this machine: processor, memory that may be used, disk.
 
-Memory is what a cgroup (version 1 or 2, every level up to the root) and the process's own limits
-leave, not what the whole machine has.
+Memory and processor time are what a cgroup (version 1 or 2, every level up to the root) and the
+process's own limits leave, not what the whole machine has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import resource
@@ -46,12 +47,19 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
+def cores(proc: Path = PROC, mount: Path = MOUNT) -> int:
+    """Cores that this process can keep busy, the last of them perhaps in part."""
+    return math.ceil(granted(proc, mount))
+
+
+def granted(proc: Path = PROC, mount: Path = MOUNT) -> float:
+    """Cores' worth of time that this process may take: all that it may run on, or what the quota of
+    a control group leaves of them."""
     try:
-        return len(os.sched_getaffinity(0))
+        own = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        return os.cpu_count() or 1
+        own = os.cpu_count() or 1
+    return min((float(own), *_quotas(proc, mount)))
 
 
 def busy() -> bool:
@@ -93,6 +101,33 @@ def cgroup_limits(proc: Path = PROC, mount: Path = MOUNT) -> Iterator[Memory]:
 
     Pages of files that nothing uses count as available, since the kernel drops them first.
     """
+    files = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, level in _levels("memory", proc, mount):
+        limit, usage, dropped = files[version]
+        most = _number(level / limit)
+        if most is not None and most < UNLIMITED:
+            used = (_number(level / usage) or 0) - _stat(level / "memory.stat", dropped)
+            yield Memory(most, max(0, most - max(0, used)))
+
+
+def _quotas(proc: Path, mount: Path) -> Iterator[float]:
+    """Cores' worth of time of each level that has a quota: so much of every period."""
+    for version, level in _levels("cpu", proc, mount):
+        if version == 2:
+            quota, period = _pair(level / "cpu.max")
+        else:
+            quota = _number(level / "cpu.cfs_quota_us")
+            period = _number(level / "cpu.cfs_period_us")
+        if quota and period and quota > 0:  # version 1 writes its "no quota" as -1
+            yield quota / period
+
+
+def _levels(controller: str, proc: Path, mount: Path) -> Iterator[tuple[int, Path]]:
+    """(version, folder) from the process's own group up to the root. Inside a container the path
+    may be that of the machine outside, which is not there: then the root is the group."""
     try:
         lines = proc.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -100,25 +135,16 @@ def cgroup_limits(proc: Path = PROC, mount: Path = MOUNT) -> Iterator[Memory]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2, alone or beside version 1
-            for root in (mount, mount / "unified"):
-                yield from _levels(root, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _levels(mount / controllers, path, *files)
-
-
-def _levels(root: Path, path: str, limit: str, usage: str, dropped: str) -> Iterator[Memory]:
-    """From the process's own group up to the root. Inside a container the path may be that of
-    the machine outside, which is not there: then the root is the group."""
-    folder = root / path.lstrip("/")
-    folder = folder if folder.is_dir() else root
-    for level in (folder, *folder.parents):
-        most = _number(level / limit)
-        if most is not None and most < UNLIMITED:
-            used = (_number(level / usage) or 0) - _stat(level / "memory.stat", dropped)
-            yield Memory(most, max(0, most - max(0, used)))
-        if level == root:
-            return
+            found = [(2, mount), (2, mount / "unified")]
+        else:
+            found = [(1, mount / controllers)] if controller in controllers.split(",") else []
+        for version, root in found:
+            folder = root / path.lstrip("/")
+            folder = folder if folder.is_dir() else root
+            for level in (folder, *folder.parents):
+                yield version, level
+                if level == root:
+                    break
 
 
 def _number(path: Path) -> int | None:
@@ -127,6 +153,15 @@ def _number(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def _pair(path: Path) -> tuple[int | None, int | None]:
+    """Two numbers in a file; None where it says "max", or there is none."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota), int(period)
+    except (OSError, ValueError):
+        return None, None
 
 
 def _stat(path: Path, name: str) -> int:

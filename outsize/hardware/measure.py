@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outsize import accelerator
+from outsize.hardware import host
 from outsize.hardware.hardware import Attention, Matmul, Rate
 from outsize.kernels import attention
 from outsize.kernels.product import linear
@@ -66,9 +67,12 @@ class Timer(Protocol):
 def best_of(work: Callable[[], object], device: torch.device) -> float:
     """The shortest of some calls after one that warms up; of two where one takes long.
 
-    The shortest, because whatever else runs on the machine can only add to it.
+    The shortest, because whatever else runs on the machine can only add to it. On a processor none
+    counts for less than its processor time over the cores' worth that is granted: the quota of a
+    control group stops what runs long, and hardly a short call.
     """
-    once = _device_seconds if accelerator.queues(device) else _host_seconds
+    granted = host.granted()
+    once = _device_seconds if accelerator.queues(device) else partial(_host_seconds, granted)
     warm = once(work, device)
     if warm > LONGEST:  # one more all the same: the first call also builds kernels and threads
         return min(warm, once(work, device))
@@ -202,10 +206,11 @@ def _numbers(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor
     return torch.empty(shape, dtype=DTYPES[dtype], device=device).uniform_(generator=generator)
 
 
-def _host_seconds(work: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
+def _host_seconds(granted: float, work: Callable[[], object], device: torch.device) -> float:
+    spent, start = time.process_time(), time.perf_counter()
     work()
-    return time.perf_counter() - start
+    wall = time.perf_counter() - start
+    return max(wall, (time.process_time() - spent) / granted)
 
 
 def _device_seconds(work: Callable[[], object], device: torch.device) -> float:

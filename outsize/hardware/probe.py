@@ -27,7 +27,7 @@ from outsize.hardware.hardware import Device, Hardware, Link, Measured, Rate, Ti
 from outsize.texts import write_text
 
 TIERS = ("device", "host", "disk")
-FORMAT = 5  # raised when what is measured, or how, changes
+FORMAT = 6  # raised when what is measured, or how, changes
 
 
 def probe(
@@ -101,7 +101,7 @@ def _key(target: torch.device, quick: bool, directory: str | Path) -> dict[str, 
         "device": _name(target),
         "devices": _count(target),
         "processor": host.processor(),
-        "cores": host.cores(),
+        "cores": host.granted(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "disk": None if quick else str(Path(directory).resolve()),
@@ -146,6 +146,7 @@ def _measure(
         if entry.dtype not in peak or entry.rate.value > peak[entry.dtype].value:
             peak[entry.dtype] = entry.rate
     bandwidth = measure.bandwidth(target, timer, date)
+    granted = host.granted()
     found = Measured(
         matmul=matmul,
         attention=tuple(measure.attentions(target, quick, timer, date)),
@@ -163,9 +164,10 @@ def _measure(
         count=_count(target),
         visible=memory,
         measured=found,
-        note="" if apart else f"{host.cores()} cores, {torch.get_num_threads()} threads",
+        note="" if apart else f"{granted:g} cores, {torch.get_num_threads()} threads",
         cores=0 if apart else host.cores(),
         threads=0 if apart else torch.get_num_threads(),
+        granted=granted if not apart and granted < host.cores() else 0.0,
     )
     tiers, links = [Tier("device", 0, bandwidth, bandwidth)], []
     if apart:

@@ -10,16 +10,17 @@ from outsize.hardware.host import cores
 
 def shared(hardware: Hardware, workers: int) -> Hardware:
     """What each of `workers` on one machine has of its processor: as much of everything, of rates
-    that fewer threads than its cores measured as much as all cores would have. Where workers are
-    more than cores, calls take longer too."""
+    that fewer threads than its cores measured as much as all cores would have, or the time that is
+    granted of them. Where workers are more than those, calls take longer too."""
     device = hardware.devices[0]
     if workers == 1 or device.apart:
         return hardware
     part = 1.0 / workers
-    busy = device.threads or device.cores
-    rate = min(1.0, device.cores / busy * part) if busy else part
+    has = device.granted or device.cores
+    busy = min(device.threads or has, has)
+    rate = min(1.0, has / busy * part) if busy else part
     mine = replace(
-        scaled(device, rate, max(1.0, workers / (device.cores or cores()))),
+        scaled(device, rate, max(1.0, workers / max(1.0, has or cores()))),
         memory=_scaled(device.memory, part),
         visible=None if device.visible is None else _scaled(device.visible, part),
     )

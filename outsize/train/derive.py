@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outsize.data import SOURCES, DataConfig, detected
 from outsize.errors import OutsizeError
-from outsize.hardware import Device
+from outsize.hardware import Device, host
 from outsize.models.config import DecoderConfig
 from outsize.optim.parse import RATES, SCHEDULES
 from outsize.train import finetuning
@@ -46,6 +48,14 @@ def source(resolved: Resolved) -> Resolved:
         return resolved
     key, form, file = found
     return resolved.with_value(key, True, f"{DERIVED}{file.path} has chats ({form})")
+
+
+def threads(resolved: Resolved) -> Resolved:
+    """Fill in the threads of an operator: PyTorch's own choice, which knows of no quota."""
+    own, has = torch.get_num_threads(), host.cores()
+    if own <= has:
+        return resolved.derive("threads", own, "PyTorch's own choice here")
+    return resolved.derive("threads", has, f"of the cores {host.granted():g} are granted")
 
 
 def row_of(resolved: Resolved, directory: Path) -> Resolved:

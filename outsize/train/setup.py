@@ -102,7 +102,7 @@ def set_up(
     where it does not fit. Sets PyTorch's number of threads. OutsizeError for whatever makes the run
     impossible.
     """
-    resolved = resolved.derive("threads", torch.get_num_threads(), "PyTorch's own choice here")
+    resolved = derive.threads(resolved)
     torch.set_num_threads(resolved.get("threads"))
     again = model is not None  # of a checkpoint, whose weights are stored
     if model is None:

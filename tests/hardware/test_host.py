@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -60,6 +61,37 @@ def test_inside_a_container_the_root_is_the_group(tmp_path: Path) -> None:
 
 def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
     assert list(host.cgroup_limits(tmp_path / "none", tmp_path)) == []
+
+
+TWO, SHARED = "0::/a/b\n", "9:name=systemd:/\n4:cpu,cpuacct:/a/b\n0::/\n"
+AT = "cpu,cpuacct/a"
+
+
+@pytest.mark.parametrize(
+    ("proc", "files", "expected"),
+    [
+        (TWO, {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 0.5),
+        (TWO, {"a/cpu.max": "50000 100000", "a/b/cpu.max": "20000 100000"}, 0.2),
+        (TWO, {"unified/a/b/cpu.max": "5000 20000"}, 0.25),
+        ("0::/outer/path\n", {"cpu.max": "75000 100000"}, 0.75),  # inside a container
+        (SHARED, {f"{AT}/cpu.cfs_quota_us": 10000, f"{AT}/cpu.cfs_period_us": 20000}, 0.5),
+        (SHARED, {f"{AT}/b/cpu.cfs_quota_us": -1, f"{AT}/b/cpu.cfs_period_us": 100000}, None),
+        (TWO, {"a/cpu.max": "99900000 100000"}, None),  # more than there is
+        (TWO, {"a/b/cpu.max": "nonsense"}, None),
+    ],
+)
+def test_a_quota_leaves_part_of_the_cores(
+    tmp_path: Path, proc: str, files: dict[str, object], expected: float | None
+) -> None:
+    """Of every level the least; cores are whole, and one at least."""
+    (tmp_path / "proc").write_text(proc)
+    tree(tmp_path / "fs", files)
+    for folder in ("a/b", f"{AT}/b"):
+        (tmp_path / "fs" / folder).mkdir(parents=True, exist_ok=True)
+    where = (tmp_path / "proc", tmp_path / "fs")
+    whole = len(os.sched_getaffinity(0))
+    assert host.granted(*where) == (expected or whole)
+    assert host.cores(*where) == (1 if expected else whole)
 
 
 def test_memory_is_the_least_of_machine_group_and_process(

@@ -277,14 +277,42 @@ def test_tiny_work_is_repeated_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure.best_of(lambda: calls.append(1), CPU) > 0
     assert 2 <= len(calls) <= 1 + measure.MOST_REPEATS
     times = iter([1e-3, *[3e-6] * measure.MOST_REPEATS])
-    monkeypatch.setattr(measure, "_host_seconds", lambda work, device: next(times))
+    monkeypatch.setattr(measure, "_host_seconds", lambda *_: next(times))
     assert measure.best_of(lambda: None, CPU) == 3e-6 and not list(times)
 
 
 def test_slow_work_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([5.0, 4.0])
-    monkeypatch.setattr(measure, "_host_seconds", lambda work, device: next(times))
+    monkeypatch.setattr(measure, "_host_seconds", lambda *_: next(times))
     assert measure.best_of(lambda: None, CPU) == 4.0
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(2.0, 0.25), (1.0, 0.375), (0.5, 0.75)])
+def test_no_work_counts_for_less_than_its_processor_time_over_what_is_granted(
+    monkeypatch: pytest.MonkeyPatch, cores: float, seconds: float
+) -> None:
+    """A call that two threads spend 0.25 s on, and 0.375 s of processor time: a quota of half a
+    core lets it go on for 0.75 s."""
+    wall, spent = iter([0.0, 0.25] * 9), iter([0.0, 0.375] * 9)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(spent))
+    monkeypatch.setattr(host, "granted", lambda: cores)
+    assert measure.best_of(lambda: None, CPU) == seconds
+
+
+@pytest.mark.usefixtures("light")
+def test_a_probe_says_what_a_quota_leaves_of_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps the rates of one quota apart from those of another."""
+    timer = Clockwork()
+    whole = take(tmp_path, timer=timer).devices[0]
+    calls = timer.calls
+    assert whole.granted == 0.0
+    monkeypatch.setattr(host, "granted", lambda *_: 0.5)
+    held = take(tmp_path, timer=timer)
+    assert (held.devices[0].granted, held.devices[0].cores) == (0.5, 1)
+    assert timer.calls == 2 * calls and loads(dumps(held)) == held
 
 
 @pytest.mark.parametrize(
