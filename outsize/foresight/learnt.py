@@ -20,7 +20,7 @@ from itertools import product
 import numpy as np
 
 from outsize.foresight.constants import Array
-from outsize.foresight.sources import Cost, CostSource, Roofline, Table
+from outsize.foresight.sources import Cost, CostSource, Processor, Roofline, Table
 from outsize.hardware.hardware import Device, Measured
 
 LEAST = 12  # samples: of fewer, errors of those held out say little
@@ -137,27 +137,29 @@ def _product(m: int, n: int, k: int, dtype: str) -> str:
 
 def held_out(device: Device, made: Fit) -> dict[str, float]:
     """Median relative errors of a device's measured products, each held out: of the roofline, of a
-    table of the others, and of `made`, which is learnt of them."""
+    table of the others, of a processor also of the law of these, and of `made`, which is learnt."""
     table = device.measured.matmul
     off: dict[str, list[float]] = {"roofline": [], "table": []}
     for at, one in enumerate(table):
         others = Measured((*table[:at], *table[at + 1 :]))
         sheet, seconds = Roofline(device), one.flops / one.rate.value
-        asked: dict[str, CostSource] = {
-            "roofline": sheet, "table": Table(replace(device, measured=others), sheet)
-        }  # fmt: skip
+        bare = replace(device, measured=others)
+        asked: dict[str, CostSource] = {"roofline": sheet, "table": Table(bare, sheet)}
+        if not device.apart:
+            asked["law"] = Processor(bare, sheet)
         for name, source in asked.items():
             seen = source.product(one.tokens, one.d_out, one.d_in, one.dtype).seconds
-            off[name].append(abs(seen / seconds - 1))
+            off.setdefault(name, []).append(abs(seen / seconds - 1))
     found = {name: float(np.median(each)) for name, each in off.items()}
     return {**found, "learnt": float(np.median(made.off))}
 
 
 @lru_cache(maxsize=64)
 def better(device: Device) -> Fit | None:
-    """What is learnt of a device, where it errs clearly less, held out, than its roofline."""
+    """What is learnt of a device, where it errs clearly less, held out, than its roofline, or the
+    law of a processor."""
     if len(device.measured.matmul) < LEAST:
         return None
     made = learnt(device)
     off = held_out(device, made)
-    return made if off["learnt"] < WORTH * off["roofline"] else None
+    return made if off["learnt"] < WORTH * min(off["roofline"], off.get("law", math.inf)) else None

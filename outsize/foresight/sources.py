@@ -142,6 +142,35 @@ def systolic(m: int, n: int, k: int, side: int) -> float:
 
 
 @dataclass(frozen=True)
+class Processor:
+    """What a law makes of a processor's measured products, in dtypes that have one; anything else
+    from another source."""
+
+    device: Device
+    other: CostSource
+
+    def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
+        law = self.device.measured.laws.get(dtype)
+        if law is None:
+            return self.other.product(m, n, k, dtype)
+        seconds = law.plain((m, k, n))
+        said = f"fitted to {len(law.shapes)} products measured on {self.device.name}"
+        return Cost(seconds, seconds * (1 - SPREAD), seconds * (1 + SPREAD), said)
+
+    def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
+        return self.other.attention(operations, size, kernel, back)
+
+    def traffic(self, moved: float) -> Cost:
+        return self.other.traffic(moved)
+
+
+def sheet_of(device: Device, scores: str = "bf16") -> CostSource:
+    """What prices shapes that were not measured: the device's sheet, or a processor's law."""
+    sheet = Roofline(device, scores)
+    return sheet if device.apart else Processor(device, sheet)
+
+
+@dataclass(frozen=True)
 class Table:
     """Products by shape as they were measured on the device, where the table has their dtype and
     shapes within a factor of four, and attention where it was measured in its dtype (`scores`);
@@ -154,8 +183,10 @@ class Table:
     def product(self, m: int, n: int, k: int, dtype: str) -> Cost:
         if not self._near(m, n, k, dtype):
             return self.other.product(m, n, k, dtype)
-        seconds = 2.0 * m * n * k / self.device.measured.matmul_rate(m, k, n, dtype)
-        return self._cost(seconds)
+        measured = self.device.measured
+        if not self.device.apart:
+            return self._cost(measured.product_seconds((m, k, n), dtype)[0])
+        return self._cost(2.0 * m * n * k / measured.matmul_rate(m, k, n, dtype))
 
     def attention(self, operations: float, size: tuple[int, int], kernel: str, back: bool) -> Cost:
         known = (self.scores, "backward" if back else "forward")
@@ -194,7 +225,7 @@ def source_of(device: Device, scores: str = "bf16") -> CostSource:
         return InMemory(device)
     known = device.peak if device.apart else {entry.dtype for entry in device.measured.attention}
     scores = scores if scores in known else "bf16"
-    sheet = Roofline(device, scores)
+    sheet = sheet_of(device, scores)
     if not device.measured.matmul:
         return sheet
     from outsize.foresight.learnt import Learnt, better  # as above

@@ -29,7 +29,8 @@ from outsize.hardware.talking import norm
 
 COMPUTING = ("matmul", "narrow", "attention", "scores", "traffic", "cast", "adding")
 SAYING = ("tensor", "exchange")
-LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "waited", "blocked")
+LANES = (*COMPUTING, "launch", *SAYING, "ring", "stages", "gathers", "moved", "waited", "blocked",
+         "called")  # fmt: skip
 AT_END = ("sums", "update")
 BUCKET = 40e6  # elements that are summed in one call (Megatron-LM's default)
 HIDDEN = 4.0  # of the norm in which computing and saying hide each other
@@ -279,7 +280,7 @@ def beat(of: Mapping[str, Any], norm: Any = HIDDEN) -> Any:
     computing = computing + sum(of[lane] for lane in SAYING)
     computing = together(computing, of["gathers"], norm)
     computing = together(computing, of["moved"])
-    return computing + of["waited"] + of["blocked"] + of["stages"]
+    return computing + of["waited"] + of["blocked"] + of["called"] + of["stages"]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ LAUNCH = 12e-6  # seconds of the processor for a call with its module's code and
 BLOCKED = 40e-6  # of a kernel that the processor waits for: the call, its end, a thread that wakes
 KERNELS = 17  # of a layer's forward, fused
 ROUTED = 60  # of a layer's experts: routing, sorting, exchanging
+OWN = (
+    14  # of a layer's forward on a processor, whose kernels are ours; a rehearsal counts 42 in all
+)
 OF_EXPERT = 3  # of each expert that is here: two products, a gate; as many again that cast for them
 MOVED = 8.0  # halves of H of a token and expert: sorted, gathered, weighted, summed
 PADDED = 512  # multiples of a vocabulary (Megatron-LM: 128 for each worker of the tensor axis)
@@ -51,7 +54,8 @@ Lanes = defaultdict[str, float]
 class Work:
     """A model on the workers of a layout: seconds of the lanes of its parts, by a source's rates.
 
-    Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, traffic, launch;
+    Lanes: matmul (in 16 bits or more), narrow (8 bits or fewer), attention, traffic, launch
+    (beside the device) or called (a processor's calls, by itself);
     tensor, exchange: collectives of weights that are cut and of experts; ring: keys and values of
     other parts of a sequence.
     """
@@ -183,7 +187,7 @@ class Work:
         moved = MOVED * 2 * s.hidden * mine * s.active
         found["traffic"] += self._passes() * self.source.traffic(moved).seconds
         each = OF_EXPERT * (2 if lay.narrow else 1)
-        found["launch"] += LAUNCH * (ROUTED + each * here) * self._passes()
+        self._launch(found, (ROUTED + each * here) * self._passes())
         if lay.expert > 1:
             group = self.ranks(lay.expert, lay.tensor)
             one = exchange(mine * s.hidden * 2, s.active, group, self.machines)
@@ -216,6 +220,16 @@ class Work:
         """Seconds of chains that touch so many halves forward."""
         return self._passes() * self.source.traffic(2 * halves).seconds
 
+    def _launch(self, found: Lanes, kernels: float) -> None:
+        """So many calls: beside the device, or on a processor a part of what it does, as long as a
+        probe has found them to be in a step."""
+        device = self.machines.device
+        each = device.measured.handed or device.measured.overhead
+        if device.apart:
+            found["launch"] += LAUNCH * kernels
+        else:
+            found["called"] += kernels * (LAUNCH if each is None else each.value)
+
     def _passes(self) -> float:
         again = {"full": 1.0, "half": 1.0, "norms": 0.6}.get(self.layout.recompute, 0.0)
         return 1 + BACK + again
@@ -231,8 +245,9 @@ class Work:
         turned = TURNED if s.gated or s.dropout else PLAIN
         halves = s.hidden * (stream + (ROTATED if chains else turned) / t)
         found["traffic"] = self._elementwise(halves * lay.tokens)
-        kernels = KERNELS * self._passes() * (2 if chains else 1)
-        found["launch"] = LAUNCH * kernels
+        apart = self.machines.device.apart
+        kernels = self._passes() * ((KERNELS * (2 if chains else 1)) if apart else OWN)
+        self._launch(found, kernels)
         if lay.stack.blocking:
             found["blocked"] = BLOCKED * kernels
         if t > 1:

@@ -10,9 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
 
 from outsize.errors import OutsizeError, nearest
+
+if TYPE_CHECKING:
+    from outsize.hardware.products import Law
 
 Unit = Literal["FLOP/s", "B/s", "B", "s", "W", "money/h"]
 Kind = Literal["cpu", "gpu", "systolic", "pim"]
@@ -88,7 +92,23 @@ class Measured:
     attention: tuple[Attention, ...] = ()
     overhead: Rate | None = None  # seconds of an operator on a tiny tensor
     fill: Rate | None = None  # B/s of writing memory that has just been allocated
-    handed: Rate | None = None  # seconds of the host for an operator of a step on a GPU
+    handed: Rate | None = None  # seconds of the host for an operator of a training step
+
+    @cached_property
+    def laws(self) -> Mapping[str, Law]:
+        """By dtype, what products take on a processor."""
+        from outsize.hardware.products import laws  # which needs more than most commands do
+
+        return laws(self.matmul)
+
+    def product_seconds(self, shape: tuple[int, int, int], dtype: str) -> tuple[float, float]:
+        """(seconds of a product on a processor, of which its call). shape: (T, I, O) of (T, I) x
+        (I, O). Of a dtype of which few shapes were measured, by their rates alone. Raises
+        OutsizeError for one that was not measured."""
+        law = self.laws.get(dtype)
+        if law is None:
+            return 2.0 * math.prod(shape) / self.matmul_rate(*shape, dtype), 0.0
+        return law.seconds(shape), law.call
 
     def matmul_rate(self, tokens: int, d_in: int, d_out: int, dtype: str) -> float:
         """FLOP/s of a shape, between the measured ones in the logarithms of T, I and O.

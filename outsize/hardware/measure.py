@@ -27,8 +27,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # In order of work, so that a slow dtype is found out before its long shapes are tried. They are
 # what a block of hidden size 384 or 1,024 does at 1 to 2,048 tokens: forward, input gradient,
 # weight gradient (tokens in the middle), head.
+# The first are those of small models, of which a call is a good part.
 CPU_SHAPES: tuple[Shape, ...] = (
+    (8, 64, 64),
+    (256, 64, 64),
     (1, 1024, 1024),
+    (64, 256, 192),
+    (256, 192, 192),
     (64, 384, 384),
     (512, 384, 384),
     (384, 512, 1024),

@@ -152,7 +152,7 @@ def _measure(
         attention=tuple(measure.attentions(target, quick, timer, date)),
         overhead=measure.overhead(target, timer, date),
         fill=None if apart else measure.fill(timer, date),
-        handed=handed(target, timer, date) if apart else None,
+        handed=handed(target, timer, date),
     )
     memory = Rate(_memory(target)[0], "B", "operating system", date)
     device = Device(

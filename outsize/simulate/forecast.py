@@ -319,20 +319,33 @@ def duration(work: Work, device: Device) -> float:
     """Seconds of an action's work at a device's measured rates.
 
     Products at the measured rate of their shape, attention at its own, everything else at the
-    bandwidth of memory, and the fixed cost of every operator call. Where the host runs ahead of the
-    device, what takes longer of its handing out and the device's work.
+    bandwidth of memory, and the fixed cost of every operator call: as a step of training has it,
+    where that was measured. Where the host runs ahead of the device, what takes longer of its
+    handing out and the device's work.
     """
     measured = device.measured
     total = work.moved / device.bandwidth.value
+    each = measured.handed or measured.overhead
+    call = 0.0 if each is None else each.value
     for (m, k, n, dtype), calls in work.products.items():
-        total += 2.0 * m * k * n * calls / _product_rate(device, m, k, n, dtype)
+        total += calls * _product(device, (m, k, n), dtype, call)
     for (direction, dtype), operations in work.attention.items():
         total += operations / _attention_rate(device, direction, dtype)
-    if measured.handed is not None:
-        return max(total, work.calls * measured.handed.value)
-    if measured.overhead is not None:
-        total += work.calls * measured.overhead.value
-    return total
+    if device.apart and measured.handed is not None:
+        return max(total, work.calls * call)
+    return total + work.calls * call
+
+
+def _product(device: Device, shape: tuple[int, int, int], dtype: str, call: float) -> float:
+    """Seconds of a product beside its call, which all operators have."""
+    name = _NAMES.get(dtype, dtype)
+    if not device.apart and name in device.measured.laws:
+        seconds, own = device.measured.product_seconds(shape, name)
+        return max(0.0, seconds - min(own, call))
+    if not device.apart and dtype == "float64":
+        return 2 * _product(device, shape, "float32", call)
+    m, k, n = shape
+    return 2.0 * m * k * n / _product_rate(device, m, k, n, dtype)
 
 
 def _product_rate(device: Device, m: int, k: int, n: int, dtype: str) -> float:

@@ -149,7 +149,7 @@ def test_a_slow_last_stage_sets_the_beat() -> None:
 def _terms(middle: float, last: float, slots: int, stages: int, chunks: int) -> Terms:
     lanes = dict.fromkeys(
         ("narrow", "attention", "scores", "traffic", "cast", "launch", "tensor", "exchange",
-         "ring", "stages", "gathers", "moved", "waited", "blocked", "adding"), 0.0,
+         "ring", "stages", "gathers", "moved", "waited", "blocked", "called", "adding"), 0.0,
     )  # fmt: skip
     of = [{**lanes, "matmul": value} for value in (middle, last)]
     return Terms(of[0], of[1], {"sums": 0.0, "update": 0.0}, slots, stages, chunks, 1, 0.0)

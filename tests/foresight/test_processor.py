@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,8 @@ from outsize.foresight.step import terms
 from outsize.hardware import Attention, Device, Hardware, Matmul, Measured, parse_spec
 from outsize.hardware.cluster import of_machine
 from outsize.hardware.measure import CPU_SHAPES
+from outsize.simulate.counter import Work
+from outsize.simulate.forecast import duration
 from outsize.train.resolve import values_of
 from outsize.train.setup import set_up
 
@@ -54,9 +58,60 @@ def test_attention_takes_the_rate_that_was_measured_in_its_dtype(name: str, back
     )
 
 
-@pytest.mark.parametrize(("model", "sequence", "rows"), [("small", 256, 4), ("mini", 128, 8)])
+CALL, OPERATION, BYTE, OPERATOR = 5e-6, 1 / 8e10, 1 / 5e10, 3e-5
+
+
+def took(tokens: int, d_in: int, d_out: int) -> float:
+    """Seconds of a product in float32."""
+    moved = 4 * (tokens * d_in + d_in * d_out + tokens * d_out)
+    return CALL + 2 * tokens * d_in * d_out * OPERATION + moved * BYTE
+
+
+def lawful() -> Hardware:
+    """A processor whose products follow a law, on which an operator of a step takes 30 us."""
+    entries = tuple(
+        Matmul(*shape, "fp32", rate(2 * math.prod(shape) / took(*shape), "FLOP/s"))
+        for shape in CPU_SHAPES
+    )
+    made = device()
+    measured = replace(made.measured, matmul=entries, handed=rate(OPERATOR, "s"))
+    return replace(processor(), devices=(replace(made, measured=measured),))
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 7), (700, 96, 96), (64, 2048, 8192), (16384, 512, 512)])
+def test_shapes_that_were_not_measured_follow_the_law_of_those_that_were(
+    shape: tuple[int, int, int],
+) -> None:
+    """Far from all of them too; beside it an operator takes what a step's operators take."""
+    one, (m, k, n) = lawful().devices[0], shape
+    assert source_of(one, "fp32").product(m, n, k, "fp32").seconds == pytest.approx(took(*shape))
+    whole = duration(Work({(*shape, "float32"): 3}, calls=5), one)
+    assert whole == pytest.approx(3 * (took(*shape) - CALL) + 5 * OPERATOR)
+
+
+def test_a_measured_shape_takes_what_it_took_and_its_neighbours_nearly_so() -> None:
+    entries = list(lawful().devices[0].measured.matmul)
+    at = CPU_SHAPES.index((256, 192, 192))
+    slow = entries[at].rate
+    entries[at] = replace(entries[at], rate=replace(slow, value=slow.value / 3))
+    measured = Measured(tuple(entries))
+    seconds = measured.product_seconds(CPU_SHAPES[at], "fp32")[0]
+    assert seconds == pytest.approx(3 * took(*CPU_SHAPES[at]))
+    law, near = measured.laws["fp32"], (256, 192, 200)
+    assert measured.product_seconds(near, "fp32")[0] > 2 * law.plain(near)
+    few = Measured(tuple(entries[:4]))
+    assert few.laws == {}
+    assert few.product_seconds(near, "fp32")[0] * few.matmul_rate(*near, "fp32") == pytest.approx(
+        2 * math.prod(near)
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "sequence", "rows"),
+    [(processor, "small", 256, 4), (lawful, "mini", 128, 8), (lawful, "tiny", 64, 1)],
+)
 def test_seconds_are_those_of_the_rehearsal_by_the_same_rates(
-    model: str, sequence: int, rows: int
+    machine: Callable[[], Hardware], model: str, sequence: int, rows: int
 ) -> None:
     """Counted from the shape here, operator by operator on fake tensors there."""
     made = set_up(
@@ -65,11 +120,11 @@ def test_seconds_are_those_of_the_rehearsal_by_the_same_rates(
             f"train.batch_tokens={2 * sequence * rows}", f"plan.microbatch_rows={rows}",
             "plan.recompute=[]", "device=cpu",
         )),
-        hardware=processor(),
+        hardware=machine(),
     ).forecast  # fmt: skip
     fixed = Conditions(conditions((f"rows={rows}", "recompute=none"), "--require"))
     asked = Asked(sequence, 2 * rows, "fp32", fixed)
-    shape, cluster = shape_of(model), of_machine(processor())
+    shape, cluster = shape_of(model), of_machine(machine())
     best = choose(shape, asked, cluster, 1).plans[0]
     assert best.seconds == pytest.approx(made.seconds, rel=0.2)
     counted = terms(shape, best.layout, cluster)

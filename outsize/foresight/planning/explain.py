@@ -28,7 +28,7 @@ GIB = 1 << 30
 RESOURCES: Mapping[str, tuple[str, ...]] = {
     "products": ("matmul", "narrow", "attention"),
     "memory of the device": ("traffic", "scores", "cast", "adding", "update"),
-    "processor that launches": ("launch",),
+    "processor that launches": ("launch", "called"),
     "link to host memory and disk": ("moved",),
     "links": ("tensor", "exchange", "ring", "stages", "gathers", "sums"),
     "idle in the pipeline": ("fill",),
