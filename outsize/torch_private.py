@@ -117,6 +117,11 @@ def rehearsing() -> bool:
     return isinstance(torch.empty(0), FakeTensor)
 
 
+def watched() -> bool:
+    """Whether a mode of this thread sees what operators give."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 cdata: Callable[[UntypedStorage], int] = attrgetter("_cdata")  # what tells a storage from others
 
 

@@ -38,12 +38,18 @@ class Laid(NamedTuple):
         apart = isinstance(self.scales, Tensor) and not self.scales.is_contiguous()
         return self.blocks_NB.is_contiguous() and self.blocks_NB.is_cpu and not apart
 
+    @property
+    def group(self) -> int:
+        """Codes of a block."""
+        size = self.blocks_NB.shape[1] - self.head
+        return size if self.order == "bytes" else 2 * size
+
     def matrix(self, inner: int, bias_O: Tensor | None = None, eights: bool = False) -> Matrix:
         """Of a weight of so many inputs, as the passes in C++ read it. It points at tensors, which
         are to live as long. eights: what it is multiplied by is rounded (eights.py)."""
         count, block = self.blocks_NB.shape
         scales = self.scales if isinstance(self.scales, Tensor) else None
-        group = (block - self.head) * (1 if self.order == "bytes" else 2)
+        group = self.group
         made = matrix(self.blocks_NB, count * group // inner, inner, bias_O)
         made.scales, made.table = (
             None if x is None else x.data_ptr() for x in (scales, self.table)

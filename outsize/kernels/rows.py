@@ -21,12 +21,15 @@ import torch
 from torch import Tensor
 
 from outsize.kernels import native
-from outsize.torch_private import FakeTensor
+from outsize.torch_private import FakeTensor, watched
 
 if TYPE_CHECKING:
     from outsize.kernels.codes import Laid
 
 _VECTORS = 64  # elements: of any processor's, and of as many as PyTorch takes at once
+# Of rows.cpp, eights.cpp and tiles.h: rows that are made wide, or rounded, at once; the widest
+# vectors; weights that a thread makes wide, outputs whose sums it has, numbers that share a sum.
+_WIDE, _ROUNDED, _LANES, _OUTPUTS, _ACROSS, _CHUNK = 512, 128, 16, 4, 16, 32
 _HERE = threading.local()
 
 
@@ -103,15 +106,40 @@ def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(padded)[..., :size].contiguous()
 
 
+def scratch(x: Tensor, outputs: int, group: int = 0, eights: bool = False) -> int:
+    """Bytes at most that a product has for a while in memory of its own, which no allocator sees,
+    beside x (..., I) and its result: rows made wide or rounded, and what each thread works in.
+    group: of the weight's codes, 0 where it has none; eights: whether rows are rounded."""
+    inner, threads = x.shape[-1], native.threads()
+    tokens = x.numel() // max(1, inner)
+    if eights:
+        some, groups = min(tokens, _ROUNDED), inner // group
+        whole = some * (2 * inner + 4 * groups * (1 + group // _CHUNK))
+        return 8 + whole + 4 * threads * _ACROSS * (groups + some)
+    narrow = x.dtype is not torch.float32
+    size = 4 * outputs  # its bias, made wide
+    if narrow or inner % _LANES:
+        size += 4 * min(tokens, _WIDE) * -(-inner // _LANES) * _LANES
+    return size + (4 * threads * _OUTPUTS * inner if narrow or group else 0)
+
+
+def _shown(x: Tensor, outputs: int, group: int = 0, eights: bool = False) -> None:
+    """Let who counts bytes see the scratch of a product come and go, of fake tensors too."""
+    if watched():
+        x.new_empty(scratch(x, outputs, group, eights), dtype=torch.uint8)
+
+
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x (..., I) times weight plus bias: (..., O)."""
     y: Tensor = torch.ops.outsize.rows_product.default(x, weight_OI, bias_O)
+    _shown(x, weight_OI.shape[0])
     return y
 
 
 def put(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out: Tensor) -> None:
     """out = x (..., I) times weight plus bias, contiguous and of their dtype."""
     torch.ops.outsize.rows_product_into.default(x, weight_OI, bias_O, out)
+    _shown(x, weight_OI.shape[0])
 
 
 def wanted_by_codes(x: Tensor) -> bool:
@@ -126,6 +154,7 @@ def by_codes(
     to the dtype of x, plus bias: (..., O). Its bits are those of `linear` by that weight, or with
     eights of what eights.py says."""
     x, y = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
+    _shown(x, outputs, laid.group, eights)
     if isinstance(x, FakeTensor):
         return y
     bias = None if bias_O is None else bias_O.to(x.dtype).contiguous()

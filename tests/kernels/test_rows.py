@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from outsize.errors import OutsizeError
 from outsize.kernels import eights, native, product, rows
+from outsize.memory import Ledger
 from outsize.models.coding import Grid, format_of
+from outsize.simulate.fake import FakeMode
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -107,3 +112,41 @@ def test_the_way_is_taken_where_it_is_asked_for_alone() -> None:
         assert not rows.wanted(x, w)
     with rows.alone():
         assert not rows.wanted(x, w)  # gradients are recorded
+
+
+def _said(file: str, name: str) -> int:
+    """The largest value that a source of the passes gives a name."""
+    text = (Path(rows.__file__).parent / file).read_text(encoding="utf-8")
+    return max(int(value) for value in re.findall(rf"\b{name} = (\d+)[;,]", text))
+
+
+def _beside(x: Tensor, call: object) -> int:
+    """Bytes that a ledger sees at most while a product of fake rows is made, but for its result."""
+    with torch.no_grad(), rows.alone(), Ledger() as ledger:
+        y = call(x)  # type: ignore[operator]
+    return ledger.peak - y.nbytes
+
+
+def test_room_that_products_take_for_themselves_is_foretold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the passes allocate it: 300 rows of 192 numbers, on three threads."""
+    monkeypatch.setattr(native, "threads", lambda: 3)
+    some, wide = _said("eights.cpp", "MOST_ROWS"), min(300, _said("rows.cpp", "SOME"))
+    sums, chunk = _said("eights.cpp", "ACROSS"), _said("eights.cpp", "CHUNK")
+    outputs, vector = _said("rows.cpp", "OUTPUTS"), _said("tiles.h", "LANES")
+    form = format_of("int8:64")
+    codes, scales = form.encode(_random(21, 192))
+    laid = form.laid(codes, scales, Grid(3))
+    assert laid is not None
+    numbers = some * 192 * 2 + 4 * some * 3 + 4 * some * 3 * (64 // chunk)
+    with FakeMode():
+        x, narrow = torch.empty(300, 192), torch.empty(300, 190, dtype=torch.bfloat16)
+        w = torch.empty(21, 190, dtype=torch.bfloat16)
+        found = _beside(x, lambda x: eights.linear(x, laid, 21, None))
+        assert 0 <= found - numbers - 4 * 3 * sums * (3 + some) <= 8
+        row = -(-190 // vector) * vector
+        expected = 4 * wide * row + 4 * 3 * outputs * 190
+        assert 0 <= _beside(narrow, lambda x: product.linear(x, w, None)) - expected <= 4 * 21
+        whole = torch.empty(21, 192)
+        assert _beside(x, lambda x: rows.linear(x, whole, None)) <= 4 * 21
